@@ -1,0 +1,51 @@
+# Two commands matter: `make quickstart` and `make test`. Both make .venv when it is missing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: quickstart test test-fast test-slow test-gpu lint format types clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/quartet quickstart
+
+test: $(VENV)/.installed-test lint types
+	$(PYTEST) -m "not slow and not gpu"
+
+test-fast: $(VENV)/.installed-test
+	$(PYTEST) tests/unit -m "not slow and not gpu"
+
+test-slow: $(VENV)/.installed-test
+	$(PYTEST) -m "slow"
+
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu -m gpu
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-test
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quartet needs Python 3.11 or newer; set PYTHON=python3.12, say")'
+	$(PYTHON) -m venv $(VENV) || (rm -rf $(VENV); echo "python3 -m venv failed: on Debian and Ubuntu, apt install python3-venv"; exit 1)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check "torch>=2.11,<2.14"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

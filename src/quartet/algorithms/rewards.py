@@ -1,0 +1,63 @@
+"""From a score per trajectory to rewards of tokens and completions.
+
+Shape suffixes: T stored tokens, N trajectories.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quartet.algorithms.segments import keep, last_token, masked_owner, reduction_dtype, segment_sum
+
+
+def penalise_missing_eos(scores_N: Tensor, ended_N: Tensor, penalty: float) -> Tensor:
+    """``[N]`` scores less ``penalty`` where the trajectory did not end by itself.
+
+    Args:
+        scores_N: ``[N]``.
+        ended_N: ``[N]`` bool, True where the policy emitted its end of text.
+        penalty: how much a missing end costs, at least 0.
+    """
+    if penalty < 0:
+        raise ValueError(f"missing_eos_penalty is subtracted, so it must be at least 0, found {penalty}")
+    return scores_N.to(reduction_dtype(scores_N)) - penalty * (~ended_N).to(reduction_dtype(scores_N))
+
+
+def token_rewards(
+    scores_N: Tensor, kl_T: Tensor | None, kl_coef: float, action_mask_T: Tensor, trajectory_T: Tensor
+) -> Tensor:
+    """``[T]`` rewards: the score on the trajectory's last action token, less ``kl_coef * kl`` on each of
+    them.
+
+    Args:
+        scores_N: ``[N]`` one score per trajectory. That of a trajectory without action tokens lands nowhere.
+        kl_T: ``[T]`` KL estimate per token, or None for none.
+        kl_coef: its coefficient.
+        action_mask_T: ``[T]`` bool, tokens the policy emitted.
+        trajectory_T: ``[T]`` int64 owner index; tokens in time order.
+
+    Returns:
+        ``[T]`` in the reduction's dtype of the scores, 0 where no action.
+    """
+    owner_T = masked_owner(trajectory_T, action_mask_T)
+    position_N = last_token(owner_T, scores_N.shape[0])
+    scores = scores_N.to(reduction_dtype(scores_N))
+    rewards_T = torch.zeros(owner_T.shape[0], dtype=scores.dtype, device=scores.device)
+    if kl_T is not None:
+        rewards_T = -kl_coef * keep(kl_T, owner_T >= 0).to(scores.dtype)
+    has_action_N = position_N >= 0
+    return rewards_T.index_add(0, position_N[has_action_N], scores[has_action_N])
+
+
+def completion_rewards(
+    scores_N: Tensor, kl_T: Tensor, kl_coef: float, action_mask_T: Tensor, trajectory_T: Tensor
+) -> Tensor:
+    """``[N]`` scores less ``kl_coef`` times the KL summed over the trajectory's action tokens.
+
+    The reward of RLOO as published (Ahmadian et al., 2024), where a whole completion is one action. Arguments
+    as for ``token_rewards``; a trajectory without action tokens keeps its score.
+    """
+    owner_T = masked_owner(trajectory_T, action_mask_T)
+    kl_N = segment_sum(keep(kl_T, owner_T >= 0), owner_T, scores_N.shape[0])
+    return scores_N.to(reduction_dtype(scores_N)) - kl_coef * kl_N

@@ -1,0 +1,387 @@
+"""Ragged batches: sequences of any length without padding, prompts stored once.
+
+Shape suffixes: T stored tokens, K segments, S sequences, F attachment rows, D features.
+
+A *segment* is a run of tokens with an optional parent segment. A *sequence* is a leaf segment together with
+its chain of ancestors. Two responses to the prompt ``[5, 6]`` are three segments and two sequences::
+
+    segment   0 (root)   1 (parent 0)   2 (parent 0)
+    input_ids 5 6        7 8 9          7 4
+    leaves    1 -> sequence 0,  2 -> sequence 1
+
+Every token field has one entry per *stored* token and belongs to that token: ``logprobs[t]`` is the
+log-probability of token t given everything before it. Ancestor tokens are shared, so they carry no loss of
+their own: their masks are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Attachment:
+    """Features that belong to sequences (image features, say), passed along by reference.
+
+    ``values`` is ``[F, D]``; rows ``offsets[s]:offsets[s + 1]`` belong to sequence s.
+    """
+
+    values: Tensor
+    offsets: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", tuple(self.offsets))
+        ascending = all(a <= b for a, b in pairwise(self.offsets))
+        if not ascending or self.offsets[:1] != (0,) or self.offsets[-1] != self.values.shape[0]:
+            num_rows = self.values.shape[0]
+            raise ValueError(f"offsets must ascend from 0 to the {num_rows} rows of values: {self.offsets}")
+
+
+def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(mapping))
+
+
+@dataclass(frozen=True, eq=False)
+class RaggedBatch:
+    """An immutable set of sequences over shared segments; every operation returns a new batch.
+
+    Args:
+        input_ids: ``[T]`` int64, segments one after the other.
+        segment_lengths: ``[K]`` tokens per segment, each at least 1.
+        parents: ``[K]`` index of the parent segment, or -1; a parent stands before its children.
+        leaves: ``[S]`` the leaf segment of each sequence; it has no children and belongs to that sequence
+            alone. A segment that no sequence needs is allowed; ``select`` and ``unshare`` drop it.
+        ids: ``[S]`` unique sequence ids, the keys by which columns are joined.
+        token: fields ``[T]``.
+        sequence: fields ``[S]``.
+        objects: per-sequence Python objects, each a tuple of length S.
+        attachments: features by sequence, by reference.
+        meta: anything else; immutable.
+    """
+
+    input_ids: Tensor
+    segment_lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    leaves: tuple[int, ...]
+    ids: tuple[str, ...]
+    token: Mapping[str, Tensor] = field(default_factory=dict)
+    sequence: Mapping[str, Tensor] = field(default_factory=dict)
+    objects: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    attachments: Mapping[str, Attachment] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "parents", "leaves", "ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "objects", {name: tuple(column) for name, column in self.objects.items()})
+        for name in ("token", "sequence", "objects", "attachments", "meta"):
+            object.__setattr__(self, name, _frozen(getattr(self, name)))
+        self._validate()
+
+    def __reduce__(self) -> tuple[type[RaggedBatch], tuple[Any, ...]]:
+        # A mapping proxy cannot be pickled, and batches travel between processes.
+        values = (getattr(self, f.name) for f in fields(self))
+        return RaggedBatch, tuple(dict(v) if isinstance(v, MappingProxyType) else v for v in values)
+
+    def _validate(self) -> None:
+        num_tokens = sum(self.segment_lengths)
+        if self.input_ids.ndim != 1 or self.input_ids.shape[0] != num_tokens:
+            raise ValueError(
+                f"input_ids has shape {tuple(self.input_ids.shape)}, segments hold {num_tokens} tokens"
+            )
+        if len(self.parents) != len(self.segment_lengths):
+            raise ValueError(f"{len(self.parents)} parents for {len(self.segment_lengths)} segments")
+        if any(length < 1 for length in self.segment_lengths):
+            raise ValueError("a segment needs at least one token")
+        if any(not -1 <= parent < k for k, parent in enumerate(self.parents)):
+            raise ValueError(f"a parent must stand before its child: parents {self.parents}")
+        if self.input_ids.dtype != torch.int64:
+            raise ValueError(f"input_ids must be int64, found {self.input_ids.dtype}")
+        if len(set(self.leaves)) != len(self.leaves):
+            raise ValueError("a segment is the leaf of at most one sequence")
+        if any(not 0 <= leaf < len(self.parents) for leaf in self.leaves):
+            raise ValueError(f"leaf out of range: {self.leaves} with {len(self.parents)} segments")
+        if inner := set(self.leaves) & set(self.parents):
+            raise ValueError(f"a leaf has no children, but leaves {sorted(inner)} are parents of segments")
+        if len(self.ids) != len(self.leaves) or len(set(self.ids)) != len(self.ids):
+            raise ValueError(f"{len(self.leaves)} sequences need as many distinct ids, found {self.ids}")
+        for name, values in self.token.items():
+            if values.shape[:1] != (num_tokens,):
+                raise ValueError(
+                    f"token field {name!r} has shape {tuple(values.shape)}, expected [{num_tokens}]"
+                )
+        for name, values in self.sequence.items():
+            if values.shape[:1] != (len(self.leaves),):
+                raise ValueError(
+                    f"sequence field {name!r} has shape {tuple(values.shape)}, not [{len(self)}]"
+                )
+        for name, column in self.objects.items():
+            if len(column) != len(self.leaves):
+                raise ValueError(f"object field {name!r} has {len(column)} entries for {len(self)} sequences")
+        for name, attachment in self.attachments.items():
+            if len(attachment.offsets) != len(self.leaves) + 1:
+                raise ValueError(f"attachment {name!r} needs {len(self) + 1} offsets")
+
+    # Sizes -----------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    @property
+    def num_tokens(self) -> int:
+        """Stored tokens: a shared prompt counts once."""
+        return int(self.input_ids.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+    @cached_property
+    def segment_offsets(self) -> tuple[int, ...]:
+        """``[K + 1]`` where each segment starts in the token fields."""
+        offsets = [0]
+        for length in self.segment_lengths:
+            offsets.append(offsets[-1] + length)
+        return tuple(offsets)
+
+    def chain(self, s: int) -> tuple[int, ...]:
+        """Segments of sequence ``s`` from its root to its leaf."""
+        chain: list[int] = []
+        k = self.leaves[s]
+        while k >= 0:
+            chain.append(k)
+            k = self.parents[k]
+        return tuple(reversed(chain))
+
+    def sequence_lengths(self) -> list[int]:
+        """Tokens of each sequence with its ancestors (what it costs when nothing is shared)."""
+        return [sum(self.segment_lengths[k] for k in self.chain(s)) for s in range(len(self))]
+
+    def leaf_span(self, s: int) -> tuple[int, int]:
+        """Where the leaf of sequence ``s`` lies in the token fields: ``[start, stop)``."""
+        start = self.segment_offsets[self.leaves[s]]
+        return start, start + self.segment_lengths[self.leaves[s]]
+
+    def sequence_index(self) -> Tensor:
+        """``[T]`` the sequence whose leaf holds the token, -1 for ancestor tokens."""
+        owner = dict(zip(self.leaves, range(len(self)), strict=True))
+        # The dtype is spelt out because an empty list would make a float tensor.
+        per_segment, lengths = torch.tensor(
+            [[owner.get(k, -1) for k in range(len(self.parents))], self.segment_lengths],
+            dtype=torch.int64,
+            device=self.device,
+        )
+        return per_segment.repeat_interleave(lengths)
+
+    def token_ids(self, s: int) -> list[int]:
+        """All token ids of sequence ``s``, ancestors included."""
+        offsets = self.segment_offsets
+        return [
+            token for k in self.chain(s) for token in self.input_ids[offsets[k] : offsets[k + 1]].tolist()
+        ]
+
+    # Building and changing -------------------------------------------------------------------------------
+
+    @classmethod
+    def from_sequences(
+        cls, sequences: Sequence[Sequence[int]], ids: Sequence[str] | None = None, **fields: Any
+    ) -> RaggedBatch:
+        """A batch of independent sequences, each one root segment. ``fields`` as in the constructor."""
+        flat = [token for tokens in sequences for token in tokens]
+        return cls(
+            input_ids=torch.tensor(flat, dtype=torch.int64),
+            segment_lengths=tuple(len(tokens) for tokens in sequences),
+            parents=(-1,) * len(sequences),
+            leaves=tuple(range(len(sequences))),
+            ids=tuple(ids) if ids is not None else tuple(str(s) for s in range(len(sequences))),
+            **fields,
+        )
+
+    @classmethod
+    def from_groups(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[Sequence[int]]],
+        ids: Sequence[str],
+        **fields: Any,
+    ) -> RaggedBatch:
+        """One prompt segment per group and one child per response; ``ids`` in group order."""
+        flat: list[int] = []
+        lengths: list[int] = []
+        parents: list[int] = []
+        leaves: list[int] = []
+        for prompt, members in zip(prompts, responses, strict=True):
+            root = len(lengths)
+            flat.extend(prompt)
+            lengths.append(len(prompt))
+            parents.append(-1)
+            for response in members:
+                leaves.append(len(lengths))
+                flat.extend(response)
+                lengths.append(len(response))
+                parents.append(root)
+        return cls(
+            input_ids=torch.tensor(flat, dtype=torch.int64),
+            segment_lengths=tuple(lengths),
+            parents=tuple(parents),
+            leaves=tuple(leaves),
+            ids=tuple(ids),
+            **fields,
+        )
+
+    def with_token(self, **fields: Tensor) -> RaggedBatch:
+        return replace(self, token={**self.token, **fields})
+
+    def with_sequence(self, **fields: Tensor) -> RaggedBatch:
+        return replace(self, sequence={**self.sequence, **fields})
+
+    def with_objects(self, **fields: Sequence[Any]) -> RaggedBatch:
+        return replace(self, objects={**self.objects, **{k: tuple(v) for k, v in fields.items()}})
+
+    def pop(self, name: str) -> tuple[RaggedBatch, Any]:
+        """The batch without token, sequence, object or attachment field ``name``, and that field."""
+        for family in ("token", "sequence", "objects", "attachments"):
+            remaining = dict(getattr(self, family))
+            if name in remaining:
+                value = remaining.pop(name)
+                change: dict[str, Any] = {family: remaining}
+                return replace(self, **change), value
+        raise KeyError(name)
+
+    def to(self, device: torch.device | str) -> RaggedBatch:
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            token={k: v.to(device) for k, v in self.token.items()},
+            sequence={k: v.to(device) for k, v in self.sequence.items()},
+            attachments={k: Attachment(a.values.to(device), a.offsets) for k, a in self.attachments.items()},
+        )
+
+    def select(self, indices: Sequence[int]) -> RaggedBatch:
+        """The sequences ``indices`` in that order, with the ancestors they need, each stored once.
+
+        Negative indices count from the end; an index twice is refused, as ids are unique.
+        """
+        indices = [range(len(self))[s] for s in indices]
+        kept: dict[int, int] = {}
+        for s in indices:
+            for k in self.chain(s):
+                kept.setdefault(k, len(kept))
+        offsets = self.segment_offsets
+        if kept:
+            rows = torch.cat([torch.arange(offsets[k], offsets[k + 1], device=self.device) for k in kept])
+        else:
+            rows = torch.zeros(0, dtype=torch.int64, device=self.device)
+        picked = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
+        return RaggedBatch(
+            input_ids=self.input_ids[rows],
+            segment_lengths=tuple(self.segment_lengths[k] for k in kept),
+            parents=tuple(kept[self.parents[k]] if self.parents[k] >= 0 else -1 for k in kept),
+            leaves=tuple(kept[self.leaves[s]] for s in indices),
+            ids=tuple(self.ids[s] for s in indices),
+            token={name: values[rows] for name, values in self.token.items()},
+            sequence={name: values[picked] for name, values in self.sequence.items()},
+            objects={name: tuple(values[s] for s in indices) for name, values in self.objects.items()},
+            attachments={name: _select_attachment(a, indices) for name, a in self.attachments.items()},
+            meta=self.meta,
+        )
+
+    def split(self, parts: Sequence[Sequence[int]]) -> list[RaggedBatch]:
+        """One batch per list of sequence indices."""
+        return [self.select(part) for part in parts]
+
+    def __iter__(self) -> Iterator[RaggedBatch]:
+        return (self.select([s]) for s in range(len(self)))
+
+    @classmethod
+    def concat(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:
+        """Joins batches that have the same fields; meta is the first one's. Prompts are not merged."""
+        if not batches:
+            raise ValueError("nothing to concatenate")
+        first = batches[0]
+        for other in batches[1:]:
+            for family in ("token", "sequence", "objects", "attachments"):
+                ours, theirs = sorted(getattr(first, family)), sorted(getattr(other, family))
+                if ours != theirs:
+                    raise ValueError(f"{family} fields differ: {ours} and {theirs}")
+        parents: list[int] = []
+        leaves: list[int] = []
+        for batch in batches:
+            base = len(parents)
+            leaves.extend(base + leaf for leaf in batch.leaves)
+            parents.extend(base + parent if parent >= 0 else -1 for parent in batch.parents)
+        return cls(
+            input_ids=torch.cat([b.input_ids for b in batches]),
+            segment_lengths=tuple(n for b in batches for n in b.segment_lengths),
+            parents=tuple(parents),
+            leaves=tuple(leaves),
+            ids=tuple(i for b in batches for i in b.ids),
+            token={name: torch.cat([b.token[name] for b in batches]) for name in first.token},
+            sequence={name: torch.cat([b.sequence[name] for b in batches]) for name in first.sequence},
+            objects={name: tuple(o for b in batches for o in b.objects[name]) for name in first.objects},
+            attachments={
+                name: _concat_attachments([b.attachments[name] for b in batches])
+                for name in first.attachments
+            },
+            meta=first.meta,
+        )
+
+    def unshare(self) -> tuple[RaggedBatch, Tensor]:
+        """Every sequence as one root segment, and where each leaf token went.
+
+        Token fields of ancestors are copied to each descendant, except masks (names ending in ``_mask``),
+        which are 0 there because ancestor tokens carry no loss.
+
+        Returns:
+            The flat batch with ``T'`` tokens, and ``[T']`` the stored token each of its tokens came from.
+        """
+        offsets = self.segment_offsets
+        rows: list[Tensor] = []
+        own: list[Tensor] = []
+        for s in range(len(self)):
+            chain = self.chain(s)
+            for k in chain:
+                rows.append(torch.arange(offsets[k], offsets[k + 1], device=self.device))
+                own.append(torch.full((self.segment_lengths[k],), k == chain[-1], device=self.device))
+        source = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=self.device)
+        is_own = torch.cat(own) if own else torch.zeros(0, dtype=torch.bool, device=self.device)
+        token = {}
+        for name, values in self.token.items():
+            copied = values[source]
+            if name.endswith("_mask"):
+                copied[~is_own] = 0
+            token[name] = copied
+        flat = replace(
+            self,
+            input_ids=self.input_ids[source],
+            segment_lengths=tuple(self.sequence_lengths()),
+            parents=(-1,) * len(self),
+            leaves=tuple(range(len(self))),
+            token=token,
+        )
+        return flat, source
+
+
+def _select_attachment(attachment: Attachment, indices: Sequence[int]) -> Attachment:
+    spans = [(attachment.offsets[s], attachment.offsets[s + 1]) for s in indices]
+    offsets = [0]
+    for start, stop in spans:
+        offsets.append(offsets[-1] + stop - start)
+    values = torch.cat([attachment.values[a:b] for a, b in spans]) if spans else attachment.values[:0]
+    return Attachment(values, tuple(offsets))
+
+
+def _concat_attachments(attachments: Sequence[Attachment]) -> Attachment:
+    offsets = [0]
+    for attachment in attachments:
+        base = offsets[-1]
+        offsets.extend(base + end for end in attachment.offsets[1:])
+    return Attachment(torch.cat([a.values for a in attachments]), tuple(offsets))

@@ -1,0 +1,162 @@
+"""The `quartet` command: one sub-command per job. Each parses, builds and runs; heavy imports wait until then.
+
+Mistakes a user can mend end with exit status 2 and a three-part message; Ctrl-C with 130 and how to go on.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quartet.config import UserError
+
+app = typer.Typer(
+    name="quartet",
+    help="RLHF and LLM reinforcement learning: SFT, reward model, PPO, GRPO, RLOO.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RecipePath = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, e.g. actor.train.optim.lr=1e-6")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")]
+
+
+@app.command()
+def quickstart(
+    seed: Annotated[int, typer.Option(help="Decides data, weights and sampling.", min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+) -> None:
+    """SFT, reward model and PPO on a small task, on the CPU, in about three minutes."""
+    if resume and out is None:
+        raise UserError("nothing to resume", found="--resume without --out", remedy="name the directory with --out")
+    path = out or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
+    from quartet.cli.show import show_quickstart
+    from quartet.observe.progress import Progress
+    from quartet.quickstart.run import Quickstart
+
+    with Progress() as progress:
+        result = Quickstart(seed, path, resume=resume, progress=progress).run()
+    show_quickstart(result)
+
+
+@app.command()
+def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Supervised fine-tuning on demonstrations."""
+    from quartet.trainers.sft import SFTTrainer
+
+    _train("sft", SFTTrainer, recipe, overrides, resume)
+
+
+@app.command(name="reward-model")
+def reward_model(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Reward model from preference pairs."""
+    from quartet.trainers.reward_model import RewardModelTrainer
+
+    _train("reward-model", RewardModelTrainer, recipe, overrides, resume)
+
+
+@app.command()
+def rl(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+    """Reinforcement learning (PPO, GRPO, RLOO) against rewards."""
+    from quartet.trainers.rl import RLTrainer
+
+    _train("rl", RLTrainer, recipe, overrides, resume)
+
+
+@app.command(name="eval")
+def evaluate(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Answers to held-out prompts, scored by rewards."""
+    from quartet.cli.show import show_evaluation
+    from quartet.config.load import load_recipe
+    from quartet.trainers.evaluate import Evaluator
+
+    show_evaluation(Evaluator(load_recipe("eval", recipe, overrides or ())).run())  # type: ignore[arg-type]
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Model directory or hub name.")],
+    prompt: Annotated[list[str], typer.Option(help="Prompt; may be given several times.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus; 1 keeps every token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps every token.", min=0)] = 0,
+    num: Annotated[int, typer.Option(help="Answers per prompt.", min=1)] = 1,
+    seed: Annotated[int, typer.Option(help="Same seed, same answer.", min=0)] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the chat template as a user turn.")] = False,
+) -> None:
+    """Answers of a model to prompts on the command line."""
+    from quartet.models.loading import load_causal_lm, packed_causal_lm
+    from quartet.rollout.protocol import SamplingParams
+    from quartet.text.tokenizer import TextCodec
+    from quartet.trainers.generate import generate as run
+
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_new_tokens=max_new_tokens,
+        stop_strings=tuple(stop or ()),
+    )
+    codec = TextCodec.from_pretrained(model)
+    packed = packed_causal_lm(load_causal_lm(model))
+    prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
+    for text, answers in zip(prompt, run(packed, codec, prompts, sampling, num_responses=num, seed=seed), strict=True):
+        for answer in answers:
+            typer.echo(answer.text if chat else text + answer.text)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Where to write; default <run>/report.html.")] = None,
+) -> None:
+    """One HTML file with curves, timing and every token of the kept rollouts."""
+    from quartet.observe.report import build_report
+
+    typer.echo(build_report(run, out))
+
+
+def _train(job: str, trainer: Any, recipe_path: Path, overrides: list[str] | None, resume: bool) -> None:
+    from quartet.cli.show import show_run
+    from quartet.config.load import load_recipe
+    from quartet.observe.progress import Progress
+
+    recipe = load_recipe(job, recipe_path, overrides or ())
+    with Progress() as progress:
+        result = trainer(recipe, resume=resume, progress=progress).train()
+    show_run(result.path, result.summary)
+
+
+def main() -> None:
+    """Entry point: turns user errors and Ctrl-C into messages and exit statuses."""
+    try:
+        app()
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("stopped at once; the last checkpoint can be resumed with --resume", err=True)
+        sys.exit(130)
+    except Exception as error:
+        from quartet.trainers.run import Interrupted
+
+        if not isinstance(error, Interrupted):
+            raise
+        command = " ".join(arg for arg in sys.argv[1:] if arg != "--resume")
+        where = "" if str(error.path) in command else f" output_dir={error.path}"
+        typer.echo(f"{error}\ngo on with: quartet {command}{where} --resume", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

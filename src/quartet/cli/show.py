@@ -1,0 +1,104 @@
+"""What the commands print when they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from quartet.quickstart.run import QuickstartResult
+    from quartet.trainers.evaluate import EvaluationResult
+
+_SHOWN = {
+    "sft": ("loss/sft", "eval/loss"),
+    "reward_model": ("loss/reward_model", "reward_model/accuracy", "eval/accuracy"),
+    "rl": ("reward/score_mean", "eval/score_mean", "kl/ref", "policy/entropy", "agreement/logprob_diff_max"),
+}
+_TITLES = {
+    "sft": "1  SFT on imperfect demonstrations",
+    "evaluate_sft": "   evaluation",
+    "reward_model": "2  reward model from noisy pairs",
+    "rl": "3  PPO against the reward model",
+    "evaluate_rl": "   evaluation",
+}
+
+
+def show_run(path: Path, summary: Mapping[str, Any]) -> None:
+    """Last metrics and where everything is."""
+    console = Console()
+    for stage in summary["stages"]:
+        table = Table(title=f"{stage['name']}: {stage['seconds']:.1f} s", title_justify="left")
+        table.add_column("metric")
+        table.add_column("last value", justify="right")
+        for name in _SHOWN.get(stage["name"], ()):
+            if name in stage["metrics"]:
+                table.add_row(name, f"{stage['metrics'][name]:.4g}")
+        console.print(table)
+    for note in summary.get("notes", ()):
+        console.print(Text(f"note: {note}"))
+    console.print(Text(f"model: {path / 'model'}"), soft_wrap=True)
+    console.print(Text(f"next:  quartet report {path}"), soft_wrap=True)
+
+
+def show_quickstart(result: QuickstartResult) -> None:
+    """The table of the three stages, completions side by side, and what to try next."""
+    console, summary = Console(), result.summary
+    match = summary["exact_match"]
+    table = Table(title="Exact match on 500 held-out sums", title_justify="left")
+    for column in ("decoding", "after SFT", "after PPO"):
+        table.add_column(column, justify="left" if column == "decoding" else "right")
+    for temperature, value in match["sft"].items():
+        label = "greedy" if float(temperature) == 0 else f"temperature {temperature}"
+        table.add_row(label, f"{value:.1%}", f"{match['ppo'][temperature]:.1%}")
+    console.print(table)
+    gsb = summary["good_same_bad"]
+    console.print(
+        f"PPO greedy is {100 * match['gain']:+.1f} points over the best of SFT; against SFT it is "
+        f"good {gsb['good']} / same {gsb['same']} / bad {gsb['bad']}"
+    )
+    stages = Table(title="Stages", title_justify="left")
+    stages.add_column("stage")
+    stages.add_column("seconds", justify="right")
+    stages.add_column("result")
+    for stage in summary["stages"]:
+        stages.add_row(_TITLES[stage["name"]], f"{stage['seconds']:.1f}", _result(stage["metrics"]))
+    stages.add_row("all", f"{summary['seconds']:.1f}", "")
+    console.print(stages)
+    changed = [e for e in result.examples if e[1] != e[2]][:5] or result.examples[:5]
+    sides = Table(title="The same prompts before and after PPO (greedy)", title_justify="left")
+    for column in ("prompt", "after SFT", "after PPO"):
+        sides.add_column(column, overflow="fold")
+    for example in changed:
+        sides.add_row(*(Text(cell) for cell in example))
+    console.print(sides)
+    console.print(Text(f"report: {result.path / 'report.html'}   (open it in a browser: every token, every step)"), soft_wrap=True)
+    console.print(
+        Text(f'next:   quartet generate --model {result.path / "rl" / "model"} --prompt "57+68=" --temperature 0'),
+        soft_wrap=True,
+    )
+
+
+def _result(metrics: Mapping[str, float]) -> str:
+    if "eval/exact_match@0.0" in metrics:
+        return f"exact match {metrics['eval/exact_match@0.0']:.1%} greedy"
+    if "eval/accuracy" in metrics:
+        return f"{metrics['eval/accuracy']:.1%} of clean held-out pairs ranked right"
+    if "reward/score_mean" in metrics:
+        return f"mean score {metrics['reward/score_mean']:.2f}, KL {metrics.get('kl/ref', 0.0):.3f} nats/token"
+    return f"loss {metrics['loss/sft']:.3f} nats/token"
+
+
+def show_evaluation(result: EvaluationResult) -> None:
+    console = Console()
+    table = Table(title=f"{result.num_prompts} prompts", title_justify="left")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    for name, value in result.metrics.items():
+        table.add_row(name, f"{value:.4g}")
+    console.print(table)
+    console.print(Text(f"answers: {result.path / 'answers.jsonl'}"), soft_wrap=True)

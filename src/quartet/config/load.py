@@ -1,0 +1,182 @@
+"""Recipe files: read, override, fill in defaults, validate, and write again.
+
+Paths inside a recipe (data, models, reward functions) are relative to the current directory, as on a command
+line, not to the recipe's folder.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from quartet.config.errors import UserError
+from quartet.config.nearest import missing_file, nearest
+from quartet.config.recipe import RECIPES, Recipe
+from quartet.config.schema import chosen_member, item_annotation, members
+from quartet.config.validation import explain
+from quartet.config.yamls import dump_yaml, parse_yaml, yaml_complaint
+
+
+def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """The validated recipe of ``job`` from a YAML file and dotted overrides.
+
+    A section that is given in part keeps the defaults of *its place*: ``algorithm: {name: grpo, kl: {coef:
+    0.1}}`` keeps GRPO's own estimator, ``evaluation.sampling.max_new_tokens=64`` stays greedy.
+
+    Args:
+        job: a key of ``RECIPES``.
+        path: the YAML file; None starts from an empty recipe.
+        overrides: ``actor.train.optim.lr=1e-6``, values in YAML, lists by index (``rewards.0.weight=2``; the
+            index after the last appends).
+
+    Raises:
+        UserError: anything wrong with file, overrides or values; all mistakes in values are listed at once.
+    """
+    if job not in RECIPES:
+        raise UserError(
+            "there is no such job",
+            found=repr(job),
+            remedy=nearest(job, RECIPES) or f"use one of {', '.join(RECIPES)}",
+        )
+    data = {} if path is None else _read(Path(path))
+    label = "the recipe" if path is None else f"recipe {path}"
+    for override in overrides:
+        _apply(data, override)
+    if data.get("job", job) != job:
+        other = data["job"]
+        known = isinstance(other, str) and other in RECIPES and path is not None
+        remedy = f"run `quartet {other} {path}`, or change its `job:`" if known else f"write `job: {job}`"
+        raise UserError(f"{label} is for another job", found=f"job: {other}, asked for {job}", remedy=remedy)
+    model = RECIPES[job]
+    try:
+        # Through JSON: strict there still takes a list for a tuple, but no "3" for 3 and no true for 1.
+        return model.model_validate_json(json.dumps(_with_defaults(model, data)), strict=True)
+    except ValidationError as error:
+        raise explain(error, model, label) from None
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """YAML with every value written out, so that loading it gives an equal recipe whatever the defaults
+    become.
+    """
+    return dump_yaml(recipe.model_dump(mode="json"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise missing_file("there is no such recipe", path)
+    try:
+        value = parse_yaml(path.read_text(encoding="utf-8-sig"))
+    except yaml.YAMLError as error:
+        complaint, line = yaml_complaint(error)
+        place = f"{path}" if line is None else f"{path}, line {line}"
+        raise UserError(
+            "the recipe is not valid YAML", found=f"{place}: {complaint}", remedy="mend that line"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            "the recipe is not UTF-8 text", found=f"{path}: {error}", remedy="save it as UTF-8"
+        ) from None
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UserError(
+            "a recipe is a mapping of keys to values",
+            found=f"{path}: {_kind(value)}",
+            remedy="write lines like `steps: 100`",
+        )
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "a mapping", list: "a list", str: "text", type(None): "nothing"}
+    return names.get(type(value), f"the value {value!r}")
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    """Writes one ``a.b.0.c=value`` into ``data``, making the sections on the way."""
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(
+            "an override is written key=value", found=override, remedy="for example actor.train.optim.lr=1e-6"
+        )
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"the value of override {dotted} is not valid YAML",
+            found=f"{text!r}: {yaml_complaint(error)[0]}",
+            remedy=f"quote it twice, for the shell and for YAML: {dotted}='\"…\"'",
+        ) from None
+    here: Any = data
+    for depth, key in enumerate(keys[:-1]):
+        following: Any = [] if keys[depth + 1].isdecimal() else {}
+        here = _child(here, key, following, override, ".".join(keys[:depth]))
+    _child(here, keys[-1], value, override, ".".join(keys[:-1]), replace=True)
+
+
+def _child(here: Any, key: str, value: Any, override: str, place: str, *, replace: bool = False) -> Any:
+    """``here[key]``, set to ``value`` where it is missing, null, or to be replaced."""
+    if isinstance(here, list):
+        if not key.isdecimal() or int(key) > len(here):
+            raise UserError(
+                f"override {override!r} does not fit the list {place}",
+                found=f"{key!r} for a list of {len(here)}",
+                remedy=f"use an index from 0 to {len(here)} (the last one appends)",
+            )
+        if int(key) == len(here):
+            here.append(copy.deepcopy(value))
+        elif replace:
+            here[int(key)] = value
+        return here[int(key)]
+    if not isinstance(here, dict):
+        raise UserError(
+            f"override {override!r} goes through a value that has no parts",
+            found=f"{place} is {here!r}",
+            remedy=f"override {place} itself, or correct the path",
+        )
+    if replace or here.get(key) is None:
+        here[key] = value
+    return here[key]
+
+
+def _with_defaults(
+    model: type[BaseModel], data: dict[str, Any], place: BaseModel | None = None
+) -> dict[str, Any]:
+    """``data`` whose partly given sections are filled from the defaults of their place.
+
+    Needed because pydantic takes a partly given section's missing keys from the section's class, not from the
+    default of the field that holds it. ``place`` is that default, where there is one.
+    """
+    filled = {} if place is None else place.model_dump(mode="json")
+    filled.update(data)
+    for name, field in model.model_fields.items():
+        if name not in data:
+            continue
+        if place is not None:
+            default = getattr(place, name)
+        else:
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+        filled[name] = _fill(field.annotation, data[name], default)
+    return filled
+
+
+def _fill(annotation: Any, value: Any, default: Any) -> Any:
+    if isinstance(value, list):
+        inner = item_annotation(annotation)
+        return [_fill(inner, item, None) for item in value]
+    if not isinstance(value, dict) or not members(annotation):
+        return value
+    if isinstance(default, BaseModel) and chosen_member(
+        annotation, {**default.model_dump(), **value}
+    ) is type(default):
+        return _with_defaults(type(default), value, default)
+    member = chosen_member(annotation, value)
+    return value if member is None else _with_defaults(member, value)

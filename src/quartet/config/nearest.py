@@ -1,0 +1,35 @@
+"""Nearest known names, for messages about misspelt ones."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from quartet.config.errors import UserError
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """``did you mean …?`` with the nearest of ``known``, or None where nothing is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else None
+
+
+def missing_file(problem: str, path: str | Path) -> UserError:
+    """The error for a file that is not there, with the nearest names in its folder (or the folder that is
+    missing).
+    """
+    path = Path(path)
+    if path.is_dir():
+        return UserError(problem, found=f"{path} is a folder", remedy="name a file in it")
+    folder = path.parent
+    if not folder.is_dir():
+        return UserError(
+            problem,
+            found=f"{path} (the folder {folder} does not exist)",
+            remedy=f"paths start at {Path.cwd()}",
+        )
+    names = sorted(entry.name for entry in folder.iterdir())
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
+    remedy = f"did you mean {', '.join(close)}?" if close else f"paths start at {Path.cwd()}"
+    return UserError(problem, found=str(path), remedy=remedy)

@@ -1,0 +1,64 @@
+"""What a typed recipe says about its own shape: sections, members of tagged unions, dotted names."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+
+def members(annotation: Any) -> list[type[BaseModel]]:
+    """The models an annotation allows directly: one for a section, several for a tagged union, none for a
+    scalar.
+    """
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return members(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [model for part in get_args(annotation) for model in members(part)]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return []
+
+
+def item_annotation(annotation: Any) -> Any:
+    """What a list-like annotation holds (``tuple[X, ...]``, ``list[X]``), else None."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return item_annotation(get_args(annotation)[0])
+    return get_args(annotation)[0] if origin in (tuple, list) and get_args(annotation) else None
+
+
+def tags(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]]:
+    """The field that tells the members of a tagged union apart, and its values."""
+    for name in models[0].model_fields:
+        by_tag: dict[str, type[BaseModel]] = {}
+        for model in models:
+            field = model.model_fields.get(name)
+            if field is not None and get_origin(field.annotation) is Literal:
+                by_tag.update(dict.fromkeys(get_args(field.annotation), model))
+        if len(set(by_tag.values())) == len(models):
+            return name, by_tag
+    raise TypeError(f"no field tells {[model.__name__ for model in models]} apart")
+
+
+def chosen_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | None:
+    """The model that ``value`` is meant for; None where its tag is missing or unknown."""
+    models = members(annotation)
+    if len(models) < 2:
+        return models[0] if models else None
+    name, by_tag = tags(models)
+    tag = value.get(name)
+    return by_tag.get(tag) if isinstance(tag, str) else None
+
+
+def dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a recipe, ``actor.train.optim.lr`` for a nested one; list items stand as ``0``."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        inner = item_annotation(field.annotation)
+        below = members(field.annotation) or members(inner)
+        for member in below:
+            yield from dotted_names(member, f"{prefix}{name}." + ("0." if inner is not None else ""))

@@ -1,0 +1,134 @@
+"""pydantic's complaints about a recipe as one readable error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from quartet.config.errors import UserError
+from quartet.config.nearest import nearest
+from quartet.config.schema import dotted_names, item_annotation, members, tags
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text (put it into quotes)",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "finite_number": "a finite number",
+}
+
+
+def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
+    """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
+    mistakes = [_mistake(detail, model) for detail in error.errors(include_url=False)]
+    if len(mistakes) == 1:
+        found, remedy = mistakes[0]
+        return UserError(f"{label} is not valid", found=found, remedy=remedy)
+    numbered = list(enumerate(mistakes, start=1))
+    return UserError(
+        f"{label} is not valid in {len(mistakes)} places",
+        found="".join(f"\n    {n}. {found}" for n, (found, _) in numbered),
+        remedy="".join(f"\n    {n}. {remedy}" for n, (_, remedy) in numbered),
+    )
+
+
+def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
+    """What was found and what to do, for one of pydantic's error dictionaries."""
+    path, parent = _place(detail["loc"], root)
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return _unknown_key(path, parent, root)
+    if kind == "missing":
+        return f"{path} is missing", f"set {path}"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        field = str(context.get("discriminator", "type")).strip("'")
+        choices = (
+            str(context["expected_tags"]) if "expected_tags" in context else _tag_choices(detail["loc"], root)
+        )
+        found = (
+            f"{path}.{field} is missing"
+            if kind == "union_tag_not_found"
+            else f"{path}.{field}: {context['tag']}"
+        )
+        close = nearest(str(context.get("tag", "")), choices.replace("'", "").split(", "))
+        return found, close or f"set {path}.{field} to one of {choices}"
+    if kind == "literal_error":
+        return f"{path}: {_show(value)}", f"use one of {context['expected']}"
+    if kind == "value_error":
+        return (f"{path}: " if path else "") + detail["msg"].removeprefix(
+            "Value error, "
+        ), "change one of these values"
+    expected = _EXPECTED.get(kind)
+    if expected is not None:
+        return f"{path}: {_show(value)}", f"{path} takes {expected}"
+    return f"{path}: {_show(value)}", detail["msg"].replace("Input should be", f"{path} must be")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    text = text if len(text) <= 80 else text[:77] + "…"
+    return f"{text} ({type(value).__name__})"
+
+
+def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
+    """The dotted path of an error, and the model that holds its last key.
+
+    pydantic's location of a value inside a tagged union also names the member; a user's path does not.
+    """
+    shown: list[str] = []
+    annotation: Any = root
+    parent: type[BaseModel] | None = None
+    for part in loc:
+        models = members(annotation)
+        if len(models) > 1:
+            by_tag = tags(models)[1]
+            if part in by_tag:
+                annotation = by_tag[part]
+                continue
+        shown.append(str(part))
+        parent = models[0] if len(models) == 1 else None
+        if isinstance(part, int):
+            annotation = item_annotation(annotation)
+        elif parent is not None and part in parent.model_fields:
+            annotation = parent.model_fields[part].annotation
+        else:
+            annotation = None
+    return ".".join(shown), parent
+
+
+def _tag_choices(loc: tuple[Any, ...], root: type[BaseModel]) -> str:
+    annotation: Any = root
+    for part in loc:
+        if isinstance(part, int):
+            annotation = item_annotation(annotation)
+        else:
+            models = members(annotation)
+            model = models[0] if len(models) == 1 else tags(models)[1][part]
+            annotation = model if len(models) > 1 else model.model_fields[part].annotation
+    return ", ".join(tags(members(annotation))[1])
+
+
+def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel]) -> tuple[str, str]:
+    """Offers the nearest key of the same section, then the same key elsewhere, then all keys of the
+    section.
+    """
+    section, _, key = path.rpartition(".")
+    known = list(parent.model_fields) if parent is not None else []
+    where = f"in {section}" if section else "at the top"
+    elsewhere = [name for name in dotted_names(root) if name.rpartition(".")[2] == key]
+    remedy = nearest(key, known)
+    if any(
+        name.split(".") == ["0" if part.isdecimal() else part for part in path.split(".")]
+        for name in elsewhere
+    ):
+        remedy = f"that key belongs to another choice of {section}; use one of {', '.join(known)}"
+    elif remedy is None and elsewhere:
+        remedy = f"did you mean {', '.join(elsewhere[:3])}?"
+    return f"unknown key {key!r} {where}", remedy or f"use one of {', '.join(known)}"

@@ -1,0 +1,251 @@
+"""Tokenised data sets: immutable items, and batches that are a function of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.errors import UserError
+from quartet.config.recipe import DataConfig
+from quartet.data.formats import Parsed, demonstrations, preferences, prompts
+from quartet.data.order import draws
+from quartet.data.readers import read_rows
+from quartet.text.examples import Conversation, Demonstration, Preference, Prompt, PromptText
+from quartet.text.tokenizer import TextCodec
+
+Overlong = Literal["error", "skip"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SFTItem:
+    """One sequence and, per token, whether it carries loss."""
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    place: str
+
+
+@dataclass(frozen=True)
+class PreferenceItem:
+    """A prompt and its two answers, which end with end-of-text."""
+
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...]
+    margin: float
+    place: str
+
+
+@dataclass(frozen=True)
+class PromptItem:
+    """A prompt to answer.
+
+    ``prompt_id`` names it in this data set and step; randomness of its responses is derived from it, so a
+    prompt drawn twice for one step has two ids.
+    """
+
+    prompt_id: str
+    token_ids: tuple[int, ...]
+    prompt: PromptText
+    columns: Mapping[str, Any]
+    place: str
+
+
+@dataclass(frozen=True)
+class SFTData:
+    """Demonstrations as token ids; ``remarks`` says in words what was left out or converted."""
+
+    items: tuple[SFTItem, ...]
+    remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def build(
+        cls,
+        parsed: Parsed[Demonstration | Conversation],
+        codec: TextCodec,
+        max_tokens: int,
+        overlong: Overlong = "error",
+    ) -> SFTData:
+        """Tokenises; a sequence longer than ``max_tokens`` is an error or is left out."""
+        items = []
+        for example in parsed.items:
+            ids, mask = codec.encode_example(example)
+            items.append(SFTItem(tuple(ids), tuple(mask), example.place))
+        lengths = [len(item.input_ids) for item in items]
+        kept, remark = _fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence")
+        return cls(tuple(kept), (*parsed.report(), *remark))
+
+    @classmethod
+    def load(cls, config: DataConfig, codec: TextCodec, context: int) -> SFTData:
+        """What a recipe's ``data`` section names, for a model with ``context`` positions."""
+        parsed = demonstrations(read_rows(config), config.columns)
+        return cls.build(parsed, codec, _limit(config, context), config.overlong)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
+        """The step's ``size`` sequences, with token field ``loss_mask`` (bool)."""
+        drawn = draws(seed, step, len(self), size)
+        return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
+
+    def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
+        """Rows by index, in that order."""
+        items = [self.items[i] for i in indices]
+        mask = torch.tensor([learned for item in items for learned in item.loss_mask], dtype=torch.bool)
+        names = list(ids) if ids is not None else [f"row{i}" for i in indices]
+        return RaggedBatch.from_sequences(
+            [item.input_ids for item in items], names, token={"loss_mask": mask}
+        )
+
+
+@dataclass(frozen=True)
+class PreferenceData:
+    """Preference pairs as token ids."""
+
+    items: tuple[PreferenceItem, ...]
+    remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def build(
+        cls, parsed: Parsed[Preference], codec: TextCodec, max_tokens: int, overlong: Overlong = "error"
+    ) -> PreferenceData:
+        """Tokenises; a pair whose longer sequence exceeds ``max_tokens`` is an error or is left out."""
+        items = []
+        for pair in parsed.items:
+            prompt, chosen, rejected = codec.encode_pair(pair)
+            margin = 0.0 if pair.margin is None else pair.margin
+            items.append(PreferenceItem(tuple(prompt), tuple(chosen), tuple(rejected), margin, pair.place))
+        lengths = [len(i.prompt_ids) + max(len(i.chosen_ids), len(i.rejected_ids)) for i in items]
+        kept, remark = _fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "pair")
+        return cls(tuple(kept), (*parsed.report(), *remark))
+
+    @classmethod
+    def load(cls, config: DataConfig, codec: TextCodec, context: int) -> PreferenceData:
+        """What a recipe's ``data`` section names, for a model with ``context`` positions."""
+        parsed = preferences(read_rows(config), config.columns)
+        return cls.build(parsed, codec, _limit(config, context), config.overlong)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
+        """The step's ``size`` pairs; fields as in ``select``."""
+        drawn = draws(seed, step, len(self), size)
+        return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
+
+    def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
+        """Pairs by index: a prompt segment with two children, chosen then rejected, so S is twice the pairs.
+
+        Sequence fields: ``pair`` ``[S]`` int64, position of the pair in this batch; ``chosen`` ``[S]`` bool;
+        ``margin`` ``[S]`` float32, 0 where the data have none.
+        """
+        items = [self.items[i] for i in indices]
+        names = list(ids) if ids is not None else [f"row{i}" for i in indices]
+        return RaggedBatch.from_groups(
+            [item.prompt_ids for item in items],
+            [(item.chosen_ids, item.rejected_ids) for item in items],
+            [f"{name}/{side}" for name in names for side in ("chosen", "rejected")],
+            sequence={
+                "pair": torch.arange(len(items)).repeat_interleave(2),
+                "chosen": torch.tensor([True, False]).repeat(len(items)),
+                "margin": torch.tensor(
+                    [item.margin for item in items], dtype=torch.float32
+                ).repeat_interleave(2),
+            },
+        )
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """Prompts as token ids, with the columns their rewards receive."""
+
+    items: tuple[PromptItem, ...]
+    remarks: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def build(
+        cls, parsed: Parsed[Prompt], codec: TextCodec, max_tokens: int, overlong: Overlong = "error"
+    ) -> PromptData:
+        """Tokenises; a prompt longer than ``max_tokens`` is an error or is left out."""
+        encoded = []
+        for index, row in enumerate(parsed.items):
+            try:
+                ids = tuple(codec.encode_prompt(row.prompt))
+            except UserError as error:
+                found = f"{row.place}: {error.found}" if row.place else error.found
+                raise UserError(error.problem, found=found, remedy=error.remedy) from None
+            encoded.append(PromptItem(f"p{index}", ids, row.prompt, row.columns, row.place))
+        lengths = [len(item.token_ids) for item in encoded]
+        kept, remark = _fitting(encoded, lengths, [i.place for i in encoded], max_tokens, overlong, "prompt")
+        return cls(tuple(kept), (*parsed.report(), *remark))
+
+    @classmethod
+    def load(cls, config: DataConfig, codec: TextCodec, context: int) -> PromptData:
+        """What a recipe's ``data`` section names; a prompt leaves room for at least one token of
+        ``context``.
+        """
+        parsed = prompts(read_rows(config), config.columns)
+        return cls.build(parsed, codec, _limit(config, context - 1), config.overlong)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def item(self, index: int) -> PromptItem:
+        return self.items[index]
+
+    def batch(self, step: int, size: int, seed: int) -> list[PromptItem]:
+        """The step's prompts; one drawn twice (fewer prompts than ``size``) gets ``#1``, ``#2`` behind its
+        id.
+        """
+        seen: dict[int, int] = {}
+        batch = []
+        for index, _ in draws(seed, step, len(self), size):
+            repeat = seen.get(index, 0)
+            seen[index] = repeat + 1
+            item = self.items[index]
+            batch.append(replace(item, prompt_id=f"{item.prompt_id}#{repeat}") if repeat else item)
+        return batch
+
+
+def _limit(config: DataConfig, room: int) -> int:
+    """The longest sequence allowed: what the recipe says, but never more than there is room for."""
+    return room if config.max_tokens is None else min(config.max_tokens, room)
+
+
+def _fitting(
+    items: Sequence[T],
+    lengths: Sequence[int],
+    places: Sequence[str],
+    limit: int,
+    overlong: Overlong,
+    what: str,
+) -> tuple[list[T], tuple[str, ...]]:
+    """The items within the limit, and a remark on the others.
+
+    Raises:
+        UserError: some are too long and ``overlong`` is "error", or none is left.
+    """
+    long = [k for k, length in enumerate(lengths) if length > limit]
+    if not long:
+        return list(items), ()
+    first = f"first {places[long[0]] or f'row {long[0] + 1}'} with {lengths[long[0]]} tokens"
+    found = f"{len(long)} of {len(items)}, {first}, longest {max(lengths)}; allowed {limit}"
+    if overlong == "error":
+        raise UserError(
+            f"a {what} is longer than allowed",
+            found=found,
+            remedy="set data.overlong=skip to leave such rows out, or raise data.max_tokens",
+        )
+    if len(long) == len(items):
+        raise UserError(
+            f"every {what} is longer than allowed", found=found, remedy="use a longer context, or other data"
+        )
+    dropped = set(long)
+    kept = [item for k, item in enumerate(items) if k not in dropped]
+    return kept, (f"{len(long)} rows left out: {what} longer than {limit} tokens ({first})",)

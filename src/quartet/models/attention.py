@@ -1,0 +1,154 @@
+"""One attention function for unmodified transformers models; what it attends to is decided by a context object.
+
+Shapes: T packed tokens, H query heads, Hk key/value heads, D head size, L tokens of one sequence, n sequences in a run.
+
+``install(model)`` switches a model to the registered function. A forward pass then hands a context through the model's
+keyword arguments (``quartet_attention=context``); the context's ``attend`` is called once per attention layer. Training
+packs whole sequences (``PackedAttention``), the rollout engine brings contexts that read and write its KV cache.
+The name is registered for attention only, not for masks: transformers then builds no mask at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from quartet.config import UserError
+
+NAME = "quartet"
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """What one attention layer asks of the kernel."""
+
+    scaling: float
+    window: int | None = None
+    """Token i sees j with ``j > i - window``."""
+    softcap: float | None = None
+
+
+class AttentionContext(Protocol):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        """``q [1, H, T, D]``, ``k, v [1, Hk, T, D]`` of the new tokens → ``[1, H, T, D]``."""
+
+
+class PackedAttention:
+    """Causal attention inside each sequence of a pack.
+
+    Args:
+        lengths: tokens per sequence, in packed order. Neighbours of equal length run as one kernel call.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.num_calls = 0
+        self.runs: list[tuple[int, int]] = []
+        for length in lengths:
+            if self.runs and self.runs[-1][1] == length:
+                self.runs[-1] = (self.runs[-1][0] + 1, length)
+            else:
+                self.runs.append((1, length))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        self.num_calls += 1
+        sizes = [n * length for n, length in self.runs]
+        pieces = zip(self.runs, q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
+        out = [
+            _causal(_unpack(q_run, run), _unpack(k_run, run), _unpack(v_run, run), rule).transpose(0, 1).flatten(1, 2)
+            for run, q_run, k_run, v_run in pieces
+        ]
+        return torch.cat(out, dim=1).unsqueeze(0)
+
+
+def _unpack(x: Tensor, run: tuple[int, int]) -> Tensor:
+    """``[1, H, n L, D] → [n, H, L, D]``"""
+    n, length = run
+    return x.view(x.shape[1], n, length, x.shape[3]).transpose(0, 1)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    """``[n, H, L, D]``; the fused kernel where it can express the rule, else the plain formula."""
+    length = q.shape[2]
+    windowed = rule.window is not None and rule.window < length
+    if rule.softcap is None and not windowed:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True)
+    position = torch.arange(length, device=q.device)
+    return masked_attention(q, k, v, visible(position, position, rule), rule)
+
+
+def visible(query_positions: Tensor, key_positions: Tensor, rule: LayerRule) -> Tensor:
+    """``[..., Q, K]`` bool: causal, and inside the window where the layer has one."""
+    distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
+    allowed = distance >= 0
+    return allowed if rule.window is None else allowed & (distance < rule.window)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
+    """Attention under a boolean mask that broadcasts to ``[n, H, Q, K]``; soft-capped scores run unfused."""
+    if rule.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True)
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = (q @ k.transpose(-1, -2)).float() * rule.scaling
+    scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype) @ v
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    quartet_attention: AttentionContext | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if quartet_attention is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called without an attention context: the model is held by a Quartet "
+            "engine; call release() on its owner before using the model directly"
+        )
+    if s_aux is not None:
+        raise RuntimeError(f"{type(module).__name__} uses attention sinks, which the packed attention does not have")
+    # Under autocast the rotary embedding leaves q and k in fp32 while v is bf16.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    rule = LayerRule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
+    layer = module.layer_idx
+    if not isinstance(layer, int):
+        raise RuntimeError(f"{type(module).__name__} has no layer_idx")
+    out = quartet_attention.attend(layer, query, key, value, rule)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+def install(model: PreTrainedModel) -> str:
+    """Switches ``model`` to the packed attention; returns the name of its former one (for ``restore``)."""
+    former = model.config._attn_implementation
+    if former == NAME:
+        return "sdpa"
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:
+        raise UserError(
+            f"{type(model).__name__} cannot run on packed sequences",
+            found=str(error).splitlines()[0],
+            remedy="use an architecture that goes through transformers' attention interface (Llama, Qwen2, Gemma-2, …)",
+        ) from error
+    return former or "sdpa"
+
+
+def restore(model: PreTrainedModel, former: str) -> None:
+    model.set_attn_implementation(former)

@@ -1,0 +1,222 @@
+"""Hugging Face directories in and out: causal LMs, and reward models and critics as sequence classification.
+
+A reward model or critic is saved as ``*ForSequenceClassification`` with one label and reloads with plain
+``from_pretrained``. That class pools at the right-most token that is not ``config.pad_token_id`` and ignores the attention
+mask, so the saved pad id must be one that never occurs in data; ``choose_pad_id`` finds one or says why there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from quartet.config import UserError
+from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel, Precision
+from quartet.models.probe import probe
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' progress bars and load tables out of our output; errors still raise."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _require(path: str) -> None:
+    """A clear error for what is meant as a directory but is not one."""
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not Path(path).expanduser().is_dir():
+        raise UserError(
+            f"model directory {path!r} does not exist",
+            found=f"nothing at {Path(path).expanduser().resolve()}",
+            remedy="give a directory with config.json and model.safetensors, or a hub name",
+        )
+
+
+def load_causal_lm(path: str) -> PreTrainedModel:
+    """The causal LM at ``path`` in fp32 (master weights), in evaluation mode."""
+    _require(path)
+    with _quiet(), _loading(path, "causal language model"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.eval()
+
+
+def load_scalar_model(path: str) -> PreTrainedModel:
+    """The reward model or critic at ``path`` in fp32.
+
+    Raises:
+        UserError: the directory holds no scalar head (a causal LM, say), or more than one label.
+    """
+    _require(path)
+    with _quiet(), _loading(path, "sequence-classification model"):
+        config = AutoConfig.from_pretrained(path)
+        if config.num_labels != 1:
+            raise UserError(
+                f"{path!r} is not a reward model",
+                found=f"architectures {config.architectures}, num_labels {config.num_labels}",
+                remedy="train one with `quartet reward-model`, or save a sequence-classification model with one label",
+            )
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True
+        )
+    if info["missing_keys"]:
+        raise UserError(
+            f"{path!r} is not a reward model",
+            found=f"its weights lack {sorted(info['missing_keys'])}",
+            remedy="train one with `quartet reward-model`",
+        )
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _loading(path: str, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{path!r} cannot be loaded as a {kind}",
+            found=str(error).strip().splitlines()[0],
+            remedy="check that the directory holds config.json and safetensors weights of a supported architecture",
+        ) from error
+
+
+def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
+    """A sequence-classification model with the body of ``model`` (copied) and a zero-mean head drawn from ``seed``.
+
+    Head entries have standard deviation ``1 / (hidden size + 1)``, so that first scores are near 0.
+    """
+    config = copy.deepcopy(model.config)
+    config.num_labels = 1
+    generator = torch.Generator().manual_seed(seed)
+    with _quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            scalar = AutoModelForSequenceClassification.from_config(config)
+        except ValueError as error:
+            raise UserError(
+                f"{type(model).__name__} has no sequence-classification class",
+                found=str(error).splitlines()[0],
+                remedy="use an architecture that has one (Llama, Qwen2, Gemma-2, …) for reward model and critic",
+            ) from error
+    body = getattr(model, model.base_model_prefix)
+    getattr(scalar, scalar.base_model_prefix).load_state_dict(body.state_dict())
+    head = getattr(scalar, "score", None)
+    if head is None:
+        raise UserError(
+            f"{type(scalar).__name__} has no scalar head called score",
+            found=f"modules {[name for name, _ in scalar.named_children()]}",
+            remedy="use an architecture whose classification head is `score` (Llama, Qwen2, Gemma-2, …)",
+        )
+    width = head.weight.shape[1]
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / (width + 1))
+    return scalar.float().eval()
+
+
+def packed_causal_lm(model: PreTrainedModel, precision: Precision = "fp32") -> PackedCausalLM:
+    """Takes the model over for packed runs, after probing it."""
+    return _probed(PackedCausalLM(model, precision))
+
+
+def packed_scalar_model(model: PreTrainedModel, precision: Precision = "fp32") -> PackedScalarModel:
+    return _probed(PackedScalarModel(model, precision))
+
+
+_P = TypeVar("_P", bound=PackedModel)
+
+
+def _probed(packed: _P) -> _P:
+    try:
+        probe(packed)
+    except UserError:
+        packed.release()
+        raise
+    return packed
+
+
+# Saving --------------------------------------------------------------------------------------------------
+
+
+def save_causal_lm(packed: PackedCausalLM, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+    """Writes a directory that plain ``AutoModelForCausalLM.from_pretrained`` loads."""
+    with _quiet():
+        packed.model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+
+def save_scalar_model(
+    packed: PackedScalarModel, tokenizer: PreTrainedTokenizerBase, path: Path, *, seen: Tensor
+) -> str | None:
+    """Writes a directory that ``AutoModelForSequenceClassification.from_pretrained`` loads with the same outputs for
+    right-padded batches.
+
+    Args:
+        seen: ``[V]`` bool, token ids that occurred in data.
+
+    Returns:
+        None, or why the saved pad id may occur in data (then right-padded batches can be scored at a wrong token).
+    """
+    pad_id, warning = choose_pad_id(packed.model, tokenizer, seen)
+    config = packed.model.config
+    former = config.pad_token_id
+    text_config = config.get_text_config()
+    config.pad_token_id = text_config.pad_token_id = pad_id
+    try:
+        with _quiet():
+            packed.model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+    finally:
+        config.pad_token_id = text_config.pad_token_id = former
+    return warning
+
+
+def choose_pad_id(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seen: Tensor
+) -> tuple[int | None, str | None]:
+    """A token id that never occurs in data: the tokenizer's own pad if unused, else an unused special token, else an
+    embedding row beyond the tokenizer, else any id that did not occur."""
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    own = [tokenizer.pad_token_id] if tokenizer.pad_token_id is not None else []
+    special = [i for i in tokenizer.all_special_ids if i not in own]
+    beyond = list(range(len(tokenizer), vocab_size))
+    for candidate in [*own, *special, *beyond]:
+        if candidate < vocab_size and candidate not in ends and not bool(seen[candidate]):
+            return candidate, None
+    unseen = [i for i in torch.nonzero(~seen).flatten().tolist() if i not in ends]
+    if unseen:
+        return unseen[-1], (
+            f"pad id {unseen[-1]} ({tokenizer.convert_ids_to_tokens(unseen[-1])!r}) is an ordinary token that did not "
+            "occur in the training data; a text that ends in it would be scored one token early"
+        )
+    return None, "every token id occurs in data, so no pad id is saved; score one sequence at a time"
+
+
+def seen_tokens(vocab_size: int, batches: Iterator[Tensor]) -> Tensor:
+    """``[V]`` bool: ids that occur in any of the id tensors."""
+    seen = torch.zeros(vocab_size, dtype=torch.bool)
+    for ids in batches:
+        seen[ids] = True
+    return seen

@@ -1,0 +1,10 @@
+"""What a run shows of itself.
+
+- ``metrics``: the table of all metric names with unit, meaning and what a bad value looks like
+- ``trackers``: JSON Lines and TensorBoard
+- ``spans``: which stage ran when, over how many tokens and bytes
+- ``rollouts``: every response with all its per-token columns
+- ``progress``: bars in a terminal, plain lines elsewhere
+- ``report``: a run directory as one self-contained HTML file
+- ``jsonl``: the files under it, cut back on resume
+"""

@@ -1,0 +1,131 @@
+// The page: header, summary, one tab per stage.
+
+const TITLES = { sft: 'SFT', reward_model: 'Reward model', 'reward-model': 'Reward model', rl: 'Reinforcement learning', ppo: 'PPO', grpo: 'GRPO', rloo: 'RLOO' };
+const titleOf = (name) => TITLES[name] ?? name;
+
+function logo() {
+  return svg('svg', { class: 'logo', viewBox: '0 0 28 28', 'aria-hidden': 'true' },
+    [[2, 10], [9, 4], [16, 13], [23, 7]].map(([x, y], i) => svg('rect', { class: `voice${i}`, x, y, width: 4, height: 22 - y, rx: 2 })));
+}
+
+function header(data) {
+  const { run } = data;
+  const versions = Object.entries(run.versions ?? {});
+  const created = String(run.created ?? '').replace('T', ' ');
+  return el('header', { class: 'masthead' },
+    el('div', { class: 'brand' }, logo(), el('span', null, 'Quartet'), el('span', { class: 'dim' }, 'run report')),
+    el('h1', null, run.name),
+    el('div', { class: 'meta' },
+      run.status ? el('span', { class: `status ${['done', 'running', 'failed', 'interrupted'].includes(run.status) ? run.status : ''}` }, run.status) : el('span', { class: 'status' }, 'status unknown'),
+      run.job && run.job !== run.name && el('span', null, run.job), created && el('span', null, created),
+      versions.map(([name, version]) => el('span', { class: 'dim' }, `${name} ${version}`))));
+}
+
+function recipe(data) {
+  if (data.recipe === null) return missing('The run has no recipe.yaml.');
+  return el('details', { class: 'fold' }, el('summary', null, 'Recipe'), el('pre', { class: 'recipe' }, data.recipe));
+}
+
+const FRACTION_NAMES = /accuracy|exact_match|frac|fraction|_rate$/;
+
+/** A figure of the summary, whose unit only its name tells. */
+function figure(name, value) {
+  if (typeof value === 'boolean') return value ? 'yes' : 'no';
+  if (!finite(value)) return value === null ? '—' : typeof value === 'object' ? JSON.stringify(value) : number(value);
+  if (FRACTION_NAMES.test(name) && Math.abs(value) <= 1) return withUnit(value, 'fraction');
+  if (/_s$|seconds/.test(name)) return seconds(value);
+  return number(value);
+}
+
+function headline(items) {
+  return el('div', { class: 'headline' }, items.map((item) => {
+    const change = finite(item.before) && finite(item.after) ? item.after - item.before : null;
+    const show = (value) => withUnit(value, item.unit);
+    const points = item.unit === 'fraction' ? `${number(100 * change, 3)} points` : number(change, 3);
+    return el('div', { class: 'card big' }, el('span', { class: 'label' }, item.label),
+      el('div', { class: 'numbers' }, item.before !== undefined && item.before !== null && [el('span', { class: 'before' }, show(item.before)), el('span', { class: 'arrow' }, '→')], el('b', null, show(item.after))),
+      change !== null && el('span', { class: 'change' }, `${change >= 0 ? '+' : ''}${points}`));
+  }));
+}
+
+function stagesTable(stages) {
+  const longest = Math.max(...stages.map((stage) => (finite(stage.seconds) ? stage.seconds : 0))) || 1;
+  return el('div', { class: 'card scroll' }, el('table', { class: 'figures summary' },
+    el('thead', null, el('tr', null, ['stage', 'seconds', '', 'figures'].map((text) => el('th', { scope: 'col' }, text)))),
+    el('tbody', null, stages.map((stage) => el('tr', null, el('th', { scope: 'row' }, titleOf(String(stage.name))), el('td', null, finite(stage.seconds) ? seconds(stage.seconds) : '—'),
+      el('td', { class: 'wide' }, el('div', { class: 'share' }, el('i', { class: 'hue0', style: { width: `${(100 * (stage.seconds || 0)) / longest}%` } }))),
+      el('td', { class: 'left' }, el('div', { class: 'chips' }, Object.entries(stage.metrics ?? {}).map(([name, value]) => el('span', { class: 'chip' }, el('small', null, name), figure(name, value))))))))));
+}
+
+/** Completions side by side: every text field of an example a column, in the order given. */
+function examplesTable(examples) {
+  const columns = [...new Set(examples.flatMap((example) => Object.keys(example)))];
+  return el('div', { class: 'card scroll' }, el('table', { class: 'figures examples' },
+    el('thead', null, el('tr', null, columns.map((name) => el('th', { scope: 'col' }, name.replaceAll('_', ' '))))),
+    el('tbody', null, examples.map((example) => el('tr', null, columns.map((name) => {
+      const value = example[name];
+      const verdict = name === 'verdict' && ['good', 'same', 'bad'].includes(value) ? ` verdict ${value}` : '';
+      return el('td', { class: `left${verdict}` }, typeof value === 'string' ? el('span', { class: verdict ? 'pill' : 'text', dir: 'auto' }, visible(value).replaceAll('↵\n', '\n')) : figure(name, value));
+    }))))));
+}
+
+const isListOfObjects = (value) => Array.isArray(value) && value.length > 0 && value.every((item) => item !== null && typeof item === 'object' && !Array.isArray(item));
+
+function summarySection(data) {
+  const { summary } = data;
+  if (!summary) return el('section', { id: 'summary' }, el('h2', null, 'Summary'), missing('The run has no summary.json (it is written when a run ends).'), recipe(data));
+  const { headline: items, stages, examples, versions, ...rest } = summary;
+  const tables = Object.entries(rest).filter(([, value]) => isListOfObjects(value));
+  const singles = Object.entries(rest).flatMap(([name, value]) => (isListOfObjects(value) ? [] : value !== null && typeof value === 'object' && !Array.isArray(value) ? Object.entries(value).map(([key, inner]) => [`${name} ${key}`, inner]) : [[name, value]]));
+  return el('section', { id: 'summary' }, el('h2', null, 'Summary'),
+    isListOfObjects(items) && headline(items), isListOfObjects(stages) && stagesTable(stages),
+    singles.length > 0 && el('div', { class: 'chips loose' }, singles.map(([name, value]) => el('span', { class: 'chip' }, el('small', null, name.replaceAll('_', ' ')), figure(name, value)))),
+    tables.map(([name, rows]) => [el('h3', null, name.replaceAll('_', ' ')), examplesTable(rows)]),
+    isListOfObjects(examples) && [el('h3', null, 'Side by side'), examplesTable(examples)], recipe(data));
+}
+
+function stageView(stage, data, state, remember) {
+  const viewer = stage.rollouts && new TokenViewer(stage.rollouts, state, remember);
+  const tokens = el('section', null, el('h3', null, 'Tokens'), viewer ? [viewer.node, note(stage.rollouts.note)] : missing('This stage has kept no rollouts.'));
+  const open = (step) => {
+    if (!viewer) return;
+    viewer.openStep(nearest(viewer.steps, step));
+    tokens.scrollIntoView({ behavior: 'smooth' });
+  };
+  const curves = el('section', null, el('h3', null, 'Curves'), curvesSection(stage, data.explained, open));
+  const timing = el('section', null, el('h3', null, 'Timing'), timingSection(stage));
+  const jump = (label, target) => el('button', { class: 'link', type: 'button', onclick: () => target.scrollIntoView({ behavior: 'smooth' }) }, label);
+  return { node: el('div', { class: 'stage' }, curves, timing, tokens), links: [jump('Curves', curves), jump('Timing', timing), jump('Tokens', tokens)] };
+}
+
+function readState() { return Object.fromEntries(new URLSearchParams(location.hash.slice(1))); }
+
+function main() {
+  const data = JSON.parse(document.getElementById('data').textContent);
+  let state = readState();
+  const remember = (change) => {
+    state = { ...state, ...change };
+    history.replaceState(null, '', `#${new URLSearchParams(state)}`);
+  };
+  const holder = el('div');
+  const links = el('div', { class: 'links' });
+  const views = new Map();
+  const tabs = data.stages.map((stage) => el('button', { class: 'tab', type: 'button', role: 'tab', onclick: () => { remember({ stage: stage.id }); show(stage); } }, titleOf(stage.job && data.stages.length === 1 ? stage.job : stage.id)));
+
+  function show(stage) {
+    tabs.forEach((tab, i) => tab.setAttribute('aria-selected', String(data.stages[i] === stage)));
+    if (!views.has(stage.id)) views.set(stage.id, stageView(stage, data, state, (change) => remember({ ...change, stage: stage.id })));
+    clear(holder, views.get(stage.id).node);
+    clear(links, views.get(stage.id).links);
+  }
+  const first = data.stages.find((stage) => stage.id === state.stage) ?? data.stages.findLast((stage) => stage.rollouts) ?? data.stages[data.stages.length - 1];
+  if (first) show(first);
+  document.getElementById('page').append(el('div', { class: 'page' }, header(data),
+    data.notes.length > 0 && el('div', { class: 'card warning' }, el('b', null, 'Parts of the run could not be read'), data.notes.map((text) => el('p', null, text))),
+    summarySection(data),
+    first ? [el('nav', { class: 'bar' }, el('div', { role: 'tablist', class: 'tabs' }, tabs), links), holder] : missing('The run has logged nothing yet.'),
+    el('footer', null, 'Written by Quartet. This file is complete in itself and loads nothing.')));
+  root.dataset.ready = '1';
+}
+
+main();

@@ -1,0 +1,142 @@
+// Stage timing: seconds per stage over all steps, the timeline of one step, and the same in figures.
+
+const NUM_HUES = 10;
+const hueOf = (names, name) => `hue${names.indexOf(name) % NUM_HUES}`;
+const stepLabel = (step) => (step === null || step === 'null' ? 'outside steps' : `step ${step}`);
+
+/** Each step a stacked bar; a click picks the nearest step that has a timeline. */
+function stackedSteps(timing, pick) {
+  const { steps, names } = timing;
+  const height = 110;
+  const totals = steps.map((_, i) => names.reduce((sum, name) => sum + timing.seconds[name][i], 0));
+  const top = Math.max(...totals) || 1;
+  const width = 1000 / steps.length;
+  const gap = Math.min(2, width * 0.15);
+  const marker = svg('rect', { class: 'picked', y: 1, height: height - 1, width });
+  const bars = steps.map((step, i) => {
+    let y = height;
+    return names.map((name) => {
+      const h = (timing.seconds[name][i] / top) * height;
+      y -= h;
+      return h > 0 && svg('rect', { class: hueOf(names, name), x: i * width + gap / 2, width: width - gap, y, height: h });
+    });
+  });
+  const node = svg('svg', { viewBox: `0 0 1000 ${height}`, preserveAspectRatio: 'none', class: 'stack', role: 'img', 'aria-label': 'seconds per stage for every step' }, bars, marker);
+  const index = (event) => {
+    const box = node.getBoundingClientRect();
+    return Math.min(steps.length - 1, Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * steps.length)));
+  };
+  node.addEventListener('click', (event) => pick(steps[index(event)]));
+  node.addEventListener('pointermove', (event) => {
+    const i = index(event);
+    const rows = names.filter((name) => timing.seconds[name][i] > 0).map((name) => [name, seconds(timing.seconds[name][i])]);
+    showTip(event, null, el('strong', null, stepLabel(steps[i])), tipTable([...rows, ['wall', seconds(timing.wall_s[i])]]));
+  });
+  node.addEventListener('pointerleave', hideTip);
+  const mark = (step) => {
+    const i = steps.findIndex((each) => String(each) === String(step));
+    marker.setAttribute('x', i * width);
+  };
+  return {
+    node: el('div', { class: 'stacked' }, el('div', { class: 'scale' }, el('span', null, seconds(top)), el('span', null, '0')), node,
+      el('div', { class: 'ends' }, el('span', null, stepLabel(steps[0])), el('span', null, steps.length > 1 ? stepLabel(steps[steps.length - 1]) : ''))),
+    mark,
+  };
+}
+
+const tipTable = (rows) => el('table', null, rows.map(([name, value]) => el('tr', null, el('th', null, name), el('td', null, value))));
+
+/** Puts overlapping spans of a lane below each other: `[row of each span]`. */
+function stackRows(spans) {
+  const ends = [];
+  return spans.map((span) => {
+    let row = ends.findIndex((end) => end <= span.start + 1e-9);
+    if (row < 0) row = ends.length;
+    ends[row] = span.end;
+    return row;
+  });
+}
+
+function spanTip(span) {
+  const length = span.end - span.start;
+  const rows = [['from', seconds(span.start)], ['to', seconds(span.end)], ['took', seconds(length)]];
+  if (span.role) rows.push(['role', span.role]);
+  if (span.mode) rows.push(['mode', span.mode]);
+  if (span.chunk !== null) rows.push(['chunk', number(span.chunk)]);
+  if (span.tokens) rows.push(['tokens', number(span.tokens)], ['tokens/s', length > 0 ? number(span.tokens / length, 3) : '—']);
+  if (span.bytes) rows.push(['bytes', bytes(span.bytes)]);
+  if (span.failed) rows.push(['', 'failed']);
+  return [el('strong', null, span.name), tipTable(rows)];
+}
+
+function timeline(spans, names) {
+  const total = Math.max(...spans.map((span) => span.end)) || 1;
+  const lanes = new Map();
+  for (const span of spans) {
+    const lane = span.role ?? span.name;
+    lanes.set(lane, [...(lanes.get(lane) ?? []), span]);
+  }
+  const percent = (value) => `${((100 * value) / total).toFixed(3)}%`;
+  const ticks = niceTicks(0, total, 6);
+  return el('div', { class: 'gantt' },
+    [...lanes].map(([lane, members]) => {
+      const rows = stackRows(members);
+      return el('div', { class: 'lane' }, el('div', { class: 'lane-name' }, lane),
+        el('div', { class: 'track', style: { '--rows': String(Math.max(...rows) + 1) } },
+          ticks.map((tick) => el('i', { style: { left: percent(tick) } })),
+          members.map((span, i) => explained(el('div', {
+            class: `span ${hueOf(names, span.name)}${span.failed ? ' failed' : ''}`, tabindex: '0',
+            style: { left: percent(span.start), width: percent(span.end - span.start), '--row': String(rows[i]) },
+          }, (span.end - span.start) / total > 0.09 ? span.name : ''), () => spanTip(span)))));
+    }),
+    el('div', { class: 'lane axis' }, el('div', { class: 'lane-name' }), el('div', { class: 'track' },
+      ticks.filter((tick) => tick < total * 0.97).map((tick) => el('span', { style: { left: percent(tick) } }, seconds(tick))))));
+}
+
+function stageTable(timing, index) {
+  const { names } = timing;
+  const here = names.map((name) => timing.seconds[name][index]);
+  const sum = here.reduce((a, b) => a + b, 0) || 1;
+  const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+  const header = ['stage', 'seconds', 'share of work', 'mean of all steps', 'tokens', 'tokens/s'];
+  const rows = names.map((name, n) => {
+    const tokens = timing.tokens[name][index];
+    return el('tr', null,
+      el('th', { scope: 'row' }, el('i', { class: `swatch ${hueOf(names, name)}` }), name),
+      el('td', null, seconds(here[n])),
+      el('td', null, el('div', { class: 'share' }, el('i', { class: hueOf(names, name), style: { width: `${(100 * here[n]) / sum}%` } }), el('span', null, `${((100 * here[n]) / sum).toFixed(0)} %`))),
+      el('td', null, seconds(mean(timing.seconds[name]))),
+      el('td', null, tokens ? number(tokens) : '—'),
+      el('td', null, tokens && here[n] > 0 ? number(tokens / here[n], 3) : '—'));
+  });
+  return el('div', { class: 'scroll' }, el('table', { class: 'figures' },
+    el('thead', null, el('tr', null, header.map((text) => el('th', { scope: 'col', class: text.startsWith('share') ? 'left' : null }, text)))), el('tbody', null, rows)));
+}
+
+function timingSection(stage) {
+  const { timing } = stage;
+  if (!timing) return missing('This stage has recorded no spans (spans.jsonl).');
+  const detailed = Object.keys(timing.detail).sort((a, b) => (a === 'null' ? -1 : b === 'null' ? 1 : a - b));
+  const facts = el('p', { class: 'facts' });
+  const chart = el('div');
+  const table = el('div');
+  const view = stackedSteps(timing, (step) => { const key = nearestKey(step); picker.set(key); show(key); });
+  const nearestKey = (step) => (step === null || detailed.length === 1 ? detailed[0] : nearest(detailed.filter((key) => key !== 'null'), step));
+  const picker = stepper('step', detailed.map((key) => [key, stepLabel(key)]), detailed[detailed.length - 1], show);
+
+  function show(key) {
+    const index = timing.steps.findIndex((step) => String(step) === key);
+    const work = timing.names.reduce((sum, name) => sum + timing.seconds[name][index], 0);
+    const wall = timing.wall_s[index];
+    const busy = timing.busy_s[index];
+    clear(facts, el('b', null, seconds(wall)), ' of wall time, ', el('b', null, seconds(work)), ' of work, ',
+      el('b', null, seconds(Math.max(0, work - busy))), ' of it overlapped, ', el('b', null, seconds(Math.max(0, wall - busy))), ' with nothing running');
+    clear(chart, timeline(timing.detail[key], timing.names));
+    clear(table, stageTable(timing, index));
+    view.mark(key);
+  }
+  show(detailed[detailed.length - 1]);
+  return el('div', null,
+    timing.steps.length > 1 && el('div', { class: 'card' }, el('h4', null, 'Work per step'), view.node),
+    el('div', { class: 'card' }, el('div', { class: 'toolbar' }, el('h4', null, 'Timeline'), picker, facts), chart, table), note(timing.note));
+}

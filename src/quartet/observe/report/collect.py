@@ -1,0 +1,221 @@
+"""Reads a run directory into the plain data that the report embeds.
+
+A part that is missing is None, a part that cannot be read is None with a note; only a directory without any
+part of a run is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from quartet.config.errors import UserError
+from quartet.observe.metrics import find_metric
+from quartet.observe.report.samples import Limits, collect_rollouts, compact, evenly
+from quartet.observe.rollouts import list_steps
+from quartet.observe.spans import Span, read_spans
+from quartet.observe.trackers import read_metrics
+
+MAX_METRIC_ROWS = 1_000
+MAX_TIMED_STEPS = 400
+MAX_DETAILED_STEPS = 16
+MAX_SPANS_PER_STEP = 800
+
+_RUN_FILES = ("run.json", "recipe.yaml", "metrics.jsonl", "spans.jsonl", "summary.json")
+
+
+def collect_run(run_dir: Path, limits: Limits) -> dict[str, Any]:
+    """Everything the page shows, as JSON data.
+
+    Raises:
+        UserError: ``run_dir`` is not a directory, or holds no part of a run.
+    """
+    if not run_dir.is_dir():
+        raise UserError(
+            "no such run",
+            found=f"{run_dir} is " + ("a file" if run_dir.exists() else "missing"),
+            remedy="name the directory a run has written",
+        )
+    notes: list[str] = []
+    stages = [_collect_stage(path, limits, notes) for path in _stage_dirs(run_dir)]
+    if not stages and not any((run_dir / name).exists() for name in _RUN_FILES):
+        raise UserError(
+            "the directory holds no run",
+            found=f"none of {', '.join(_RUN_FILES)}, rollouts/ in {run_dir}",
+            remedy="name the directory a run has written (the one with run.json)",
+        )
+    stages.sort(key=lambda stage: (stage["started_s"] is None, stage["started_s"] or 0.0))
+    names = sorted({name for stage in stages if stage["metrics"] for name in stage["metrics"]["series"]})
+    return {
+        "run": {"name": run_dir.resolve().name, **(_read_json(run_dir / "run.json", notes.append) or {})},
+        "recipe": _read_text(run_dir / "recipe.yaml", notes.append),
+        "summary": _read_json(run_dir / "summary.json", notes.append),
+        "explained": {name: _explain(name) for name in names},
+        "stages": stages,
+        "notes": notes,
+    }
+
+
+def _is_stage(path: Path) -> bool:
+    has_rows = (path / "metrics.jsonl").exists() or (path / "spans.jsonl").exists()
+    return has_rows or bool(list_steps(path / "rollouts"))
+
+
+def _stage_dirs(run_dir: Path) -> list[Path]:
+    """The run itself where it has figures, and those of its direct sub-directories which have."""
+    children = sorted(path for path in run_dir.iterdir() if path.is_dir() and path.name != "rollouts")
+    return [path for path in (run_dir, *children) if _is_stage(path)]
+
+
+def _collect_stage(path: Path, limits: Limits, notes: list[str]) -> dict[str, Any]:
+    def warn(text: str) -> None:
+        notes.append(text)
+
+    run = _read_json(path / "run.json", warn) or {}
+    rows = _read_or_warn(path / "metrics.jsonl", read_metrics, warn)
+    spans = _read_or_warn(path / "spans.jsonl", read_spans, warn)
+    starts = [row["time_s"] for row in rows[:1]] + [span.start_s for span in spans[:1]]
+    return {
+        "id": path.name,
+        "job": run.get("job"),
+        "started_s": min(starts, default=None),
+        "metrics": _metric_columns(rows),
+        "timing": _timing(spans),
+        "rollouts": collect_rollouts(path / "rollouts", limits, warn),
+    }
+
+
+def _read_or_warn(path: Path, read: Callable[[Path], list[Any]], warn: Callable[[str], None]) -> list[Any]:
+    if not path.exists():
+        return []
+    try:
+        return read(path)
+    except UserError as error:
+        warn(f"{error.problem}: {error.found}")
+    except (KeyError, TypeError, ValueError) as error:
+        warn(f"{path} cannot be read: {error}")
+    return []
+
+
+def _read_text(path: Path, warn: Callable[[str], None]) -> str | None:
+    try:
+        return path.read_bytes().decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warn(f"{path} cannot be read: {error}")
+        return None
+
+
+def _read_json(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
+    text = _read_text(path, warn)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text, parse_constant=lambda name: name)
+    except ValueError as error:
+        warn(f"{path} cannot be read: {error}")
+        return None
+    if not isinstance(value, dict):
+        warn(f"{path} cannot be read: it is not an object")
+        return None
+    return value
+
+
+def _explain(name: str) -> dict[str, str] | None:
+    try:
+        metric = find_metric(name)
+    except ValueError:
+        return None  # written by another version; the page says so
+    return {"unit": metric.unit, "meaning": metric.meaning, "bad": metric.bad}
+
+
+def _metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
+    """Rows as columns: ``steps``, ``time_s`` since the first row, one list per metric with None for gaps."""
+    if not rows:
+        return None
+    merged: dict[int, dict[str, float]] = {}
+    for row in rows:
+        merged.setdefault(int(row["step"]), {}).update(row)
+    steps = evenly(sorted(merged), MAX_METRIC_ROWS)
+    start = rows[0]["time_s"]
+    names = sorted({name for row in rows for name in row if name not in ("step", "time_s")})
+    note = (
+        f"{len(steps):,} of {len(merged):,} logged steps, evenly spaced."
+        if len(steps) < len(merged)
+        else None
+    )
+    return {
+        "steps": steps,
+        "time_s": [compact(merged[step]["time_s"] - start) for step in steps],
+        "series": {name: [compact(merged[step].get(name), 6) for step in steps] for name in names},
+        "note": note,
+    }
+
+
+def _timing(spans: list[Span]) -> dict[str, Any] | None:
+    """Seconds and tokens per stage for every step, and the spans themselves for some of the steps."""
+    if not spans:
+        return None
+    by_step: dict[int | None, list[Span]] = {}
+    for span in spans:
+        by_step.setdefault(span.step, []).append(span)
+    ordered = sorted(by_step, key=lambda step: (step is not None, step or 0))
+    steps = evenly(ordered, MAX_TIMED_STEPS)
+    detailed = evenly(steps, MAX_DETAILED_STEPS)
+    names = list(dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.start_s)))
+    dropped = sum(max(0, len(by_step[step]) - MAX_SPANS_PER_STEP) for step in detailed)
+    parts = []
+    if len(detailed) < len(ordered):
+        parts.append(f"Timelines of {len(detailed)} of {len(ordered)} steps, evenly spaced.")
+    if dropped:
+        parts.append(f"The shortest {dropped:,} spans of these steps are left out of the timelines.")
+    return {
+        "steps": steps,
+        "names": names,
+        "seconds": {name: [_total(by_step[s], name, "seconds") for s in steps] for name in names},
+        "tokens": {name: [_total(by_step[s], name, "tokens") for s in steps] for name in names},
+        "wall_s": [compact(_wall_s(by_step[step])) for step in steps],
+        "busy_s": [compact(_union_s(by_step[step])) for step in steps],
+        "detail": {str(step): _detail(by_step[step]) for step in detailed},
+        "note": " ".join(parts) or None,
+    }
+
+
+def _total(spans: Iterable[Span], name: str, attribute: str) -> float | int | str | None:
+    return compact(sum(getattr(span, attribute) for span in spans if span.name == name))
+
+
+def _wall_s(spans: list[Span]) -> float:
+    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
+
+
+def _union_s(spans: list[Span]) -> float:
+    """Seconds in which at least one span was open."""
+    total, reached = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start_s):
+        total += max(0.0, span.end_s - max(span.start_s, reached))
+        reached = max(reached, span.end_s)
+    return total
+
+
+def _detail(spans: list[Span]) -> list[dict[str, Any]]:
+    """Spans of one step with times relative to its beginning, in order of their start."""
+    origin = min(span.start_s for span in spans)
+    longest = sorted(spans, key=lambda span: -span.seconds)[:MAX_SPANS_PER_STEP]
+    return [
+        {
+            "name": span.name,
+            "start": round(span.start_s - origin, 5),
+            "end": round(span.end_s - origin, 5),
+            "role": span.role,
+            "mode": span.mode,
+            "chunk": span.chunk,
+            "tokens": span.tokens,
+            "bytes": span.nbytes,
+            "failed": span.failed,
+        }
+        for span in sorted(longest, key=lambda span: span.start_s)
+    ]

@@ -1,0 +1,162 @@
+"""The rollout store: every response a run trained on, with all its per-token columns.
+
+One gzip'd JSON Lines file per step, ``step_000012.jsonl.gz``, one record per line. Equal records give equal
+bytes. JSON has no NaN: floats that are not finite are written as strings (``"nan"``, ``"inf"``, ``"-inf"``).
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quartet.config.errors import UserError
+from quartet.observe.jsonl import decode_lines, encode_row, replace_atomically
+
+_FILE_NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """One response and everything the step computed about its tokens.
+
+    Attributes:
+        sequence_id: unique within the step; the key by which columns were joined.
+        prompt_id: the same for the same prompt at every step.
+        response_index: place among the responses to this prompt.
+        policy_version: version of the weights that sampled the response.
+        prompt_tokens, response_tokens: the decoded piece of each token, as many as there are ids.
+        finish_reason: why generation ended (``stop``, ``length``, ...).
+        rewards: value of each reward source, None where it does not apply.
+        score: their combination, None where none applies.
+        group: id of the group (all responses to one prompt in one step).
+        columns: per-token floats by name (``old_logprobs``, ``advantages``, ...), one per response token.
+        trajectory_id: the trajectory this sequence belongs to; equal to ``sequence_id`` in single-turn runs.
+    """
+
+    sequence_id: str
+    prompt_id: str
+    response_index: int
+    policy_version: int
+    prompt_ids: list[int]
+    response_ids: list[int]
+    prompt_tokens: list[str]
+    response_tokens: list[str]
+    prompt_text: str
+    response_text: str
+    finish_reason: str
+    rewards: dict[str, float | None]
+    score: float | None
+    group: str
+    columns: dict[str, list[float]] = field(default_factory=dict)
+    trajectory_id: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.prompt_tokens) != len(self.prompt_ids):
+            raise ValueError(f"{len(self.prompt_tokens)} prompt pieces for {len(self.prompt_ids)} ids")
+        if len(self.response_tokens) != len(self.response_ids):
+            raise ValueError(f"{len(self.response_tokens)} response pieces for {len(self.response_ids)} ids")
+        for name, values in self.columns.items():
+            if len(values) != len(self.response_ids):
+                raise ValueError(f"column {name!r}: {len(values)} values for {len(self.response_ids)} tokens")
+        if not self.trajectory_id:
+            object.__setattr__(self, "trajectory_id", self.sequence_id)
+
+
+def _to_json(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(float(value))
+
+
+def _from_json(value: float | str | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _encode(record: RolloutRecord) -> bytes:
+    row = asdict(record)
+    row["score"] = _to_json(record.score)
+    row["rewards"] = {name: _to_json(value) for name, value in record.rewards.items()}
+    row["columns"] = {name: [_to_json(v) for v in values] for name, values in record.columns.items()}
+    return encode_row(row)
+
+
+def _decode(row: Mapping[str, Any]) -> RolloutRecord:
+    fields = dict(row)
+    fields["score"] = _from_json(row["score"])
+    fields["rewards"] = {name: _from_json(value) for name, value in row["rewards"].items()}
+    fields["columns"] = {name: [float(v) for v in values] for name, values in row["columns"].items()}
+    return RolloutRecord(**fields)
+
+
+def step_path(directory: Path, step: int) -> Path:
+    return directory / f"step_{step:06d}.jsonl.gz"
+
+
+class RolloutWriter:
+    """Writes the records of one step at a time; a file appears complete or not at all."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, step: int, records: Sequence[RolloutRecord]) -> Path:
+        """Writes (or replaces) the file of ``step`` and returns its path."""
+        buffer = io.BytesIO()
+        # no file name and no time in the header, so that equal records give equal bytes
+        with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=6, mtime=0) as file:
+            for record in records:
+                file.write(_encode(record))
+        path = step_path(self._directory, step)
+        replace_atomically(path, buffer.getvalue())
+        return path
+
+
+def read_step(directory: Path, step: int) -> list[RolloutRecord]:
+    """The records of one step, in the order written.
+
+    Raises:
+        UserError: there is no file for the step, or it is damaged.
+    """
+    path = step_path(directory, step)
+    if not path.exists():
+        known = list_steps(directory)
+        held = f"{len(known)} steps, {known[0]} to {known[-1]}" if known else "no steps"
+        raise UserError(
+            f"no rollouts of step {step}",
+            found=f"{directory} holds {held}",
+            remedy="choose one of those steps",
+        )
+    try:
+        data = gzip.decompress(path.read_bytes())
+        return [_decode(row) for row in decode_lines(data, path)]
+    except (EOFError, gzip.BadGzipFile, zlib.error, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            "a rollout file is damaged",
+            found=f"{path}: {error}",
+            remedy="delete the file; the run and the report do without it",
+        ) from error
+
+
+def list_steps(directory: Path) -> list[int]:
+    """Steps with a file, ascending; empty where the directory is missing."""
+    if not directory.is_dir():
+        return []
+    matches = (_FILE_NAME.fullmatch(path.name) for path in directory.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def truncate_after(directory: Path, step: int) -> list[int]:
+    """Deletes the files of steps after ``step`` and half-written ones; returns the steps deleted."""
+    if not directory.is_dir():
+        return []
+    for leftover in directory.glob("step_*.jsonl.gz.tmp"):
+        leftover.unlink()
+    dropped = [s for s in list_steps(directory) if s > step]
+    for s in dropped:
+        step_path(directory, s).unlink()
+    return dropped

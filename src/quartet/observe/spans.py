@@ -1,0 +1,140 @@
+"""Spans: which stage of a step ran when, for which role, over how many tokens and bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quartet.observe.jsonl import RowAppender, read_rows
+
+
+@dataclass
+class Span:
+    """One stretch of work; ``start_s`` and ``end_s`` are seconds of the recorder's clock.
+
+    ``tokens`` and ``nbytes`` may be set or added to while the span is open. ``failed``: the work raised.
+    """
+
+    name: str
+    start_s: float
+    end_s: float
+    step: int | None = None
+    role: str | None = None
+    mode: str | None = None
+    chunk: int | None = None
+    tokens: int = 0
+    nbytes: int = 0
+    failed: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+def steady_unix_clock() -> Callable[[], float]:
+    """Unix time in seconds that never jumps: read once, then carried on by the monotonic clock."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
+class SpanRecorder:
+    """Measures spans, appends each to ``path`` when it ends, and keeps it in memory until it is dropped.
+
+    Spans may nest, overlap (interleaved coroutines) and come from several threads.
+
+    Args:
+        path: a JSON Lines file, or None to keep spans in memory only.
+        clock: seconds; a virtual clock makes the spans of a planned iteration.
+    """
+
+    def __init__(self, path: Path | None = None, clock: Callable[[], float] | None = None) -> None:
+        self._rows = RowAppender(path) if path is not None else None
+        self._clock = clock if clock is not None else steady_unix_clock()
+        self._spans: list[Span] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        *,
+        step: int | None = None,
+        role: str | None = None,
+        mode: str | None = None,
+        chunk: int | None = None,
+        tokens: int | None = None,
+        nbytes: int | None = None,
+    ) -> Iterator[Span]:
+        """Opens a span; it is recorded when the block ends, with ``failed`` set when the block raises.
+
+        ``tokens`` and ``nbytes`` start at 0 where they are not known yet.
+        """
+        now = self._clock()
+        span = Span(name, now, now, step, role, mode, chunk, tokens or 0, nbytes or 0, failed=True)
+        try:
+            yield span
+            span.failed = False
+        finally:
+            span.end_s = self._clock()
+            self._record(span)
+
+    def _record(self, span: Span) -> None:
+        with self._lock:
+            self._spans.append(span)
+            if self._rows is not None:
+                row = {
+                    key: value
+                    for key, value in asdict(span).items()
+                    if value is not None and value is not False
+                }
+                row["start_s"], row["end_s"] = round(span.start_s, 6), round(span.end_s, 6)
+                self._rows.append(row)
+
+    def of_step(self, step: int | None) -> list[Span]:
+        """The ended spans of one step that are still in memory, in order of their start."""
+        with self._lock:
+            return sorted((s for s in self._spans if s.step == step), key=lambda s: s.start_s)
+
+    def drop_through(self, step: int) -> None:
+        """Forgets the spans of all steps up to ``step``, and those without a step; the file keeps them."""
+        with self._lock:
+            self._spans = [s for s in self._spans if s.step is not None and s.step > step]
+
+    def close(self) -> None:
+        if self._rows is not None:
+            self._rows.close()
+
+
+def read_spans(path: Path) -> list[Span]:
+    """The spans of a ``spans.jsonl``, in the order in which they ended."""
+    return [Span(**row) for row in read_rows(path)]
+
+
+def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds per span name, spans added up (overlapping spans of one name count twice)."""
+    totals: dict[str, float] = {}
+    for span in spans:
+        totals[span.name] = totals.get(span.name, 0.0) + span.seconds
+    return totals
+
+
+def overlap_seconds(spans: Iterable[Span], a: str, b: str) -> float:
+    """Seconds during which a span named ``a`` and a span named ``b`` were open at the same time."""
+    spans = list(spans)
+    left, right = _union(s for s in spans if s.name == a), _union(s for s in spans if s.name == b)
+    return sum(max(0.0, min(e, f) - max(s, t)) for s, e in left for t, f in right)
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """Disjoint intervals that cover exactly what the spans cover, in order."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted((s.start_s, s.end_s) for s in spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged

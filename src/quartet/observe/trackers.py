@@ -1,0 +1,111 @@
+"""Where metrics go: JSON Lines, TensorBoard, or several at once.
+
+Every tracker refuses names that :data:`quartet.observe.metrics.METRICS` does not explain.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from quartet.observe.jsonl import RowAppender, read_rows
+from quartet.observe.metrics import check_names
+
+
+class Tracker(Protocol):
+    """Takes the metrics of one step at a time."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records ``metrics`` under ``step``; ValueError for a name that the table does not know."""
+
+    def close(self) -> None:
+        """Writes what is still buffered; nothing may be logged afterwards."""
+
+
+class JsonlTracker:
+    """One JSON object per line: ``{"step": 3, "time_s": 1700000000.0, "loss/policy": 0.1}``.
+
+    JSON has no NaN, so a value that is not finite is written as ``null`` and named under ``nonfinite`` as
+    ``"nan"``, ``"inf"`` or ``"-inf"``; :func:`read_metrics` restores it. A half-written last line of a killed
+    run is dropped on opening. ``clock`` gives Unix time in seconds.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._rows = RowAppender(path)
+        self._clock = clock
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        check_names(metrics)
+        values = {name: float(value) for name, value in metrics.items()}
+        row: dict[str, Any] = {"step": step, "time_s": round(self._clock(), 3)}
+        row.update({name: value if math.isfinite(value) else None for name, value in values.items()})
+        nonfinite = {name: str(value) for name, value in values.items() if not math.isfinite(value)}
+        if nonfinite:
+            row["nonfinite"] = nonfinite
+        self._rows.append(row)
+
+    def close(self) -> None:
+        self._rows.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The rows of a ``metrics.jsonl``: ``step``, ``time_s``, metrics; NaN and infinities are restored."""
+    rows = []
+    for row in read_rows(path):
+        nonfinite = row.pop("nonfinite", {})
+        rows.append({**row, **{name: float(text) for name, text in nonfinite.items()}})
+    return rows
+
+
+class TensorBoardTracker:
+    """TensorBoard event files in ``directory``, through TensorBoard's own writer (no torch involved).
+
+    Args:
+        directory: created if missing; a resumed run writes another event file beside the old one.
+        resume_after: last step to keep; TensorBoard then hides what earlier event files hold of later steps.
+    """
+
+    def __init__(self, directory: Path, resume_after: int | None = None) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._session = event_pb2.Event, event_pb2.SessionLog
+        self._summary = summary_pb2.Summary
+        self._writer = EventFileWriter(str(directory))
+        if resume_after is not None:
+            start = self._session(status=self._session.START)
+            self._add(self._event(wall_time=time.time(), step=resume_after + 1, session_log=start))
+
+    def _add(self, event: Any) -> None:
+        self._writer.add_event(event)
+        self._writer.flush()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        check_names(metrics)
+        values = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
+        self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MultiTracker:
+    """Passes everything to several trackers; names are checked before the first of them writes."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = tuple(trackers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        check_names(metrics)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def close(self) -> None:
+        """Closes all of them, even when one raises."""
+        with ExitStack() as stack:
+            for tracker in reversed(self._trackers):
+                stack.callback(tracker.close)

@@ -1,0 +1,128 @@
+"""The quickstart's model and recipes. Frozen: seeds are compared, so nothing here depends on one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet.config.recipe import (
+    PPO,
+    ActorConfig,
+    CheckpointConfig,
+    CriticConfig,
+    DataConfig,
+    EvaluationConfig,
+    KLConfig,
+    ModelConfig,
+    ModelReward,
+    OptimConfig,
+    RewardModelRecipe,
+    RLRecipe,
+    RolloutConfig,
+    SamplingConfig,
+    SFTRecipe,
+    TrainConfig,
+)
+
+MODEL = {
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 128,
+}
+MAX_NEW_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything; learning rates and the like do not depend on it."""
+
+    demonstrations: int
+    sft_steps: int
+    pair_prompts: int
+    responses_per_pair_prompt: int
+    reward_model_epochs: int
+    rl_prompts: int
+    rl_steps: int
+    evaluation_prompts: int
+
+
+FULL = Size(
+    demonstrations=14_000,
+    sft_steps=220,
+    pair_prompts=900,
+    responses_per_pair_prompt=8,
+    reward_model_epochs=3,
+    rl_prompts=4_000,
+    rl_steps=60,
+    evaluation_prompts=500,
+)
+SHORT = Size(
+    demonstrations=2_000,
+    sft_steps=60,
+    pair_prompts=60,
+    responses_per_pair_prompt=4,
+    reward_model_epochs=1,
+    rl_prompts=200,
+    rl_steps=3,
+    evaluation_prompts=16,
+)
+"""For tests: every stage runs, nothing is learned."""
+
+
+def sft_recipe(size: Size, seed: int, path: Path, data: Path) -> SFTRecipe:
+    return SFTRecipe(
+        seed=seed,
+        output_dir=str(path / "sft"),
+        model=ModelConfig(path=str(path / "initial")),
+        data=DataConfig(path=str(data)),
+        train=TrainConfig(optim=OptimConfig(lr=2e-3, warmup_steps=20, schedule="cosine", weight_decay=0.01)),
+        steps=size.sft_steps,
+        examples_per_step=64,
+        checkpoint=CheckpointConfig(every_steps=100, keep=1),
+    )
+
+
+def reward_model_recipe(size: Size, seed: int, path: Path, data: Path, held_out: Path) -> RewardModelRecipe:
+    return RewardModelRecipe(
+        seed=seed,
+        output_dir=str(path / "reward_model"),
+        model=ModelConfig(path=str(path / "sft" / "model")),
+        data=DataConfig(path=str(data)),
+        evaluation_data=DataConfig(path=str(held_out)),
+        train=TrainConfig(optim=OptimConfig(lr=5e-4, warmup_steps=10, schedule="cosine")),
+        epochs=size.reward_model_epochs,
+        pairs_per_step=32,
+        centring=0.01,
+        checkpoint=CheckpointConfig(every_steps=50, keep=1),
+    )
+
+
+def rl_recipe(size: Size, seed: int, path: Path, prompts: Path, held_out: Path) -> RLRecipe:
+    return RLRecipe(
+        seed=seed,
+        output_dir=str(path / "rl"),
+        actor=ActorConfig(
+            model=ModelConfig(path=str(path / "sft" / "model")),
+            train=TrainConfig(optim=OptimConfig(lr=2e-4)),
+        ),
+        critic=CriticConfig(train=TrainConfig(optim=OptimConfig(lr=4e-4)), warmup_steps=4),
+        rewards=(ModelReward(path=str(path / "reward_model" / "model")),),
+        algorithm=PPO(kl=KLConfig(coef=0.03)),
+        data=DataConfig(path=str(prompts)),
+        evaluation=EvaluationConfig(
+            data=DataConfig(path=str(held_out), limit=64),
+            every_steps=20,
+            sampling=SamplingConfig(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS),
+        ),
+        rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS), max_running=128),
+        steps=size.rl_steps,
+        prompts_per_step=64,
+        responses_per_prompt=2,
+        minibatches=2,
+        epochs=1,
+        chunk_size=16,
+        checkpoint=CheckpointConfig(every_steps=30, keep=1),
+    )

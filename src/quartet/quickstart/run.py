@@ -1,0 +1,275 @@
+"""`quartet quickstart`: SFT, reward model and PPO on a small task, end to end on a CPU, nothing downloaded.
+
+The directory it leaves is what a user's own runs look like: data files, one run directory per stage, Hugging Face
+models, ``summary.json`` and ``report.html``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from quartet.config import UserError
+from quartet.models.loading import load_causal_lm, packed_causal_lm, save_causal_lm
+from quartet.models.packed import PackedCausalLM
+from quartet.observe.progress import Progress
+from quartet.observe.report import build_report
+from quartet.quickstart import recipes, task
+from quartet.quickstart.checker import is_correct, judge_pairs
+from quartet.quickstart.tokenizer import build_tokenizer
+from quartet.rollout.protocol import SamplingParams
+from quartet.text.tokenizer import TextCodec
+from quartet.trainers.generate import generate
+from quartet.trainers.reward_model import RewardModelTrainer
+from quartet.trainers.rl import RLTrainer
+from quartet.trainers.run import Stopwatch, software_versions, write_json
+from quartet.trainers.sft import SFTTrainer
+
+TEMPERATURES = (0.0, 0.5, 1.0)
+
+
+@dataclass(frozen=True)
+class QuickstartResult:
+    path: Path
+    summary: Mapping[str, Any]
+    examples: Sequence[tuple[str, str, str]]
+    """``(prompt, completion of the SFT model, completion after PPO)``, greedy."""
+
+
+class Quickstart:
+    """The three stages. Each is resumed or skipped when it is there already and ``resume`` is set.
+
+    Args:
+        seed: decides initial weights, data, sampling, everything.
+        path: a new directory, or with ``resume`` that of a run that was stopped.
+        shuffle_scores: the control: PPO gets its scores shuffled within each batch.
+        size: how much of everything; tests use a short one.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        path: Path,
+        *,
+        resume: bool = False,
+        progress: Progress | None = None,
+        shuffle_scores: bool = False,
+        size: recipes.Size = recipes.FULL,
+    ) -> None:
+        self.seed = seed
+        self.size = size
+        self.path = path
+        self.resume = resume
+        self.progress = progress if progress is not None else Progress()
+        self.shuffle_scores = shuffle_scores
+        self._stages: list[dict[str, Any]] = []
+        self._created = datetime.now().isoformat(timespec="seconds")
+
+    def run(self) -> QuickstartResult:
+        """All stages, evaluation and report.
+
+        Raises:
+            UserError: the directory holds another run.
+            Interrupted: Ctrl-C; what is done is saved.
+        """
+        watch = Stopwatch()
+        self._claim()
+        held_out = task.prompts(self.seed, self.size.evaluation_prompts, "held_out")
+        self._initial_model()
+        self._sft()
+        before, greedy_before = self._measure("sft", self.path / "sft" / "model", held_out)
+        self._reward_model()
+        self._ppo(held_out)
+        after, greedy_after = self._measure("rl", self.path / "rl" / "model", held_out)
+        gsb = _good_same_bad(held_out, greedy_before, greedy_after)
+        best = max(before.values())
+        summary = {
+            "job": "quickstart",
+            "seed": self.seed,
+            "versions": software_versions(),
+            "seconds": round(watch.seconds, 1),
+            "stages": self._stages,
+            "exact_match": {
+                "sft": {str(t): value for t, value in before.items()},
+                "ppo": {str(t): value for t, value in after.items()},
+                "best_sft": best,
+                "gain": after[0.0] - best,
+            },
+            "good_same_bad": gsb,
+            "shuffled_scores": self.shuffle_scores,
+        }
+        write_json(self.path / "summary.json", summary)
+        self._mark("done")
+        build_report(self.path)
+        examples = list(zip(held_out, greedy_before, greedy_after, strict=True))
+        return QuickstartResult(self.path, summary, examples)
+
+    # Directory -------------------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        marker = self.path / "run.json"
+        if marker.is_file():
+            found = json.loads(marker.read_text(encoding="utf-8"))
+            same = found.get("job") == "quickstart" and found.get("seed") == self.seed
+            if not self.resume or not same:
+                raise UserError(
+                    f"output directory {self.path} already holds a run",
+                    found=f"job {found.get('job')}, seed {found.get('seed')}, status {found.get('status')}",
+                    remedy="add --resume (with the same seed) to go on with it, or choose another --out",
+                )
+            self._created = found["created"]
+        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise UserError(
+                f"output directory {self.path} is not empty",
+                found="files that are not a quickstart's",
+                remedy="choose another --out",
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._mark("running")
+
+    def _mark(self, status: str) -> None:
+        info = {
+            "job": "quickstart",
+            "name": self.path.name,
+            "seed": self.seed,
+            "created": self._created,
+            "status": status,
+            "versions": software_versions(),
+        }
+        write_json(self.path / "run.json", info)
+
+    def _rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
+        """A JSONL file that `quartet sft` and the others read, too."""
+        path = self.path / "data" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    def _done(self, stage: str) -> bool:
+        return (self.path / stage / "summary.json").is_file()
+
+    def _record(self, stage: str, seconds: float, **metrics: float) -> None:
+        saved = json.loads((self.path / stage / "summary.json").read_text(encoding="utf-8"))
+        last = saved["stages"][0]["metrics"]
+        self._stages.append({"name": stage, "seconds": round(seconds, 1), "metrics": {**last, **metrics}})
+
+    # Stages ----------------------------------------------------------------------------------------------
+
+    def _initial_model(self) -> None:
+        tokenizer = build_tokenizer()
+        config = Qwen2Config(
+            vocab_size=len(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            pad_token_id=tokenizer.pad_token_id,
+            tie_word_embeddings=True,
+            **recipes.MODEL,
+        )
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = Qwen2ForCausalLM(config).eval()
+        transformers_logging.set_verbosity(verbosity)
+        packed = packed_causal_lm(model)
+        save_causal_lm(packed, tokenizer, self.path / "initial")
+        packed.release()
+
+    def _sft(self) -> None:
+        watch = Stopwatch()
+        if not self._done("sft"):
+            data = self._rows("demonstrations", task.demonstrations(self.seed, self.size.demonstrations))
+            recipe = recipes.sft_recipe(self.size, self.seed, self.path, data)
+            SFTTrainer(recipe, resume=self.resume, progress=self.progress).train()
+        self._record("sft", watch.seconds)
+
+    def _reward_model(self) -> None:
+        watch = Stopwatch()
+        if not self._done("reward_model"):
+            pairs, held_out = self._pairs()
+            recipe = recipes.reward_model_recipe(self.size, self.seed, self.path, pairs, held_out)
+            RewardModelTrainer(recipe, resume=self.resume, progress=self.progress).train()
+        self._record("reward_model", watch.seconds)
+
+    def _pairs(self) -> tuple[Path, Path]:
+        """Completions of the SFT model, compared by a judge who errs; and clean pairs on held-out prompts."""
+        packed, codec = _open(self.path / "sft" / "model")
+        found = []
+        num = self.size.pair_prompts
+        with self.progress.stage("sample pairs", (num + num // 4) * self.size.responses_per_pair_prompt) as bar:
+            for split, count, error in (("train", num, None), ("held_out", num // 4, 0.0)):
+                prompts = task.prompts(self.seed + 1, count, split)  # type: ignore[arg-type]
+                answers = generate(
+                    packed,
+                    codec,
+                    prompts,
+                    SamplingParams(max_new_tokens=recipes.MAX_NEW_TOKENS),
+                    num_responses=self.size.responses_per_pair_prompt,
+                    seed=self.seed,
+                    max_running=256,
+                    on_done=bar.advance,
+                )
+                groups = [(p, [a.text for a in group]) for p, group in zip(prompts, answers, strict=True)]
+                pairs = judge_pairs(self.seed, groups) if error is None else judge_pairs(self.seed, groups, error)
+                found.append(self._rows(f"pairs_{split}", pairs))
+        packed.release()
+        return found[0], found[1]
+
+    def _ppo(self, held_out: Sequence[str]) -> None:
+        watch = Stopwatch()
+        if not self._done("rl"):
+            rows = [{"prompt": p} for p in task.prompts(self.seed + 2, self.size.rl_prompts)]
+            prompts = self._rows("prompts", rows)
+            evaluation = self._rows("prompts_held_out", [{"prompt": p} for p in held_out])
+            recipe = recipes.rl_recipe(self.size, self.seed, self.path, prompts, evaluation)
+            RLTrainer(
+                recipe, resume=self.resume, progress=self.progress, shuffle_scores=self.shuffle_scores
+            ).train()
+        self._record("rl", watch.seconds)
+
+    def _measure(self, stage: str, model: Path, held_out: Sequence[str]) -> tuple[dict[float, float], list[str]]:
+        """Exact match on held-out prompts at each temperature, and the greedy completions."""
+        watch = Stopwatch()
+        packed, codec = _open(model)
+        texts: dict[float, list[str]] = {}
+        with self.progress.stage(f"evaluate {stage}", len(held_out) * len(TEMPERATURES)) as bar:
+            for temperature in TEMPERATURES:
+                sampling = SamplingParams(temperature=temperature, max_new_tokens=recipes.MAX_NEW_TOKENS)
+                answers = generate(
+                    packed, codec, held_out, sampling, seed=self.seed, max_running=256, on_done=bar.advance
+                )
+                texts[temperature] = [group[0].text for group in answers]
+        packed.release()
+        exact = {t: _exact_match(held_out, found) for t, found in texts.items()}
+        self._stages.append(
+            {
+                "name": f"evaluate_{stage}",
+                "seconds": round(watch.seconds, 1),
+                "metrics": {f"eval/exact_match@{t}": value for t, value in exact.items()},
+            }
+        )
+        return exact, texts[0.0]
+
+
+def _open(path: Path) -> tuple[PackedCausalLM, TextCodec]:
+    return packed_causal_lm(load_causal_lm(str(path))), TextCodec.from_pretrained(path)
+
+
+def _exact_match(prompts: Sequence[str], completions: Sequence[str]) -> float:
+    return sum(map(is_correct, prompts, completions)) / len(prompts)
+
+
+def _good_same_bad(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> dict[str, int]:
+    """Prompts now answered right that were wrong, unchanged in that, and now wrong that were right."""
+    change = [
+        int(is_correct(p, new)) - int(is_correct(p, old)) for p, old, new in zip(prompts, before, after, strict=True)
+    ]
+    return {"good": change.count(1), "same": change.count(0), "bad": change.count(-1)}

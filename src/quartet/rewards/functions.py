@@ -1,0 +1,228 @@
+"""Rewards that are Python functions: ``f(prompts, completions, **columns) -> list[float | None]``.
+
+A function receives, by keyword, those of ``prompts``, ``completions`` and the data's columns that it names
+(all, if it takes ``**columns``), each a list with one entry per completion. ``None`` in its answer means
+"does not apply to this sample". It may be ``async``. For chat prompts both are conversational: a prompt is
+its list of messages, a completion ``[{"role": "assistant", "content": …}]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quartet.config.errors import UserError
+from quartet.config.nearest import missing_file, nearest
+from quartet.text.examples import PromptText
+
+
+class RewardError(UserError):
+    """A reward function failed. Raised before any update is made with its scores, so the run can be
+    resumed.
+    """
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """The function named by ``path/to/file.py:name`` (relative to the current directory) or
+    ``package.module:name``.
+
+    Raises:
+        UserError: no such file, module or name, a module that fails while it is imported, or not a function.
+    """
+    location, colon, name = target.rpartition(":")
+    if not colon or not location or not name.isidentifier():
+        raise UserError(
+            "a reward function is written file.py:name or package.module:name",
+            found=repr(target),
+            remedy="for example my_rewards.py:brevity",
+        )
+    module = _import_file(Path(location)) if location.endswith(".py") else _import_module(location)
+    function = getattr(module, name, None)
+    if not callable(function):
+        defined = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(
+            f"there is no function {name!r} in {location}",
+            found=f"it defines {', '.join(defined) or 'no function'}",
+            remedy=nearest(name, defined) or "name one of these",
+        )
+    return function
+
+
+def _import_file(path: Path) -> Any:
+    path = path.expanduser()
+    if not path.is_file():
+        raise missing_file("there is no such file of reward functions", path)
+    # A name of its own per path: two files called rewards.py must not replace each other.
+    name = "quartet_user_" + "".join(c if c.isalnum() else "_" for c in str(path.resolve()))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError("the file cannot be imported", found=str(path), remedy="name a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    loader = spec.loader
+    try:
+        _run_import(lambda: loader.exec_module(module), str(path))
+    except UserError:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_module(name: str) -> Any:
+    return _run_import(lambda: importlib.import_module(name), name)
+
+
+def _run_import(action: Callable[[], Any], what: str) -> Any:
+    try:
+        return action()
+    except Exception as error:  # User code may raise anything; it is passed on with its cause.
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise UserError(
+            "the module of the reward function cannot be imported",
+            found=f"{what}{line}: {type(error).__name__}: {error}",
+            remedy="correct it; modules are looked for as Python does, files from the current directory",
+        ) from error
+
+
+class FunctionReward:
+    """A reward function under a name.
+
+    Args:
+        function: see this module's head.
+        name: how metrics and messages call it; the function's own name when left out.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
+        self.function = function
+        self.name: str = name or getattr(function, "__name__", type(function).__name__)
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Fails before any work where the function asks for a column that the data do not have.
+
+        Raises:
+            UserError: such a column, or a signature without ``completions``.
+        """
+        self._accepted({"prompts", "completions", *columns})
+
+    async def score(
+        self,
+        prompts: Sequence[PromptText],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> list[float | None]:
+        """One score per completion; None where the function says that it does not apply.
+
+        Args:
+            prompts: text, or messages for chat prompts.
+            completions: decoded text without special tokens.
+            columns: the data's other columns, one entry per completion.
+
+        Raises:
+            RewardError: the function raised, or returned a wrong count, NaN, an infinity or something not a
+                number.
+            UserError: the function asks for a column that is not there.
+        """
+        chat = [not isinstance(prompt, str) for prompt in prompts]
+        offered: dict[str, Any] = {
+            **{name: list(values) for name, values in columns.items()},
+            "prompts": list(prompts),
+            "completions": [
+                [{"role": "assistant", "content": text}] if is_chat else text
+                for text, is_chat in zip(completions, chat, strict=True)
+            ],
+        }
+        arguments = {name: offered[name] for name in self._accepted(offered)}
+        try:
+            result = self.function(**arguments)
+            if inspect.isawaitable(result):
+                result = await result
+        except Exception as error:  # User code may raise anything; it is passed on with its cause.
+            what = f"raised {type(error).__name__}: {error}"
+            raise self._error(what, prompts, completions, 0) from error
+        return self._validated(result, prompts, completions)
+
+    def _accepted(self, offered: Mapping[str, Any] | set[str]) -> list[str]:
+        """Which of the offered arguments the function takes."""
+        parameters = _parameters(self.function)
+        takes_all = parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters or () if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if not takes_all and "completions" not in {p.name for p in named}:
+            raise UserError(
+                f"the reward function {self.name!r} has no parameter `completions`",
+                found=f"its parameters are {', '.join(p.name for p in named) or 'none'}",
+                remedy="write it as def f(prompts, completions, **columns)",
+            )
+        for parameter in named:
+            if parameter.default is parameter.empty and parameter.name not in offered:
+                columns = sorted(set(offered) - {"prompts", "completions"})
+                raise UserError(
+                    f"the reward function {self.name!r} asks for a column that the data do not have",
+                    found=f"{parameter.name!r}; the columns are {', '.join(columns) or 'none'}",
+                    remedy=nearest(parameter.name, columns)
+                    or f"give the data that column, or map it: data.columns.{parameter.name}=…",
+                )
+        return list(offered) if takes_all else [p.name for p in named if p.name in offered]
+
+    def _validated(
+        self, result: Any, prompts: Sequence[PromptText], completions: Sequence[str]
+    ) -> list[float | None]:
+        values = result.tolist() if hasattr(result, "tolist") else result
+        if not isinstance(values, (list, tuple)):
+            raise self._error(f"returned {type(result).__name__}, not a list", prompts, completions, 0)
+        if len(values) != len(completions):
+            raise self._error(
+                f"returned {len(values)} scores for {len(completions)} completions",
+                prompts,
+                completions,
+                min(len(values), len(completions) - 1),
+            )
+        scores: list[float | None] = []
+        for n, value in enumerate(values):
+            number = _number(value)
+            if isinstance(number, str):
+                raise self._error(f"returned {number} for sample {n}", prompts, completions, n)
+            scores.append(number)
+        return scores
+
+    def _error(
+        self, what: str, prompts: Sequence[PromptText], completions: Sequence[str], n: int
+    ) -> RewardError:
+        sample = "no sample"
+        if completions:
+            sample = f"sample {n}: prompt {_excerpt(prompts[n])}, completion {_excerpt(completions[n])}"
+        return RewardError(
+            f"the reward {self.name!r} {what}",
+            found=sample,
+            remedy="correct the function and resume the run: it stopped before the update, nothing is lost "
+            "(return None for a sample to which the reward does not apply)",
+        )
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The function's parameters, or None where Python cannot tell (some functions written in C)."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def _number(value: Any) -> float | str | None:
+    """A score as a float; a description of what it is where it is no finite number."""
+    if value is None:
+        return None
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()  # a scalar of numpy or torch
+    if not isinstance(value, (int, float)):
+        return f"{_excerpt(value)} ({type(value).__name__})"
+    return float(value) if math.isfinite(value) else f"{value}"
+
+
+def _excerpt(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else text[:110] + " … " + text[-40:]

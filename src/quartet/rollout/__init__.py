@@ -1,0 +1,1 @@
+"""Rollout engines: requests in, completions out."""

@@ -1,0 +1,222 @@
+"""What every rollout engine takes and gives back. Imports no torch at run time.
+
+An engine turns requests into completions. It can be driven step by step (``submit`` / ``step``) or as a
+stream (``generate``); both may be used at once, and several streams share one engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from quartet.config import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SEED_LIMIT = 1 << 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token (log-probabilities are then those at
+            1).
+        top_p: keeps the most likely tokens whose probabilities reach this sum; 1 keeps all.
+        top_k: keeps this many of the most likely tokens, before ``top_p``; 0 keeps all.
+        max_new_tokens: tokens generated at most; the model's context may end the request earlier.
+        stop_token_ids: each of them ends the request and stays the last token of the completion.
+        stop_strings: each of them ends the request as soon as it stands in the generated text.
+        seed: every token is a function of (prompt, this seed, its position) and of nothing else.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise _bad("temperature", self.temperature, "a finite number, 0 or above (0 is greedy)")
+        if not 0 < self.top_p <= 1:
+            raise _bad("top_p", self.top_p, "a number above 0 and up to 1 (1 keeps every token)")
+        if self.top_k < 0:
+            raise _bad("top_k", self.top_k, "0 (keep every token) or a positive count")
+        if self.max_new_tokens < 1:
+            raise _bad("max_new_tokens", self.max_new_tokens, "1 or more")
+        if isinstance(self.stop_strings, str) or any(not s for s in self.stop_strings):
+            raise _bad("stop_strings", self.stop_strings, "a tuple of non-empty strings")
+        if not 0 <= self.seed < _SEED_LIMIT:
+            raise _bad("seed", self.seed, "an integer from 0 to 2**64 - 1")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are chosen from less than the whole distribution."""
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0)
+
+
+def _bad(name: str, found: object, remedy: str) -> UserError:
+    return UserError(
+        f"sampling parameter {name} is out of range", found=f"{name} = {found!r}", remedy=f"use {remedy}"
+    )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to be generated.
+
+    Attributes:
+        request_id: unique among the requests an engine holds.
+        group: requests of one group have the same prompt, which is prefilled once for all of them.
+        prompt_ids: at least one token.
+    """
+
+    request_id: str
+    group: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise UserError(
+                "a request needs a prompt",
+                found=f"request {self.request_id!r} with no prompt tokens",
+                remedy="give at least one token, for example the beginning-of-text token",
+            )
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """A stop token was sampled; it is the last of ``token_ids``."""
+    STOP_STRING = "stop_string"
+    LENGTH = "length"
+    """``max_new_tokens``, or the end of the model's context."""
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came of one request; the three per-token columns have equal lengths.
+
+    Attributes:
+        token_ids: generated tokens, without the prompt.
+        logprobs: of each token under the temperature-scaled, untruncated distribution, in nats.
+        versions: policy version that computed each token's distribution.
+        text_end: with ``STOP_STRING``, the number of characters of the decoded tokens before the stop string.
+    """
+
+    request_id: str
+    group: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+    text_end: int | None = None
+
+
+@dataclass
+class EngineStats:
+    """Counters since the engine was made (``num_*`` of requests: now).
+
+    Attributes:
+        prompt_tokens_prefilled: prompt tokens that went through the model for newly admitted requests.
+        distinct_prompt_tokens: prompt tokens of the groups admitted, each group once. Equal to the former
+            unless new weights or a late member made a prompt run again.
+        recomputed_tokens: tokens of running requests that ran again because the weights changed or the
+            engine slept.
+        generated_tokens: tokens sampled.
+        cache_bytes: held now by the KV cache and by prompts waiting for members.
+    """
+
+    policy_version: int = 0
+    num_steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_completed: int = 0
+    num_cancelled: int = 0
+    prompt_tokens_prefilled: int = 0
+    distinct_prompt_tokens: int = 0
+    recomputed_tokens: int = 0
+    generated_tokens: int = 0
+    peak_running: int = 0
+    cache_bytes: int = 0
+    peak_cache_bytes: int = 0
+
+
+class GenerationError(RuntimeError):
+    """The model failed on particular requests (named in ``request_ids``); the engine goes on with the
+    others.
+    """
+
+    def __init__(self, message: str, request_ids: Sequence[str]) -> None:
+        self.request_ids = tuple(request_ids)
+        super().__init__(message)
+
+
+class RolloutEngine(Protocol):
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests; all of them or, on an error, none.
+
+        Raises:
+            UserError: a prompt that leaves no room in the model's context, tokens outside the vocabulary, a
+                request id already held, different prompts in one group, stop strings without a way to decode.
+        """
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do or to hand over."""
+
+    def step(self) -> list[Completion]:
+        """Admits, prefills, and adds one token to every running request.
+
+        Returns:
+            Completions that became final, except those that belong to a ``generate`` stream.
+
+        Raises:
+            GenerationError: logits of some requests were not finite; they are dropped, the others are
+                unharmed.
+        """
+
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
+        """Completions as they become final; submits at the first iteration, yields control between steps.
+
+        Closing the stream early cancels what is left of it.
+        """
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Ends requests; they are handed over as ``CANCELLED`` with the tokens they have. Unknown ids are
+        ignored, since a request may finish before its cancellation arrives."""
+
+    def update_weights(self, source: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """Takes new weights; tokens sampled from now on carry ``version``.
+
+        Running requests go on from the tokens they have: their keys and values are computed again with the
+        new weights before their next token.
+
+        Args:
+            source: ``(name, tensor)`` of every parameter, or None for an engine that shares the trainer's
+                model.
+
+        Raises:
+            UserError: names or shapes do not fit; the engine is unchanged.
+        """
+
+    def sleep(self) -> None:
+        """Gives back the KV cache and the engine's own copy of the weights. Requests are kept."""
+
+    def wake(self) -> None:
+        """The opposite of ``sleep``; an engine with its own weights then needs ``update_weights``."""
+
+    def stats(self) -> EngineStats: ...

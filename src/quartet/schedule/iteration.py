@@ -1,0 +1,114 @@
+"""One RL iteration, written once: only data dependencies, no word about where a role lives.
+
+::
+
+    group stream ──► chunk ──► every scorer ──► assemble ──► every learner ──► publish version + 1
+                     (scored as soon as it is complete, while later groups are still generated)
+
+The same function runs real roles under leases and simulated ones on a virtual clock, because it touches data only
+through chunks and named steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+Group = TypeVar("Group")
+Data = TypeVar("Data")
+Columns = TypeVar("Columns")
+Experience = TypeVar("Experience")
+
+Group_contra = TypeVar("Group_contra", contravariant=True)
+Group_co = TypeVar("Group_co", covariant=True)
+Data_contra = TypeVar("Data_contra", contravariant=True)
+Columns_co = TypeVar("Columns_co", covariant=True)
+Experience_contra = TypeVar("Experience_contra", contravariant=True)
+
+
+@dataclass(frozen=True)
+class Chunk(Generic[Data]):
+    """Groups that are scored together: a manifest, and the data or a reference to it.
+
+    Args:
+        step: the iteration.
+        index: place of the chunk in the step.
+        num_tokens: stored tokens, for spans and balancing.
+    """
+
+    step: int
+    index: int
+    num_tokens: int
+    data: Data
+
+
+class ChunkSource(Protocol[Group_co]):
+    def chunks(self, step: int) -> AsyncIterator[list[Group_co]]: ...
+
+    def published(self, version: int) -> None: ...
+
+
+class Scorer(Protocol[Data_contra, Columns_co]):
+    async def score(self, chunk: Chunk[Data_contra]) -> Columns_co:
+        """Columns of one chunk, computed with the weights of version ``chunk.step``."""
+
+
+class Learner(Protocol[Experience_contra]):
+    async def train(self, experience: Experience_contra, step: int) -> Mapping[str, float]:
+        """All updates of one step; advances the role's weights by one version. Returns metrics."""
+
+
+@dataclass(frozen=True)
+class Roles(Generic[Group, Data, Columns, Experience]):
+    """What an iteration calls. ``collect(step, index, groups)`` makes a chunk; ``assemble`` computes advantages on the
+    whole step; ``publish(version)`` hands the new weights to the rollout engine."""
+
+    stream: ChunkSource[Group]
+    collect: Callable[[int, int, Sequence[Group]], Chunk[Data]]
+    scorers: Sequence[Scorer[Data, Columns]]
+    assemble: Callable[[Sequence[tuple[Chunk[Data], Sequence[Columns]]]], Experience]
+    learners: Sequence[Learner[Experience]]
+    publish: Callable[[int], Awaitable[Mapping[str, float]]]
+
+
+@dataclass(frozen=True)
+class StepResult(Generic[Experience]):
+    experience: Experience
+    metrics: Mapping[str, float]
+
+
+async def run_iteration(step: int, roles: Roles[Group, Data, Columns, Experience]) -> StepResult[Experience]:
+    """Generates, scores, learns, publishes. A failing part cancels the others and its error comes out as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            pending: list[tuple[Chunk[Data], list[asyncio.Task[Columns]]]] = []
+            async for groups in roles.stream.chunks(step):
+                chunk = roles.collect(step, len(pending), groups)
+                scores = [tasks.create_task(_score(scorer, chunk)) for scorer in roles.scorers]
+                pending.append((chunk, scores))
+        scored = [(chunk, [task.result() for task in scores]) for chunk, scores in pending]
+        experience = roles.assemble(scored)
+        async with asyncio.TaskGroup() as tasks:
+            updates = [tasks.create_task(_train(learner, experience, step)) for learner in roles.learners]
+        metrics = {name: value for task in updates for name, value in task.result().items()}
+        metrics.update(await roles.publish(step + 1))
+        roles.stream.published(step + 1)
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from None
+    return StepResult(experience, metrics)
+
+
+async def _score(scorer: Scorer[Data, Columns], chunk: Chunk[Data]) -> Columns:
+    return await scorer.score(chunk)
+
+
+async def _train(learner: Learner[Experience], experience: Experience, step: int) -> Mapping[str, float]:
+    return await learner.train(experience, step)
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that came first; the others are its consequences (cancellations are left out already)."""
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,99 @@
+"""Learners of the local back end: all updates of one step on the step's experience, in one lease.
+
+Mini-batches are unions of whole groups. The first epoch takes the groups in prompt order, later ones in an order drawn
+from (seed, step, epoch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.schedule.local import Worker
+from quartet.train.engine import Objective, TrainEngine
+
+_MAXIMA = {"policy/ratio_max", "agreement/logprob_diff_max"}
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a step's experience is gone through."""
+
+    minibatches: int
+    epochs: int
+    seed: int
+
+    def batches(self, experience: RaggedBatch, step: int) -> list[RaggedBatch]:
+        """Mini-batches in the order of their updates; those without a trained token are left out."""
+        members: dict[int, list[int]] = {}
+        for s, group in enumerate(experience.sequence["group"].tolist()):
+            members.setdefault(group, []).append(s)
+        groups = list(members)
+        found: list[RaggedBatch] = []
+        for epoch in range(self.epochs):
+            order = list(range(len(groups)))
+            if epoch:
+                generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 1_009 + epoch)
+                order = torch.randperm(len(groups), generator=generator).tolist()
+            size = -(-len(order) // self.minibatches)
+            for start in range(0, len(order), size):
+                picked = [s for g in order[start : start + size] for s in members[groups[g]]]
+                found.append(experience.select(picked))
+        return [batch for batch in found if bool(batch.token["loss_mask"].any())]
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Trains one role.
+
+    Args:
+        objective: ``(step, is_first) → Objective``; ``is_first`` for the first mini-batch of a step.
+        prefix: names this role's gradient norm, ``<prefix>/grad_norm``.
+        warmup_steps: first steps in which the role rests (critic-first warm-up); its version advances all the same.
+        after: ran inside the lease when the updates are done.
+    """
+
+    worker: Worker
+    role: str
+    engine: TrainEngine
+    plan: UpdatePlan
+    objective: Callable[[int, bool], Objective]
+    prefix: str
+    warmup_steps: int = 0
+
+    async def train(self, experience: RaggedBatch, step: int) -> Mapping[str, float]:
+        return await self.worker.run(
+            self.role,
+            "train",
+            f"train_{self.role}",
+            lambda: self._updates(experience, step),
+            step=step,
+            tokens=experience.num_tokens * self.plan.epochs if step >= self.warmup_steps else 0,
+            writes=self.role,
+        )
+
+    def _updates(self, experience: RaggedBatch, step: int) -> dict[str, float]:
+        if step < self.warmup_steps:
+            return {}
+        rows = [
+            self.engine.train_step(batch, self.objective(step, i == 0))
+            for i, batch in enumerate(self.plan.batches(experience, step))
+        ]
+        return self._merge(rows)
+
+    def _merge(self, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        """Means over the updates, maxima where the metric is one; the learning rate is the last update's."""
+        merged: dict[str, float] = {}
+        for name in sorted({name for row in rows for name in row}):
+            values = [row[name] for row in rows if name in row]
+            merged[name] = max(values) if name in _MAXIMA else sum(values) / len(values)
+        grad_norm, lr = merged.pop("grad_norm", None), merged.pop("lr", None)
+        merged.pop("skipped", None)
+        if grad_norm is not None:
+            merged[f"{self.prefix}/grad_norm"] = grad_norm
+        if lr is not None and self.prefix == "policy":
+            merged["optim/lr"] = rows[-1]["lr"]
+        return merged

@@ -1,0 +1,445 @@
+"""The arbiter: one place that grants pools, slots, bytes and weight versions, all of a lease at once.
+
+A role works under a *lease* (role, mode) on its pool:
+
+    async with arbiter.lease("actor", "train", reads={"actor": k}, writes="actor"):
+        await actor.train(batch)          # inputs were awaited before, nothing else is awaited here
+
+A request is *open* when its version window is: every version it names is the current one, and (for a writer)
+nobody is still promised the version that it would replace. Being open depends on other requests that are yet
+to come; what an open request lacks is only held by leases that end by themselves. So only open requests
+compete, and:
+
+* those whose role is resident go first, then those that came first;
+* an open request is *passed over* when a later one is granted something that it needs (its role, a state, or
+  so much of the pool's slots and bytes that it would not fit beside). After `patience` times it is *urgent*:
+  no later request is granted anything that an urgent one needs. So at most `patience` later requests ever
+  hinder it.
+
+Forward and train leases have their role to themselves. Generate leases of one role that write nothing share
+it and its slot, because an engine batches its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from quartet.config.errors import UserError
+from quartet.schedule.clock import Waiting, now
+from quartet.schedule.residency import (
+    BookkeepingMover,
+    HandOver,
+    Mode,
+    Move,
+    Mover,
+    Pool,
+    PoolSpec,
+    RoleSpec,
+    check_placement,
+)
+from quartet.schedule.versions import Access, MissedVersion, Reservation, Versions
+
+__all__ = [
+    "Arbiter",
+    "ArbiterStats",
+    "HandOver",
+    "Lease",
+    "MissedVersion",
+    "Mode",
+    "Mover",
+    "NestedLease",
+    "PoolSpec",
+    "Reservation",
+    "RoleSpec",
+]
+
+
+class NestedLease(RuntimeError):
+    """A task asked for a lease while it holds one: two tasks doing so could wait for each other for ever."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What a holder got. `ticket` counts requests and `grant_index` grants, both in order from 0.
+
+    `versions` holds the version of every state read; `wait_s` is the time from the request to the holder's
+    turn, movement of parts included; `passed_over` counts the later requests that hindered it (at most
+    `patience`).
+    """
+
+    role: str
+    mode: Mode
+    versions: Mapping[str, int]
+    ticket: int
+    grant_index: int
+    wait_s: float
+    passed_over: int
+
+
+@dataclass(frozen=True)
+class ArbiterStats:
+    """Totals since the start. `num_waits`: leases not granted at once; `wait_s`: their sum."""
+
+    num_leases: int
+    num_waits: int
+    wait_s: float
+    num_passed_over: int
+    max_passed_over: int
+    onloaded_bytes: int
+    offloaded_bytes: int
+    peak_bytes: Mapping[str, int]
+
+
+class _Request:
+    """A request from its arrival to the end of its lease."""
+
+    def __init__(
+        self, task: asyncio.Task[Any] | None, role: RoleSpec, mode: Mode, access: Access, ticket: int
+    ) -> None:
+        self.task = task
+        self.role = role
+        self.mode: Mode = mode
+        self.access = access
+        self.ticket = ticket
+        self.requested_s = now()
+        self.passed_over = 0
+        self.grant_index = -1
+        self.move: Move | None = None  # set by the grant
+        self.must_move = False
+        self.versions: dict[str, int] = {}
+        self.missed: MissedVersion | None = None
+        self.wake: Waiting[None]
+
+    @property
+    def is_held(self) -> bool:
+        return self.grant_index >= 0
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.role.resident_bytes[self.mode]
+
+    @property
+    def shares_role(self) -> bool:
+        return self.mode == "generate" and self.access.writes is None
+
+
+class Arbiter:
+    """Grants leases on `pools` to `roles`. `versions` declares every state with its first version.
+
+    Lives on one event loop; every decision is made without awaiting, so it needs no lock.
+    """
+
+    def __init__(
+        self,
+        pools: Iterable[PoolSpec],
+        roles: Iterable[RoleSpec],
+        *,
+        versions: Mapping[str, int] | None = None,
+        mover: Mover | None = None,
+        patience: int = 4,
+    ) -> None:
+        if patience < 0:
+            raise UserError(
+                "patience is negative", found=f"{patience}", remedy="use 0 (strict order) or above"
+            )
+        pool_specs, role_specs = list(pools), list(roles)
+        check_placement(pool_specs, role_specs)
+        self._roles = {role.name: role for role in role_specs}
+        self._pools = {p.name: Pool(p, [r for r in role_specs if r.pool == p.name]) for p in pool_specs}
+        self._versions = Versions(versions or {})
+        self._mover: Mover = BookkeepingMover() if mover is None else mover
+        self._patience = patience
+        self._queue: list[_Request] = []
+        self._held: list[_Request] = []
+        self._tasks: dict[asyncio.Task[Any] | None, _Request] = {}
+        self._num_tickets = 0
+        self._num_grants = 0
+        self._num_waits = 0
+        self._wait_s = 0.0
+        self._num_passed_over = 0
+        self._max_passed_over = 0
+
+    @asynccontextmanager
+    async def lease(
+        self,
+        role: str,
+        mode: Mode,
+        *,
+        reads: Mapping[str, int | None] | None = None,
+        writes: str | None = None,
+    ) -> AsyncIterator[Lease]:
+        """Waits for its turn, has the role's parts moved in, and holds all of it until the block ends.
+
+        `reads` names the version each state must have (None: whatever is current); `writes` excludes that
+        state's readers, and advances it by one when the block ends without an exception. Raises `UserError`
+        at once for what can never be granted, `MissedVersion` when a version read is already replaced,
+        `NestedLease` when this task has a lease of this arbiter already, and what the mover raises.
+        """
+        request = self._admit(role, mode, Access(dict(reads or {}), writes))
+        clean = False
+        try:
+            await request.wake
+            if request.missed is not None:
+                raise request.missed
+            if request.must_move and request.move is not None:
+                await self._pools[request.role.pool].carry_out(request.move, self._mover)
+                self._dispatch()
+            yield self._start(request)
+            clean = True
+        finally:
+            self._retire(request, clean)
+
+    def reserve(self, state: str, version: int, reader: str, *, uses: int = 1) -> Reservation:
+        """Promises that role `reader` will read `state` at `version`, which need not exist yet.
+
+        The writer that would advance past it waits until the promise is used up by `reader`'s leases or
+        released.
+        """
+        self._role(reader)
+        return self._versions.reserve(state, version, reader, uses, lambda _: self._dispatch())
+
+    def version(self, state: str) -> int:
+        return self._versions.current(state)
+
+    def stats(self) -> ArbiterStats:
+        pools = self._pools
+        return ArbiterStats(
+            num_leases=self._num_grants,
+            num_waits=self._num_waits,
+            wait_s=self._wait_s,
+            num_passed_over=self._num_passed_over,
+            max_passed_over=self._max_passed_over,
+            onloaded_bytes=sum(pool.onloaded_bytes for pool in pools.values()),
+            offloaded_bytes=sum(pool.offloaded_bytes for pool in pools.values()),
+            peak_bytes={name: pool.peak_bytes for name, pool in pools.items()},
+        )
+
+    def take_hand_overs(self) -> list[HandOver]:
+        """The movements of parts since the last call, in order per pool."""
+        taken = [hand_over for pool in self._pools.values() for hand_over in pool.hand_overs]
+        for pool in self._pools.values():
+            pool.hand_overs.clear()
+        return taken
+
+    @property
+    def is_idle(self) -> bool:
+        """True when nothing is held, asked for, moving or reserved."""
+        quiet = not any(pool.busy_roles or pool.is_moving for pool in self._pools.values())
+        return quiet and not self._queue and not self._held and not self._tasks and self._versions.is_idle
+
+    def resident_bytes(self, pool: str) -> int:
+        """Bytes now on `pool`, parts on their way in or out included."""
+        return self._pools[pool].resident_bytes
+
+    def describe(self) -> str:
+        """Who holds what and who waits for what, one line each: for error messages and hang reports."""
+        held = [f"held: {r.role.name} {r.mode}" for r in self._held]
+        return "\n".join(held + [self._describe_wait(r) for r in self._queue])
+
+    def _admit(self, role_name: str, mode: Mode, access: Access) -> _Request:
+        task = asyncio.current_task()
+        if task in self._tasks:
+            other = self._tasks[task]
+            raise NestedLease(
+                f"lease ({role_name}, {mode}) asked for inside lease ({other.role.name}, {other.mode}): "
+                "end the first one before, nothing is awaited inside a lease"
+            )
+        role = self._role(role_name)
+        self._check_possible(role, mode)
+        self._versions.check(access)
+        request = _Request(task, role, mode, access, self._num_tickets)
+        request.wake = Waiting(partial(self._describe_wait, request))
+        self._num_tickets += 1
+        self._tasks[task] = request
+        self._queue.append(request)
+        self._dispatch()
+        if not request.is_held:
+            self._num_waits += 1
+        return request
+
+    def _dispatch(self) -> None:
+        """Grants all that can be granted now, best first. Called after everything that could matter."""
+        while (request := self._choose()) is not None:
+            self._grant(request)
+
+    def _choose(self) -> _Request | None:
+        # A cancelled task's request leaves the queue only when that task runs again: it gets nothing any
+        # more.
+        waiting = [request for request in self._queue if not request.wake.done()]
+        open_requests = [request for request in waiting if self._is_open(request)]
+        urgent = [request for request in open_requests if request.passed_over >= self._patience]
+
+        def preference(request: _Request) -> tuple[bool, bool, int]:
+            is_urgent = request.passed_over >= self._patience
+            resident = self._pools[request.role.pool].is_resident(request.role.name, request.mode)
+            return (not is_urgent, not is_urgent and not resident, request.ticket)
+
+        for request in sorted(open_requests, key=preference):
+            if self._fits(request) and self._spares(request, urgent):
+                return request
+        return None
+
+    def _is_open(self, request: _Request) -> bool:
+        """Its version window is open: see the module's docstring."""
+        versions, access = self._versions, request.access
+        if not versions.reads_are_current(access):
+            return False
+        if access.writes is None:
+            return True
+        if versions.is_reserved_against(request.role.name, access):
+            return False
+        return not any(self._is_promised(reader, request) for reader in self._queue)
+
+    def _is_promised(self, reader: _Request, writer: _Request) -> bool:
+        """True when queued `reader` names the version that `writer` would replace, and is to have it first.
+
+        A reader that is also a writer has that right only if it came first: two of them could otherwise wait
+        for each other.
+        """
+        state = writer.access.writes
+        if state is None or reader is writer or reader.access.reads.get(state) is None:
+            return False
+        if reader.access.writes is not None and reader.ticket > writer.ticket:
+            return False
+        return self._versions.reads_are_current(reader.access)
+
+    def _fits(self, request: _Request) -> bool:
+        """Everything it needs is there now."""
+        pool, role = self._pools[request.role.pool], request.role.name
+        shares = request.shares_role and all(h.shares_role for h in self._held if h.role.name == role)
+        return (
+            (shares or role not in pool.busy_roles)
+            and pool.has_slot(role)
+            and self._versions.is_free(request.access)
+            and pool.plan(role, request.mode) is not None
+        )
+
+    def _spares(self, request: _Request, urgent: Iterable[_Request]) -> bool:
+        """Granting it leaves every urgent request that came before what that one needs."""
+        before = [other for other in urgent if other.ticket < request.ticket]
+        return not before or not self._hinders(request, before)
+
+    def _hinders(self, request: _Request, others: list[_Request]) -> bool:
+        claims = {request.role.name: request.needed_bytes}
+        for other in others:
+            if other.access.conflicts(request.access) or other.role.name == request.role.name:
+                return True
+            if other.role.pool == request.role.pool:
+                claims[other.role.name] = max(other.needed_bytes, claims.get(other.role.name, 0))
+        return len(claims) > 1 and not self._pools[request.role.pool].has_room(claims)
+
+    def _grant(self, request: _Request) -> None:
+        """Takes everything at once; nothing in here may fail or await."""
+        hindered = [
+            other
+            for other in self._queue
+            if other.ticket < request.ticket and self._is_open(other) and self._hinders(request, [other])
+        ]
+        for other in hindered:
+            other.passed_over += 1
+            self._max_passed_over = max(self._max_passed_over, other.passed_over)
+        self._num_passed_over += len(hindered)
+        pool = self._pools[request.role.pool]
+        move = pool.plan(request.role.name, request.mode)
+        assert move is not None, "a request is granted only after its move was found possible"
+        request.move = move
+        request.must_move = pool.take(move)
+        request.versions = self._versions.begin(request.role.name, request.access)
+        request.grant_index = self._num_grants
+        self._num_grants += 1
+        self._queue.remove(request)
+        self._held.append(request)
+        request.wake.set_result(None)
+
+    def _start(self, request: _Request) -> Lease:
+        wait_s = now() - request.requested_s
+        self._wait_s += wait_s
+        return Lease(
+            role=request.role.name,
+            mode=request.mode,
+            versions=request.versions,
+            ticket=request.ticket,
+            grant_index=request.grant_index,
+            wait_s=wait_s,
+            passed_over=request.passed_over,
+        )
+
+    def _retire(self, request: _Request, clean: bool) -> None:
+        """Takes all of it back, be the request queued, granted but not awake yet, or at work."""
+        del self._tasks[request.task]
+        if request.is_held:
+            self._held.remove(request)
+            pool = self._pools[request.role.pool]
+            if request.move is not None:
+                pool.drop(request.move)
+            pool.give_back(request.role.name)
+            self._versions.end(request.access, advance=clean)
+        elif request in self._queue:
+            self._queue.remove(request)
+        self._fail_missed()
+        self._dispatch()
+
+    def _fail_missed(self) -> None:
+        for request in list(self._queue):
+            missed = self._versions.missed(request.access)
+            if missed is not None:
+                self._queue.remove(request)
+                if not request.wake.done():
+                    request.missed = missed
+                    request.wake.set_result(None)
+
+    def _role(self, name: str) -> RoleSpec:
+        if name not in self._roles:
+            nearest = get_close_matches(name, self._roles, n=1)
+            raise UserError(
+                f"there is no role {name!r}",
+                found=f"known roles: {', '.join(sorted(self._roles)) or 'none'}",
+                remedy=f"use {nearest[0]!r}" if nearest else "add the role to the placement",
+            )
+        return self._roles[name]
+
+    def _check_possible(self, role: RoleSpec, mode: Mode) -> None:
+        if mode not in role.resident_bytes:
+            raise UserError(
+                f"role {role.name!r} has no mode {mode!r}",
+                found=f"modes of {role.name!r}: {', '.join(role.resident_bytes) or 'none'}",
+                remedy=f"declare resident_bytes[{mode!r}] for it, or ask for one of its modes",
+            )
+        budget, needed = self._pools[role.pool].spec.budget_bytes, role.resident_bytes[mode]
+        if budget is None or needed <= budget:
+            return
+        wider = [p.spec for p in self._pools.values() if (p.spec.budget_bytes or needed) >= needed]
+        remedy = f"give pool {role.pool!r} a budget of at least {needed:,} bytes"
+        if wider:
+            nearest = min(wider, key=lambda spec: spec.budget_bytes or needed)
+            remedy += f", or put {role.name!r} on pool {nearest.name!r}"
+        raise UserError(
+            f"role {role.name!r} can never work in mode {mode!r} on pool {role.pool!r}",
+            found=f"it needs {needed:,} bytes, the pool has {budget:,}",
+            remedy=remedy,
+        )
+
+    def _describe_wait(self, request: _Request) -> str:
+        """The first reason why a request is not granted."""
+        return f"({request.role.name}, {request.mode}) waits: {self._why_waiting(request)}"
+
+    def _why_waiting(self, request: _Request) -> str:
+        versions, access, pool = self._versions, request.access, self._pools[request.role.pool]
+        for state, version in access.reads.items():
+            if version is not None and version != versions.current(state):
+                return f"{state!r} is at version {versions.current(state)}, it reads version {version}"
+        if access.writes is not None and versions.is_reserved_against(request.role.name, access):
+            return versions.describe_reservations(access.writes)
+        if not self._is_open(request):
+            return f"a queued reader names the version of {access.writes!r} that it would replace"
+        if not versions.is_free(access):
+            return f"another lease holds one of the states {', '.join(sorted(access.states))}"
+        if not self._fits(request):
+            return f"pool {pool.spec.name!r} is taken by {', '.join(sorted(pool.busy_roles))}"
+        return "an older request is urgent and goes first"

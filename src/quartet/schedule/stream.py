@@ -1,0 +1,320 @@
+"""The group stream: a standing producer of groups under an admission rule.
+
+Generation is started group by group, as many as the rule admits, and consumed in the order of the prompts'
+indices, never in that of completion (short groups finish first: taking them first would bias the batch to
+short ones). A filter may reject a group; the stream then admits the next index in its place. Which groups
+form a step, and how they are cut into chunks, therefore depends on the groups alone and not on when they
+arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from quartet.config.errors import UserError
+from quartet.schedule.clock import Waiting
+
+G = TypeVar("G")
+
+
+@dataclass(frozen=True)
+class AdmissionRule:
+    """How many groups may be in flight.
+
+    `max_staleness` None is synchronous: only the groups of the step being consumed. Otherwise generation runs
+    ahead, so far that no group is trained on with weights more than `max_staleness` versions newer than those
+    it began with.
+    """
+
+    prompts_per_step: int
+    max_staleness: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompts_per_step < 1:
+            raise UserError(
+                "a step needs prompts",
+                found=f"prompts_per_step={self.prompts_per_step}",
+                remedy="use at least 1",
+            )
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise UserError(
+                "max_staleness is negative",
+                found=f"{self.max_staleness}",
+                remedy="use 0 or more, or None for synchronous generation",
+            )
+
+    def capacity(self, *, open_steps: int, versions_published: int, accepted: int, running: int) -> int:
+        """Groups that may be started now; counts are since the first step of the run.
+
+        `open_steps`: steps whose consumption has begun, the finished ones included.
+        """
+        if self.max_staleness is None:
+            steps = open_steps
+        else:
+            steps = self.max_staleness + versions_published + 1
+        return steps * self.prompts_per_step - accepted - running
+
+
+class _Rejected:
+    """Stands for a group that the filter did not want."""
+
+
+_REJECTED = _Rejected()
+
+
+class GroupStream(Generic[G]):
+    """Produces groups ahead of their consumption and hands them out step by step.
+
+    `produce(i)` makes the group of index `i` (0, 1, 2, ... for ever; the caller maps it to a prompt);
+    `accept` keeps or rejects it. `max_attempts` bounds the indices that one step may use up. One consumer,
+    steps in order; use it as `async with GroupStream(...) as stream`, or call `close()`.
+    """
+
+    def __init__(
+        self,
+        produce: Callable[[int], Awaitable[G]],
+        rule: AdmissionRule,
+        *,
+        chunk_size: int,
+        accept: Callable[[G], bool] | None = None,
+        max_attempts: int | None = None,
+        next_index: int = 0,
+    ) -> None:
+        if chunk_size < 1:
+            raise UserError("a chunk needs groups", found=f"chunk_size={chunk_size}", remedy="use at least 1")
+        if max_attempts is not None and max_attempts < rule.prompts_per_step:
+            raise UserError(
+                "max_attempts leaves no step complete",
+                found=f"max_attempts={max_attempts}, prompts_per_step={rule.prompts_per_step}",
+                remedy=f"use at least {rule.prompts_per_step}",
+            )
+        self._produce = produce
+        self._rule = rule
+        self._chunk_size = chunk_size
+        self._accept = accept
+        self._max_attempts = max_attempts
+        self._running: dict[int, asyncio.Task[G | _Rejected]] = {}
+        self._decided: dict[int, G | _Rejected] = {}  # produced, but not yet passed by the cursor
+        self._cursor = next_index  # every index below it is consumed or rejected
+        self._next_launch = next_index
+        self._consumed = 0
+        self._rejected = 0  # below the cursor
+        self._ahead = 0  # accepted, at or beyond the cursor
+        self._open_steps = 0
+        self._versions_published = 0
+        self._boundary = self._snapshot()  # where the last whole step ended
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._consuming = False
+        self._news: Waiting[None] | None = None
+
+    @property
+    def num_running(self) -> int:
+        """Groups being produced now."""
+        return len(self._running)
+
+    @property
+    def num_accepted(self) -> int:
+        """Groups accepted since the start of the run, those not consumed yet included."""
+        return self._consumed + self._ahead
+
+    @property
+    def num_rejected(self) -> int:
+        """Groups rejected since the start of the run, in front of the last one consumed."""
+        return self._rejected
+
+    async def chunks(self, step: int) -> AsyncIterator[list[G]]:
+        """The next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
+
+        The last chunk is smaller where `chunk_size` does not divide the step. `step` counts from 0 and only
+        ever by one: it is checked against what was consumed. Raises `UserError` when the filter leaves a step
+        short, and once whatever `produce` or `accept` raised, after everything in flight has been stopped.
+        """
+        self._begin(step)
+        first_index, size = self._cursor, self._rule.prompts_per_step
+        chunk: list[G] = []
+        try:
+            for taken in range(1, size + 1):
+                chunk.append(await self._take(step, first_index, taken))
+                if taken == size:  # before the last yield: a consumer need not come back after it
+                    self._boundary = self._snapshot()
+                    self._consuming = False
+                if len(chunk) == self._chunk_size or taken == size:
+                    full, chunk = chunk, []
+                    yield full
+        except BaseException:
+            # An abandoned step cannot be taken up again; the next one is refused by `_begin`.
+            self._consuming = False
+            raise
+
+    def published(self, version: int) -> None:
+        """Says that the weights of `version` are out (0 are the first ones): admits more groups."""
+        if version < self._versions_published:
+            raise ValueError(f"version {version} published after version {self._versions_published}")
+        self._versions_published = version
+        if self._open_steps:
+            self._launch()
+
+    def state(self) -> dict[str, int]:
+        """The cursor at the end of the last step consumed whole, as plain numbers.
+
+        Groups in flight or waiting beyond it are not part of it: a restored stream produces them again.
+        """
+        return {**self._boundary, "versions_published": self._versions_published}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Continues from `state()`; only before the first step of this stream."""
+        if self._open_steps or self._closed:
+            raise RuntimeError("a stream can only be restored before its first step")
+        size = self._rule.prompts_per_step
+        if state["accepted"] != state["steps"] * size:
+            raise UserError(
+                "the number of prompts per step differs from that of the saved run",
+                found=f"{state['accepted']} groups in {state['steps']} steps, now prompts_per_step={size}",
+                remedy="resume with the recipe that the run was saved with",
+            )
+        self._cursor = self._next_launch = state["next_index"]
+        self._consumed = state["accepted"]
+        self._rejected = state["rejected"]
+        self._open_steps = state["steps"]
+        self._versions_published = state["versions_published"]
+        self._boundary = self._snapshot()
+
+    async def close(self) -> None:
+        """Cancels what is in flight and waits until it has really stopped. May be called again."""
+        self._closed = True
+        cancelled: asyncio.CancelledError | None = None
+        for task in self._running.values():
+            task.cancel()
+        while self._running:
+            try:
+                await asyncio.wait(self._running.values())
+            except asyncio.CancelledError as error:
+                cancelled = error  # a worker may still be at it: leave only when none is
+        self._tell()
+        if cancelled is not None:
+            raise cancelled
+
+    async def __aenter__(self) -> GroupStream[G]:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _begin(self, step: int) -> None:
+        if self._closed and self._failure is None:
+            raise RuntimeError("the stream is closed")
+        if self._consuming:
+            raise RuntimeError(f"step {step} asked for while another one is being consumed")
+        if self._consumed != step * self._rule.prompts_per_step:
+            raise RuntimeError(
+                f"step {step} asked for after {self._consumed} groups of "
+                f"{self._rule.prompts_per_step} per step: steps are consumed whole and in order"
+            )
+        self._consuming = True
+        self._open_steps = step + 1
+        if self._failure is None:
+            self._launch()
+
+    async def _take(self, step: int, first_index: int, wanted: int) -> G:
+        """The next accepted group in index order; `wanted` is its number within the step, from 1."""
+        while True:
+            await self._raise_failure()
+            attempts = self._cursor - first_index
+            if self._max_attempts is not None and attempts >= self._max_attempts:
+                await self.close()
+                raise UserError(
+                    f"step {step}: the filter leaves too few groups",
+                    found=f"{wanted - 1} of {self._rule.prompts_per_step} accepted, "
+                    f"{attempts - wanted + 1} rejected in {attempts} attempts (max_attempts)",
+                    remedy="loosen the filter, raise max_attempts, or use prompts of more varied difficulty",
+                )
+            if self._cursor in self._decided:
+                group = self._decided.pop(self._cursor)
+                self._cursor += 1
+                if not isinstance(group, _Rejected):
+                    self._consumed += 1
+                    self._ahead -= 1
+                    return group
+                self._rejected += 1
+                continue
+            if self._closed:
+                raise RuntimeError("the stream was closed while a step was being consumed")
+            self._news = Waiting(lambda: f"waits for group {self._cursor} of step {step}")
+            await self._news
+
+    async def _raise_failure(self) -> None:
+        """Surfaces the first failure of a producer once; the stream stays closed after it."""
+        if self._failure is not None:
+            await self.close()
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+
+    def _launch(self) -> None:
+        """Starts as many groups as the rule admits, in index order."""
+        while not self._closed and self._admits_another():
+            index = self._next_launch
+            self._next_launch += 1
+            task = asyncio.get_running_loop().create_task(self._attempt(index), name=f"group {index}")
+            self._running[index] = task
+            task.add_done_callback(partial(self._settle, index))
+
+    def _admits_another(self) -> bool:
+        capacity = self._rule.capacity(
+            open_steps=self._open_steps,
+            versions_published=self._versions_published,
+            accepted=self.num_accepted,
+            running=len(self._running),
+        )
+        if capacity <= 0:
+            return False
+        if self._max_attempts is None:
+            return True
+        # Without this a filter that rejects everything would keep an idle consumer's producer busy for ever.
+        steps_ahead = 1 + (self._rule.max_staleness or 0)
+        return self._next_launch < self._boundary["next_index"] + steps_ahead * self._max_attempts
+
+    async def _attempt(self, index: int) -> G | _Rejected:
+        group = await self._produce(index)
+        return group if self._accept is None or self._accept(group) else _REJECTED
+
+    def _settle(self, index: int, task: asyncio.Task[G | _Rejected]) -> None:
+        """A producer has ended: books its group, or stops the stream."""
+        del self._running[index]
+        if task.cancelled():
+            failure: BaseException | None = RuntimeError(f"producing group {index} was cancelled")
+        else:
+            failure = task.exception()
+        if self._closed:
+            return
+        if failure is not None:
+            self._failure = failure
+            self._closed = True
+            for other in self._running.values():
+                other.cancel()
+        else:
+            group = task.result()
+            self._decided[index] = group
+            self._ahead += 0 if isinstance(group, _Rejected) else 1
+            self._launch()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    def _snapshot(self) -> dict[str, int]:
+        return {
+            "next_index": self._cursor,
+            "steps": self._open_steps,
+            "accepted": self._consumed,
+            "rejected": self._rejected,
+        }

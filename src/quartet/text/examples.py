@@ -1,0 +1,52 @@
+"""What one example of each kind of training is, before tokenisation.
+
+A *prompt* is plain text or a list of messages (``{"role": …, "content": …}``); messages go through the
+tokenizer's chat template, plain text does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+Messages: TypeAlias = list[Message]
+PromptText: TypeAlias = str | Messages
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt and the answer to imitate (SFT); ``place`` is its file and line, for messages."""
+
+    prompt: PromptText
+    completion: str
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages of which the assistant's are to be imitated (SFT)."""
+
+    messages: Messages
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, the first preferred; ``margin`` is how clearly, where the data says so."""
+
+    prompt: PromptText
+    chosen: str
+    rejected: str
+    margin: float | None = None
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to answer (RL, evaluation) and the columns that its rewards receive."""
+
+    prompt: PromptText
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    place: str = ""

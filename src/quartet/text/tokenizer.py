@@ -1,0 +1,290 @@
+"""From text to token ids and back, in the one way that training, generation and scoring share.
+
+Three rules hold everywhere:
+
+* the prompt of a training example has exactly the tokens that ``encode_prompt`` gives the same prompt for
+  generation;
+* what a model generated is never tokenised again: its token ids are kept, text is only made from them;
+* a mask says which tokens count. No token is ever recognised by its id as padding or as the end of a prompt:
+  the pad id may be a real token, and a model's end-of-text ids may include the token that every prompt begins
+  with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from quartet.config.errors import UserError
+from quartet.text import chat
+from quartet.text.display import token_texts
+from quartet.text.examples import Conversation, Demonstration, Messages, Preference, PromptText
+from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
+
+__all__ = ["TextCodec", "check_vocabulary", "load_tokenizer"]
+
+_SENTINELS = ("\n", "a", "1", ".")
+
+
+@dataclass(frozen=True)
+class TextCodec:
+    """A Hugging Face tokenizer with the end-of-text ids of the model it serves.
+
+    Args:
+        tokenizer: any Hugging Face tokenizer.
+        model_eos_ids: the model's own end-of-text ids (``generation_config.eos_token_id``, a number or a
+            list).
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    model_eos_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
+    ) -> TextCodec:
+        """A codec over objects that exist already."""
+        eos = getattr(generation_config, "eos_token_id", None)
+        return cls(
+            tokenizer, tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),)
+        )
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path, tokenizer: str | Path | None = None) -> TextCodec:
+        """The codec of a model directory or hub name; ``tokenizer`` where it lives elsewhere."""
+        return cls.of(load_tokenizer(tokenizer or model), load_generation_config(model))
+
+    # End of text -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Every id at which generation stops: the tokenizer's and the model's. Says nothing about prompts."""
+        own = self.tokenizer.eos_token_id
+        return frozenset(self.model_eos_ids) | (frozenset() if own is None else frozenset([int(own)]))
+
+    @cached_property
+    def eos_id(self) -> int:
+        """The id that ends a training completion: the tokenizer's own, else the model's only one.
+
+        Raises:
+            UserError: neither names one.
+        """
+        own = self.tokenizer.eos_token_id
+        if own is not None:
+            return int(own)
+        starts = {self.tokenizer.bos_token_id, self.tokenizer.pad_token_id}
+        candidates = [token for token in self.model_eos_ids if token not in starts]
+        if len(candidates) == 1:
+            return candidates[0]
+        raise UserError(
+            "the tokenizer has no end-of-text token",
+            found=f"eos_token is not set; the model's end-of-text ids are {list(self.model_eos_ids)}",
+            remedy="set eos_token in tokenizer_config.json to the token that ends an answer",
+        )
+
+    # Encoding --------------------------------------------------------------------------------------------
+
+    def encode_prompt(self, prompt: PromptText) -> list[int]:
+        """Token ids of a prompt, ready to be continued.
+
+        Plain text gets what the tokenizer adds in front (a begin-of-text token) and nothing behind; messages
+        go through the chat template with its generation prompt.
+
+        Raises:
+            UserError: no tokens at all, messages without a chat template, or messages the template refuses.
+        """
+        ids = self._encode_text(prompt) if isinstance(prompt, str) else self._plain(self.render(prompt))
+        if not ids:
+            raise UserError("the prompt has no tokens", found=repr(prompt), remedy="give it some text")
+        return ids
+
+    def encode_completion(self, prompt: PromptText, completion: str) -> tuple[list[int], list[int]]:
+        """``encode_prompt(prompt)`` and the ids of its completion, which end with an end-of-text id.
+
+        The completion's tokens are those it has in the joined text where the prompt's tokens do not change by
+        joining; otherwise (a token would span the boundary) it is tokenised as text that continues something.
+        """
+        prompt_ids = self.encode_prompt(prompt)
+        if isinstance(prompt, str):
+            return prompt_ids, [
+                *self._continue(prompt_ids, self._encode_text, prompt, completion),
+                self.eos_id,
+            ]
+        head = self.render(prompt)
+        whole = self.render([*prompt, {"role": "assistant", "content": completion}], generation_prompt=False)
+        text = chat.continuation(head, whole, "the conversation with its answer", "the prompt")
+        return prompt_ids, self._end(self._continue(prompt_ids, self._plain, head, text))
+
+    def encode_example(self, example: Demonstration | Conversation) -> tuple[list[int], list[bool]]:
+        """``(input_ids, loss_mask)`` of equal length for SFT: completions and assistant turns carry loss,
+        with their end-of-text token, and nothing else does.
+
+        Raises:
+            UserError: the example's place is named.
+        """
+        try:
+            if isinstance(example, Conversation):
+                return self.encode_conversation(example.messages)
+            prompt_ids, completion_ids = self.encode_completion(example.prompt, example.completion)
+        except UserError as error:
+            raise _at(example.place, error) from None
+        return prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids)
+
+    def encode_pair(self, pair: Preference) -> tuple[list[int], list[int], list[int]]:
+        """``(prompt_ids, chosen_ids, rejected_ids)``; both answers end with an end-of-text id.
+
+        Raises:
+            UserError: the pair's place is named.
+        """
+        try:
+            prompt_ids, chosen_ids = self.encode_completion(pair.prompt, pair.chosen)
+            _, rejected_ids = self.encode_completion(pair.prompt, pair.rejected)
+        except UserError as error:
+            raise _at(pair.place, error) from None
+        return prompt_ids, chosen_ids, rejected_ids
+
+    def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """``(input_ids, loss_mask)`` of a conversation whose assistant turns carry loss.
+
+        A template with ``{% generation %}`` marks decides itself. Otherwise the conversation is rendered turn
+        by turn; loss begins behind the generation prompt and ends with the turn's end-of-text token, which is
+        appended where the template writes none after the last turn. Turns after the assistant's last are left
+        out.
+
+        Raises:
+            UserError: no assistant turn, one before any other turn, or a template that changes earlier text
+                when a turn is added.
+        """
+        last = max((k for k, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        if last < 1:
+            raise UserError(
+                "the conversation has nothing to learn from",
+                found=f"roles {[message['role'] for message in messages]}",
+                remedy="it needs an assistant turn after at least one other turn",
+            )
+        messages = messages[: last + 1]
+        template = chat.template_of(self.tokenizer)
+        if re.search(r"\{%-?\s*generation\b", template):
+            ids, mask = chat.marked_by_template(self.tokenizer, messages)
+        else:
+            ids, mask = self._turn_by_turn(messages)
+        start = len(mask) - 1 - mask[::-1].index(True)
+        while start > 0 and mask[start - 1]:
+            start -= 1
+        if not any(token in self.eos_ids for token in ids[start:]):
+            ids, mask = [*ids, self.eos_id], [*mask, True]
+        return ids, mask
+
+    def render(self, messages: Messages, *, generation_prompt: bool = True) -> str:
+        """Messages as the chat template writes them."""
+        return chat.render(self.tokenizer, messages, generation_prompt=generation_prompt)
+
+    # Decoding --------------------------------------------------------------------------------------------
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of whole token ids; special tokens such as end-of-text are left out unless asked for."""
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def decode_completion(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
+        """What a completion adds to its prompt's text, without special tokens.
+
+        Decoders of the SentencePiece kind strip the first token's space, so a completion decoded alone can
+        lose one.
+        """
+        context = self.decode(prompt_ids[-8:])
+        joined = self.decode([*prompt_ids[-8:], *completion_ids])
+        if context and joined.startswith(context):
+            return joined[len(context) :]
+        return self.decode(completion_ids)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """One display piece per token; see ``quartet.text.display``."""
+        return token_texts(self.tokenizer, ids)
+
+    # Details ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _num_added_behind(self) -> int:
+        """Special tokens that the tokenizer puts behind a text (end-of-text, a separator)."""
+        full, plain = self._tokenize("a", special=True), self._tokenize("a", special=False)
+        before = next(
+            (n for n in range(len(full)) if full[n : n + len(plain)] == plain), len(full) - len(plain)
+        )
+        return len(full) - len(plain) - before
+
+    def _tokenize(self, text: str, *, special: bool) -> list[int]:
+        # verbose=False: lengths are checked against the model's context, not the tokenizer's own notion of
+        # one.
+        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def _plain(self, text: str) -> list[int]:
+        return self._tokenize(text, special=False)
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Ids of plain text with what the tokenizer adds in front, unless the text begins with it already.
+
+        What it adds behind is cut off: a prompt must not end with end-of-text.
+        """
+        start = self.tokenizer.bos_token
+        if start and text.startswith(start):
+            return self._plain(text)
+        ids = self._tokenize(text, special=True)
+        return ids[: len(ids) - self._num_added_behind]
+
+    def _continue(
+        self, before: list[int], encode: Callable[[str], list[int]], head: str, tail: str
+    ) -> list[int]:
+        """Ids of ``tail`` after the ids ``before`` of ``head``, which stay as they are."""
+        whole = encode(head + tail)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        # A prepending tokenizer would write a space before text tokenised alone, so put a character before it
+        # and take that one's tokens away again.
+        for sentinel in _SENTINELS:
+            alone, both = self._plain(sentinel), self._plain(sentinel + tail)
+            if both[: len(alone)] == alone:
+                return both[len(alone) :]
+        return self._plain(tail)
+
+    def _end(self, ids: list[int]) -> list[int]:
+        """A turn up to its first end-of-text token, which is added where the template wrote none.
+
+        What templates write behind it (a line break) is never generated, because generation stops there.
+        """
+        for position, token in enumerate(ids):
+            if token in self.eos_ids:
+                return ids[: position + 1]
+        return [*ids, self.eos_id]
+
+    def _turn_by_turn(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        ids: list[int] = []
+        mask: list[bool] = []
+        text = ""
+        for k, message in enumerate(messages):
+            if message["role"] != "assistant" or k == 0:
+                continue
+            head = self.render(messages[:k])
+            between = chat.continuation(text, head, f"the text before turn {k + 1}", "the turns before")
+            whole = self.render(messages[: k + 1], generation_prompt=False)
+            turn = chat.continuation(head, whole, f"turn {k + 1}", "the generation prompt")
+            lead = self._continue(ids, self._plain, text, between) if ids else self._plain(between)
+            ids, mask = ids + lead, mask + [False] * len(lead)
+            answer = self._continue(ids, self._plain, head, turn)
+            stop = next((n + 1 for n, token in enumerate(answer) if token in self.eos_ids), len(answer))
+            ids, mask = ids + answer, mask + [True] * stop + [False] * (len(answer) - stop)
+            text = whole
+        return ids, mask
+
+
+def _at(place: str, error: UserError) -> UserError:
+    return UserError(
+        error.problem, found=f"{place}: {error.found}" if place else error.found, remedy=error.remedy
+    )

@@ -1,0 +1,101 @@
+"""Atomic checkpoints: written beside their place, synced, then renamed; what is half-written is never picked up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quartet.config import UserError
+
+_NAME = re.compile(r"^step_(\d{8})$")
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    return root / f"step_{step:08d}"
+
+
+def save_checkpoint(root: Path, step: int, parts: Mapping[str, Any], info: Mapping[str, Any], *, keep: int) -> Path:
+    """Saves ``parts`` (each anything ``torch.save`` takes) as one checkpoint and deletes all but the newest ``keep``.
+
+    Args:
+        info: JSON values: counters, cursors, versions.
+
+    Raises:
+        UserError: the disk is full or not writable; older checkpoints are untouched.
+    """
+    final = checkpoint_path(root, step)
+    draft = root / f".draft_{step:08d}_{os.getpid()}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_drafts(root)
+        draft.mkdir()
+        for name, part in parts.items():
+            with open(draft / f"{name}.pt", "wb") as file:
+                torch.save(part, file)
+                _sync(file.fileno())
+        with open(draft / "info.json", "w", encoding="utf-8") as text:
+            json.dump({"step": step, **info}, text)
+            text.flush()
+            _sync(text.fileno())
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(draft, final)
+        _sync_directory(root)
+    except (OSError, RuntimeError) as error:
+        # torch.save reports a full disk as a RuntimeError of its zip writer.
+        shutil.rmtree(draft, ignore_errors=True)
+        raise UserError(
+            f"checkpoint {final} could not be written",
+            found=f"{error}; {_free(root)} free",
+            remedy="free some space or choose another output_dir; the run can be resumed from the checkpoint before",
+        ) from error
+    for old in list_checkpoints(root)[:-keep]:
+        shutil.rmtree(checkpoint_path(root, old))
+    return final
+
+
+def list_checkpoints(root: Path) -> list[int]:
+    """Steps of the complete checkpoints, ascending."""
+    if not root.is_dir():
+        return []
+    found = (_NAME.match(entry.name) for entry in root.iterdir() if (entry / "info.json").is_file())
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def load_checkpoint(root: Path, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``(parts, info)`` as saved."""
+    path = checkpoint_path(root, step)
+    info = json.loads((path / "info.json").read_text(encoding="utf-8"))
+    parts = {file.stem: torch.load(file, weights_only=True) for file in sorted(path.glob("*.pt"))}
+    return parts, info
+
+
+def _remove_drafts(root: Path) -> None:
+    for draft in root.glob(".draft_*"):
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free(path: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(path).free / 2**20:.0f} MiB"
+    except OSError:
+        return "unknown space"

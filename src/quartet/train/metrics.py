@@ -1,0 +1,47 @@
+"""Metrics of an update as sums over its micro-batches, so that cutting does not change them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class MetricSums:
+    """Means with their weights, and maxima, collected without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Adds the values under the boolean ``mask`` to the mean called ``name``."""
+        weight = mask.to(torch.float64)
+        self.add(name, (values.detach().to(torch.float64).masked_fill(~mask, 0.0) * weight).sum(), weight.sum())
+
+    def add(self, name: str, total: Tensor, weight: Tensor) -> None:
+        total, weight = total.detach().to(torch.float64), weight.to(torch.float64)
+        self._totals[name] = self._totals[name] + total if name in self._totals else total
+        self._weights[name] = self._weights[name] + weight if name in self._weights else weight
+
+    def total(self, name: str, value: Tensor) -> None:
+        """A sum over micro-batches (a loss already divided by its global denominator)."""
+        value = value.detach().to(torch.float64)
+        self._totals[name] = self._totals[name] + value if name in self._totals else value
+
+    def maximum(self, name: str, values: Tensor, mask: Tensor) -> None:
+        if not bool(mask.any()):
+            return
+        value = values.detach().to(torch.float64).masked_fill(~mask, float("-inf")).max()
+        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def results(self) -> dict[str, float]:
+        found = {}
+        for name, total in self._totals.items():
+            weight = self._weights.get(name)
+            if weight is None:
+                found[name] = float(total)
+            elif float(weight) > 0:
+                found[name] = float(total / weight)
+        found.update({name: float(value) for name, value in self._maxima.items()})
+        return found

@@ -1,0 +1,75 @@
+"""Plain generation with the native engine: for `quartet generate`, evaluation and sampling preference pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from quartet.models.packed import PackedCausalLM
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.protocol import Completion, Request, SamplingParams
+from quartet.rollout.seeds import sample_seed
+from quartet.text.examples import PromptText
+from quartet.text.tokenizer import TextCodec
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One completion: its text (without end-of-text or stop string), why it ended, and the raw completion."""
+
+    text: str
+    finish_reason: str
+    completion: Completion
+
+
+def generate(
+    packed: PackedCausalLM,
+    codec: TextCodec,
+    prompts: Sequence[PromptText],
+    sampling: SamplingParams,
+    *,
+    num_responses: int = 1,
+    seed: int = 0,
+    max_running: int = 64,
+    on_done: Callable[[int], None] | None = None,
+) -> list[list[Generated]]:
+    """Completions of every prompt, ``num_responses`` each, in order.
+
+    Args:
+        sampling: applies to all; every response gets its own seed, derived from ``seed``, prompt place and place.
+        on_done: called with the number of completions finished by each engine step.
+    """
+    engine = NativeEngine(packed, max_running=max_running, decode=codec.decode)
+    stops = tuple(sorted({*sampling.stop_token_ids, *codec.eos_ids}))
+    encoded = [tuple(codec.encode_prompt(prompt)) for prompt in prompts]
+    engine.submit(
+        [
+            Request(
+                f"{p}.{r}",
+                str(p),
+                ids,
+                replace(sampling, stop_token_ids=stops, seed=sample_seed(seed, 0, p, r)),
+            )
+            for p, ids in enumerate(encoded)
+            for r in range(num_responses)
+        ]
+    )
+    found: dict[str, Completion] = {}
+    while engine.has_work:
+        finished = engine.step()
+        found.update({completion.request_id: completion for completion in finished})
+        if finished and on_done is not None:
+            on_done(len(finished))
+    return [
+        [_generated(codec, ids, found[f"{p}.{r}"]) for r in range(num_responses)] for p, ids in enumerate(encoded)
+    ]
+
+
+def _generated(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion) -> Generated:
+    return Generated(completion_text(codec, prompt_ids, completion), completion.finish_reason.value, completion)
+
+
+def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion) -> str:
+    """What the completion adds to its prompt, up to a stop string and without special tokens."""
+    text = codec.decode_completion(prompt_ids, completion.token_ids)
+    return text if completion.text_end is None else text[: completion.text_end]

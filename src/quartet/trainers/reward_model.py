@@ -1,0 +1,175 @@
+"""Reward-model training on preference pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from quartet.config.recipe import RewardModelRecipe
+from quartet.data.datasets import PreferenceData
+from quartet.data.order import steps_for
+from quartet.models.loading import (
+    load_causal_lm,
+    load_scalar_model,
+    packed_scalar_model,
+    save_scalar_model,
+    scalar_model_from,
+    seen_tokens,
+)
+from quartet.observe.progress import Progress
+from quartet.text.tokenizer import TextCodec, check_vocabulary
+from quartet.train.engine import Needs, TrainEngine
+from quartet.train.objectives import PairwiseObjective
+from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads
+from quartet.trainers.sources import context_length, preference_data, resolve_model, resolve_tokenizer
+from quartet.trainers.supervised import SupervisedLoop
+
+
+@dataclass(frozen=True)
+class RewardModelResult:
+    """Where the run is, the reward model (a Hugging Face object) and what ``summary.json`` holds."""
+
+    path: Path
+    model: PreTrainedModel
+    summary: dict[str, Any]
+
+
+class RewardModelTrainer:
+    """Trains a scalar head on a causal LM's body (or goes on with a reward model) to prefer chosen over rejected.
+
+    Args:
+        recipe: the run. What it leaves out comes as objects:
+        model: a causal LM, whose body is copied, or a sequence-classification model with one label, trained in place.
+        tokenizer: the model's.
+        rows, evaluation_rows: mappings with ``prompt``, ``chosen``, ``rejected``.
+        resume: go on with the run in ``recipe.output_dir``.
+
+    Raises:
+        UserError: the recipe, the data or the objects do not fit together; nothing has been written then.
+    """
+
+    def __init__(
+        self,
+        recipe: RewardModelRecipe,
+        *,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        rows: Sequence[Any] | None = None,
+        evaluation_rows: Sequence[Any] | None = None,
+        resume: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        use_threads(recipe.threads)
+        self.recipe = recipe
+        self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("reward-model")
+        self.progress = progress if progress is not None else Progress()
+        tokenizer = resolve_tokenizer(recipe.model, tokenizer)
+        scalar = self._scalar_model(model)
+        check_vocabulary(tokenizer, int(scalar.get_input_embeddings().weight.shape[0]))
+        self.codec = TextCodec.of(tokenizer, getattr(scalar, "generation_config", None))
+        context = context_length(scalar)
+        self.data = preference_data(recipe.data, rows, self.codec, context, "data")
+        self.evaluation: PreferenceData | None = None
+        if recipe.evaluation_data is not None or evaluation_rows is not None:
+            self.evaluation = preference_data(
+                recipe.evaluation_data, evaluation_rows, self.codec, context, "evaluation_data"
+            )
+        self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), recipe.pairs_per_step)
+        self.packed = packed_scalar_model(scalar, recipe.train.precision)
+        self.engine = TrainEngine(self.packed, recipe.train, total_steps=self.steps)
+        self.run = RunDirectory(self.path, recipe, resume=resume)
+
+    def _scalar_model(self, model: PreTrainedModel | None) -> PreTrainedModel:
+        config = self.recipe.model
+        if model is None and config is not None and _is_scalar(config.path):
+            return load_scalar_model(config.path)
+        found = resolve_model(config, model, load_causal_lm, "model")
+        if getattr(found, "score", None) is not None:
+            return found
+        return scalar_model_from(found, seed=self.recipe.seed)
+
+    def train(self) -> RewardModelResult:
+        """Runs to the last step; ``model/`` is then a sequence-classification directory with one label.
+
+        Raises:
+            Interrupted: Ctrl-C; saved, and resumable.
+        """
+        watch = Stopwatch()
+        for remark in self.data.remarks:
+            self.progress.print(f"data: {remark}")
+        loop = SupervisedLoop(
+            name="reward_model",
+            engine=self.engine,
+            objective=PairwiseObjective(self.recipe.centring),
+            batch=lambda step: self.data.batch(step, self.recipe.pairs_per_step, self.recipe.seed),
+            steps=self.steps,
+            evaluate=self.evaluate if self.evaluation is not None else None,
+            evaluate_every=self.recipe.evaluate_every_steps,
+            num_rows=len(self.data),
+            rows_per_step=self.recipe.pairs_per_step,
+            figures={"loss": "loss/reward_model", "accuracy": "reward_model/accuracy", "held-out": "eval/accuracy"},
+        )
+        with self.run, self.run.stoppable():
+            try:
+                metrics = loop.run(self.run, self.progress)
+                warning = save_scalar_model(self.packed, self.codec.tokenizer, self.path / "model", seen=self._seen())
+            finally:
+                self.packed.release()
+            notes = list(self.data.remarks) + ([warning] if warning else [])
+            summary = {
+                "job": "reward-model",
+                "seed": self.recipe.seed,
+                "versions": software_versions(),
+                "stages": [{"name": "reward_model", "seconds": round(watch.seconds, 3), "metrics": metrics}],
+                "notes": notes,
+            }
+            self.run.finish(summary)
+        return RewardModelResult(self.path, self.packed.model, summary)
+
+    def evaluate(self) -> dict[str, float]:
+        """``eval/accuracy``: held-out pairs whose chosen side scores strictly higher; ``eval/margin``: mean difference."""
+        assert self.evaluation is not None, "no evaluation data"
+        chosen, rejected = score_pairs(self.engine, self.evaluation)
+        return {
+            "eval/accuracy": float((chosen > rejected).double().mean()),
+            "eval/margin": float((chosen - rejected).double().mean()),
+        }
+
+    def _seen(self) -> torch.Tensor:
+        vocab_size = int(self.packed.model.get_input_embeddings().weight.shape[0])
+        parts = [self.data] + ([self.evaluation] if self.evaluation is not None else [])
+        return seen_tokens(
+            vocab_size,
+            (
+                torch.tensor(ids)
+                for data in parts
+                for item in data.items
+                for ids in (item.prompt_ids, item.chosen_ids, item.rejected_ids)
+            ),
+        )
+
+
+def score_pairs(engine: TrainEngine, data: PreferenceData) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores ``[P]`` of the chosen and the rejected sides."""
+    scores = [
+        engine.forward(data.select(list(range(start, min(start + 128, len(data))))), Needs(scores=True)).sequence["scores"]
+        for start in range(0, len(data), 128)
+    ]
+    both = torch.cat(scores).view(-1, 2)
+    return both[:, 0], both[:, 1]
+
+
+def _is_scalar(path: str) -> bool:
+    """Whether the directory holds a sequence-classification model already."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):
+        return False  # the loader that follows says what is wrong
+    return any("SequenceClassification" in name for name in config.architectures or [])

@@ -1,0 +1,366 @@
+"""Reinforcement learning: builds the roles of a recipe, runs iterations, evaluates, checkpoints, exports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from quartet.algorithms.controllers import adaptive_kl_coef
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.recipe import RLRecipe
+from quartet.models.loading import save_causal_lm, save_scalar_model, seen_tokens
+from quartet.observe.progress import Progress, Stage
+from quartet.observe.rollouts import RolloutWriter
+from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
+from quartet.schedule.iteration import Roles, run_iteration
+from quartet.schedule.learners import Learner, UpdatePlan
+from quartet.schedule.local import LocalRollout, PromptGroup, Worker, chunk_of, local_arbiter
+from quartet.schedule.stream import AdmissionRule, GroupStream
+from quartet.train.objectives import PolicyObjective, ValueObjective
+from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.evaluation import evaluate_prompts
+from quartet.trainers.records import rollout_records
+from quartet.trainers.rl_roles import Cast, build_cast, role_specs
+from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads
+
+
+@dataclass(frozen=True)
+class RLResult:
+    """Where the run is, its trained models (Hugging Face objects) and what ``summary.json`` holds."""
+
+    path: Path
+    model: PreTrainedModel
+    critic: PreTrainedModel | None
+    summary: dict[str, Any]
+
+
+class _ExperienceLearner:
+    """A learner that reads the batch out of an experience."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+
+    async def train(self, experience: Experience, step: int) -> dict[str, float]:
+        return dict(await self.learner.train(experience.batch, step))
+
+
+class RLTrainer:
+    """PPO, GRPO or RLOO on one process.
+
+    Args:
+        recipe: the run. What it leaves out (model, data, rewards) comes as objects:
+        model, tokenizer: a causal LM and its tokenizer; trained in place.
+        rewards: callables ``f(prompts, completions, **columns) -> list[float | None]`` and sequence-classification
+            models with one label, in addition to the recipe's.
+        prompts, evaluation_prompts: strings, message lists, or rows with a ``prompt`` and other columns.
+        critic: a sequence-classification model; default a copy of the first reward model, or of the actor's body.
+        resume: go on with the run in ``recipe.output_dir``.
+        shuffle_scores: control experiment: scores are shuffled within each step's batch.
+
+    Raises:
+        UserError: the recipe or the objects do not fit together; nothing has been written then.
+    """
+
+    def __init__(
+        self,
+        recipe: RLRecipe,
+        *,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        rewards: Sequence[Callable[..., Any] | PreTrainedModel] = (),
+        prompts: Sequence[Any] | None = None,
+        evaluation_prompts: Sequence[Any] | None = None,
+        critic: PreTrainedModel | None = None,
+        resume: bool = False,
+        progress: Progress | None = None,
+        shuffle_scores: bool = False,
+    ) -> None:
+        use_threads(recipe.threads)
+        self.recipe = recipe
+        self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("rl")
+        self.progress = progress if progress is not None else Progress()
+        self.cast: Cast = build_cast(
+            recipe,
+            model=model,
+            tokenizer=tokenizer,
+            rewards=rewards,
+            prompts=prompts,
+            evaluation_prompts=evaluation_prompts,
+            critic=critic,
+        )
+        self.run = RunDirectory(self.path, recipe, resume=resume)
+        self.kl_coef = recipe.algorithm.kl.coef
+        self._shuffle = _shuffled(recipe.seed) if shuffle_scores else None
+        self._bar: Stage | None = None
+        self._rollout_bar: Stage | None = None
+
+    # The run ---------------------------------------------------------------------------------------------
+
+    def train(self) -> RLResult:
+        """Runs to the recipe's last step.
+
+        Raises:
+            Interrupted: Ctrl-C; saved, and resumable.
+            UserError: a reward failed, the disk is full, …; the last complete step is saved.
+        """
+        with self.run, self.run.stoppable(), self.cast.released_at_end():
+            return asyncio.run(self._train())
+
+    async def _train(self) -> RLResult:
+        watch = Stopwatch()
+        step, stream_state = self._restore()
+        self.run.start(step)
+        roles, rollout = self._roles(step)
+        writer = RolloutWriter(self.path / "rollouts")
+        stream = roles.stream
+        assert isinstance(stream, GroupStream), "the local back end's stream"
+        async with stream:
+            if stream_state is not None:
+                stream.restore(stream_state)
+            with self.progress.stage("rl", self.recipe.steps) as bar:
+                self._bar = bar
+                bar.advance(step)
+                if step == 0:
+                    self.run.tracker.log(0, await self._evaluate(rollout, 0))
+                while step < self.recipe.steps:
+                    step = await self._step(step, roles, rollout, stream, writer)
+        return self._finish(watch.seconds)
+
+    async def _step(
+        self,
+        step: int,
+        roles: Roles[PromptGroup, RaggedBatch, Any, Experience],
+        rollout: LocalRollout,
+        stream: GroupStream[PromptGroup],
+        writer: RolloutWriter,
+    ) -> int:
+        """One iteration and everything that follows it; returns the number of complete steps."""
+        watch = Stopwatch()
+        recipe = self.recipe
+        before = rollout.engine.stats()
+        with self._saved_if_clean(step, stream), self._rollout_progress(step):
+            result = await run_iteration(step, roles)
+        after = rollout.engine.stats()
+        done = step + 1
+        spans = self.run.recorder.of_step(step)
+        metrics = {
+            **result.experience.metrics,
+            **result.metrics,
+            **_timing(spans, watch.seconds, after.generated_tokens - before.generated_tokens),
+            **_lengths(result.experience.batch),
+            "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),
+            "optim/skipped_steps": float(sum(e.num_skipped for e in self.cast.engines().values())),
+        }
+        self._adapt_kl(result.experience)
+        if step % recipe.log.rollouts_every == 0 or done == recipe.steps:
+            with self.run.recorder.span("write_rollouts", step=step):
+                writer.write(done, rollout_records(result.experience.batch, self.cast.codec))
+        if recipe.evaluation is not None and (done % recipe.evaluation.every_steps == 0 or done == recipe.steps):
+            metrics.update(await self._evaluate(rollout, done))
+        self.run.tracker.log(done, metrics)
+        self.run.recorder.drop_through(step)
+        if self._bar is not None:
+            shown = {"score": "reward/score_mean", "kl": "kl/ref", "tokens/s": "rollout/tokens_per_s"}
+            self._bar.advance(1, **{k: round(metrics[v], 3) for k, v in shown.items() if v in metrics})
+        if self.run.due(done, recipe.steps):
+            self._save(done, stream)
+        self.run.check_stop(done)
+        return done
+
+    async def _evaluate(self, rollout: LocalRollout, step: int) -> dict[str, float]:
+        config = self.recipe.evaluation
+        if config is None or self.cast.evaluation_prompts is None:
+            return {}
+        scores, _ = await evaluate_prompts(
+            rollout,
+            self.cast.evaluation_prompts,
+            self.cast.codec,
+            config.sampling,
+            self.cast.reward_scorers(self._worker),
+            seed=self.recipe.seed,
+            step=step,
+        )
+        return scores
+
+    @contextlib.contextmanager
+    def _rollout_progress(self, step: int) -> Iterator[None]:
+        recipe = self.recipe
+        total = recipe.prompts_per_step * recipe.responses_per_prompt
+        with self.progress.stage(f"  rollout {step + 1}", total, transient=True) as bar:
+            self._rollout_bar = bar
+            yield
+        self._rollout_bar = None
+
+    def _finish(self, seconds: float) -> RLResult:
+        from quartet.observe.trackers import read_metrics
+
+        cast = self.cast
+        save_causal_lm(cast.actor.packed, cast.codec.tokenizer, self.path / "model")
+        notes = []
+        if cast.critic is not None:
+            ids = (torch.tensor(item.token_ids) for item in cast.prompts.items)
+            warning = save_scalar_model(
+                cast.critic.packed,
+                cast.codec.tokenizer,
+                self.path / "critic",
+                seen=seen_tokens(cast.actor.packed.vocab_size, ids) | cast.emitted,
+            )
+            notes += [f"critic: {warning}"] if warning else []
+        rows = read_metrics(self.path / "metrics.jsonl")
+        last = {name: value for row in rows for name, value in row.items() if name not in ("step", "time_s")}
+        summary = {
+            "job": "rl",
+            "seed": self.recipe.seed,
+            "versions": software_versions(),
+            "stages": [{"name": "rl", "seconds": round(seconds, 3), "metrics": last}],
+            "notes": notes,
+        }
+        self.run.finish(summary)
+        critic = cast.critic.packed.model if cast.critic is not None else None
+        return RLResult(self.path, cast.actor.packed.model, critic, summary)
+
+    # Roles -----------------------------------------------------------------------------------------------
+
+    def _roles(self, step: int) -> tuple[Roles[PromptGroup, RaggedBatch, Any, Experience], LocalRollout]:
+        recipe, cast = self.recipe, self.cast
+        arbiter = local_arbiter(role_specs(cast), version=step)
+        self._worker = Worker(arbiter, self.run.recorder)
+        rollout = cast.rollout(self._worker, version=step, on_tokens=self._on_tokens)
+        rule = AdmissionRule(recipe.prompts_per_step)
+        stream = GroupStream(rollout.generate, rule, chunk_size=recipe.chunk_size)
+        self._assembler = Assembler(recipe.algorithm, cast.reward_weights, lambda: self.kl_coef, self._shuffle)
+        roles = Roles(
+            stream=stream,
+            collect=lambda s, i, groups: chunk_of(s, i, groups, cast.completion_text),
+            scorers=cast.scorers(self._worker),
+            assemble=self._assemble,
+            learners=[_ExperienceLearner(learner) for learner in self._learners()],
+            publish=rollout.publish,
+        )
+        return roles, rollout
+
+    def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
+        with self.run.recorder.span("advantages", step=chunks[0][0].step):
+            experience = self._assembler(chunks)
+        self.cast.note_emitted(experience.batch)
+        return experience
+
+    def _learners(self) -> list[Learner]:
+        recipe, cast = self.recipe, self.cast
+        plan = UpdatePlan(recipe.minibatches, recipe.epochs, recipe.seed)
+        num_trajectories = recipe.prompts_per_step * recipe.responses_per_prompt
+        algorithm = recipe.algorithm
+
+        def policy(step: int, is_first: bool) -> PolicyObjective:
+            return PolicyObjective(
+                algorithm,
+                num_trajectories,
+                recipe.rollout.sampling.temperature,
+                self.kl_coef if algorithm.kl.place == "loss" else 0.0,
+                is_first,
+                recipe.rollout.sampling.max_new_tokens,
+            )
+
+        learners = []
+        if cast.critic is not None and algorithm.name == "ppo":
+            ppo = algorithm
+            learners.append(
+                Learner(
+                    self._worker,
+                    "critic",
+                    cast.critic,
+                    plan,
+                    lambda step, is_first: ValueObjective(ppo, num_trajectories),
+                    "critic",
+                )
+            )
+        warmup = recipe.critic.warmup_steps if cast.critic is not None else 0
+        learners.append(Learner(self._worker, "actor", cast.actor, plan, policy, "policy", warmup))
+        return learners
+
+    def _on_tokens(self, finished: int) -> None:
+        if self._rollout_bar is not None:
+            self._rollout_bar.advance(finished)
+
+    def _adapt_kl(self, experience: Experience) -> None:
+        kl = self.recipe.algorithm.kl
+        if kl.target is None or "ref_logprobs" not in experience.batch.token:
+            return
+        num = len(experience.batch)
+        observed = float(experience.batch.token["kl"].sum()) / num
+        self.kl_coef = adaptive_kl_coef(self.kl_coef, observed, kl.target, kl.horizon, num)
+
+    # Checkpoints -----------------------------------------------------------------------------------------
+
+    def _restore(self) -> tuple[int, dict[str, int] | None]:
+        found = self.run.latest()
+        if found is None:
+            return 0, None
+        step, parts, info = found
+        for name, engine in self.cast.engines().items():
+            engine.load_state(parts[name])
+        self.cast.emitted = parts["emitted"]
+        self.kl_coef = info["kl_coef"]
+        return step, info["stream"]
+
+    def _save(self, step: int, stream: GroupStream[PromptGroup]) -> None:
+        parts = {name: engine.state() for name, engine in self.cast.engines().items()}
+        parts["emitted"] = self.cast.emitted
+        with self.run.recorder.span("checkpoint", step=step - 1):
+            self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": stream.state()})
+
+    @contextlib.contextmanager
+    def _saved_if_clean(self, step: int, stream: GroupStream[PromptGroup]) -> Iterator[None]:
+        """When an iteration fails before any update, the state is still that of ``step`` complete steps: save it."""
+        engines = self.cast.engines().values()
+        before = [engine.num_updates for engine in engines]
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            if not finished and [engine.num_updates for engine in engines] == before and step > 0:
+                self._save(step, stream)
+
+
+def _shuffled(seed: int) -> Callable[[int, int], Tensor]:
+    def permutation(step: int, num: int) -> Tensor:
+        return torch.randperm(num, generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
+
+    return permutation
+
+
+def _timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, float]:
+    seconds = seconds_by_name(spans)
+    found = {f"time/{name}_s": value for name, value in seconds.items()}
+    found["time/step_s"] = wall_s
+    found["rollout/tokens"] = float(generated)
+    if seconds.get("generate"):
+        found["rollout/tokens_per_s"] = generated / seconds["generate"]
+    windows = [Span("generation", min(g), max(h)) for g, h in [_window(spans, "generate")] if g]
+    scoring = [Span("scoring", s.start_s, s.end_s) for s in spans if s.chunk is not None]
+    found["overlap/score_generate_s"] = overlap_seconds([*windows, *scoring], "generation", "scoring")
+    return found
+
+
+def _window(spans: Sequence[Span], name: str) -> tuple[list[float], list[float]]:
+    picked = [s for s in spans if s.name == name]
+    return [s.start_s for s in picked], [s.end_s for s in picked]
+
+
+def _lengths(batch: RaggedBatch) -> dict[str, float]:
+    lengths = torch.tensor([batch.segment_lengths[leaf] for leaf in batch.leaves], dtype=torch.float32)
+    return {
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_max": float(lengths.max()),
+        "rollout/truncated_frac": float((~batch.sequence["ended"]).float().mean()),
+        "tokens/useful": float(batch.num_tokens),
+    }

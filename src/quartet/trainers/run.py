@@ -1,0 +1,310 @@
+"""The run directory: who owns it, what is in it, how it is resumed.
+
+::
+
+    run.json          job, name, date, status (running, interrupted, failed, done), versions
+    recipe.yaml       the resolved recipe
+    metrics.jsonl     one line per step            tensorboard/   the same for TensorBoard
+    spans.jsonl       when each stage ran          rollouts/      every token of every response
+    checkpoints/      step_00000050/, atomic       summary.json   at the end
+    model/, critic/   Hugging Face directories, at the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+import torch
+
+from quartet.config import UserError
+from quartet.config.load import dump_recipe
+from quartet.config.recipe import Recipe
+from quartet.observe import rollouts as rollout_store
+from quartet.observe.jsonl import truncate_after as truncate_rows_after
+from quartet.observe.spans import SpanRecorder
+from quartet.observe.trackers import JsonlTracker, MultiTracker, TensorBoardTracker, Tracker
+from quartet.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+
+_LOCATION_KEYS = ("output_dir", "log", "checkpoint")
+"""Recipe keys that may differ when a run is resumed: they change no weight."""
+
+
+class Interrupted(Exception):
+    """The user pressed Ctrl-C; everything up to ``step`` is saved under ``path``."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.step = step
+        super().__init__(f"stopped after step {step}; saved in {path}")
+
+
+def default_output_dir(job: str) -> Path:
+    return Path("runs") / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def software_versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("quartet-rl", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes atomically: a reader sees the old file or the new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise UserError(
+            f"{path} could not be written", found=str(error), remedy="free some space or choose another output_dir"
+        ) from error
+
+
+class RunDirectory:
+    """One job's directory, held exclusively while the job runs. Use as a context manager.
+
+    Args:
+        path: where.
+        recipe: the resolved recipe.
+        resume: go on with the run that is there (start it when there is none).
+        name: shown in reports.
+
+    Raises:
+        UserError: the directory holds another run (or other files), is in use, or the recipe has changed.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe, *, resume: bool = False, name: str | None = None) -> None:
+        self.path = path
+        self.recipe = recipe
+        self.job = str(getattr(recipe, "job", "run"))
+        self.name = name or path.name
+        self._resume = resume
+        self._lock: TextIO | None = None
+        self._tracker: Tracker | None = None
+        self._recorder: SpanRecorder | None = None
+        self._stop_requested = False
+        self._claim()
+
+    # Ownership -------------------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        found = self._inspect()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held for the run's lifetime
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise UserError(
+                f"{self.path} is in use",
+                found="another process is running this job now",
+                remedy="wait for it, or choose another output_dir",
+            ) from error
+        created = found["created"] if found else datetime.now().isoformat(timespec="seconds")
+        self._info = {
+            "job": self.job,
+            "name": self.name,
+            "created": created,
+            "status": "running",
+            "versions": software_versions(),
+        }
+        if found is None:
+            (self.path / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
+        write_json(self.path / "run.json", self._info)
+
+    def _inspect(self) -> dict[str, Any] | None:
+        """What is there: None for nothing; errors for what must not be touched."""
+        if not self.path.exists():
+            return None
+        if not self.path.is_dir():
+            raise UserError(
+                f"output_dir {self.path} is not a directory", found="a file", remedy="choose another output_dir"
+            )
+        marker = self.path / "run.json"
+        present = [entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")]
+        if not marker.is_file():
+            # A run killed in its first instant leaves only its recipe.
+            if set(present) <= {"recipe.yaml"}:
+                return None
+            raise UserError(
+                f"output_dir {self.path} is not empty and holds no run",
+                found=", ".join(sorted(present)[:5]),
+                remedy="choose another output_dir",
+            )
+        found: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
+        if not self._resume:
+            raise UserError(
+                f"output_dir {self.path} already holds a run",
+                found=f"job {found['job']}, status {found['status']}, created {found['created']}",
+                remedy="add --resume to go on with it, or choose another output_dir",
+            )
+        self._check_same_recipe(found)
+        return found
+
+    def _check_same_recipe(self, found: Mapping[str, Any]) -> None:
+        import yaml
+
+        if found["job"] != self.job:
+            raise UserError(
+                f"{self.path} cannot be resumed as {self.job}",
+                found=f"job {found['job']}",
+                remedy=f"run `quartet {found['job']}`, or choose another output_dir",
+            )
+        saved = _flatten(yaml.safe_load((self.path / "recipe.yaml").read_text(encoding="utf-8")))
+        current = _flatten(yaml.safe_load(dump_recipe(self.recipe)))
+        changed = sorted(
+            key
+            for key in set(saved) | set(current)
+            if saved.get(key) != current.get(key) and key.split(".")[0] not in _LOCATION_KEYS
+        )
+        if changed:
+            raise UserError(
+                f"{self.path} was started with another recipe",
+                found="; ".join(f"{k}: {saved.get(k)} then, {current.get(k)} now" for k in changed[:5]),
+                remedy="resume with the recipe saved beside it (recipe.yaml), or choose another output_dir",
+            )
+
+    @property
+    def is_done(self) -> bool:
+        """The run that is there had already finished."""
+        return (self.path / "summary.json").is_file()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        self._info["status"] = (
+            "done" if kind is None else "interrupted" if kind in (Interrupted, KeyboardInterrupt) else "failed"
+        )
+        # The error on its way out matters more than a status that a full disk refuses.
+        with contextlib.suppress(UserError) if kind else contextlib.nullcontext():
+            write_json(self.path / "run.json", self._info)
+        if self._lock is not None:
+            self._lock.close()
+
+    # Records ---------------------------------------------------------------------------------------------
+
+    @property
+    def tracker(self) -> Tracker:
+        if self._tracker is None:
+            raise RuntimeError("call start(step) before logging")
+        return self._tracker
+
+    @property
+    def recorder(self) -> SpanRecorder:
+        if self._recorder is None:
+            raise RuntimeError("call start(step) before recording")
+        return self._recorder
+
+    def start(self, step: int) -> None:
+        """Opens the records; what was written after ``step`` (the checkpoint resumed from) is dropped."""
+        truncate_rows_after(self.path / "metrics.jsonl", step)
+        truncate_rows_after(self.path / "spans.jsonl", step)
+        rollout_store.truncate_after(self.path / "rollouts", step)
+        trackers: list[Tracker] = [JsonlTracker(self.path / "metrics.jsonl")]
+        if self.recipe.log.tensorboard:
+            trackers.append(TensorBoardTracker(self.path / "tensorboard", resume_after=step if step else None))
+        self._tracker = MultiTracker(trackers)
+        self._recorder = SpanRecorder(self.path / "spans.jsonl")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes ``summary.json``; the run counts as finished from here on."""
+        write_json(self.path / "summary.json", summary)
+
+    # Checkpoints -----------------------------------------------------------------------------------------
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def latest(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """``(step, parts, info)`` of the newest complete checkpoint."""
+        steps = list_checkpoints(self.checkpoints)
+        if not steps:
+            return None
+        parts, info = load_checkpoint(self.checkpoints, steps[-1])
+        return steps[-1], parts, info
+
+    def save(self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        save_checkpoint(self.checkpoints, step, parts, info, keep=self.recipe.checkpoint.keep)
+
+    def due(self, step: int, total_steps: int) -> bool:
+        """A checkpoint is due after ``step`` steps: on its cadence, at the end, or because Ctrl-C was pressed."""
+        return self._stop_requested or step == total_steps or step % self.recipe.checkpoint.every_steps == 0
+
+    def check_stop(self, step: int) -> None:
+        """Raises ``Interrupted`` when Ctrl-C was pressed; call after the checkpoint."""
+        if self._stop_requested:
+            raise Interrupted(self.path, step)
+
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Inside, the first Ctrl-C lets the step end and be saved; a second one stops at once."""
+        try:
+            former = signal.signal(signal.SIGINT, self._on_interrupt)
+        except ValueError:
+            # Not the main thread: signals belong to whoever runs us.
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, former)
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._stop_requested:
+            raise KeyboardInterrupt
+        self._stop_requested = True
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        pairs = [(str(k), v) for k, v in value.items()]
+    elif isinstance(value, list):
+        pairs = [(str(i), v) for i, v in enumerate(value)]
+    else:
+        return {prefix: value}
+    return {k: v for key, child in pairs for k, v in _flatten(child, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def use_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+class Stopwatch:
+    """Seconds since it was made."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = clock()
+
+    @property
+    def seconds(self) -> float:
+        return self._clock() - self._start

@@ -1,0 +1,84 @@
+"""Where models, tokenizers and rows come from: a recipe's path, or an object that Python code passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from quartet.config import UserError
+from quartet.config.recipe import DataConfig, ModelConfig
+from quartet.data.datasets import PreferenceData, PromptData, SFTData
+from quartet.data.formats import demonstrations, preferences, prompts
+from quartet.data.readers import Row, read_rows
+from quartet.text.loading import load_tokenizer
+from quartet.text.tokenizer import TextCodec
+
+UNLIMITED = 1 << 30
+"""Context of a model whose config names none."""
+
+
+def resolve_model(
+    config: ModelConfig | None, model: PreTrainedModel | None, load: Callable[[str], PreTrainedModel], key: str
+) -> PreTrainedModel:
+    """The object if there is one, else what the recipe's path names."""
+    if model is not None:
+        return model.float().eval().requires_grad_(True)
+    if config is None:
+        raise UserError("there is no model", found=f"{key} is missing", remedy=f"set {key}.path, or pass a model")
+    return load(config.path)
+
+
+def resolve_tokenizer(
+    config: ModelConfig | None, tokenizer: PreTrainedTokenizerBase | None
+) -> PreTrainedTokenizerBase:
+    if tokenizer is not None:
+        return tokenizer
+    if config is None:
+        raise UserError("there is no tokenizer", found="neither a path nor an object", remedy="pass model and tokenizer")
+    return load_tokenizer(config.tokenizer or config.path)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Longest sequence the model's positions allow, in tokens."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNLIMITED)
+
+
+def _rows(config: DataConfig | None, rows: Sequence[Any] | None, key: str) -> list[Row]:
+    """Rows passed by Python code (a string or a message list is a prompt), else those of the recipe's data."""
+    if rows is not None:
+        values = [row if isinstance(row, Mapping) else {"prompt": row} for row in rows]
+        return [Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)]
+    if config is None:
+        raise UserError("there is no data", found=f"{key} is missing", remedy=f"set {key}.path, or pass rows")
+    return read_rows(config)
+
+
+def _limits(config: DataConfig | None, room: int) -> tuple[dict[str, str], int, Literal["error", "skip"]]:
+    """Column mapping, longest sequence, and what happens to longer ones."""
+    if config is None:
+        return {}, room, "error"
+    return config.columns, min(room, config.max_tokens or room), config.overlong
+
+
+def prompt_data(
+    config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
+) -> PromptData:
+    """Tokenised prompts that leave room for at least one token of ``context``."""
+    columns, limit, overlong = _limits(config, context - 1)
+    return PromptData.build(prompts(_rows(config, rows, key), columns), codec, limit, overlong)
+
+
+def sft_data(
+    config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
+) -> SFTData:
+    columns, limit, overlong = _limits(config, context)
+    return SFTData.build(demonstrations(_rows(config, rows, key), columns), codec, limit, overlong)
+
+
+def preference_data(
+    config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
+) -> PreferenceData:
+    columns, limit, overlong = _limits(config, context)
+    return PreferenceData.build(preferences(_rows(config, rows, key), columns), codec, limit, overlong)

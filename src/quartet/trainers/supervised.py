@@ -1,0 +1,87 @@
+"""The loop that SFT and reward-model training share: batches by step, updates, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.observe.progress import Progress
+from quartet.train.engine import Objective, TrainEngine
+from quartet.trainers.run import RunDirectory, Stopwatch
+
+
+@dataclass(frozen=True)
+class SupervisedLoop:
+    """One supervised stage.
+
+    Args:
+        batch: ``step → batch``, a pure function, so a resumed run sees the same data.
+        evaluate: held-out metrics, or None without held-out data.
+        figures: metric names shown beside the progress bar, by label.
+    """
+
+    name: str
+    engine: TrainEngine
+    objective: Objective
+    batch: Callable[[int], RaggedBatch]
+    steps: int
+    evaluate: Callable[[], Mapping[str, float]] | None
+    evaluate_every: int
+    num_rows: int
+    rows_per_step: int
+    figures: Mapping[str, str]
+
+    def run(self, run: RunDirectory, progress: Progress) -> dict[str, float]:
+        """Trains from the newest checkpoint (or the start) to the last step; returns the last metrics."""
+        step = self._restore(run)
+        run.start(step)
+        last: dict[str, float] = {}
+        with progress.stage(self.name, self.steps) as bar:
+            bar.advance(step)
+            while step < self.steps:
+                metrics = self._step(step, run)
+                step += 1
+                if self.evaluate is not None and (step % self.evaluate_every == 0 or step == self.steps):
+                    with run.recorder.span("evaluate", step=step - 1):
+                        metrics.update(self.evaluate())
+                run.tracker.log(step, metrics)
+                run.recorder.drop_through(step)
+                last.update(metrics)
+                bar.advance(1, **{k: round(last[v], 4) for k, v in self.figures.items() if v in last})
+                if run.due(step, self.steps):
+                    run.save(step, {"engine": self.engine.state()}, {"metrics": last})
+                run.check_stop(step)
+        return last or self._saved_metrics(run)
+
+    def _step(self, step: int, run: RunDirectory) -> dict[str, float]:
+        watch = Stopwatch()
+        batch = self.batch(step)
+        with run.recorder.span("update", step=step, role=self.name, mode="train", tokens=batch.num_tokens):
+            found = self.engine.train_step(batch, self.objective)
+        metrics = {name: value for name, value in found.items() if name not in ("lr", "grad_norm", "skipped")}
+        metrics.update(
+            {
+                "optim/lr": found["lr"],
+                "optim/grad_norm": found["grad_norm"],
+                "optim/skipped_steps": float(self.engine.num_skipped),
+                "tokens/useful": float(batch.num_tokens),
+                "time/step_s": watch.seconds,
+                "data/epoch": (step + 1) * self.rows_per_step / self.num_rows,
+            }
+        )
+        return metrics
+
+    def _restore(self, run: RunDirectory) -> int:
+        found = run.latest()
+        if found is None:
+            return 0
+        step, parts, _ = found
+        self.engine.load_state(parts["engine"])
+        return step
+
+    def _saved_metrics(self, run: RunDirectory) -> dict[str, float]:
+        """A run killed between its last checkpoint and its summary has nothing left to train."""
+        found: tuple[int, dict[str, Any], dict[str, Any]] | None = run.latest()
+        return {} if found is None else dict(found[2]["metrics"])

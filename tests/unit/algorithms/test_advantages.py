@@ -1,0 +1,232 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.algorithms.advantages import broadcast_to_tokens, gae, group_relative, leave_one_out
+
+PUBLISHED_SCORES = torch.tensor([1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10], dtype=torch.float64)
+PUBLISHED_GROUPS = torch.arange(12) % 3
+
+
+def slow_gae(rewards, values, layout, gamma, gae_lambda):
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for n in range(layout.num_owners):
+        next_value = next_advantage = 0.0
+        for t in reversed(layout.tokens_of(n)):
+            delta = rewards[t] + gamma * next_value - values[t]
+            advantages[t] = next_advantage = delta + gamma * gae_lambda * next_advantage
+            returns[t] = advantages[t] + values[t]
+            next_value = values[t]
+    return advantages, returns
+
+
+# GAE -----------------------------------------------------------------------------------------------------
+
+
+def test_gae_by_hand(close):
+    # gamma 0.5, lambda 0.5; actions at 1, 2 and 4, an observation at 3, the prompt at 0.
+    trajectory = torch.tensor([-1, 0, 0, 0, 0])
+    action = torch.tensor([False, True, True, False, True])
+    rewards = torch.tensor([9.0, 0.0, 1.0, 9.0, 4.0], dtype=torch.float64)
+    values = torch.tensor([9.0, 1.0, 2.0, 9.0, 2.0], dtype=torch.float64)
+    advantages, returns = gae(rewards, values, action, trajectory, 0.5, 0.5)
+    # deltas: 4 - 2 = 2; 1 + 0.5·2 - 2 = 0; 0 + 0.5·2 - 1 = 0. Then 2; 0 + 0.25·2 = 0.5; 0 + 0.25·0.5 = 0.125.
+    close(advantages, torch.tensor([0.0, 0.125, 0.5, 0.0, 2.0], dtype=torch.float64))
+    close(returns, torch.tensor([0.0, 1.125, 2.5, 0.0, 4.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("gamma", "gae_lambda"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.0, 0.5), (0.7, 0.0)]
+)
+@pytest.mark.parametrize("num_tokens", [1, 60, 700])
+def test_gae_matches_a_loop(gamma, gae_lambda, num_tokens, make_layout, close):
+    layout = make_layout(num_tokens, num_tokens)
+    rewards, values = layout.normal(0), layout.normal(1)
+    expected = slow_gae(rewards, values, layout, gamma, gae_lambda)
+    poison = float("-inf")
+    found = gae(
+        layout.poisoned(rewards, poison),
+        layout.poisoned(values, poison),
+        layout.mask,
+        layout.owner,
+        gamma,
+        gae_lambda,
+    )
+    for actual, wanted in zip(found, expected, strict=True):
+        close(actual, wanted)
+
+
+def test_a_final_reward_reaches_the_first_turn_of_another_sequence():
+    # Two sequences of one trajectory, with another trajectory's tokens between them.
+    trajectory = torch.tensor([0, 1, 1, -1, 0])
+    action = torch.tensor([True, True, True, False, True])
+    rewards = torch.tensor([0.0, 0.0, 5.0, 0.0, 1.0])
+    advantages, _ = gae(rewards, torch.zeros(5), action, trajectory, 1.0, 1.0)
+    assert advantages.tolist() == [1.0, 5.0, 5.0, 0.0, 1.0]
+
+
+def test_gae_of_length_one_responses():
+    trajectory = torch.tensor([1, 0])
+    advantages, returns = gae(
+        torch.tensor([3.0, 4.0]), torch.ones(2), torch.ones(2, dtype=torch.bool), trajectory, 0.9, 0.9
+    )
+    assert advantages.tolist() == [2.0, 3.0] and returns.tolist() == [3.0, 4.0]
+
+
+def test_gae_of_nothing_and_of_fully_masked_rows():
+    empty = torch.zeros(0)
+    found = gae(empty, empty, empty.bool(), empty.long(), 1.0, 0.95)
+    assert found[0].shape == found[1].shape == (0,)
+    nan, owner = torch.full((3,), float("nan")), torch.zeros(3, dtype=torch.int64)
+    masked = gae(nan, nan, torch.zeros(3, dtype=torch.bool), owner, 1.0, 0.95)
+    assert masked[0].tolist() == masked[1].tolist() == [0, 0, 0]
+
+
+def test_order_of_trajectories_does_not_change_gae(make_layout, close):
+    layout = make_layout(8, 200, 9)
+    rewards, values = layout.normal(0), layout.normal(1)
+    before = gae(rewards, values, layout.mask, layout.owner, 0.99, 0.95)[0]
+    # Whole owners change places; time order within each is kept.
+    permutation = torch.argsort(-layout.owner, stable=True)
+    after = gae(
+        rewards[permutation],
+        values[permutation],
+        layout.mask[permutation],
+        layout.owner[permutation],
+        0.99,
+        0.95,
+    )[0]
+    close(after, before[permutation])
+    renamed = gae(
+        rewards, values, layout.mask, torch.where(layout.owner >= 0, 8 - layout.owner, -1), 0.99, 0.95
+    )[0]
+    close(renamed, before)
+
+
+def test_gae_splits_into_its_trajectories(make_layout, close):
+    layout = make_layout(9)
+    rewards, values = layout.normal(0), layout.normal(1)
+    whole = gae(rewards, values, layout.mask, layout.owner, 0.99, 0.95)[0]
+    for n in range(layout.num_owners):
+        own = layout.owner == n
+        part = gae(rewards[own], values[own], layout.mask[own], layout.owner[own], 0.99, 0.95)[0]
+        close(part, whole[own])
+
+
+def test_gae_of_bfloat16_is_single_and_close(make_layout, close):
+    layout = make_layout(3)
+    rewards, values = layout.normal(0, torch.bfloat16), layout.normal(1, torch.bfloat16)
+    advantages, returns = gae(rewards, values, layout.mask, layout.owner, 1.0, 0.95)
+    assert advantages.dtype == returns.dtype == torch.float32
+    close(advantages, slow_gae(rewards.double(), values.double(), layout, 1.0, 0.95)[0])
+
+
+def test_gae_is_a_constant(make_layout, unchanged):
+    layout = make_layout(3)
+    values = layout.normal(0).requires_grad_()
+    assert not gae(layout.normal(1), values, layout.mask, layout.owner, 1.0, 0.95)[1].requires_grad
+    unchanged(gae, layout.normal(1), values, layout.mask, layout.owner, 1.0, 0.95)
+
+
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.1, 0.5), (0.5, -0.1)])
+def test_gae_refuses_factors_outside_the_unit_interval(gamma, gae_lambda, make_layout):
+    layout = make_layout(0)
+    with pytest.raises(ValueError, match="must lie in"):
+        gae(layout.normal(0), layout.normal(1), layout.mask, layout.owner, gamma, gae_lambda)
+
+
+# Groups --------------------------------------------------------------------------------------------------
+
+
+def test_published_leave_one_out_advantages(close):
+    advantages = leave_one_out(PUBLISHED_SCORES, PUBLISHED_GROUPS)
+    close(advantages[[0, 7]], torch.tensor([-4.0, 4.0 / 3.0], dtype=torch.float64))
+
+
+def test_group_relative_by_hand(close):
+    scores = torch.tensor([1.0, 3.0, 2.0, 4.0], dtype=torch.float64)
+    group = torch.tensor([5, 5, 9, 9])
+    centred = torch.tensor([-1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+    close(group_relative(scores, group, normalise_std=False), centred)
+    # Unbiased variance of each group: ((-1)² + 1²) / 1 = 2.
+    close(group_relative(scores, group, normalise_std=True), centred / (2**0.5 + 1e-6))
+
+
+@given(st.lists(st.integers(2, 5), min_size=1, max_size=5), st.integers(0, 2**31))
+def test_groups_match_a_loop(sizes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    group = torch.tensor([10 * g for g, size in enumerate(sizes) for _ in range(size)])
+    group = group[torch.randperm(len(group), generator=generator)]
+    scores = torch.randn(len(group), generator=generator, dtype=torch.float64)
+    centred, normalised, left_out = (torch.zeros_like(scores) for _ in range(3))
+    for n in range(len(group)):
+        members = [m for m in range(len(group)) if group[m] == group[n]]
+        others = [m for m in members if m != n]
+        centred[n] = scores[n] - scores[members].mean()
+        normalised[n] = centred[n] / (scores[members].std() + 1e-6)
+        left_out[n] = scores[n] - scores[others].mean()
+    exact = {"atol": 1e-10, "rtol": 1e-9}
+    torch.testing.assert_close(group_relative(scores, group, False), centred, **exact)
+    torch.testing.assert_close(group_relative(scores, group, True), normalised, **exact)
+    torch.testing.assert_close(leave_one_out(scores, group), left_out, **exact)
+
+
+ESTIMATORS = {
+    "grpo": lambda scores, group, **raw: group_relative(scores, group, True, **raw),
+    "dr_grpo": lambda scores, group, **raw: group_relative(scores, group, False, **raw),
+    "rloo": leave_one_out,
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("score", [0.1, -7.3, 1e6, 1e-30])
+def test_equal_scores_give_exactly_zero(name, size, score):
+    scores = torch.cat([torch.full((size,), score), torch.tensor([1.0, 2.0])])
+    group = torch.tensor([0] * size + [1, 1])
+    advantages = ESTIMATORS[name](scores, group)
+    assert torch.all(advantages[:size] == 0)
+    assert torch.all(advantages[size:] != 0)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_equality_is_judged_on_raw_scores(name):
+    raw = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    with_kl = raw - torch.tensor([0.1, 0.2, 0.3, 0.4])
+    advantages = ESTIMATORS[name](with_kl, torch.tensor([0, 0, 1, 1]), raw_scores_N=raw)
+    assert advantages[:2].tolist() == [0, 0] and torch.all(advantages[2:] != 0)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_groups_of_one_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=r"groups of one: \[7\]"):
+        ESTIMATORS[name](torch.ones(3), torch.tensor([0, 7, 0]))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_order_of_members_and_names_of_groups_do_not_matter(name, close):
+    before = ESTIMATORS[name](PUBLISHED_SCORES, PUBLISHED_GROUPS)
+    permutation = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    close(ESTIMATORS[name](PUBLISHED_SCORES[permutation], PUBLISHED_GROUPS[permutation]), before[permutation])
+    close(ESTIMATORS[name](PUBLISHED_SCORES, 100 - PUBLISHED_GROUPS), before)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_bfloat16_scores(name, close):
+    # These scores are exact in bfloat16.
+    found = ESTIMATORS[name](PUBLISHED_SCORES.bfloat16(), PUBLISHED_GROUPS)
+    assert found.dtype == torch.float32
+    close(found, ESTIMATORS[name](PUBLISHED_SCORES, PUBLISHED_GROUPS))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_inputs_unchanged(name, unchanged):
+    unchanged(ESTIMATORS[name], PUBLISHED_SCORES, PUBLISHED_GROUPS)
+
+
+def test_broadcast_to_tokens():
+    trajectory = torch.tensor([-1, 1, 0, 1])
+    action = torch.tensor([True, True, True, False])
+    spread = broadcast_to_tokens(torch.tensor([2.0, 3.0]), trajectory, action)
+    assert spread.tolist() == [0.0, 3.0, 2.0, 0.0]

@@ -1,0 +1,389 @@
+from functools import partial
+
+import pytest
+import torch
+
+from quartet.algorithms.aggregate import aggregation_denominators
+from quartet.algorithms.losses import entropy_bonus, kl_loss, policy_loss, sequence_policy_loss
+
+CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.3}
+TOKEN_MEAN = {**CLIP, "aggregation": "token_mean"}
+
+
+def whole(layout):
+    return aggregation_denominators(layout.mask, layout.owner, layout.num_owners)
+
+
+def near(logprobs, seed, spread=0.3):
+    return logprobs + spread * torch.randn(
+        logprobs.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+
+
+def case(make_layout, seed=0, num_tokens=60, num_owners=7):
+    layout = make_layout(seed, num_tokens, num_owners)
+    policy = layout.normal(1) - 2
+    return layout, policy, near(policy, 2), layout.normal(3)
+
+
+def slow_token_loss(ratio, advantage, dual_clip=None):
+    clipped = min(max(ratio, 0.8), 1.3)
+    loss = max(-advantage * ratio, -advantage * clipped)
+    if dual_clip is not None and advantage < 0:
+        loss = min(loss, -dual_clip * advantage)
+    return loss
+
+
+# Tokens --------------------------------------------------------------------------------------------------
+
+
+def test_by_hand():
+    # Ratios 2, 2, 0.5, 0.5 with advantages ±1: clipped where the step would gain from going further.
+    ratio = torch.tensor([2.0, 2.0, 0.5, 0.5], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+    mask, owner = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
+    policy = ratio.log().requires_grad_()
+    out = policy_loss(
+        policy,
+        torch.zeros(4),
+        advantages,
+        mask,
+        owner,
+        aggregation_denominators(mask, owner, 1),
+        **TOKEN_MEAN,
+    )
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx((-1.3 + 2.0 - 0.5 + 0.8) / 4)
+    assert policy.grad.tolist() == pytest.approx([0.0, 2.0 / 4, -0.5 / 4, 0.0])
+    assert (out.num_units, out.num_clipped, out.num_dual_clipped) == (4, 2, 0)
+    assert out.ratio_sum.item() == pytest.approx(5.0)
+    # k3 of KL(old ‖ policy) is ratio - 1 - log ratio; the logarithms cancel here.
+    assert out.approx_kl_sum.item() == pytest.approx(5.0 - 4)
+    assert out.ratios.tolist() == pytest.approx([2.0, 2.0, 0.5, 0.5])
+
+
+def test_ppo_at_ratio_one_is_reinforce(close):
+    """Published gradients of ratio · A and of log-probability · A, logits [1, 2, 1, 1], action 1, A = 1."""
+    logits = torch.tensor([1.0, 2.0, 1.0, 1.0], dtype=torch.float64, requires_grad=True)
+    logprob = logits.log_softmax(0)[1:2]
+    mask, owner = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+    denominators = aggregation_denominators(mask, owner, 1)
+    advantage = torch.ones(1, dtype=torch.float64)
+    losses = [
+        policy_loss(logprob, logprob.detach(), advantage, mask, owner, denominators, **TOKEN_MEAN).loss,
+        sequence_policy_loss(logprob, logprob.detach(), advantage, mask, owner, denominators, **CLIP).loss,
+        -logprob.sum(),
+    ]
+    gradients = [-torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in losses]
+    published = torch.tensor([-0.1749, 0.5246, -0.1749, -0.1749], dtype=torch.float64)
+    torch.testing.assert_close(gradients[0], published, atol=5e-5, rtol=0)
+    close(gradients[0], gradients[2])
+    close(gradients[1], gradients[2])
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_matches_a_loop(dual_clip, make_layout):
+    layout, policy, old, advantages = case(make_layout)
+    policy = near(old, 5, spread=1.0)
+    out = policy_loss(
+        layout.poisoned(policy, float("-inf")),
+        layout.poisoned(old, float("-inf")),
+        layout.poisoned(advantages, float("nan")),
+        layout.mask,
+        layout.owner,
+        whole(layout),
+        dual_clip=dual_clip,
+        **TOKEN_MEAN,
+    )
+    tokens = [t for n in range(layout.num_owners) for t in layout.tokens_of(n)]
+    ratio = (policy - old).exp()
+    losses = [slow_token_loss(float(ratio[t]), float(advantages[t]), dual_clip) for t in tokens]
+    assert out.loss.item() == pytest.approx(sum(losses) / len(tokens), rel=1e-9)
+    clipped = [
+        t for t in tokens if (ratio[t] > 1.3 and advantages[t] > 0) or (ratio[t] < 0.8 and advantages[t] < 0)
+    ]
+    dual = [t for t in tokens if dual_clip and advantages[t] < 0 and ratio[t] > dual_clip]
+    assert clipped and out.num_clipped == len(clipped)
+    assert bool(dual) == bool(dual_clip) and out.num_dual_clipped == len(dual)
+    assert out.num_units == len(tokens)
+
+
+def test_weights_multiply_each_tokens_loss(make_layout, close):
+    layout, policy, old, advantages = case(make_layout)
+    weights = layout.normal(7).abs()
+    arguments = (layout.mask, layout.owner, whole(layout))
+    weighted = policy_loss(
+        policy, old, advantages, *arguments, **TOKEN_MEAN, weights_T=layout.poisoned(weights, float("nan"))
+    )
+    # A positive weight may as well stand in the advantage.
+    close(weighted.loss, policy_loss(policy, old, advantages * weights, *arguments, **TOKEN_MEAN).loss)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
+def test_micro_batches_add_up_in_loss_gradient_and_sums(aggregation, make_layout, close):
+    layout, policy, old, advantages = case(make_layout)
+    denominators = whole(layout)
+    loss_of = partial(policy_loss, **CLIP, aggregation=aggregation)
+    policy.requires_grad_()
+    out = loss_of(policy, old, advantages, layout.mask, layout.owner, denominators)
+    (gradient,) = torch.autograd.grad(out.loss, policy)
+    part = torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(0)) % 4
+    shares = [
+        loss_of(policy[own], old[own], advantages[own], layout.mask[own], layout.owner[own], denominators)
+        for own in (part == p for p in range(4))
+    ]
+    (gradient_of_shares,) = torch.autograd.grad(sum(s.loss for s in shares), policy)
+    close(sum(s.loss for s in shares), out.loss)
+    close(gradient_of_shares, gradient)
+    for name in ("num_units", "num_clipped", "ratio_sum", "approx_kl_sum"):
+        close(sum(getattr(s, name) for s in shares).double(), getattr(out, name).double())
+
+
+def test_order_of_tokens_does_not_matter(make_layout, close):
+    layout, policy, old, advantages = case(make_layout)
+    p = torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(0))
+    before = policy_loss(policy, old, advantages, layout.mask, layout.owner, whole(layout), **TOKEN_MEAN)
+    after = policy_loss(
+        policy[p], old[p], advantages[p], layout.mask[p], layout.owner[p], whole(layout), **TOKEN_MEAN
+    )
+    close(after.loss, before.loss)
+    close(after.ratios, before.ratios[p])
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_gradcheck(dual_clip, make_layout):
+    layout, policy, old, advantages = case(make_layout, num_tokens=20, num_owners=4)
+    assert torch.autograd.gradcheck(
+        lambda x: (
+            policy_loss(
+                x,
+                old,
+                advantages,
+                layout.mask,
+                layout.owner,
+                whole(layout),
+                dual_clip=dual_clip,
+                **TOKEN_MEAN,
+            ).loss
+        ),
+        policy.requires_grad_(),
+    )
+
+
+def test_only_the_policy_gets_a_gradient(make_layout):
+    layout, policy, old, advantages = case(make_layout)
+    for tensor in (policy, old, advantages):
+        tensor.requires_grad_()
+    out = policy_loss(policy, old, advantages, layout.mask, layout.owner, whole(layout), **TOKEN_MEAN)
+    out.loss.backward()
+    assert old.grad is None and advantages.grad is None
+    assert torch.all(policy.grad[~layout.mask] == 0) and torch.any(policy.grad[layout.mask] != 0)
+    assert not out.ratios.requires_grad and not out.approx_kl_sum.requires_grad
+
+
+def test_masked_infinities_reach_neither_loss_nor_gradient(make_layout):
+    layout, policy, old, advantages = case(make_layout)
+    poisoned = layout.poisoned(policy, float("-inf")).requires_grad_()
+    out = policy_loss(
+        poisoned,
+        layout.poisoned(old, float("-inf")),
+        layout.poisoned(advantages, float("inf")),
+        layout.mask,
+        layout.owner,
+        whole(layout),
+        **TOKEN_MEAN,
+    )
+    out.loss.backward()
+    assert torch.isfinite(poisoned.grad).all() and torch.isfinite(out.ratios).all()
+
+
+def test_fully_masked_micro_batch_contributes_nothing(make_layout):
+    layout, policy, old, advantages = case(make_layout)
+    nothing = torch.zeros_like(layout.mask)
+    policy.requires_grad_()
+    out = policy_loss(policy, old, advantages, nothing, layout.owner, whole(layout), **TOKEN_MEAN)
+    out.loss.backward()
+    assert out.loss == 0 and torch.all(policy.grad == 0) and out.num_units == 0
+
+
+def test_extreme_ratios_stay_finite():
+    mask, owner = torch.ones(2, dtype=torch.bool), torch.tensor([0, 1])
+    policy = torch.tensor([0.0, -500.0], requires_grad=True)
+    out = policy_loss(
+        policy,
+        torch.tensor([-500.0, 0.0]),
+        torch.tensor([-1.0, 0.0]),
+        mask,
+        owner,
+        aggregation_denominators(mask, owner, 2),
+        **TOKEN_MEAN,
+    )
+    out.loss.backward()
+    assert torch.isfinite(out.loss) and torch.isfinite(policy.grad).all()
+
+
+def test_bfloat16_at_ratio_one_clips_nothing(make_layout, close):
+    layout, policy, _, advantages = case(make_layout)
+    policy = policy.bfloat16()
+    out = policy_loss(
+        policy, policy, advantages.bfloat16(), layout.mask, layout.owner, whole(layout), **TOKEN_MEAN
+    )
+    assert out.loss.dtype == torch.float32
+    assert out.num_clipped == 0 and out.approx_kl_sum == 0 and torch.all(out.ratios == 1)
+    own = advantages.bfloat16().double()[layout.mask & (layout.owner >= 0)]
+    close(out.loss, -own.mean().float())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_eps_low": 1.2, "clip_eps_high": 0.2},
+        {"clip_eps_low": 0.2, "clip_eps_high": -0.1},
+        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "dual_clip": 1.0},
+    ],
+)
+def test_clips_that_make_no_sense_are_refused(options, make_layout):
+    layout, policy, old, advantages = case(make_layout)
+    with pytest.raises(ValueError, match="clip"):
+        policy_loss(
+            policy,
+            old,
+            advantages,
+            layout.mask,
+            layout.owner,
+            whole(layout),
+            aggregation="token_mean",
+            **options,
+        )
+
+
+# Sequences -----------------------------------------------------------------------------------------------
+
+
+def sequence_case(make_layout):
+    layout, policy, _, _ = case(make_layout)
+    advantages = torch.randn(
+        layout.num_owners, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
+    return layout, policy, near(policy, 2, spread=0.2), advantages
+
+
+def test_sequence_loss_by_hand():
+    # Completion 0: 0.1 + 0.2 in log-ratio, so its ratio e^0.3 is above 1.3; completion 1 has one token.
+    owner = torch.tensor([0, -1, 1, 0])
+    mask = torch.ones(4, dtype=torch.bool)
+    policy = torch.tensor([-1.0, -9.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.1, -1.0, -1.9, -3.2], dtype=torch.float64)
+    denominators = aggregation_denominators(mask, owner, 2)
+    out = sequence_policy_loss(
+        policy, old, torch.tensor([2.0, -3.0], dtype=torch.float64), mask, owner, denominators, **CLIP
+    )
+    out.loss.backward()
+    ratio = float(torch.tensor(-0.1, dtype=torch.float64).exp())
+    assert out.loss.item() == pytest.approx((-2 * 1.3 + 3 * ratio) / 2)
+    assert policy.grad.tolist() == pytest.approx([0.0, 0.0, 3 * ratio / 2, 0.0])
+    assert (out.num_units, out.num_clipped) == (2, 1)
+
+
+def test_sequence_loss_matches_a_loop(make_layout):
+    layout, policy, old, advantages = sequence_case(make_layout)
+    poison = float("-inf")
+    out = sequence_policy_loss(
+        layout.poisoned(policy, poison),
+        layout.poisoned(old, poison),
+        advantages,
+        layout.mask,
+        layout.owner,
+        whole(layout),
+        **CLIP,
+    )
+    losses = []
+    for n in range(layout.num_owners):
+        tokens = layout.tokens_of(n)
+        if tokens:
+            ratio = float((policy - old)[tokens].sum().exp())
+            losses.append(slow_token_loss(ratio, float(advantages[n])))
+            assert out.ratios[n].item() == pytest.approx(ratio)
+    assert out.loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-9)
+    assert out.num_units == len(losses) == layout.num_owners - 2
+
+
+def test_sequence_micro_batches_add_up(make_layout, close):
+    layout, policy, old, advantages = sequence_case(make_layout)
+    denominators = whole(layout)
+    out = sequence_policy_loss(policy, old, advantages, layout.mask, layout.owner, denominators, **CLIP)
+    shares = [
+        sequence_policy_loss(
+            policy[own], old[own], advantages, layout.mask[own], layout.owner[own], denominators, **CLIP
+        )
+        for own in (layout.owner < 2, layout.owner >= 2)
+    ]
+    close(sum(s.loss for s in shares), out.loss)
+    assert sum(s.num_clipped for s in shares) == out.num_clipped
+    close(sum(s.ratio_sum for s in shares), out.ratio_sum)
+
+
+def test_a_torn_trajectory_is_refused(make_layout):
+    layout, policy, old, advantages = sequence_case(make_layout)
+    half = torch.arange(layout.num_tokens) < layout.num_tokens // 2
+    with pytest.raises(ValueError, match="whole in one micro-batch"):
+        sequence_policy_loss(
+            policy[half], old[half], advantages, layout.mask[half], layout.owner[half], whole(layout), **CLIP
+        )
+
+
+def test_sequence_gradcheck_and_unchanged_inputs(make_layout, unchanged):
+    layout, policy, old, advantages = sequence_case(make_layout)
+    rest = (old, advantages, layout.mask, layout.owner, whole(layout))
+    unchanged(sequence_policy_loss, policy, *rest, **CLIP)
+    assert torch.autograd.gradcheck(
+        lambda x: sequence_policy_loss(x, *rest, **CLIP).loss, policy.requires_grad_()
+    )
+
+
+# Terms ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_loss(kind, make_layout, close, unchanged):
+    layout, policy, reference, _ = case(make_layout, num_tokens=20, num_owners=4)
+    rest = (layout.mask, layout.owner, whole(layout))
+    options = {"kind": kind, "aggregation": "token_mean"}
+    unchanged(kl_loss, policy, reference, *rest, **options)
+    d = (policy - reference)[layout.mask & (layout.owner >= 0)]
+    per_token = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[kind]
+    poison = float("-inf")
+    found = kl_loss(layout.poisoned(policy, poison), layout.poisoned(reference, poison), *rest, **options)
+    close(found, per_token.mean())
+    reference.requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: kl_loss(x, reference, *rest, **options), policy.requires_grad_()
+    )
+    kl_loss(policy, reference, *rest, **options).backward()
+    assert reference.grad is None
+
+
+def test_entropy_bonus(make_layout, close, unchanged):
+    layout = make_layout(0)
+    entropies = layout.normal(0).abs()
+    rest = (layout.mask, layout.owner, whole(layout))
+    unchanged(entropy_bonus, entropies, *rest, aggregation="token_mean")
+    found = entropy_bonus(layout.poisoned(entropies, float("nan")), *rest, aggregation="token_mean")
+    close(found, entropies[layout.mask & (layout.owner >= 0)].mean())
+
+
+def test_policy_loss_leaves_inputs_unchanged(make_layout, unchanged):
+    layout, policy, old, advantages = case(make_layout)
+    weights = layout.normal(5)
+    unchanged(
+        policy_loss,
+        policy.requires_grad_(),
+        old,
+        advantages,
+        layout.mask,
+        layout.owner,
+        whole(layout),
+        weights_T=weights,
+        dual_clip=2.0,
+        **TOKEN_MEAN,
+    )

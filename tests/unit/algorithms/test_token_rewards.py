@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from quartet.algorithms.rewards import completion_rewards, penalise_missing_eos, token_rewards
+
+
+def test_by_hand():
+    # Trajectory 0 acts at 1 and 3 (2 is an observation), trajectory 1 at 4; token 0 is the prompt.
+    trajectory = torch.tensor([-1, 0, 0, 0, 1])
+    action = torch.tensor([False, True, False, True, True])
+    kl = torch.tensor([float("nan"), 1.0, float("inf"), 2.0, -4.0])
+    rewards = token_rewards(torch.tensor([10.0, 20.0]), kl, 0.5, action, trajectory)
+    assert rewards.tolist() == [0.0, -0.5, 0.0, 9.0, 22.0]
+    assert completion_rewards(torch.tensor([10.0, 20.0]), kl, 0.5, action, trajectory).tolist() == [8.5, 22.0]
+
+
+def test_published_numbers_with_our_sign():
+    # The text adds coef · log-ratio; a reward of 1.0 then gives -0.2. Ours subtracts.
+    kl = torch.tensor([-1.0, 0.1, -0.3], dtype=torch.float64)
+    everything, owner = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    score = torch.ones(1, dtype=torch.float64)
+    assert completion_rewards(score, kl, -1.0, everything, owner).item() == pytest.approx(-0.2)
+    assert completion_rewards(score, kl, 1.0, everything, owner).item() == pytest.approx(2.2)
+
+
+def test_matches_a_loop(make_layout, close):
+    layout = make_layout(4)
+    kl = layout.poisoned(layout.normal(0), float("-inf"))
+    scores = torch.arange(layout.num_owners, dtype=torch.float64)
+    rewards = token_rewards(scores, kl, 0.3, layout.mask, layout.owner)
+    expected = torch.zeros(layout.num_tokens, dtype=torch.float64)
+    for n in range(layout.num_owners):
+        tokens = layout.tokens_of(n)
+        for t in tokens:
+            expected[t] = -0.3 * kl[t]
+        if tokens:
+            expected[tokens[-1]] += scores[n]
+    close(rewards, expected)
+
+
+def test_without_kl_and_without_actions():
+    trajectory, nothing = torch.tensor([0, 0, 1]), torch.zeros(3, dtype=torch.bool)
+    assert token_rewards(torch.ones(2), None, 0.0, nothing, trajectory).tolist() == [0, 0, 0]
+    assert token_rewards(torch.ones(2), None, 0.0, ~nothing, trajectory).tolist() == [0, 1, 1]
+
+
+def test_missing_eos_penalty():
+    scores = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    assert penalise_missing_eos(scores, torch.tensor([True, False]), 0.5).tolist() == [1.0, 1.5]
+    with pytest.raises(ValueError, match="at least 0"):
+        penalise_missing_eos(scores, torch.tensor([True, False]), -0.5)
+
+
+def test_inputs_unchanged(make_layout, unchanged):
+    layout = make_layout(4)
+    scores = torch.ones(layout.num_owners)
+    unchanged(token_rewards, scores, layout.normal(0), 0.3, layout.mask, layout.owner)
+    unchanged(completion_rewards, scores, layout.normal(0), 0.3, layout.mask, layout.owner)
+    unchanged(penalise_missing_eos, scores, scores > 0, 1.0)

@@ -1,0 +1,229 @@
+"""Tokenised data sets: which rows a step gets, what a batch holds, what happens to rows that are too long."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from quartet.config.errors import UserError
+from quartet.config.recipe import DataConfig
+from quartet.data.datasets import PreferenceData, PromptData, SFTData
+from quartet.data.formats import Parsed, demonstrations, preferences, prompts
+from quartet.data.order import batch_indices, draws, epoch_order, split_held_out, steps_for
+from quartet.data.readers import read_rows
+from quartet.text.examples import Conversation, Demonstration, Preference, Prompt
+from quartet.text.tokenizer import TextCodec
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    """One token per word: ``<e>`` 0, then a to f."""
+    tokenizer = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(["<e>", *"abcdef"])}, unk_token="<e>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<e>"))
+
+
+@pytest.fixture
+def realdata() -> Path:
+    folder = os.environ.get("QUARTET_REALDATA")
+    if not folder:
+        pytest.skip("QUARTET_REALDATA is not set")
+    return Path(folder)
+
+
+# Order -------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 99), st.integers(0, 5), st.integers(1, 30))
+def test_an_epoch_is_a_permutation(seed: int, epoch: int, n: int) -> None:
+    assert sorted(epoch_order(seed, epoch, n)) == list(range(n))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    assert len({epoch_order(seed, epoch, 50) for seed in range(3) for epoch in range(3)}) == 9
+
+
+@given(st.integers(0, 9), st.integers(1, 12), st.integers(1, 12))
+def test_steps_use_every_row_once_per_epoch(seed: int, n: int, size: int) -> None:
+    steps = steps_for(3, n, size)
+    seen = [index for step in range(steps) for index in batch_indices(seed, step, n, size)]
+    for epoch in range(3):
+        assert sorted(seen[epoch * n : (epoch + 1) * n]) == list(range(n))
+    assert all(len(set(draws(seed, step, n, size))) == size for step in range(steps))
+
+
+def test_a_step_needs_no_history() -> None:
+    assert batch_indices(1, 7, 10, 4) == batch_indices(1, 7, 10, 4)
+    with pytest.raises(ValueError, match="nothing to draw"):
+        batch_indices(0, 0, 0, 1)
+
+
+@given(
+    st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=40), st.floats(0.05, 0.9), st.integers(0, 5)
+)
+def test_held_out_rows_share_no_prompt_with_training(names: list[str], fraction: float, seed: int) -> None:
+    items = [Prompt(name, {"n": n}) for n, name in enumerate(names)]
+    if len(set(names)) < 2:
+        with pytest.raises(UserError, match="cannot be split"):
+            split_held_out(items, fraction, seed)
+        return
+    train, held = split_held_out(items, fraction, seed)
+    assert train and held and not {r.prompt for r in train} & {r.prompt for r in held}
+    assert sorted([r.columns["n"] for r in train + held]) == list(range(len(names)))
+    assert split_held_out(items, fraction, seed) == (train, held)
+
+
+def test_held_out_size_and_seed() -> None:
+    items = [Preference(f"p{n}", "a", "b") for n in range(100)]
+    first, second = split_held_out(items, 0.2, 0), split_held_out(items, 0.2, 1)
+    assert len(first[1]) == 20 and first != second
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        split_held_out(items, 1.0, 0)
+
+
+# Batches -----------------------------------------------------------------------------------------------
+
+
+def test_sft_batch(codec: TextCodec) -> None:
+    parsed: Parsed[Demonstration | Conversation] = Parsed(
+        (Demonstration("a b", "c"), Demonstration("d", "e f"))
+    )
+    data = SFTData.build(parsed, codec, 8)
+    batch = data.select([1, 0])
+    assert batch.token_ids(0) == [4, 5, 6, 0] and batch.token_ids(1) == [1, 2, 3, 0]
+    assert batch.token["loss_mask"].tolist() == [False, True, True, True, False, False, True, True]
+    assert batch.token["loss_mask"].dtype is torch.bool
+
+
+def test_ids_are_unique_even_when_a_batch_spans_epochs(codec: TextCodec) -> None:
+    data = SFTData.build(Parsed((Demonstration("a", "b"), Demonstration("c", "d"))), codec, 8)
+    assert len(set(data.batch(0, 5, seed=0).ids)) == 5
+    assert data.batch(3, 5, seed=0).ids == data.batch(3, 5, seed=0).ids
+
+
+def test_preference_batch(codec: TextCodec) -> None:
+    data = PreferenceData.build(
+        Parsed((Preference("a b", "c", "d e", 0.5), Preference("f", "a", ""))), codec, 8
+    )
+    batch = data.select([0, 1])
+    assert [batch.token_ids(s) for s in range(4)] == [[1, 2, 3, 0], [1, 2, 4, 5, 0], [6, 1, 0], [6, 0]]
+    assert batch.num_tokens == 2 + 2 + 3 + 1 + 2 + 1
+    assert batch.sequence["pair"].tolist() == [0, 0, 1, 1]
+    assert batch.sequence["chosen"].tolist() == [True, False, True, False]
+    assert batch.sequence["margin"].tolist() == [0.5, 0.5, 0.0, 0.0]
+    assert len(set(data.batch(0, 5, seed=0).ids)) == 10
+
+
+def test_prompt_batch(codec: TextCodec) -> None:
+    data = PromptData.build(Parsed((Prompt("a b", {"answer": "1"}), Prompt("c", {"answer": "2"}))), codec, 8)
+    assert data.item(0).token_ids == (1, 2) and data.item(1).columns == {"answer": "2"}
+    batch = data.batch(0, 5, seed=0)
+    assert len({item.prompt_id for item in batch}) == 5
+    assert Counter(item.prompt_id.partition("#")[0] for item in batch).most_common()[0][1] == 3
+
+
+# Too long ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sft", "preference", "prompt"])
+def test_too_long_is_an_error_or_counted(codec: TextCodec, kind: str) -> None:
+    long = "a b c d e"
+    place = "f.jsonl:2"
+    build = {
+        "sft": lambda **k: SFTData.build(
+            Parsed((Demonstration("a", "b"), Demonstration("a", long, place))), codec, 5, **k
+        ),
+        "preference": lambda **k: PreferenceData.build(
+            Parsed((Preference("a", "b", "c"), Preference("a", "b", long, place=place))), codec, 5, **k
+        ),
+        "prompt": lambda **k: PromptData.build(
+            Parsed((Prompt("a"), Prompt(long, place=place))), codec, 4, **k
+        ),
+    }[kind]
+    with pytest.raises(UserError, match="longer than allowed") as caught:
+        build()
+    assert (
+        "1 of 2, first f.jsonl:2 with" in caught.value.found and "data.overlong=skip" in caught.value.remedy
+    )
+    data = build(overlong="skip")
+    assert len(data) == 1 and "1 rows left out" in data.remarks[0] and place in data.remarks[0]
+
+
+def test_exactly_the_limit_fits_and_nothing_left_is_an_error(codec: TextCodec) -> None:
+    parsed: Parsed[Demonstration | Conversation] = Parsed((Demonstration("a b", "c"),))
+    assert len(SFTData.build(parsed, codec, 4)) == 1
+    with pytest.raises(UserError, match="every sequence"):
+        SFTData.build(parsed, codec, 3, "skip")
+
+
+def test_a_prompt_leaves_room_for_one_token(codec: TextCodec, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a b c d"}\n')
+    config = DataConfig(path=str(path))
+    assert len(PromptData.load(config, codec, 5)) == 1
+    with pytest.raises(UserError, match="allowed 3"):
+        PromptData.load(config, codec, 4)
+    with pytest.raises(UserError, match="allowed 3"):
+        PromptData.load(config.model_copy(update={"max_tokens": 3}), codec, 5)
+
+
+def test_a_message_prompt_without_template_names_its_row(codec: TextCodec) -> None:
+    with pytest.raises(UserError, match="no chat template") as caught:
+        PromptData.build(Parsed((Prompt([{"role": "user", "content": "a"}], place="f.jsonl:9"),)), codec, 8)
+    assert "f.jsonl:9" in caught.value.found
+
+
+# Real data ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.realdata
+@pytest.mark.parametrize(("name", "num_rows"), [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
+def test_gsm8k(realdata: Path, name: str, num_rows: int) -> None:
+    rows = read_rows(DataConfig(path=str(realdata / f"{name}.jsonl")))
+    found = demonstrations(rows, {"prompt": "question", "completion": "answer"})
+    assert len(found.items) == num_rows and not found.report()
+    assert "####" in prompts(rows, {"prompt": "question"}).items[0].columns["answer"]
+
+
+@pytest.mark.realdata
+def test_pandalm_pairs(realdata: Path) -> None:
+    found = preferences(read_rows(DataConfig(path=str(realdata / "pandalm_human_pairs.jsonl"))))
+    assert len(found.items) == 894 and not found.skipped
+    assert dict(found.notes) == {
+        "one answer is empty": 52,
+        "chosen was not text and was written out as text": 6,
+    }
+
+
+@pytest.mark.realdata
+def test_conversational_pairs(realdata: Path) -> None:
+    found = preferences(read_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"))))
+    assert len(found.items) == 300 and not found.report()
+    assert Counter(pair.prompt[0]["role"] for pair in found.items if not isinstance(pair.prompt, str)) == {
+        "user": 220,
+        "system": 80,
+    }
+
+
+@pytest.mark.realdata
+def test_real_rows_as_the_story_model_reads_them(realdata: Path) -> None:
+    codec = TextCodec.from_pretrained(realdata / "stories260K")
+    config = DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"), limit=20, overlong="skip")
+    data = PreferenceData.load(config, codec, 512)
+    assert 0 < len(data) < 20 and "pair longer than 512 tokens" in data.remarks[0]
+    item = data.items[0]
+    assert item.prompt_ids[0] == 1 and item.chosen_ids[-1] == 2 and item.chosen_ids != item.rejected_ids
+    prompt_data = PromptData.load(
+        DataConfig(path=str(realdata / "gsm8k_test.jsonl"), columns={"prompt": "question"}, limit=100),
+        codec,
+        512,
+    )
+    assert len(prompt_data) == 100 and set(prompt_data.item(0).columns) == {"answer"}

@@ -1,0 +1,128 @@
+"""Files as people have them, and every way in which they can be broken."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config.errors import UserError
+from quartet.config.recipe import DataConfig
+from quartet.data.readers import read_rows
+
+ROWS = [{"prompt": "a\u2028b", "n": 1}, {"prompt": "ü", "n": None}]
+
+
+def read(path: Path, **options: Any) -> list[tuple[int, dict[str, Any]]]:
+    return [(row.line, dict(row.values)) for row in read_rows(DataConfig(path=str(path), **options))]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "ndjson", "json", "JSONL"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_json_lines(tmp_path: Path, ending: str, mark: bytes) -> None:
+    path = tmp_path / f"rows.{ending}"
+    lines = "\r\n".join(["", json.dumps(ROWS[0], ensure_ascii=False), "  ", json.dumps(ROWS[1]), ""])
+    path.write_bytes(mark + lines.encode())
+    assert read(path) == [(2, ROWS[0]), (4, ROWS[1])]
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+def test_json_array(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"rows.{ending}"
+    path.write_text(json.dumps(ROWS, indent=1), encoding="utf-8-sig")
+    assert read(path) == [(2, ROWS[0]), (6, ROWS[1])]
+
+
+def test_csv_and_tsv(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        '\ufeffprompt, n\r\n"two\r\nlines, ""quoted""",1\r\n\r\nx,\r\n', encoding="utf-8", newline=""
+    )
+    assert read(path) == [(2, {"prompt": 'two\r\nlines, "quoted"', "n": "1"}), (5, {"prompt": "x", "n": ""})]
+    path = tmp_path / "rows.tsv"
+    path.write_text("prompt\tn\na,b\t1\n")
+    assert read(path) == [(2, {"prompt": "a,b", "n": "1"})]
+
+
+def test_a_long_cell(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt\n" + "x" * 200_000 + "\n")
+    assert len(read(path)[0][1]["prompt"]) == 200_000
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    assert read(path) == [(1, ROWS[0]), (2, ROWS[1])]
+    path.write_bytes(b"not parquet")
+    with pytest.raises(UserError, match="cannot be read"):
+        read(path)
+
+
+def test_a_directory_goes_through_datasets(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert read(tmp_path / "set") == [(1, {"prompt": "a"}), (2, {"prompt": "b"})]
+    with pytest.raises(UserError, match="split 'tets'"):
+        read(tmp_path / "set", split="tets")
+
+
+def test_limit(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\nbroken\n')
+    assert read(path, limit=2) == [(1, {"a": 1}), (2, {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem", "found"),
+    [
+        ("r.jsonl", b'{"a": 1}\n\n{"a": \n', "not valid JSON", "r.jsonl:3: Expecting value: '{\"a\":'"),
+        ("r.jsonl", b'{"a": 1}\n[1]\n', "not an object", "r.jsonl:2: '[1]'"),
+        ("r.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "not UTF-8", "r.jsonl:2"),
+        ("r.json", b'[{"a": 1},\n {"a" 2}]', "not valid JSON", "r.json:2"),
+        ("r.json", b'[{"a": 1}\n {"a": 2}]', "not valid JSON", "r.json:2: expected ',' or ']'"),
+        ("r.json", b'[{"a": 1},\n 7]', "not an object", "r.json:2: '7'"),
+        ("r.json", b'[{"a": 1}', "not valid JSON", "r.json:1"),
+        ("r.json", b'[{"a": 1}]\n[2]', "not valid JSON", "r.json:2: text behind the array"),
+        ("r.csv", b"a,b\n1,2\n3\n", "one cell per column", "r.csv:3: 1 for 2 columns"),
+        ("r.csv", b"a,b\n1,2,3\n", "one cell per column", "r.csv:2: 3 for 2 columns"),
+        ("r.csv", b"a,a\n1,2\n", "header", "r.csv:1: ['a', 'a']"),
+        ("r.csv", b"a,\n1,2\n", "header", "r.csv:1"),
+        ("r.csv", b'a\n"1\n', "not valid CSV", "r.csv:2"),
+        ("r.jsonl", b"", "no rows", "r.jsonl"),
+        ("r.jsonl", b"\xef\xbb\xbf\n \n", "no rows", "r.jsonl"),
+        ("r.json", b"[]", "no rows", "r.json"),
+        ("r.csv", b"a,b\n", "no rows", "r.csv"),
+        ("r.xlsx", b"x", "format is not known", "r.xlsx"),
+    ],
+)
+def test_broken_files(tmp_path: Path, name: str, content: bytes, problem: str, found: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read(path)
+    assert problem in caught.value.problem and found in caught.value.found
+
+
+def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text("{}")
+    with pytest.raises(UserError, match=r"did you mean train\.jsonl"):
+        read(Path("trian.jsonl"))
+    with pytest.raises(UserError, match="there is no such data file"):
+        read_rows(DataConfig(path="./nothing"))
+
+
+def test_a_hub_name_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def refuse(name: str, split: str) -> None:
+        raise ConnectionError(f"cannot reach {name}")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(UserError, match="neither a file here nor a data set") as caught:
+        read_rows(DataConfig(path="somebody/something"))
+    assert "cannot reach somebody/something" in caught.value.found

@@ -1,0 +1,126 @@
+"""The rollout store."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.config.errors import UserError
+from quartet.observe.rollouts import (
+    RolloutRecord,
+    RolloutWriter,
+    list_steps,
+    read_step,
+    step_path,
+    truncate_after,
+)
+
+RECORD = RolloutRecord(
+    sequence_id="3-0-1",
+    prompt_id="p0",
+    response_index=1,
+    policy_version=2,
+    prompt_ids=[5, 6],
+    response_ids=[7, 8, 9],
+    prompt_tokens=["</script>", "\x00\ud83d"],
+    response_tokens=["שלום", '"<img>', "\u2028"],
+    prompt_text="</script>\x00",
+    response_text='שלום"<img>\u2028',
+    finish_reason="stop",
+    rewards={"model": 0.1, "style": None, "odd": math.inf},
+    score=0.30000000000000004,
+    group="3-0",
+    columns={"advantages": [0.1, -0.2, 1e-30], "ratio": [1.0, math.inf, -math.inf]},
+)
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    plain = replace(RECORD, sequence_id="other", rewards={}, score=None, columns={}, trajectory_id="t1")
+    path = RolloutWriter(tmp_path / "rollouts").write(12, [RECORD, plain])
+    assert path.name == "step_000012.jsonl.gz"
+    assert read_step(tmp_path / "rollouts", 12) == [RECORD, plain]
+    assert RECORD.trajectory_id == "3-0-1"
+
+
+def test_nan_comes_back(tmp_path: Path) -> None:
+    RolloutWriter(tmp_path).write(1, [replace(RECORD, columns={"kl": [math.nan, 0.0, 1.0]}, score=math.nan)])
+    (back,) = read_step(tmp_path, 1)
+    assert math.isnan(back.columns["kl"][0])
+    assert back.score is not None
+    assert math.isnan(back.score)
+
+
+@given(st.text(st.characters()), st.floats(allow_nan=False))
+def test_any_text_and_any_float(tmp_path_factory: pytest.TempPathFactory, text: str, value: float) -> None:
+    directory = tmp_path_factory.mktemp("store")
+    record = replace(RECORD, response_text=text, response_tokens=[text] * 3, columns={"kl": [value] * 3})
+    RolloutWriter(directory).write(0, [record])
+    assert read_step(directory, 0) == [record]
+
+
+def test_equal_records_give_equal_bytes(tmp_path: Path) -> None:
+    first = RolloutWriter(tmp_path / "a").write(1, [RECORD]).read_bytes()
+    second = RolloutWriter(tmp_path / "b").write(2, [RECORD]).read_bytes()
+    assert first == second
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RolloutWriter(tmp_path)
+    writer.write(1, [RECORD])
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("quartet.observe.jsonl.os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        writer.write(1, [])
+    assert read_step(tmp_path, 1) == [RECORD]
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001.jsonl.gz"]
+
+
+def test_truncation_removes_later_steps_and_leftovers(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path)
+    for step in (1, 2, 3, 1_000_000):
+        writer.write(step, [RECORD])
+    (tmp_path / "step_000003.jsonl.gz.tmp").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert list_steps(tmp_path) == [1, 2, 3, 1_000_000]
+    assert truncate_after(tmp_path, 2) == [3, 1_000_000]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "notes.txt",
+        "step_000001.jsonl.gz",
+        "step_000002.jsonl.gz",
+    ]
+    assert truncate_after(tmp_path / "missing", 2) == []
+    assert list_steps(tmp_path / "missing") == []
+
+
+def test_missing_step_says_which_there_are(tmp_path: Path) -> None:
+    RolloutWriter(tmp_path).write(4, [RECORD])
+    with pytest.raises(UserError, match="1 steps, 4 to 4"):
+        read_step(tmp_path, 5)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 40, -9, -1])
+def test_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    RolloutWriter(tmp_path).write(1, [RECORD])
+    path = step_path(tmp_path, 1)
+    data = path.read_bytes()
+    path.write_bytes(data[:keep] or b"\x00")
+    with pytest.raises(UserError, match="damaged") as caught:
+        read_step(tmp_path, 1)
+    assert str(path) in caught.value.found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prompt_tokens": ["one"]}, {"response_tokens": []}, {"columns": {"kl": [0.0]}}],
+)
+def test_lengths_must_agree(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="for"):
+        replace(RECORD, **wrong)

@@ -1,0 +1,191 @@
+"""Reward functions: what they receive, every way in which they can fail, and how scores are combined."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.config.errors import UserError
+from quartet.rewards.builtin import exact_match, length
+from quartet.rewards.combine import combine
+from quartet.rewards.functions import FunctionReward, RewardError, load_function
+
+PROMPTS = ["one?", "two?"]
+COMPLETIONS = ["1", "22"]
+
+
+def score(function: Callable[..., Any], prompts: Any = PROMPTS, **columns: Any) -> list[float | None]:
+    return asyncio.run(FunctionReward(function).score(prompts, COMPLETIONS, columns))
+
+
+def test_a_function_gets_what_it_names() -> None:
+    def reward(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    assert score(reward, answer=["1", "2"], other=[0, 0]) == [1.0, 0.0]
+
+
+def test_a_function_with_keyword_arguments_gets_all() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(**everything: Any) -> list[float]:
+        seen.update(everything)
+        return [0.0, 0.0]
+
+    score(reward, answer=["1", "2"])
+    assert seen == {"prompts": PROMPTS, "completions": COMPLETIONS, "answer": ["1", "2"]}
+
+
+def test_chat_prompts_come_with_conversational_completions() -> None:
+    chat = [[{"role": "user", "content": "one?"}], [{"role": "user", "content": "two?"}]]
+    assert score(lambda completions: [len(c[0]["content"]) for c in completions], prompts=chat) == [1.0, 2.0]
+
+
+def test_async_functions_are_awaited() -> None:
+    async def reward(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    assert score(reward) == [1.0, 1.0]
+
+
+def test_a_function_cannot_change_the_batch() -> None:
+    def reward(completions: list[str]) -> list[float]:
+        completions.clear()
+        return [0.0, 0.0]
+
+    completions = list(COMPLETIONS)
+    asyncio.run(FunctionReward(reward).score(PROMPTS, completions, {}))
+    assert completions == COMPLETIONS
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ([1, None], [1.0, None]),
+        ((0.5, True), [0.5, 1.0]),
+        (np.array([1, 2]), [1.0, 2.0]),
+        (torch.tensor([1.0, 2.0]), [1.0, 2.0]),
+        ([np.float32(1), np.int64(2)], [1.0, 2.0]),
+        ([torch.tensor(1.5), 2], [1.5, 2.0]),
+    ],
+)
+def test_results_that_are_taken(result: Any, expected: list[float | None]) -> None:
+    assert score(lambda completions: result) == expected
+
+
+@pytest.mark.parametrize(
+    ("result", "problem", "sample"),
+    [
+        ([1.0], "returned 1 scores for 2 completions", "22"),
+        ([1.0, 2.0, 3.0], "returned 3 scores for 2 completions", "22"),
+        ([], "returned 0 scores", "'1'"),
+        ([1.0, math.nan], "returned nan for sample 1", "22"),
+        ([math.inf, 0.0], "returned inf for sample 0", "'1'"),
+        ([1.0, "good"], "returned 'good' (str) for sample 1", "22"),
+        ([[1.0], [2.0]], "returned [1.0] (list) for sample 0", "'1'"),
+        (None, "returned NoneType, not a list", "'1'"),
+        (1.0, "returned float, not a list", "'1'"),
+        ({"a": 1}, "returned dict, not a list", "'1'"),
+    ],
+)
+def test_results_that_stop_the_run(result: Any, problem: str, sample: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        score(lambda completions: result)
+    assert (
+        problem in caught.value.problem and sample in caught.value.found and "resume" in caught.value.remedy
+    )
+
+
+def test_a_function_that_raises_is_shown_with_its_cause() -> None:
+    def brittle(completions: list[str]) -> list[float]:
+        raise KeyError("oops")
+
+    with pytest.raises(RewardError, match=r"'brittle' raised KeyError: 'oops'") as caught:
+        score(brittle)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "prompt 'one?', completion '1'" in caught.value.found
+
+
+def test_missing_columns_are_named_before_any_work() -> None:
+    def reward(completions: list[str], answer: list[str]) -> list[float]:
+        return []
+
+    with pytest.raises(UserError, match="did you mean 'answers'"):
+        FunctionReward(reward).check_columns(["answers"])
+    FunctionReward(reward).check_columns(["answer"])
+    with pytest.raises(UserError, match="no parameter `completions`"):
+        FunctionReward(lambda samples: []).check_columns([])
+
+
+def test_names() -> None:
+    assert FunctionReward(length).name == "length"
+    assert FunctionReward(length, name="brevity").name == "brevity"
+
+
+def test_load_function_from_file_and_module(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("FACTOR = 3\ndef f(completions):\n    return [FACTOR for _ in completions]\n")
+    assert load_function(f"{path}:f")(["a"]) == [3]
+    assert load_function("quartet.rewards.builtin:exact_match") is exact_match
+
+
+@pytest.mark.parametrize(
+    ("target", "part"),
+    [
+        ("f", "file.py:name or package.module:name"),
+        ("{dir}/mine.py", "file.py:name or package.module:name"),
+        ("{dir}/mnie.py:f", "did you mean mine.py"),
+        ("{dir}/mine.py:brevty", "did you mean 'brevity'"),
+        ("{dir}/mine.py:FACTOR", "there is no function 'FACTOR'"),
+        ("{dir}/broken.py:f", "line 1: SyntaxError"),
+        ("{dir}/raises.py:f", "ZeroDivisionError"),
+        ("no.such.module:f", "ModuleNotFoundError"),
+    ],
+)
+def test_targets_that_cannot_be_loaded(tmp_path: Path, target: str, part: str) -> None:
+    (tmp_path / "mine.py").write_text("FACTOR = 3\ndef brevity(completions): return []\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "raises.py").write_text("1 / 0\n")
+    with pytest.raises(UserError) as caught:
+        load_function(target.format(dir=tmp_path))
+    assert part in str(caught.value)
+
+
+def test_builtin_functions() -> None:
+    chat = [[{"role": "assistant", "content": " 4\n"}], "5"]
+    assert exact_match(completions=chat, answer=[4, "6"], other=[1, 2]) == [1.0, 0.0]
+    assert exact_match(completions=["5"], answer=[None]) == [None]
+    assert length(completions=chat) == [3.0, 1.0]
+
+
+def test_combine_leaves_out_what_does_not_apply() -> None:
+    combined, counts = combine({"a": [1.0, None, None], "b": [2.0, 3.0, None]}, {"a": 10.0, "b": -1.0})
+    assert combined == [8.0, -3.0, None]
+    assert counts == {"a": 2, "b": 1}
+
+
+def test_combine_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="weights"):
+        combine({"a": [1.0]}, {"b": 1.0})
+    with pytest.raises(ValueError, match="numbers of samples"):
+        combine({"a": [1.0], "b": []}, {"a": 1.0, "b": 1.0})
+
+
+@given(st.lists(st.tuples(*[st.none() | st.floats(-9, 9)] * 2), max_size=6), st.floats(-2, 2))
+def test_combine_adds_up(samples: list[tuple[float | None, float | None]], weight: float) -> None:
+    scores = {"a": [a for a, _ in samples], "b": [b for _, b in samples]}
+    combined, counts = combine(scores, {"a": weight, "b": 1.0})
+    for (a, b), total in zip(samples, combined, strict=True):
+        if a is None and b is None:
+            assert total is None
+        else:
+            assert total == (0.0 if a is None else weight * a) + (0.0 if b is None else b)
+    assert counts == {"a": sum(a is None for a, _ in samples), "b": sum(b is None for _, b in samples)}

@@ -1,0 +1,476 @@
+"""Properties of the arbiter over random placements, programs, delays, failures and cancellations.
+
+An auditor outside the arbiter keeps its own books from what holders and the mover really do. A null arbiter,
+which grants everything at once, must fail the same properties.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from quartet.schedule.clock import run_virtual
+from quartet.schedule.leases import Arbiter, Lease, Mode, PoolSpec, RoleSpec
+from quartet.schedule.stream import AdmissionRule, GroupStream
+
+MakeArbiter = Callable[..., Any]
+MODES: list[Mode] = ["generate", "forward", "train"]
+QUICK = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+
+
+class NullArbiter:
+    """Grants everything at once and keeps no account but versions."""
+
+    def __init__(
+        self,
+        pools: list[PoolSpec],
+        roles: list[RoleSpec],
+        *,
+        versions: Mapping[str, int],
+        mover: Any = None,
+        patience: int = 4,
+    ) -> None:
+        self._versions = dict(versions)
+        self._mover = mover
+        self._num = 0
+        self.is_idle = True
+
+    @asynccontextmanager
+    async def lease(
+        self,
+        role: str,
+        mode: Mode,
+        *,
+        reads: Mapping[str, int | None] | None = None,
+        writes: str | None = None,
+    ) -> AsyncIterator[Lease]:
+        number, self._num = self._num, self._num + 1
+        await self._mover.onload(role, mode)
+        seen = {state: self._versions[state] for state in reads or {}}
+        yield Lease(role, mode, seen, number, number, 0.0, 0)
+        if writes is not None:
+            self._versions[writes] += 1
+
+    def version(self, state: str) -> int:
+        return self._versions[state]
+
+    def describe(self) -> str:
+        return "null"
+
+
+class Auditor:
+    """Believes nobody: counts holders, bytes, readers and writers itself. Is the mover as well."""
+
+    def __init__(self, pools: list[PoolSpec], roles: list[RoleSpec], move_s: Callable[[], float]) -> None:
+        self.pools = {pool.name: pool for pool in pools}
+        self.roles = {role.name: role for role in roles}
+        self.move_s = move_s
+        self.resident_bytes: Counter[str] = Counter()  # physically there, also while moving
+        self.ready_bytes: Counter[str] = Counter()
+        self.holders: Counter[str] = Counter()
+        self.exclusive: set[str] = set()
+        self.readers: Counter[str] = Counter()
+        self.writers: Counter[str] = Counter()
+
+    async def onload(self, role: str, mode: Mode) -> None:
+        assert not self.holders[role], f"{role} is moved in while it works"
+        self.resident_bytes[role] = self.roles[role].resident_bytes[mode]
+        self._check_bytes(role)
+        await asyncio.sleep(self.move_s())
+        self.ready_bytes[role] = self.resident_bytes[role]
+
+    async def offload(self, role: str) -> None:
+        assert not self.holders[role], f"{role} is offloaded while it works"
+        self.ready_bytes[role] = 0
+        await asyncio.sleep(self.move_s())
+        self.resident_bytes[role] = 0
+
+    @asynccontextmanager
+    async def at_work(
+        self, arbiter: Any, role: str, mode: Mode, reads: Mapping[str, int | None], writes: str | None
+    ) -> AsyncIterator[Lease]:
+        """A lease under audit: from the holder's first moment to its last."""
+        async with arbiter.lease(role, mode, reads=reads, writes=writes) as lease:
+            shares = mode == "generate" and writes is None
+            before = {state: arbiter.version(state) for state in reads}
+            self._enter(role, mode, reads, writes, shares)
+            try:
+                assert lease.versions == before, "the lease reports another version than the current one"
+                assert all(v is None or before[s] == v for s, v in reads.items()), "read a wrong version"
+                yield lease
+                assert before == {s: arbiter.version(s) for s in reads}, "a version moved under its reader"
+            finally:
+                self._leave(role, reads, writes, shares)
+
+    def _enter(
+        self, role: str, mode: Mode, reads: Mapping[str, int | None], writes: str | None, shares: bool
+    ) -> None:
+        assert role not in self.exclusive and (shares or not self.holders[role]), f"{role} works twice"
+        self.holders[role] += 1
+        if not shares:
+            self.exclusive.add(role)
+        pool = self.pools[self.roles[role].pool]
+        busy = [name for name, num in self.holders.items() if num and self.roles[name].pool == pool.name]
+        assert len(busy) <= pool.slots, f"{busy} on {pool.slots} slots"
+        assert self.ready_bytes[role] >= self.roles[role].resident_bytes[mode], f"{role} works without parts"
+        self.readers.update(list(reads))
+        if writes is not None:
+            self.writers[writes] += 1
+            others = self.readers[writes] - (1 if writes in reads else 0)
+            assert self.writers[writes] == 1 and others == 0, f"{writes} is written while used"
+        assert not any(self.writers[state] and state != writes for state in reads), "read while written"
+
+    def _leave(self, role: str, reads: Mapping[str, int | None], writes: str | None, shares: bool) -> None:
+        self.holders[role] -= 1
+        if not shares:
+            self.exclusive.remove(role)
+        self.readers.subtract(list(reads))
+        if writes is not None:
+            self.writers[writes] -= 1
+
+    def _check_bytes(self, role: str) -> None:
+        pool = self.pools[self.roles[role].pool]
+        used = sum(num for name, num in self.resident_bytes.items() if self.roles[name].pool == pool.name)
+        assert pool.budget_bytes is None or used <= pool.budget_bytes, f"{used} > {pool.budget_bytes}"
+
+
+@dataclass(frozen=True)
+class Job:
+    start: int
+    role: str
+    mode: Mode
+    seconds: int
+    reads: tuple[str, ...]
+    writes: str | None
+    fails: bool
+    cancel_after: int | None
+
+
+@dataclass(frozen=True)
+class Program:
+    pools: list[PoolSpec]
+    roles: list[RoleSpec]
+    jobs: list[Job]
+    move_s: list[int]
+    patience: int
+
+
+@st.composite
+def placements(draw: st.DrawFn, names: list[str]) -> tuple[list[PoolSpec], list[RoleSpec]]:
+    pool_names = [f"pool{i}" for i in range(draw(st.sampled_from([1, 1, 2, 3])))]
+    roles = []
+    for name in names:
+        forward = draw(st.integers(0, 6))
+        sizes: dict[Mode, int] = {
+            "generate": forward,
+            "forward": forward,
+            "train": forward + draw(st.integers(0, 3)),
+        }
+        roles.append(RoleSpec(name, draw(st.sampled_from(pool_names)), sizes))
+    pools = []
+    for pool_name in pool_names:
+        largest = max((r.resident_bytes["train"] for r in roles if r.pool == pool_name), default=0)
+        budget = draw(st.one_of(st.none(), st.integers(largest, largest + 3)))
+        pools.append(PoolSpec(pool_name, draw(st.integers(1, 3)), budget))
+    return pools, roles
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, cancels: bool = True) -> Program:
+    names = [f"role{i}" for i in range(draw(st.integers(2, 4)))]
+    pools, roles = draw(placements(names))
+    states = ["s", "t"]
+    job = st.builds(
+        Job,
+        start=st.integers(0, 4),
+        role=st.sampled_from(names),
+        mode=st.sampled_from(MODES),
+        seconds=st.integers(0, 3),
+        reads=st.lists(st.sampled_from(states), unique=True, max_size=2).map(tuple),
+        writes=st.sampled_from([None, None, "s", "t"]),
+        fails=st.booleans() if cancels else st.just(False),
+        cancel_after=st.one_of(st.none(), st.integers(0, 6)) if cancels else st.none(),
+    )
+    return Program(
+        pools=pools,
+        roles=roles,
+        jobs=draw(st.lists(job, min_size=1, max_size=12)),
+        move_s=draw(st.lists(st.integers(0, 2), min_size=1, max_size=4)),
+        patience=draw(st.integers(0, 4)),
+    )
+
+
+@dataclass
+class Record:
+    """What one job saw. `asked` and `began` are places in the harness's own order of events."""
+
+    job: Job
+    asked: int
+    began: int | None = None
+    lease: Lease | None = None
+    failed: bool = False
+
+
+@dataclass
+class Outcome:
+    records: list[Record] = field(default_factory=list)
+    num_events: int = 0
+
+    def tick(self) -> int:
+        self.num_events += 1
+        return self.num_events
+
+
+async def execute(program: Program, make: MakeArbiter) -> Outcome:
+    """Runs all jobs, cancels those that say so, and checks that nothing is left."""
+    moves = 0
+
+    def move_s() -> float:
+        nonlocal moves
+        moves += 1
+        return program.move_s[moves % len(program.move_s)]
+
+    auditor = Auditor(program.pools, program.roles, move_s)
+    arbiter = make(
+        program.pools, program.roles, versions={"s": 0, "t": 0}, mover=auditor, patience=program.patience
+    )
+    outcome = Outcome()
+
+    async def run(job: Job) -> None:
+        await asyncio.sleep(job.start)
+        record = Record(job, outcome.tick())
+        outcome.records.append(record)
+        reads = dict.fromkeys(job.reads)
+        async with auditor.at_work(arbiter, job.role, job.mode, reads, job.writes) as lease:
+            record.began, record.lease = outcome.tick(), lease
+            try:
+                await asyncio.sleep(job.seconds)
+            except asyncio.CancelledError:
+                record.failed = True
+                raise
+            if job.fails:
+                record.failed = True
+                raise ZeroDivisionError("the job says so")
+
+    async def cancel_later(task: asyncio.Task[None], after: int) -> None:
+        await asyncio.sleep(after)
+        task.cancel()
+
+    tasks = [asyncio.create_task(run(job)) for job in program.jobs]
+    cancellers = [
+        asyncio.create_task(cancel_later(task, job.cancel_after))
+        for task, job in zip(tasks, program.jobs, strict=True)
+        if job.cancel_after is not None
+    ]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*cancellers)
+    for result, job in zip(results, program.jobs, strict=True):
+        if isinstance(result, ZeroDivisionError):
+            assert job.fails
+        elif isinstance(result, asyncio.CancelledError):
+            assert job.cancel_after is not None
+        elif result is not None:
+            raise result
+    assert arbiter.is_idle, arbiter.describe()
+    for state in ("s", "t"):
+        ended = [r for r in outcome.records if r.lease and r.job.writes == state and not r.failed]
+        assert arbiter.version(state) == len(ended), "a version moved without a clean writer"
+    return outcome
+
+
+@QUICK
+@given(programs())
+def test_bytes_slots_versions_and_leaks(program: Program) -> None:
+    """Budget and slots hold, readers see one version, cancelled and failed jobs leave nothing, others end."""
+    run_virtual(execute(program, Arbiter))
+
+
+def test_a_null_arbiter_fails_these_properties() -> None:
+    @settings(QUICK, database=None, phases=[Phase.generate])
+    @given(programs())
+    def audit(program: Program) -> None:
+        run_virtual(execute(program, NullArbiter))
+
+    with pytest.raises(AssertionError, match=r"slots|works twice|>|written|offloaded|moved in"):
+        audit()
+
+
+def overtakers(outcome: Outcome, waiter: Record, program: Program) -> list[Record]:
+    """Later requests granted before `waiter` that certainly took something it needed.
+
+    Those of its role, those whose states conflict, and on a pool with a single slot everybody.
+    """
+    pools = {pool.name: pool for pool in program.pools}
+    pool_of = {role.name: pools[role.pool] for role in program.roles}
+
+    def hinders(other: Job, job: Job) -> bool:
+        touched = {*job.reads, job.writes} - {None}
+        conflict = (other.writes in touched) or (job.writes is not None and job.writes in other.reads)
+        one_slot = pool_of[other.role] is pool_of[job.role] and pool_of[job.role].slots == 1
+        return other.role == job.role or conflict or one_slot
+
+    assert waiter.lease is not None
+    return [
+        other
+        for other in outcome.records
+        if other.lease is not None
+        and other.asked > waiter.asked
+        and other.lease.grant_index < waiter.lease.grant_index
+        and hinders(other.job, waiter.job)
+    ]
+
+
+@QUICK
+@given(programs(cancels=False))
+def test_nobody_is_overtaken_more_often_than_patience_allows(program: Program) -> None:
+    """The bound: at most `patience` later requests are granted something that a waiter needs before it.
+
+    Why it holds: each such grant adds one to the waiter's count (the arbiter knows more ways of hindering
+    than `overtakers`), and with `patience` of them on the count no later request that hinders it is granted.
+    These programs name no versions, so that every request is open from its arrival.
+    """
+    outcome = run_virtual(execute(program, Arbiter))
+    by_ticket = sorted(outcome.records, key=lambda record: record.asked)
+    for ticket, record in enumerate(by_ticket):
+        assert record.lease is not None and record.lease.ticket == ticket
+        assert len(overtakers(outcome, record, program)) <= record.lease.passed_over <= program.patience
+
+
+@settings(QUICK, max_examples=100)
+@given(programs(cancels=False))
+def test_the_order_of_grants_is_the_order_in_which_holders_begin(program: Program) -> None:
+    """Without parts to move, the harness's own order of beginnings confirms `grant_index`."""
+    weightless = [RoleSpec(r.name, r.pool, dict.fromkeys(MODES, 0)) for r in program.roles]
+    light = Program(program.pools, weightless, program.jobs, [0], program.patience)
+    outcome = run_virtual(execute(light, Arbiter))
+    order = sorted(outcome.records, key=lambda record: record.began or 0)
+    indices = [record.lease.grant_index for record in order if record.lease is not None]
+    assert indices == sorted(indices) == list(range(len(light.jobs)))
+
+
+@dataclass(frozen=True)
+class Training:
+    """A random placement and random durations of a whole RL run."""
+
+    pools: list[PoolSpec]
+    roles: list[RoleSpec]
+    rule: AdmissionRule
+    chunk_size: int
+    num_steps: int
+    seconds: list[int]
+    rejects: frozenset[int]
+    patience: int
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> Training:
+    pools, roles = draw(placements(["rollout", "actor", "critic", "ref", "reward"]))
+    return Training(
+        pools=pools,
+        roles=roles,
+        rule=AdmissionRule(draw(st.integers(1, 4)), draw(st.sampled_from([None, 0, 1, 2]))),
+        chunk_size=draw(st.integers(1, 4)),
+        num_steps=draw(st.integers(1, 3)),
+        seconds=draw(st.lists(st.integers(0, 5), min_size=1, max_size=7)),
+        rejects=draw(st.frozensets(st.integers(0, 6), max_size=3)),
+        patience=draw(st.integers(0, 4)),
+    )
+
+
+class Run:
+    """generate → reward, ref, old log-probabilities, values of chunks → train actor ∥ critic → publish."""
+
+    def __init__(self, training: Training, make: MakeArbiter) -> None:
+        self.training = training
+        self.num_draws = 0
+        self.auditor = Auditor(training.pools, training.roles, self.next_seconds)
+        self.arbiter = make(
+            training.pools,
+            training.roles,
+            versions={"actor": 0, "critic": 0, "rollout": 0},
+            mover=self.auditor,
+            patience=training.patience,
+        )
+        self.stream: GroupStream[tuple[int, int]] = GroupStream(
+            self.generate,
+            training.rule,
+            chunk_size=training.chunk_size,
+            accept=lambda group: group[0] not in training.rejects,
+        )
+
+    def next_seconds(self) -> float:
+        self.num_draws += 1
+        return self.training.seconds[self.num_draws % len(self.training.seconds)]
+
+    async def work(self, role: str, mode: Mode, writes: str | None = None, **reads: int | None) -> Lease:
+        async with self.auditor.at_work(self.arbiter, role, mode, reads, writes) as lease:
+            await asyncio.sleep(self.next_seconds())
+            return lease
+
+    async def generate(self, index: int) -> tuple[int, int]:
+        lease = await self.work("rollout", "generate", rollout=None)
+        return index, lease.versions["rollout"]
+
+    async def step(self, step: int) -> list[int]:
+        indices: list[int] = []
+        async with asyncio.TaskGroup() as scoring:
+            async for chunk in self.stream.chunks(step):
+                indices += [index for index, _ in chunk]
+                lag = self.training.rule.max_staleness or 0
+                assert all(step - lag <= version <= step for _, version in chunk), "too stale, or too new"
+                scoring.create_task(self.work("reward", "forward"))
+                scoring.create_task(self.work("ref", "forward"))
+                scoring.create_task(self.work("actor", "forward", actor=step))
+                scoring.create_task(self.work("critic", "forward", critic=step))
+        async with asyncio.TaskGroup() as learning:
+            learning.create_task(self.work("actor", "train", "actor", actor=step))
+            learning.create_task(self.work("critic", "train", "critic", critic=step))
+        await self.work("rollout", "generate", "rollout", actor=step + 1)
+        self.stream.published(step + 1)
+        return indices
+
+    async def __call__(self) -> list[list[int]]:
+        async with self.stream:
+            steps = [await self.step(step) for step in range(self.training.num_steps)]
+        assert self.arbiter.is_idle, self.arbiter.describe()
+        return steps
+
+
+@settings(QUICK, max_examples=150)
+@given(trainings())
+def test_an_rl_run_ends_on_every_placement(training: Training) -> None:
+    """No deadlock, budgets and windows hold, a step's groups depend neither on placement nor on durations."""
+    run = Run(training, Arbiter)
+    steps = run_virtual(run())
+    size = training.rule.prompts_per_step
+    accepted = [index for index in range(100) if index not in training.rejects]
+    assert steps == [accepted[step * size : (step + 1) * size] for step in range(training.num_steps)]
+    for state in ("actor", "critic", "rollout"):
+        assert run.arbiter.version(state) == training.num_steps
+
+
+@settings(QUICK, max_examples=100)
+@given(trainings(), st.integers(0, 60), st.integers(0, 5))
+def test_a_cancelled_rl_run_leaves_nothing(training: Training, seconds: int, turns: int) -> None:
+    async def main() -> None:
+        run = Run(training, Arbiter)
+        task = asyncio.create_task(run())
+        await asyncio.sleep(seconds)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled() or task.exception() is None, task.exception()
+        assert run.arbiter.is_idle, run.arbiter.describe()
+        assert run.stream.num_running == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())

@@ -1,0 +1,419 @@
+"""The arbiter's rules, one scenario each, on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from quartet.config.errors import UserError
+from quartet.schedule.clock import Deadlock, now, run_virtual
+from quartet.schedule.leases import (
+    Arbiter,
+    HandOver,
+    MissedVersion,
+    Mode,
+    NestedLease,
+    PoolSpec,
+    RoleSpec,
+)
+
+
+class SlowMover:
+    """Takes `seconds` per call and keeps a log; fails where told to."""
+
+    def __init__(self, seconds: float, *, fail_onload: str | None = None) -> None:
+        self.seconds = seconds
+        self.fail_onload = fail_onload
+        self.log: list[str] = []
+
+    async def onload(self, role: str, mode: Mode) -> None:
+        self.log.append(f"+{role} {mode} begins")
+        await asyncio.sleep(self.seconds)
+        if role == self.fail_onload:
+            raise OSError(f"{role} does not come in")
+        self.log.append(f"+{role} {mode} ends")
+
+    async def offload(self, role: str) -> None:
+        self.log.append(f"-{role} begins")
+        await asyncio.sleep(self.seconds)
+        self.log.append(f"-{role} ends")
+
+
+def one_pool(*names: str, budget: int | None = None, slots: int = 1, **options: Any) -> Arbiter:
+    """Roles of 10 bytes in forward and generate, 40 in train, on one pool; states `actor` and `rollout`."""
+    sizes: dict[Mode, int] = {"forward": 10, "generate": 10, "train": 40}
+    roles = [RoleSpec(name, "gpu", sizes) for name in names]
+    states = {"actor": 0, "rollout": 0}
+    return Arbiter([PoolSpec("gpu", slots, budget)], roles, versions=states, **options)
+
+
+async def work(
+    arbiter: Arbiter,
+    role: str,
+    mode: Mode,
+    seconds: float,
+    log: list[tuple[str, float]] | None = None,
+    name: str | None = None,
+    **access: Any,
+) -> None:
+    async with arbiter.lease(role, mode, **access):
+        if log is not None:
+            log.append((name or role, now()))
+        await asyncio.sleep(seconds)
+
+
+async def together(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Starts all in this order and waits for all."""
+    await asyncio.gather(*coroutines)
+
+
+def test_slots_bound_how_many_roles_compute() -> None:
+    async def main(slots: int) -> float:
+        arbiter = one_pool("a", "b", "c", "d", slots=slots)
+        await together(*(work(arbiter, name, "forward", 1.0) for name in "abcd"))
+        assert arbiter.is_idle
+        return now()
+
+    assert [run_virtual(main(slots)) for slots in (1, 2, 4)] == [4.0, 2.0, 1.0]
+
+
+def test_a_role_has_one_forward_lease_at_a_time_but_shares_generation() -> None:
+    async def main(mode: Mode) -> float:
+        arbiter = one_pool("a", slots=4)
+        await together(*(work(arbiter, "a", mode, 1.0) for _ in range(3)))
+        return now()
+
+    assert run_virtual(main("forward")) == 3.0
+    assert run_virtual(main("generate")) == 1.0
+
+
+def test_parts_stay_resident_while_they_fit() -> None:
+    async def main() -> tuple[list[str], list[HandOver]]:
+        mover = SlowMover(0.5)
+        arbiter = one_pool("a", "b", "c", budget=20, mover=mover)
+        for name in ("a", "b", "a", "b"):
+            await work(arbiter, name, "forward", 1.0)
+        assert mover.log == ["+a forward begins", "+a forward ends", "+b forward begins", "+b forward ends"]
+        mover.log.clear()
+        await work(arbiter, "c", "forward", 1.0)
+        stats = arbiter.stats()
+        assert (stats.onloaded_bytes, stats.offloaded_bytes, stats.peak_bytes) == (30, 10, {"gpu": 20})
+        return mover.log, arbiter.take_hand_overs()
+
+    log, hand_overs = run_virtual(main())
+    # a was used before b: it is the one to leave, and is gone before c comes in
+    assert log == ["-a begins", "-a ends", "+c forward begins", "+c forward ends"]
+    assert hand_overs[-2:] == [HandOver("a", None, 10, 0.5), HandOver("c", "forward", 10, 0.5)]
+
+
+def test_training_adds_to_what_forward_holds_and_serves_forward_after_it() -> None:
+    async def main() -> list[HandOver]:
+        arbiter = one_pool("a", budget=40, mover=SlowMover(0.0))
+        modes: list[Mode] = ["forward", "train", "forward"]
+        for mode in modes:
+            await work(arbiter, "a", mode, 1.0)
+        return arbiter.take_hand_overs()
+
+    assert [(h.mode, h.moved_bytes) for h in run_virtual(main())] == [("forward", 10), ("train", 30)]
+
+
+def test_resident_roles_go_first_until_patience_ends() -> None:
+    async def main(patience: int) -> list[str]:
+        arbiter = one_pool("a", "b", budget=10, patience=patience)
+        log: list[tuple[str, float]] = []
+        await together(
+            work(arbiter, "a", "forward", 1.0, log),
+            work(arbiter, "b", "forward", 1.0, log),
+            *(work(arbiter, "a", "forward", 1.0, log) for _ in range(5)),
+        )
+        stats = arbiter.stats()
+        assert (stats.max_passed_over, stats.num_passed_over) == (patience, patience)
+        assert (stats.num_leases, stats.num_waits) == (7, 6)
+        return [name for name, _ in log]
+
+    assert run_virtual(main(0)) == ["a", "b", "a", "a", "a", "a", "a"]
+    assert run_virtual(main(3)) == ["a", "a", "a", "a", "b", "a", "a"]
+
+
+def test_an_urgent_request_reserves_slots_only_of_its_own_pool() -> None:
+    async def main() -> list[tuple[str, float]]:
+        roles = [RoleSpec(n, p, {"forward": 1}) for n, p in (("a", "x"), ("b", "x"), ("c", "y"))]
+        arbiter = Arbiter([PoolSpec("x"), PoolSpec("y")], roles, patience=0)
+        log: list[tuple[str, float]] = []
+        await together(
+            work(arbiter, "a", "forward", 5.0, log),
+            work(arbiter, "b", "forward", 1.0, log),
+            work(arbiter, "c", "forward", 1.0, log),
+        )
+        return log
+
+    assert run_virtual(main()) == [("a", 0.0), ("c", 0.0), ("b", 5.0)]
+
+
+def test_a_reader_waits_for_its_version_and_a_writer_advances_it() -> None:
+    async def main() -> list[tuple[str, float]]:
+        arbiter = one_pool("actor", "rollout", "probe", slots=3)
+        log: list[tuple[str, float]] = []
+        await together(
+            work(arbiter, "probe", "forward", 1.0, log, reads={"actor": 2}),
+            work(arbiter, "actor", "train", 2.0, log, reads={"actor": 0}, writes="actor"),
+            work(arbiter, "actor", "train", 2.0, log, reads={"actor": 1}, writes="actor"),
+            work(arbiter, "rollout", "generate", 1.0, log, reads={"actor": 2}, writes="rollout"),
+        )
+        assert (arbiter.version("actor"), arbiter.version("rollout")) == (2, 1)
+        return log
+
+    assert run_virtual(main()) == [("actor", 0.0), ("actor", 2.0), ("probe", 4.0), ("rollout", 4.0)]
+
+
+def test_a_failing_writer_does_not_advance() -> None:
+    async def main() -> int:
+        arbiter = one_pool("actor")
+        with pytest.raises(ZeroDivisionError):
+            async with arbiter.lease("actor", "train", writes="actor"):
+                raise ZeroDivisionError
+        assert arbiter.is_idle
+        return arbiter.version("actor")
+
+    assert run_virtual(main()) == 0
+
+
+def test_a_queued_reader_of_the_current_version_goes_before_the_writer() -> None:
+    async def main() -> list[str]:
+        arbiter = one_pool("actor", "probe", slots=1)
+        log: list[tuple[str, float]] = []
+        await together(
+            work(arbiter, "probe", "train", 1.0, log, "holder"),
+            work(arbiter, "actor", "train", 1.0, log, writes="actor"),
+            work(arbiter, "probe", "forward", 1.0, log, reads={"actor": 0}),
+        )
+        return [name for name, _ in log]
+
+    assert run_virtual(main()) == ["holder", "probe", "actor"]
+
+
+def test_a_late_reader_gets_a_clear_error_and_a_reservation_prevents_it() -> None:
+    async def main() -> None:
+        arbiter = one_pool("actor", "probe", slots=2)
+        await work(arbiter, "actor", "train", 1.0, writes="actor")
+        with pytest.raises(MissedVersion, match=r"version 0 is gone: reserve\('actor', 0"):
+            await work(arbiter, "probe", "forward", 1.0, reads={"actor": 0})
+        with pytest.raises(MissedVersion):
+            arbiter.reserve("actor", 0, "probe")
+
+        arbiter.reserve("actor", 2, "probe", uses=2)
+        log: list[tuple[str, float]] = []
+
+        async def read_later() -> None:
+            await asyncio.sleep(10)
+            await work(arbiter, "probe", "forward", 1.0, log, reads={"actor": 2})
+            await work(arbiter, "probe", "forward", 1.0, log, reads={"actor": 2})
+
+        async def train_twice() -> None:
+            await work(arbiter, "actor", "train", 1.0, log, writes="actor")
+            await work(arbiter, "actor", "train", 1.0, log, writes="actor")
+
+        await together(read_later(), train_twice())
+        assert log == [("actor", 1.0), ("probe", 11.0), ("probe", 12.0), ("actor", 13.0)]
+        assert arbiter.is_idle
+
+    run_virtual(main())
+
+
+def test_released_reservations_let_the_writer_go() -> None:
+    async def main() -> float:
+        arbiter = one_pool("actor", "probe")
+
+        async def promise() -> None:
+            with arbiter.reserve("actor", 0, "probe"):
+                await asyncio.sleep(3)
+
+        await together(promise(), work(arbiter, "actor", "train", 0.0, writes="actor"))
+        assert arbiter.is_idle
+        return now()
+
+    assert run_virtual(main()) == 3.0
+
+
+def test_a_writer_uses_its_own_reservation() -> None:
+    async def main() -> int:
+        arbiter = one_pool("actor")
+        arbiter.reserve("actor", 0, "actor")
+        await work(arbiter, "actor", "train", 1.0, reads={"actor": 0}, writes="actor")
+        return arbiter.version("actor")
+
+    assert run_virtual(main()) == 1
+
+
+def test_a_version_being_replaced_cannot_be_reserved() -> None:
+    async def main() -> None:
+        arbiter = one_pool("actor", "probe")
+        async with arbiter.lease("actor", "train", writes="actor"):
+            with pytest.raises(MissedVersion, match="being advanced now"):
+                arbiter.reserve("actor", 0, "probe")
+            arbiter.reserve("actor", 1, "probe").release()
+
+    run_virtual(main())
+
+
+def test_a_queued_reader_that_misses_its_window_is_told() -> None:
+    async def main() -> None:
+        arbiter = one_pool("actor", "probe", slots=2)
+        both = {"actor": 0, "rollout": 1}
+        late = asyncio.create_task(work(arbiter, "probe", "forward", 1.0, reads=both))
+        await asyncio.sleep(1)
+        await work(arbiter, "actor", "train", 1.0, writes="actor")
+        with pytest.raises(MissedVersion):
+            await late
+        assert arbiter.is_idle
+
+    run_virtual(main())
+
+
+def test_reading_the_latest_version_reports_which_it_was() -> None:
+    async def main() -> dict[str, int]:
+        arbiter = one_pool("actor")
+        await work(arbiter, "actor", "train", 1.0, writes="actor")
+        async with arbiter.lease("actor", "forward", reads={"actor": None}) as lease:
+            assert (lease.ticket, lease.grant_index, lease.wait_s) == (1, 1, 0.0)
+            return dict(lease.versions)
+
+    assert run_virtual(main()) == {"actor": 1}
+
+
+def test_nested_leases_are_refused() -> None:
+    async def main() -> None:
+        arbiter = one_pool("a", "b", slots=2)
+        async with arbiter.lease("a", "forward"):
+            with pytest.raises(NestedLease, match=r"\(b, forward\) asked for inside lease \(a, forward\)"):
+                await work(arbiter, "b", "forward", 1.0)
+        await work(arbiter, "b", "forward", 1.0)
+        assert arbiter.is_idle
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "access", "expected"),
+    [
+        ("actr", "forward", {}, "use 'actor'"),
+        ("actor", "generate", {}, "modes of 'actor': forward, train"),
+        ("actor", "train", {}, "it needs 5,000 bytes, the pool has 4,000"),
+        ("actor", "train", {}, "budget of at least 5,000 bytes, or put 'actor' on pool 'large'"),
+        ("actor", "forward", {"writes": "aktor"}, "use 'actor'"),
+        ("actor", "forward", {"reads": {"critic": 0}}, "known states: actor"),
+    ],
+)
+def test_requests_that_can_never_be_granted_fail_at_once(
+    role: str, mode: Mode, access: dict[str, Any], expected: str
+) -> None:
+    async def main() -> None:
+        pools = [PoolSpec("small", 1, 4_000), PoolSpec("large", 1, 6_000), PoolSpec("larger", 1, 9_000)]
+        arbiter = Arbiter(
+            pools, [RoleSpec("actor", "small", {"forward": 1, "train": 5_000})], versions={"actor": 0}
+        )
+        with pytest.raises(UserError) as error:
+            await work(arbiter, role, mode, 1.0, **access)
+        assert expected in str(error.value)
+        assert arbiter.is_idle
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("pools", "roles", "expected"),
+    [
+        ([PoolSpec("gpu", slots=0)], [], "no slot"),
+        ([PoolSpec("gpu", budget_bytes=-1)], [], "negative budget"),
+        ([PoolSpec("gpu"), PoolSpec("gpu")], [], "two pools have one name"),
+        ([PoolSpec("gpu")], [RoleSpec("a", "gpu", {}), RoleSpec("a", "gpu", {})], "two roles have one name"),
+        ([PoolSpec("gpu")], [RoleSpec("a", "gpo", {})], "use 'gpu'"),
+        ([PoolSpec("gpu")], [RoleSpec("a", "gpu", {"train": -1})], "negative size"),
+    ],
+)
+def test_impossible_placements_are_refused(
+    pools: list[PoolSpec], roles: list[RoleSpec], expected: str
+) -> None:
+    with pytest.raises(UserError, match=expected):
+        Arbiter(pools, roles)
+
+
+def test_a_deadlock_names_the_version_that_never_comes() -> None:
+    async def main() -> None:
+        arbiter = one_pool("actor", "probe")
+        await work(arbiter, "probe", "forward", 1.0, reads={"actor": 1})
+
+    with pytest.raises(
+        Deadlock, match=r"\(probe, forward\) waits: 'actor' is at version 0, it reads version 1"
+    ):
+        run_virtual(main())
+
+
+def test_a_deadlock_names_the_reader_of_a_forgotten_reservation() -> None:
+    async def main() -> None:
+        arbiter = one_pool("actor", "probe")
+        arbiter.reserve("actor", 0, "probe")
+        await work(arbiter, "actor", "train", 1.0, writes="actor")
+
+    with pytest.raises(Deadlock, match="'actor' at version 0 is reserved by probe"):
+        run_virtual(main())
+
+
+def test_a_cancelled_holder_waits_until_the_step_of_its_move_has_ended() -> None:
+    async def main() -> tuple[list[str], float]:
+        mover = SlowMover(4.0)
+        arbiter = one_pool("a", "b", budget=10, mover=mover)
+        await work(arbiter, "a", "forward", 0.0)
+        victim = asyncio.create_task(work(arbiter, "b", "forward", 1.0))
+        await asyncio.sleep(1)
+        victim.cancel()
+        await asyncio.sleep(1)
+        victim.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await victim
+        assert arbiter.is_idle
+        assert arbiter.resident_bytes("gpu") == 0
+        return mover.log[2:], now()
+
+    assert run_virtual(main()) == (["-a begins", "-a ends"], 8.0)
+
+
+def test_a_move_that_fails_leaves_the_accounts_right() -> None:
+    async def main() -> None:
+        mover = SlowMover(1.0, fail_onload="b")
+        arbiter = one_pool("a", "b", budget=10, mover=mover)
+        await work(arbiter, "a", "forward", 0.0)
+        with pytest.raises(OSError, match="b does not come in"):
+            await work(arbiter, "b", "forward", 1.0)
+        assert arbiter.is_idle
+        assert arbiter.resident_bytes("gpu") == 0
+        await work(arbiter, "a", "forward", 0.0)
+        assert arbiter.resident_bytes("gpu") == 10
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("after_turns", range(24))
+@pytest.mark.parametrize("mover_s", [0.0, 1.0])
+def test_cancelling_at_any_await_leaks_nothing(after_turns: int, mover_s: float) -> None:
+    """The victim is cancelled after so many turns: queued, granted but asleep, moving, or at work."""
+
+    async def main() -> None:
+        arbiter = one_pool("a", "b", "c", budget=40, mover=SlowMover(mover_s), patience=1)
+        before = asyncio.create_task(work(arbiter, "a", "train", 0.0, writes="actor"))
+        victim = asyncio.create_task(work(arbiter, "b", "train", 0.0, writes="rollout"))
+        after = asyncio.create_task(work(arbiter, "c", "forward", 0.0, reads={"rollout": None}))
+        for _ in range(after_turns):
+            await asyncio.sleep(mover_s / 4)
+        victim.cancel()
+        results = await asyncio.gather(before, victim, after, return_exceptions=True)
+        assert results[0] is None and results[2] is None
+        assert arbiter.is_idle, arbiter.describe()
+        assert arbiter.version("rollout") == (0 if isinstance(results[1], asyncio.CancelledError) else 1)
+        await work(arbiter, "b", "train", 0.0, writes="rollout")
+        assert arbiter.resident_bytes("gpu") == 40
+
+    run_virtual(main())

@@ -1,0 +1,313 @@
+"""The group stream: composition, refilling, capacity, resume, failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet.config.errors import UserError
+from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.stream import AdmissionRule, GroupStream
+
+QUICK = settings(deadline=None, max_examples=300)
+
+
+@dataclass(frozen=True)
+class Setup:
+    rule: AdmissionRule
+    chunk_size: int
+    num_steps: int
+    delays: list[int]
+    train_s: int
+    rejects: frozenset[int]
+
+
+setups = st.builds(
+    Setup,
+    rule=st.builds(AdmissionRule, st.integers(1, 5), st.sampled_from([None, 0, 1, 3])),
+    chunk_size=st.integers(1, 6),
+    num_steps=st.integers(1, 4),
+    delays=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    train_s=st.integers(0, 12),
+    rejects=st.frozensets(st.integers(0, 20), max_size=10),
+)
+
+
+def sequential_reference(setup: Setup) -> list[list[list[int]]]:
+    """Steps of chunks of indices, as if groups were made one after another."""
+    size, cut = setup.rule.prompts_per_step, setup.chunk_size
+    accepted = [index for index in range(1000) if index not in setup.rejects]
+    steps = [accepted[step * size : (step + 1) * size] for step in range(setup.num_steps)]
+    return [[step[at : at + cut] for at in range(0, size, cut)] for step in steps]
+
+
+def make_stream(
+    setup: Setup, *, check: Callable[[int], None] | None = None, max_attempts: int | None = None
+) -> GroupStream[int]:
+    async def produce(index: int) -> int:
+        if check is not None:
+            check(index)
+        await asyncio.sleep(setup.delays[index % len(setup.delays)])
+        return index
+
+    return GroupStream(
+        produce,
+        setup.rule,
+        chunk_size=setup.chunk_size,
+        accept=lambda index: index not in setup.rejects,
+        max_attempts=max_attempts,
+    )
+
+
+async def consume(stream: GroupStream[int], setup: Setup, first: int, last: int) -> list[list[list[int]]]:
+    steps = []
+    for step in range(first, last):
+        steps.append([chunk async for chunk in stream.chunks(step)])
+        await asyncio.sleep(setup.train_s)
+        stream.published(step + 1)
+    return steps
+
+
+@QUICK
+@given(setups)
+def test_composition_is_that_of_a_sequential_run_and_capacity_holds(setup: Setup) -> None:
+    """Each group once, in index order, whatever takes long; never more in flight than the rule admits."""
+    rule, published, produced = setup.rule, 0, []
+
+    async def main() -> list[list[list[int]]]:
+        def check(index: int) -> None:
+            produced.append(index)
+            steps_begun = published + 1
+            ahead = 0 if rule.max_staleness is None else rule.max_staleness
+            in_flight_or_kept = stream.num_running + stream.num_accepted
+            assert in_flight_or_kept <= (ahead + steps_begun) * rule.prompts_per_step
+
+        stream = make_stream(setup, check=check)
+        steps = []
+        nonlocal published
+        async with stream:
+            for step in range(setup.num_steps):
+                steps.append([chunk async for chunk in stream.chunks(step)])
+                if rule.max_staleness is None:
+                    assert stream.num_running == 0
+                await asyncio.sleep(setup.train_s)
+                published = step + 1
+                stream.published(published)
+        assert stream.num_running == 0
+        return steps
+
+    assert run_virtual(main()) == sequential_reference(setup)
+    assert produced == sorted(set(produced))
+    if rule.max_staleness is None:
+        last = sequential_reference(setup)[-1][-1][-1]
+        assert produced == list(range(last + 1)), "a synchronous stream makes nothing that it does not need"
+
+
+@QUICK
+@given(setups, st.data())
+def test_a_restored_stream_continues_as_if_never_stopped(setup: Setup, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, setup.num_steps))
+
+    async def main() -> None:
+        async with make_stream(setup) as stream:
+            before = await consume(stream, setup, 0, cut)
+            state = stream.state()
+            uninterrupted = await consume(stream, setup, cut, setup.num_steps)
+            end = stream.state()
+        async with make_stream(setup) as stream:
+            stream.restore(state)
+            assert stream.state() == state
+            resumed = await consume(stream, setup, cut, setup.num_steps)
+            assert stream.state() == end
+        assert resumed == uninterrupted
+        assert before + resumed == sequential_reference(setup)
+
+    run_virtual(main())
+
+
+def fixed(
+    size: int = 4,
+    stale: int | None = None,
+    *,
+    chunk_size: int = 2,
+    delays: tuple[int, ...] = (1,),
+    rejects: frozenset[int] = frozenset(),
+) -> Setup:
+    return Setup(AdmissionRule(size, stale), chunk_size, 3, list(delays), 0, rejects)
+
+
+def test_a_chunk_is_yielded_as_soon_as_it_is_complete() -> None:
+    async def main() -> list[tuple[list[int], float]]:
+        async with make_stream(fixed(delays=(3, 1, 8, 2))) as stream:
+            return [(chunk, now()) async for chunk in stream.chunks(0)]
+
+    assert run_virtual(main()) == [([0, 1], 3.0), ([2, 3], 8.0)]
+
+
+def test_rejected_groups_are_refilled_when_they_are_rejected() -> None:
+    async def main() -> tuple[list[list[int]], float, dict[str, int]]:
+        async with make_stream(fixed(delays=(1, 1, 5, 1), rejects=frozenset({0, 1}))) as stream:
+            chunks = [chunk async for chunk in stream.chunks(0)]
+            assert stream.num_rejected == 2
+            return chunks, now(), stream.state()
+
+    chunks, ended, state = run_virtual(main())
+    assert (chunks, ended) == ([[2, 3], [4, 5]], 5.0)  # 4 and 5 began at 1, when 0 and 1 were rejected
+    assert state == {"next_index": 6, "steps": 1, "accepted": 4, "rejected": 2, "versions_published": 0}
+
+
+def test_asynchronous_generation_runs_ahead_and_synchronous_does_not() -> None:
+    async def main(stale: int | None) -> list[int]:
+        in_flight = []
+        async with make_stream(fixed(stale=stale, delays=(100,))) as stream:
+            consumer = asyncio.create_task(consume(stream, fixed(), 0, 1))
+            await asyncio.sleep(1)
+            in_flight.append(stream.num_running)
+            await consumer
+            await asyncio.sleep(1)
+            in_flight.append(stream.num_running)
+        return in_flight
+
+    assert run_virtual(main(None)) == [4, 0]
+    assert run_virtual(main(0)) == [4, 4]
+    assert run_virtual(main(2)) == [12, 4]
+
+
+@pytest.mark.parametrize("stale", [None, 0, 2])
+def test_a_filter_that_rejects_everything_ends_in_counts(stale: int | None) -> None:
+    async def main() -> None:
+        setup = fixed(stale=stale, rejects=frozenset(range(1, 1000)))
+        produced: list[int] = []
+        async with make_stream(setup, check=produced.append, max_attempts=10) as stream:
+            with pytest.raises(UserError) as error:
+                await consume(stream, setup, 0, 1)
+            assert "1 of 4 accepted, 9 rejected in 10 attempts" in str(error.value)
+            assert stream.num_running == 0
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert len(produced) <= 10 * (1 + (stale or 0))
+
+    run_virtual(main())
+
+
+def test_an_idle_consumer_does_not_keep_a_rejecting_producer_busy() -> None:
+    async def main() -> int:
+        produced: list[int] = []
+        setup = fixed(stale=1, rejects=frozenset(range(4, 10_000)))
+        async with make_stream(setup, check=produced.append, max_attempts=8) as stream:
+            [chunk async for chunk in stream.chunks(0)]
+            await asyncio.sleep(1000)
+        return len(produced)
+
+    assert run_virtual(main()) == 4 + 2 * 8
+
+
+@pytest.mark.parametrize("stale", [None, 1])
+def test_a_failure_surfaces_once_and_leaves_nothing_running(stale: int | None) -> None:
+    async def main() -> None:
+        def check(index: int) -> None:
+            if index == 2:
+                raise ZeroDivisionError("group 2")
+
+        async with make_stream(fixed(stale=stale, delays=(50,)), check=check) as stream:
+            with pytest.raises(ZeroDivisionError, match="group 2"):
+                await consume(stream, fixed(), 0, 1)
+            assert stream.num_running == 0
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            with pytest.raises(RuntimeError, match="closed"):
+                await consume(stream, fixed(), 0, 1)
+        assert now() == 0.0
+
+    run_virtual(main())
+
+
+def test_a_failure_ahead_of_the_consumer_waits_for_it() -> None:
+    async def main() -> None:
+        def check(index: int) -> None:
+            if index == 6:
+                raise ZeroDivisionError("group 6")
+
+        async with make_stream(fixed(stale=0), check=check) as stream:
+            assert len(await consume(stream, fixed(), 0, 1)) == 1
+            await asyncio.sleep(20)
+            with pytest.raises(ZeroDivisionError, match="group 6"):
+                await consume(stream, fixed(), 1, 2)
+
+    run_virtual(main())
+
+
+def test_a_producer_cancelled_from_outside_is_an_error_and_not_a_hang() -> None:
+    async def main() -> None:
+        async def produce(index: int) -> int:
+            raise asyncio.CancelledError
+
+        async with GroupStream(produce, AdmissionRule(1), chunk_size=1) as stream:
+            with pytest.raises(RuntimeError, match="producing group 0 was cancelled"):
+                [chunk async for chunk in stream.chunks(0)]
+
+    run_virtual(main())
+
+
+def test_closing_waits_for_producers_that_take_time_to_stop() -> None:
+    async def main() -> tuple[float, list[str]]:
+        log = []
+
+        async def produce(index: int) -> int:
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(3)
+                log.append(f"stopped {index}")
+            return index
+
+        stream = GroupStream(produce, AdmissionRule(2), chunk_size=1)
+        consumer = asyncio.create_task(anext(stream.chunks(0)))
+        await asyncio.sleep(1)
+        consumer.cancel()
+        closing = asyncio.create_task(stream.close())
+        await asyncio.sleep(1)
+        closing.cancel()
+        results = await asyncio.gather(consumer, closing, return_exceptions=True)
+        assert [type(result) for result in results] == [asyncio.CancelledError] * 2
+        return now(), log
+
+    assert run_virtual(main()) == (4.0, ["stopped 0", "stopped 1"])
+
+
+def test_steps_are_taken_whole_and_in_order() -> None:
+    async def main() -> None:
+        async with make_stream(fixed()) as stream:
+            with pytest.raises(RuntimeError, match="step 1 asked for after 0 groups"):
+                await anext(stream.chunks(1))
+            first = stream.chunks(0)
+            assert await anext(first) == [0, 1]
+            with pytest.raises(RuntimeError, match="while another one is being consumed"):
+                await anext(stream.chunks(0))
+            assert stream.state()["accepted"] == 0
+            assert await anext(first) == [2, 3]
+            assert stream.state()["accepted"] == 4
+            with pytest.raises(RuntimeError, match="restored before its first step"):
+                stream.restore(stream.state())
+
+    run_virtual(main())
+
+
+def test_unusable_numbers_are_refused() -> None:
+    async def produce(index: int) -> int:
+        return index
+
+    with pytest.raises(UserError, match="a step needs prompts"):
+        AdmissionRule(0)
+    with pytest.raises(UserError, match="max_staleness is negative"):
+        AdmissionRule(1, -1)
+    with pytest.raises(UserError, match="a chunk needs groups"):
+        GroupStream(produce, AdmissionRule(1), chunk_size=0)
+    with pytest.raises(UserError, match="use at least 4"):
+        GroupStream(produce, AdmissionRule(4), chunk_size=1, max_attempts=3)
+    saved = {"next_index": 8, "steps": 2, "accepted": 8, "rejected": 0, "versions_published": 2}
+    with pytest.raises(UserError, match="prompts per step differs"):
+        GroupStream(produce, AdmissionRule(3), chunk_size=1).restore(saved)

@@ -1,0 +1,141 @@
+"""The shape of the code base: layers, sizes, what may be imported where, how fast the command answers."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "quartet"
+LEVELS = {
+    "cli": 8,
+    "quickstart": 7,
+    "trainers": 6,
+    "schedule": 5,
+    "train": 4,
+    "rollout": 4,
+    "models": 3,
+    "data": 3,
+    "rewards": 3,
+    "envs": 3,
+    "algorithms": 2,
+    "cluster": 2,
+    "weights": 2,
+    "text": 2,
+    "observe": 1.5,
+    "batch": 1,
+    "config": 0,
+}
+RESTRICTED = {
+    "ray": {"cluster"},
+    "vllm": {"rollout"},
+    "sglang": {"rollout"},
+    "torch.distributed": {"cluster", "weights", "train"},
+}
+WITHOUT_TORCH = {"config", "schedule/clock.py", "schedule/leases.py", "schedule/stream.py"}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MAX_MODULE_LINES = 600
+MAX_FUNCTION_LINES = 100
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every imported module of a file, those inside functions and under TYPE_CHECKING too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def folder_of(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else ""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_strictly_down(path: Path) -> None:
+    folder = folder_of(path)
+    if not folder:
+        return  # the public face of the package may name everything
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] != "quartet" or len(parts) < 2 or parts[1] == folder or parts[1] not in LEVELS:
+            continue
+        assert LEVELS[parts[1]] < LEVELS[folder], f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_every_folder_has_a_level() -> None:
+    folders = {p.name for p in PACKAGE.iterdir() if p.is_dir() and not p.name.startswith("__")}
+    assert folders <= set(LEVELS)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_restricted_libraries(path: Path) -> None:
+    for name in imports_of(path):
+        for library, allowed in RESTRICTED.items():
+            if name == library or name.startswith(library + "."):
+                assert folder_of(path) in allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_only_the_quickstart_knows_its_checker() -> None:
+    """The learned reward model is the reward: no code that trains can reach the checker."""
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in MODULES
+        if any(name.startswith("quartet.quickstart.checker") for name in imports_of(path))
+    }
+    assert users, "somebody evaluates with the checker"
+    assert all(user.startswith("quickstart/") for user in users), users
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_sizes(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert source.count("\n") <= MAX_MODULE_LINES, f"{path} is too long"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{path}: {node.name} has {length} lines"
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_config_imports_without_torch() -> None:
+    code = "import sys, quartet.config, quartet.config.load, quartet.config.recipe; assert 'torch' not in sys.modules"
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_core_needs_neither_ray_nor_vllm() -> None:
+    code = (
+        "import sys\nsys.modules['ray'] = None\nsys.modules['vllm'] = None\n"
+        "import quartet, quartet.trainers.rl, quartet.cli.main, quartet.quickstart.run\n"
+        "quartet.RLTrainer, quartet.SFTTrainer, quartet.RewardModelTrainer"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_answers_within_a_second() -> None:
+    """Best of three, since the machine may be busy."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "quartet.cli.main", "--help"], capture_output=True, text=True, timeout=60, check=False
+        )
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert "quickstart" in done.stdout
+    assert min(seconds) < 1.0, f"quartet --help took {min(seconds):.2f} s at best"
