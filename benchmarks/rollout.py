@@ -2,12 +2,14 @@
 
     python benchmarks/rollout.py --threads 2 --repeats 5
 
-Both generate the same number of tokens for the same prompts from one random Qwen-2 of 1.8 million parameters,
-by sampling at temperature 1. ``generate`` gets batches of 64, left-padded, with its own key/value cache; a batch
-runs until its longest response is done. The lengths are given: "equal" gives every response the same, "mixed"
-lengths from 4 to 36, of which ``generate`` computes the longest of each batch for all.
+Both generate the same number of tokens for the same prompts from one random Qwen-2 of 1.8 million
+parameters, by sampling at temperature 1. ``generate`` gets batches of 64, left-padded, with its own
+key/value cache; a batch runs until its longest response is done. The lengths are given: "equal" gives every
+response the same, "mixed" lengths from 4 to 36, of which ``generate`` computes the longest of each batch
+for all.
 
-``--cpu-time`` divides by processor seconds of this process instead of elapsed ones, for a machine that is shared.
+``--cpu-time`` divides by processor seconds of this process instead of elapsed ones, for a machine that is
+shared.
 """
 
 from __future__ import annotations

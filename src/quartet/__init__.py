@@ -63,7 +63,7 @@ _HOMES = {
     "SFTTrainer": "quartet.trainers.sft",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -108,7 +108,9 @@ def test_sizes(path: Path) -> None:
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_config_imports_without_torch() -> None:
@@ -133,7 +135,11 @@ def test_help_answers_within_a_second() -> None:
     for _ in range(3):
         start = time.perf_counter()
         done = subprocess.run(
-            [sys.executable, "-m", "quartet.cli.main", "--help"], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "quartet.cli.main", "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         seconds.append(time.perf_counter() - start)
         assert done.returncode == 0, done.stderr

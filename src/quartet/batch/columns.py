@@ -30,6 +30,10 @@ class ColumnSet:
         object.__setattr__(self, "token", MappingProxyType(dict(self.token)))
         object.__setattr__(self, "sequence", MappingProxyType(dict(self.sequence)))
 
+    def __reduce__(self) -> tuple[type[ColumnSet], tuple[object, ...]]:
+        # A mapping proxy cannot be pickled, and columns travel between processes.
+        return ColumnSet, (self.ids, dict(self.token), dict(self.sequence))
+
     @classmethod
     def concat(cls, parts: Sequence[ColumnSet]) -> ColumnSet:
         """Columns of consecutive chunks, for the concatenated batch."""

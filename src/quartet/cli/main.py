@@ -24,19 +24,25 @@ app = typer.Typer(
 )
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, e.g. actor.train.optim.lr=1e-6")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Overrides: key=value, e.g. actor.train.optim.lr=1e-6")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")]
 
 
 @app.command()
 def quickstart(
     seed: Annotated[int, typer.Option(help="Decides data, weights and sampling.", min=0)] = 0,
-    out: Annotated[Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:
     """SFT, reward model and PPO on a small task, on the CPU, in about three minutes."""
     if resume and out is None:
-        raise UserError("nothing to resume", found="--resume without --out", remedy="name the directory with --out")
+        raise UserError(
+            "nothing to resume", found="--resume without --out", remedy="name the directory with --out"
+        )
     path = out or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
     from quartet.cli.show import show_quickstart
     from quartet.observe.progress import Progress
@@ -92,7 +98,9 @@ def generate(
     num: Annotated[int, typer.Option(help="Answers per prompt.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Same seed, same answer.", min=0)] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the chat template as a user turn.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Wrap the prompt in the chat template as a user turn.")
+    ] = False,
 ) -> None:
     """Answers of a model to prompts on the command line."""
     from quartet.models.loading import load_causal_lm, packed_causal_lm
@@ -110,7 +118,9 @@ def generate(
     codec = TextCodec.from_pretrained(model)
     packed = packed_causal_lm(load_causal_lm(model))
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
-    for text, answers in zip(prompt, run(packed, codec, prompts, sampling, num_responses=num, seed=seed), strict=True):
+    for text, answers in zip(
+        prompt, run(packed, codec, prompts, sampling, num_responses=num, seed=seed), strict=True
+    ):
         for answer in answers:
             typer.echo(answer.text if chat else text + answer.text)
 

@@ -204,7 +204,9 @@ class SFTRecipe(Recipe):
     """Supervised fine-tuning on demonstrations; only the demonstrator's tokens carry loss."""
 
     job: Literal["sft"] = "sft"
-    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
+    model: ModelConfig | None = Field(
+        None, description="Left out only from Python, which passes a model object."
+    )
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
     evaluation_data: DataConfig | None = None
     evaluate_every_steps: int = Field(50, ge=1)
@@ -220,7 +222,9 @@ class RewardModelRecipe(Recipe):
     """Pairwise (Bradley-Terry) reward model."""
 
     job: Literal["reward-model"] = "reward-model"
-    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
+    model: ModelConfig | None = Field(
+        None, description="Left out only from Python, which passes a model object."
+    )
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
     evaluation_data: DataConfig | None = None
     evaluate_every_steps: int = Field(50, ge=1)
@@ -241,7 +245,9 @@ class RolloutConfig(Strict):
 
 
 class ActorConfig(Strict):
-    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
+    model: ModelConfig | None = Field(
+        None, description="Left out only from Python, which passes a model object."
+    )
     train: TrainConfig = TrainConfig()
 
 
@@ -310,7 +316,9 @@ class EvalRecipe(Recipe):
     """Generates answers to held-out prompts and scores them with rewards."""
 
     job: Literal["eval"] = "eval"
-    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
+    model: ModelConfig | None = Field(
+        None, description="Left out only from Python, which passes a model object."
+    )
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes prompts.")
     rewards: tuple[RewardConfig, ...] = ()
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)

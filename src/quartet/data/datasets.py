@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -195,6 +195,9 @@ class PromptData:
 
     def __len__(self) -> int:
         return len(self.items)
+
+    def __iter__(self) -> Iterator[PromptItem]:
+        return iter(self.items)
 
     def item(self, index: int) -> PromptItem:
         return self.items[index]

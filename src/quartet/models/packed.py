@@ -97,7 +97,13 @@ class PackedCausalLM(PackedModel):
         return logits
 
     def token_logprobs(
-        self, hidden: Tensor, labels: Tensor, *, temperature: float = 1.0, chunk: int = 1024, entropy: bool = False
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        temperature: float = 1.0,
+        chunk: int = 1024,
+        entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities (and entropies) of the temperature-scaled, untruncated distribution.
 

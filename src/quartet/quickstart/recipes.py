@@ -60,8 +60,8 @@ FULL = Size(
     evaluation_prompts=500,
 )
 SHORT = Size(
-    demonstrations=2_000,
-    sft_steps=60,
+    demonstrations=8_000,
+    sft_steps=130,
     pair_prompts=60,
     responses_per_pair_prompt=4,
     reward_model_epochs=1,
@@ -69,7 +69,7 @@ SHORT = Size(
     rl_steps=3,
     evaluation_prompts=16,
 )
-"""For tests: every stage runs, nothing is learned."""
+"""For tests: every stage runs, little is learned."""
 
 
 def sft_recipe(size: Size, seed: int, path: Path, data: Path) -> SFTRecipe:

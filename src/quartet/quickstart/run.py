@@ -204,7 +204,9 @@ class Quickstart:
         packed, codec = _open(self.path / "sft" / "model")
         found = []
         num = self.size.pair_prompts
-        with self.progress.stage("sample pairs", (num + num // 4) * self.size.responses_per_pair_prompt) as bar:
+        with self.progress.stage(
+            "sample pairs", (num + num // 4) * self.size.responses_per_pair_prompt
+        ) as bar:
             for split, count, error in (("train", num, None), ("held_out", num // 4, 0.0)):
                 prompts = task.prompts(self.seed + 1, count, split)  # type: ignore[arg-type]
                 answers = generate(
@@ -218,7 +220,9 @@ class Quickstart:
                     on_done=bar.advance,
                 )
                 groups = [(p, [a.text for a in group]) for p, group in zip(prompts, answers, strict=True)]
-                pairs = judge_pairs(self.seed, groups) if error is None else judge_pairs(self.seed, groups, error)
+                pairs = (
+                    judge_pairs(self.seed, groups) if error is None else judge_pairs(self.seed, groups, error)
+                )
                 found.append(self._rows(f"pairs_{split}", pairs))
         packed.release()
         return found[0], found[1]
@@ -235,7 +239,9 @@ class Quickstart:
             ).train()
         self._record("rl", watch.seconds)
 
-    def _measure(self, stage: str, model: Path, held_out: Sequence[str]) -> tuple[dict[float, float], list[str]]:
+    def _measure(
+        self, stage: str, model: Path, held_out: Sequence[str]
+    ) -> tuple[dict[float, float], list[str]]:
         """Exact match on held-out prompts at each temperature, and the greedy completions."""
         watch = Stopwatch()
         packed, codec = _open(model)
@@ -270,6 +276,7 @@ def _exact_match(prompts: Sequence[str], completions: Sequence[str]) -> float:
 def _good_same_bad(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> dict[str, int]:
     """Prompts now answered right that were wrong, unchanged in that, and now wrong that were right."""
     change = [
-        int(is_correct(p, new)) - int(is_correct(p, old)) for p, old, new in zip(prompts, before, after, strict=True)
+        int(is_correct(p, new)) - int(is_correct(p, old))
+        for p, old, new in zip(prompts, before, after, strict=True)
     ]
     return {"good": change.count(1), "same": change.count(0), "bad": change.count(-1)}

@@ -21,9 +21,6 @@ Data = TypeVar("Data")
 Columns = TypeVar("Columns")
 Experience = TypeVar("Experience")
 
-Group_contra = TypeVar("Group_contra", contravariant=True)
-Group_co = TypeVar("Group_co", covariant=True)
-Data_contra = TypeVar("Data_contra", contravariant=True)
 Columns_co = TypeVar("Columns_co", covariant=True)
 Experience_contra = TypeVar("Experience_contra", contravariant=True)
 
@@ -44,14 +41,14 @@ class Chunk(Generic[Data]):
     data: Data
 
 
-class ChunkSource(Protocol[Group_co]):
-    def chunks(self, step: int) -> AsyncIterator[list[Group_co]]: ...
+class ChunkSource(Protocol[Group]):
+    def chunks(self, step: int) -> AsyncIterator[list[Group]]: ...
 
     def published(self, version: int) -> None: ...
 
 
-class Scorer(Protocol[Data_contra, Columns_co]):
-    async def score(self, chunk: Chunk[Data_contra]) -> Columns_co:
+class Scorer(Protocol[Data, Columns_co]):
+    async def score(self, chunk: Chunk[Data]) -> Columns_co:
         """Columns of one chunk, computed with the weights of version ``chunk.step``."""
 
 

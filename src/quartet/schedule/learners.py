@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class Learner:
 
     worker: Worker
     role: str
-    engine: TrainEngine
+    engine: TrainEngine[Any]
     plan: UpdatePlan
     objective: Callable[[int, bool], Objective]
     prefix: str

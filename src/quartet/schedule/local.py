@@ -17,7 +17,7 @@ from torch import Tensor
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.models.packed import PackedModel
+from quartet.models.packed import PackedCausalLM, PackedModel
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import (
     Completion,
@@ -127,7 +127,7 @@ class LocalRollout:
         steps_per_lease: int,
         version: int,
         canary: CanaryProbe,
-        trainer: TrainEngine,
+        trainer: TrainEngine[PackedCausalLM],
         source: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
@@ -306,7 +306,7 @@ class EngineScorer:
 
     worker: Worker
     role: str
-    engine: TrainEngine
+    engine: TrainEngine[Any]
     needs: Needs
     column: str
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,7 +72,10 @@ class Objective(Protocol):
         """This micro-batch's part of the loss (scalar); adds its metrics to ``sums``."""
 
 
-class TrainEngine:
+Model = TypeVar("Model", bound=PackedModel)
+
+
+class TrainEngine(Generic[Model]):
     """Trains one packed model; see the module's docstring.
 
     Args:
@@ -81,7 +84,7 @@ class TrainEngine:
         total_steps: optimizer updates of the whole run, for the learning-rate schedule.
     """
 
-    def __init__(self, packed: PackedModel, config: TrainConfig, *, total_steps: int) -> None:
+    def __init__(self, packed: Model, config: TrainConfig, *, total_steps: int) -> None:
         self.packed = packed
         self.config = config
         self.total_steps = total_steps
@@ -94,7 +97,9 @@ class TrainEngine:
     @torch.no_grad()
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         """Forward-only pass over ``batch``; fields as in ``Outputs``, without gradients."""
-        return forward_only(self.packed, batch, needs, self.config.forward_token_budget, self.config.logprob_chunk)
+        return forward_only(
+            self.packed, batch, needs, self.config.forward_token_budget, self.config.logprob_chunk
+        )
 
     # Updates ---------------------------------------------------------------------------------------------
 

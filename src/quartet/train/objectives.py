@@ -156,7 +156,10 @@ class PolicyObjective:
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(
-            batch.token["loss_mask"], trajectory_index(batch), self.num_trajectories, norm=float(self.max_new_tokens)
+            batch.token["loss_mask"],
+            trajectory_index(batch),
+            self.num_trajectories,
+            norm=float(self.max_new_tokens),
         )
 
     def loss(
@@ -282,7 +285,9 @@ class ValueObjective:
         return _each_sequence(batch)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
-        return aggregation_denominators(batch.token["action_mask"], trajectory_index(batch), self.num_trajectories)
+        return aggregation_denominators(
+            batch.token["action_mask"], trajectory_index(batch), self.num_trajectories
+        )
 
     def loss(
         self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums

@@ -74,7 +74,9 @@ class Evaluator:
         self.prompts = prompt_data(recipe.data, prompts, self.codec, context_length(causal), "data")
         self.functions = reward_functions(recipe.rewards, rewards)
         for function in self.functions:
-            function.check_columns(sorted({name for item in self.prompts.items for name in item.columns}))
+            function.reward.check_columns(
+                sorted({name for item in self.prompts.items for name in item.columns})
+            )
         budget = RLRecipe().actor.train.forward_token_budget
         self.models = reward_models(recipe.rewards, rewards, self.codec, budget)
         self.packed = packed_causal_lm(causal)

@@ -117,4 +117,3 @@ def summarise(answers: Sequence[Answer]) -> dict[str, float]:
         found["eval/score_mean"] = sum(found.values()) / len(found)
     found["eval/truncated_frac"] = sum(a.finish_reason == "length" for a in answers) / len(answers)
     return found
-

@@ -112,12 +112,18 @@ class RewardModelTrainer:
             evaluate_every=self.recipe.evaluate_every_steps,
             num_rows=len(self.data),
             rows_per_step=self.recipe.pairs_per_step,
-            figures={"loss": "loss/reward_model", "accuracy": "reward_model/accuracy", "held-out": "eval/accuracy"},
+            figures={
+                "loss": "loss/reward_model",
+                "accuracy": "reward_model/accuracy",
+                "held-out": "eval/accuracy",
+            },
         )
         with self.run, self.run.stoppable():
             try:
                 metrics = loop.run(self.run, self.progress)
-                warning = save_scalar_model(self.packed, self.codec.tokenizer, self.path / "model", seen=self._seen())
+                warning = save_scalar_model(
+                    self.packed, self.codec.tokenizer, self.path / "model", seen=self._seen()
+                )
             finally:
                 self.packed.release()
             notes = list(self.data.remarks) + ([warning] if warning else [])
@@ -154,10 +160,12 @@ class RewardModelTrainer:
         )
 
 
-def score_pairs(engine: TrainEngine, data: PreferenceData) -> tuple[torch.Tensor, torch.Tensor]:
+def score_pairs(engine: TrainEngine[Any], data: PreferenceData) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores ``[P]`` of the chosen and the rejected sides."""
     scores = [
-        engine.forward(data.select(list(range(start, min(start + 128, len(data))))), Needs(scores=True)).sequence["scores"]
+        engine.forward(
+            data.select(list(range(start, min(start + 128, len(data))))), Needs(scores=True)
+        ).sequence["scores"]
         for start in range(0, len(data), 128)
     ]
     both = torch.cat(scores).view(-1, 2)

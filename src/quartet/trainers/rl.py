@@ -163,7 +163,9 @@ class RLTrainer:
         if step % recipe.log.rollouts_every == 0 or done == recipe.steps:
             with self.run.recorder.span("write_rollouts", step=step):
                 writer.write(done, rollout_records(result.experience.batch, self.cast.codec))
-        if recipe.evaluation is not None and (done % recipe.evaluation.every_steps == 0 or done == recipe.steps):
+        if recipe.evaluation is not None and (
+            done % recipe.evaluation.every_steps == 0 or done == recipe.steps
+        ):
             metrics.update(await self._evaluate(rollout, done))
         self.run.tracker.log(done, metrics)
         self.run.recorder.drop_through(step)
@@ -236,7 +238,9 @@ class RLTrainer:
         rollout = cast.rollout(self._worker, version=step, on_tokens=self._on_tokens)
         rule = AdmissionRule(recipe.prompts_per_step)
         stream = GroupStream(rollout.generate, rule, chunk_size=recipe.chunk_size)
-        self._assembler = Assembler(recipe.algorithm, cast.reward_weights, lambda: self.kl_coef, self._shuffle)
+        self._assembler = Assembler(
+            recipe.algorithm, cast.reward_weights, lambda: self.kl_coef, self._shuffle
+        )
         roles = Roles(
             stream=stream,
             collect=lambda s, i, groups: chunk_of(s, i, groups, cast.completion_text),
@@ -312,7 +316,7 @@ class RLTrainer:
         return step, info["stream"]
 
     def _save(self, step: int, stream: GroupStream[PromptGroup]) -> None:
-        parts = {name: engine.state() for name, engine in self.cast.engines().items()}
+        parts: dict[str, Any] = {name: engine.state() for name, engine in self.cast.engines().items()}
         parts["emitted"] = self.cast.emitted
         with self.run.recorder.span("checkpoint", step=step - 1):
             self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": stream.state()})

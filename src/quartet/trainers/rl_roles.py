@@ -27,7 +27,8 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.rewards.functions import FunctionReward
+from quartet.observe.metrics import METRICS
+from quartet.rewards.functions import FunctionReward, load_function
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
@@ -57,6 +58,14 @@ class RewardModelRole:
 
 
 @dataclass(frozen=True)
+class RewardFunctionRole:
+    """A user's function and its weight in the sum."""
+
+    reward: FunctionReward
+    weight: float
+
+
+@dataclass(frozen=True)
 class FunctionScorer:
     """Scores of a user's function as a sequence column; NaN where it does not apply."""
 
@@ -69,7 +78,11 @@ class FunctionScorer:
         names = sorted({name for item in items for name in item.columns})
         columns = {name: [item.columns.get(name) for item in items] for name in names}
         with self.worker.recorder.span(
-            f"reward_{self.reward.name}", step=chunk.step, role=self.reward.name, mode="forward", chunk=chunk.index
+            f"reward_{self.reward.name}",
+            step=chunk.step,
+            role=self.reward.name,
+            mode="forward",
+            chunk=chunk.index,
         ):
             scores = await self.reward.score(
                 [item.prompt for item in items], list(batch.objects["completion"]), columns
@@ -86,16 +99,16 @@ class Cast:
     codec: TextCodec
     prompts: PromptData
     evaluation_prompts: PromptData | None
-    actor: TrainEngine
-    critic: TrainEngine | None
+    actor: TrainEngine[PackedCausalLM]
+    critic: TrainEngine[PackedScalarModel] | None
     reference: PackedCausalLM | None
     reward_models: list[RewardModelRole]
-    reward_functions: list[FunctionReward]
+    reward_functions: list[RewardFunctionRole]
     reward_weights: dict[str, float]
     emitted: Tensor
 
-    def engines(self) -> dict[str, TrainEngine]:
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+    def engines(self) -> dict[str, TrainEngine[Any]]:
+        return {"actor": self.actor, **({"critic": self.critic} if self.critic is not None else {})}
 
     def models(self) -> list[PackedModel]:
         found: list[PackedModel] = [engine.packed for engine in self.engines().values()]
@@ -154,8 +167,9 @@ class Cast:
     ) -> LocalRollout:
         config = self.recipe.rollout
         actor = self.actor.packed
-        assert isinstance(actor, PackedCausalLM), "the actor is a causal LM"
-        engine = NativeEngine(actor, max_running=config.max_running, decode=self.codec.decode, version=version)
+        engine = NativeEngine(
+            actor, max_running=config.max_running, decode=self.codec.decode, version=version
+        )
         tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.recipe.actor.train.precision]
         prompt_ids = tuple(self.prompts.item(0).token_ids)
         room = max(1, min(CANARY_TOKENS, context_length(actor.model) - len(prompt_ids)))
@@ -191,7 +205,7 @@ class Cast:
 
 
 def reward_scorers(
-    worker: Worker, models: Sequence[RewardModelRole], functions: Sequence[FunctionReward]
+    worker: Worker, models: Sequence[RewardModelRole], functions: Sequence[RewardFunctionRole]
 ) -> list[FrozenScorer | FunctionScorer]:
     scorers: list[FrozenScorer | FunctionScorer] = [
         FrozenScorer(
@@ -205,7 +219,7 @@ def reward_scorers(
         )
         for role in models
     ]
-    return scorers + [FunctionScorer(worker, reward) for reward in functions]
+    return scorers + [FunctionScorer(worker, role.reward) for role in functions]
 
 
 def needs_old_logprobs(recipe: RLRecipe) -> bool:
@@ -230,7 +244,10 @@ def _renderer(codec: TextCodec) -> Callable[[RaggedBatch], RaggedBatch]:
     def render(batch: RaggedBatch) -> RaggedBatch:
         prompts, responses = [], []
         for item, text, ended in zip(
-            batch.objects["prompt"], batch.objects["completion"], batch.sequence["ended"].tolist(), strict=True
+            batch.objects["prompt"],
+            batch.objects["completion"],
+            batch.sequence["ended"].tolist(),
+            strict=True,
         ):
             prompt_ids, completion_ids = codec.encode_completion(item.prompt, text)
             prompts.append(prompt_ids)
@@ -262,7 +279,7 @@ def build_cast(
     context = context_length(actor_model)
     data = prompt_data(recipe.data, prompts, codec, context, "data")
     for function in functions:
-        function.check_columns(sorted({name for item in data.items for name in item.columns}))
+        function.reward.check_columns(sorted({name for item in data.items for name in item.columns}))
     evaluation = None
     if recipe.evaluation is not None or evaluation_prompts is not None:
         config = recipe.evaluation.data if recipe.evaluation is not None else None
@@ -293,13 +310,15 @@ def build_cast(
 
 def reward_functions(
     configs: Sequence[RewardConfig], rewards: Sequence[Callable[..., Any] | PreTrainedModel]
-) -> list[FunctionReward]:
+) -> list[RewardFunctionRole]:
     """The recipe's functions, then those passed from Python."""
-    found = [FunctionReward.from_config(config) for config in configs if isinstance(config, FunctionRewardConfig)]
-    for reward in rewards:
-        if not isinstance(reward, PreTrainedModel):
-            found.append(FunctionReward(getattr(reward, "__name__", type(reward).__name__), reward))
-    return found
+    found = [
+        RewardFunctionRole(FunctionReward(load_function(config.target), name=config.name), config.weight)
+        for config in configs
+        if isinstance(config, FunctionRewardConfig)
+    ]
+    passed = [reward for reward in rewards if not isinstance(reward, PreTrainedModel)]
+    return found + [RewardFunctionRole(FunctionReward(reward), 1.0) for reward in passed]
 
 
 def reward_models(
@@ -317,7 +336,9 @@ def reward_models(
             packed = packed_scalar_model(load_scalar_model(config.path))
             check_vocabulary(own, int(packed.model.get_input_embeddings().weight.shape[0]))
             foreign = None if same else TextCodec.of(own)
-            roles.append(RewardModelRole(config.name, packed, config.forward_token_budget, foreign, config.weight))
+            roles.append(
+                RewardModelRole(config.name, packed, config.forward_token_budget, foreign, config.weight)
+            )
     models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
     for i, reward in enumerate(models):
         check_vocabulary(codec.tokenizer, int(reward.get_input_embeddings().weight.shape[0]))
@@ -326,20 +347,29 @@ def reward_models(
     return roles
 
 
-def _weights(models: Sequence[RewardModelRole], functions: Sequence[FunctionReward]) -> dict[str, float]:
+def _weights(models: Sequence[RewardModelRole], functions: Sequence[RewardFunctionRole]) -> dict[str, float]:
     """Weight of every source by name.
 
     Raises:
         UserError: no source at all, or two of one name.
     """
-    pairs = [(role.name, role.weight) for role in models] + [(reward.name, reward.weight) for reward in functions]
+    pairs = [(role.name, role.weight) for role in models] + [
+        (role.reward.name, role.weight) for role in functions
+    ]
     if not pairs:
         raise UserError(
-            "there is no reward", found="rewards: []", remedy="name a reward model or a function under `rewards`"
+            "there is no reward",
+            found="rewards: []",
+            remedy="name a reward model or a function under `rewards`",
         )
     names = [name for name, _ in pairs]
-    if len(set(names)) != len(names):
-        raise UserError("two rewards have the same name", found=str(names), remedy="give one of them another `name`")
+    taken = sorted({name for name in names if names.count(name) > 1 or REWARD_PREFIX + name in METRICS})
+    if taken:
+        raise UserError(
+            "a reward needs a name of its own",
+            found=f"{taken}, used twice or for a metric",
+            remedy="set another `name`",
+        )
     return dict(pairs)
 
 
@@ -365,7 +395,7 @@ def _critic(
     actor: PreTrainedModel,
     reward_models: Sequence[RewardModelRole],
     updates: int,
-) -> TrainEngine | None:
+) -> TrainEngine[PackedScalarModel] | None:
     if recipe.algorithm.name != "ppo":
         return None
     native = [role.model.model for role in reward_models if role.codec is None]
@@ -386,4 +416,6 @@ def _critic(
             remedy="use a critic with the actor's tokenizer, or leave critic.path out",
         )
     config: TrainConfig = recipe.critic.train
-    return TrainEngine(packed_scalar_model(model, config.precision), config, total_steps=recipe.steps * updates)
+    return TrainEngine(
+        packed_scalar_model(model, config.precision), config, total_steps=recipe.steps * updates
+    )

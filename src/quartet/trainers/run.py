@@ -78,7 +78,9 @@ def write_json(path: Path, value: object) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise UserError(
-            f"{path} could not be written", found=str(error), remedy="free some space or choose another output_dir"
+            f"{path} could not be written",
+            found=str(error),
+            remedy="free some space or choose another output_dir",
         ) from error
 
 
@@ -140,7 +142,9 @@ class RunDirectory:
             return None
         if not self.path.is_dir():
             raise UserError(
-                f"output_dir {self.path} is not a directory", found="a file", remedy="choose another output_dir"
+                f"output_dir {self.path} is not a directory",
+                found="a file",
+                remedy="choose another output_dir",
             )
         marker = self.path / "run.json"
         present = [entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")]
@@ -200,7 +204,11 @@ class RunDirectory:
         if self._recorder is not None:
             self._recorder.close()
         self._info["status"] = (
-            "done" if kind is None else "interrupted" if kind in (Interrupted, KeyboardInterrupt) else "failed"
+            "done"
+            if kind is None
+            else "interrupted"
+            if kind in (Interrupted, KeyboardInterrupt)
+            else "failed"
         )
         # The error on its way out matters more than a status that a full disk refuses.
         with contextlib.suppress(UserError) if kind else contextlib.nullcontext():
@@ -229,7 +237,9 @@ class RunDirectory:
         rollout_store.truncate_after(self.path / "rollouts", step)
         trackers: list[Tracker] = [JsonlTracker(self.path / "metrics.jsonl")]
         if self.recipe.log.tensorboard:
-            trackers.append(TensorBoardTracker(self.path / "tensorboard", resume_after=step if step else None))
+            trackers.append(
+                TensorBoardTracker(self.path / "tensorboard", resume_after=step if step else None)
+            )
         self._tracker = MultiTracker(trackers)
         self._recorder = SpanRecorder(self.path / "spans.jsonl")
 
@@ -290,7 +300,9 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
         pairs = [(str(i), v) for i, v in enumerate(value)]
     else:
         return {prefix: value}
-    return {k: v for key, child in pairs for k, v in _flatten(child, f"{prefix}.{key}" if prefix else key).items()}
+    return {
+        k: v for key, child in pairs for k, v in _flatten(child, f"{prefix}.{key}" if prefix else key).items()
+    }
 
 
 def use_threads(threads: int | None) -> None:

@@ -20,13 +20,18 @@ UNLIMITED = 1 << 30
 
 
 def resolve_model(
-    config: ModelConfig | None, model: PreTrainedModel | None, load: Callable[[str], PreTrainedModel], key: str
+    config: ModelConfig | None,
+    model: PreTrainedModel | None,
+    load: Callable[[str], PreTrainedModel],
+    key: str,
 ) -> PreTrainedModel:
     """The object if there is one, else what the recipe's path names."""
     if model is not None:
         return model.float().eval().requires_grad_(True)
     if config is None:
-        raise UserError("there is no model", found=f"{key} is missing", remedy=f"set {key}.path, or pass a model")
+        raise UserError(
+            "there is no model", found=f"{key} is missing", remedy=f"set {key}.path, or pass a model"
+        )
     return load(config.path)
 
 
@@ -36,7 +41,9 @@ def resolve_tokenizer(
     if tokenizer is not None:
         return tokenizer
     if config is None:
-        raise UserError("there is no tokenizer", found="neither a path nor an object", remedy="pass model and tokenizer")
+        raise UserError(
+            "there is no tokenizer", found="neither a path nor an object", remedy="pass model and tokenizer"
+        )
     return load_tokenizer(config.tokenizer or config.path)
 
 
@@ -49,7 +56,9 @@ def _rows(config: DataConfig | None, rows: Sequence[Any] | None, key: str) -> li
     """Rows passed by Python code (a string or a message list is a prompt), else those of the recipe's data."""
     if rows is not None:
         values = [row if isinstance(row, Mapping) else {"prompt": row} for row in rows]
-        return [Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)]
+        return [
+            Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)
+        ]
     if config is None:
         raise UserError("there is no data", found=f"{key} is missing", remedy=f"set {key}.path, or pass rows")
     return read_rows(config)

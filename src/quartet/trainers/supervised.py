@@ -23,7 +23,7 @@ class SupervisedLoop:
     """
 
     name: str
-    engine: TrainEngine
+    engine: TrainEngine[Any]
     objective: Objective
     batch: Callable[[int], RaggedBatch]
     steps: int

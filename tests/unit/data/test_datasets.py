@@ -125,6 +125,7 @@ def test_preference_batch(codec: TextCodec) -> None:
 def test_prompt_batch(codec: TextCodec) -> None:
     data = PromptData.build(Parsed((Prompt("a b", {"answer": "1"}), Prompt("c", {"answer": "2"}))), codec, 8)
     assert data.item(0).token_ids == (1, 2) and data.item(1).columns == {"answer": "2"}
+    assert [item.prompt for item in data] == ["a b", "c"]
     batch = data.batch(0, 5, seed=0)
     assert len({item.prompt_id for item in batch}) == 5
     assert Counter(item.prompt_id.partition("#")[0] for item in batch).most_common()[0][1] == 3

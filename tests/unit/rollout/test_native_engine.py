@@ -351,16 +351,17 @@ def test_non_finite_logits_name_the_request_and_spare_the_others(
 
 
 def test_repaired_weights_generate_again(tiny: Any, make_request: Make, run_all: RunAll) -> None:
-    request = make_request("r", length=30, max_new_tokens=8)
+    """A short request in a slot that held a longer broken one must not meet what is left of it."""
+    short = make_request("short", length=3, max_new_tokens=8)
     engine = tiny.engine()
-    expected = run_all(engine, [request])
+    expected = run_all(engine, [short])
     weight = tiny.packed.model.get_input_embeddings().weight
     kept = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(float("nan"))
-    engine.submit([request])
+    engine.submit([make_request("long", length=30, max_new_tokens=8)])
     with pytest.raises(GenerationError, match="token 0"):
         engine.step()
     with torch.no_grad():
         weight.copy_(kept)
-    assert run_all(engine, [request]) == expected
+    assert run_all(engine, [short]) == expected
