@@ -102,9 +102,7 @@ def median_seconds(work: Callable[[], None], repeats: int, clock: Callable[[], f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
@@ -114,9 +112,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model = build_model()
     engine = NativeEngine(PackedCausalLM(copy.deepcopy(model)), max_running=BATCH)
-    table = Table(
-        "lengths", "tokens", "native tok/s", "generate tok/s", "speed-up", title=f"{args.threads} threads"
-    )
+    table = Table("lengths", "tokens", "native tok/s", "generate tok/s", "speed-up", title=f"{args.threads} threads")
     for name, lengths in {
         "equal": [20] * args.requests,
         "mixed": [4 + (13 * i) % 33 for i in range(args.requests)],

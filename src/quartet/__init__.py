@@ -1,7 +1,7 @@
 """Quartet: RLHF and LLM reinforcement learning, from a laptop CPU upwards.
 
-The public face: trainers, their recipes, and the error they raise for mistakes a user can mend. Names resolve lazily, so
-``import quartet`` is cheap.
+The public face: trainers, their recipes, and the error they raise for mistakes a user can mend. Names resolve
+lazily, so ``import quartet`` is cheap.
 """
 
 from __future__ import annotations

@@ -82,9 +82,7 @@ def case(request: pytest.FixtureRequest, model: PreTrainedModel) -> Case:
     return ENGINES[request.param](model)
 
 
-def ask(
-    name: str, prompt: Sequence[int] = (5, 9, 2), group: str | None = None, **sampling: object
-) -> Request:
+def ask(name: str, prompt: Sequence[int] = (5, 9, 2), group: str | None = None, **sampling: object) -> Request:
     return Request(name, group or name, tuple(prompt), SamplingParams(**sampling))
 
 
@@ -185,10 +183,7 @@ def test_tokens_follow_the_weights_and_name_their_version(
     (completion,) = [c for _ in range(5) for c in case.engine.step()]
     assert completion.versions == (0,) * 4 + (7,) * 5
     expected = torch.cat(
-        [
-            reference_logprobs(m, request, completion)[part]
-            for m, part in ((model, slice(4)), (other, slice(4, 9)))
-        ]
+        [reference_logprobs(m, request, completion)[part] for m, part in ((model, slice(4)), (other, slice(4, 9)))]
     )
     atol, rtol = tolerances[torch.float32]
     torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=atol, rtol=rtol)

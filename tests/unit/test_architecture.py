@@ -108,9 +108,7 @@ def test_sizes(path: Path) -> None:
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_config_imports_without_torch() -> None:

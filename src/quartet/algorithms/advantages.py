@@ -101,9 +101,7 @@ def group_relative(
     if normalise_std:
         std_N = gather_owner(segment_std(scores, member_N, num_groups), member_N)
         relative_N = relative_N / (std_N + STD_EPSILON)
-    return _zero_equal_groups(
-        relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups
-    )
+    return _zero_equal_groups(relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups)
 
 
 @torch.no_grad()
@@ -119,9 +117,7 @@ def leave_one_out(scores_N: Tensor, group_N: Tensor, *, raw_scores_N: Tensor | N
     mean_N = gather_owner(segment_mean(scores, member_N, num_groups), member_N)
     # Equal to score - (sum - score) / (size - 1), without the cancellation in sum - score.
     relative_N = (scores - mean_N) * size_N / (size_N - 1)
-    return _zero_equal_groups(
-        relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups
-    )
+    return _zero_equal_groups(relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups)
 
 
 def broadcast_to_tokens(advantages_N: Tensor, trajectory_T: Tensor, action_mask_T: Tensor) -> Tensor:
@@ -134,8 +130,7 @@ def _group_index(group_N: Tensor) -> tuple[Tensor, int]:
     alone = labels[sizes < 2]
     if alone.numel():
         raise ValueError(
-            "group-relative advantages need at least two responses per group; "
-            f"groups of one: {alone[:8].tolist()}"
+            f"group-relative advantages need at least two responses per group; groups of one: {alone[:8].tolist()}"
         )
     return member_N, int(labels.shape[0])
 

@@ -23,9 +23,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def kl_estimate(
-    logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: KLKind, *, mask_T: Tensor | None = None
-) -> Tensor:
+def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: KLKind, *, mask_T: Tensor | None = None) -> Tensor:
     """``[T]`` an estimate of KL(policy ‖ reference) per token, for tokens sampled from the policy.
 
     With ``d = logprobs - ref_logprobs`` (Schulman, "Approximating KL divergence", 2020):

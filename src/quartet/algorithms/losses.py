@@ -151,9 +151,7 @@ def _clipped_surrogate(
 ) -> PolicyLossOutput:
     """Losses per unit (in the output's ``loss``) and the sums, from inputs that are 0 where masked."""
     if not 0.0 <= clip_eps_low <= 1.0 or clip_eps_high < 0.0:
-        raise ValueError(
-            f"clip_eps_low must lie in [0, 1], clip_eps_high above: {clip_eps_low}, {clip_eps_high}"
-        )
+        raise ValueError(f"clip_eps_low must lie in [0, 1], clip_eps_high above: {clip_eps_low}, {clip_eps_high}")
     if dual_clip is not None and dual_clip <= 1.0:
         raise ValueError(f"dual_clip must be above 1, found {dual_clip}")
     ratio = bounded_exp(log_ratio)

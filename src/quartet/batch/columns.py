@@ -52,9 +52,7 @@ def join(batch: RaggedBatch, *columns: ColumnSet) -> RaggedBatch:
     """
     for column_set in columns:
         if column_set.ids != batch.ids:
-            raise ValueError(
-                f"columns belong to sequences {column_set.ids[:3]}…, the batch has {batch.ids[:3]}…"
-            )
+            raise ValueError(f"columns belong to sequences {column_set.ids[:3]}…, the batch has {batch.ids[:3]}…")
         taken = (set(column_set.token) & set(batch.token)) | (set(column_set.sequence) & set(batch.sequence))
         if taken:
             raise ValueError(f"the batch already has {sorted(taken)}")

@@ -94,9 +94,7 @@ class RaggedBatch:
     def _validate(self) -> None:
         num_tokens = sum(self.segment_lengths)
         if self.input_ids.ndim != 1 or self.input_ids.shape[0] != num_tokens:
-            raise ValueError(
-                f"input_ids has shape {tuple(self.input_ids.shape)}, segments hold {num_tokens} tokens"
-            )
+            raise ValueError(f"input_ids has shape {tuple(self.input_ids.shape)}, segments hold {num_tokens} tokens")
         if len(self.parents) != len(self.segment_lengths):
             raise ValueError(f"{len(self.parents)} parents for {len(self.segment_lengths)} segments")
         if any(length < 1 for length in self.segment_lengths):
@@ -115,14 +113,10 @@ class RaggedBatch:
             raise ValueError(f"{len(self.leaves)} sequences need as many distinct ids, found {self.ids}")
         for name, values in self.token.items():
             if values.shape[:1] != (num_tokens,):
-                raise ValueError(
-                    f"token field {name!r} has shape {tuple(values.shape)}, expected [{num_tokens}]"
-                )
+                raise ValueError(f"token field {name!r} has shape {tuple(values.shape)}, expected [{num_tokens}]")
         for name, values in self.sequence.items():
             if values.shape[:1] != (len(self.leaves),):
-                raise ValueError(
-                    f"sequence field {name!r} has shape {tuple(values.shape)}, not [{len(self)}]"
-                )
+                raise ValueError(f"sequence field {name!r} has shape {tuple(values.shape)}, not [{len(self)}]")
         for name, column in self.objects.items():
             if len(column) != len(self.leaves):
                 raise ValueError(f"object field {name!r} has {len(column)} entries for {len(self)} sequences")
@@ -184,9 +178,7 @@ class RaggedBatch:
     def token_ids(self, s: int) -> list[int]:
         """All token ids of sequence ``s``, ancestors included."""
         offsets = self.segment_offsets
-        return [
-            token for k in self.chain(s) for token in self.input_ids[offsets[k] : offsets[k + 1]].tolist()
-        ]
+        return [token for k in self.chain(s) for token in self.input_ids[offsets[k] : offsets[k + 1]].tolist()]
 
     # Building and changing -------------------------------------------------------------------------------
 
@@ -328,8 +320,7 @@ class RaggedBatch:
             sequence={name: torch.cat([b.sequence[name] for b in batches]) for name in first.sequence},
             objects={name: tuple(o for b in batches for o in b.objects[name]) for name in first.objects},
             attachments={
-                name: _concat_attachments([b.attachments[name] for b in batches])
-                for name in first.attachments
+                name: _concat_attachments([b.attachments[name] for b in batches]) for name in first.attachments
             },
             meta=first.meta,
         )

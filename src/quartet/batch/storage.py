@@ -70,9 +70,7 @@ def load_batch(path: str | os.PathLike[str]) -> RaggedBatch:
         raise ValueError(f"{os.fspath(path)} is damaged or no saved batch: {error}") from error
     header: dict[str, Any] = json.loads(header_text) if header_text is not None else {}
     if header.get("format") != FORMAT:
-        raise ValueError(
-            f"{os.fspath(path)} is no saved batch: format {header.get('format')!r}, not {FORMAT!r}"
-        )
+        raise ValueError(f"{os.fspath(path)} is no saved batch: format {header.get('format')!r}, not {FORMAT!r}")
     families: dict[str, dict[str, Tensor]] = {"token": {}, "sequence": {}, "attachments": {}}
     for key, values in tensors.items():
         family, slash, name = key.partition("/")
@@ -108,9 +106,7 @@ def _check_json(value: Any, where: str) -> None:
     if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
-                raise TypeError(
-                    f"{where} has the key {key!r} of type {type(key).__name__}: JSON keys are str"
-                )
+                raise TypeError(f"{where} has the key {key!r} of type {type(key).__name__}: JSON keys are str")
             _check_json(item, f"{where}[{key!r}]")
         return
     raise TypeError(f"{where} is not a JSON value and cannot be saved: {type(value).__name__} {value!r:.80}")

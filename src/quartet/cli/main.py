@@ -5,6 +5,7 @@ Mistakes a user can mend end with exit status 2 and a three-part message; Ctrl-C
 
 from __future__ import annotations
 
+import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -24,25 +25,19 @@ app = typer.Typer(
 )
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Overrides: key=value, e.g. actor.train.optim.lr=1e-6")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, e.g. actor.train.optim.lr=1e-6")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")]
 
 
 @app.command()
 def quickstart(
     seed: Annotated[int, typer.Option(help="Decides data, weights and sampling.", min=0)] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:
     """SFT, reward model and PPO on a small task, on the CPU, in about three minutes."""
     if resume and out is None:
-        raise UserError(
-            "nothing to resume", found="--resume without --out", remedy="name the directory with --out"
-        )
+        raise UserError("nothing to resume", found="--resume without --out", remedy="name the directory with --out")
     path = out or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
     from quartet.cli.show import show_quickstart
     from quartet.observe.progress import Progress
@@ -98,9 +93,7 @@ def generate(
     num: Annotated[int, typer.Option(help="Answers per prompt.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Same seed, same answer.", min=0)] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Wrap the prompt in the chat template as a user turn.")
-    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the chat template as a user turn.")] = False,
 ) -> None:
     """Answers of a model to prompts on the command line."""
     from quartet.models.loading import load_causal_lm, packed_causal_lm
@@ -118,9 +111,7 @@ def generate(
     codec = TextCodec.from_pretrained(model)
     packed = packed_causal_lm(load_causal_lm(model))
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
-    for text, answers in zip(
-        prompt, run(packed, codec, prompts, sampling, num_responses=num, seed=seed), strict=True
-    ):
+    for text, answers in zip(prompt, run(packed, codec, prompts, sampling, num_responses=num, seed=seed), strict=True):
         for answer in answers:
             typer.echo(answer.text if chat else text + answer.text)
 
@@ -155,17 +146,26 @@ def main() -> None:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
-        typer.echo("stopped at once; the last checkpoint can be resumed with --resume", err=True)
+        typer.echo("stopped at once; --resume goes on from the last checkpoint", err=True)
         sys.exit(130)
     except Exception as error:
         from quartet.trainers.run import Interrupted
 
         if not isinstance(error, Interrupted):
             raise
-        command = " ".join(arg for arg in sys.argv[1:] if arg != "--resume")
-        where = "" if str(error.path) in command else f" output_dir={error.path}"
-        typer.echo(f"{error}\ngo on with: quartet {command}{where} --resume", err=True)
+        typer.echo(f"{error}\ngo on with: {_resume_command(sys.argv[1:], error.path)}", err=True)
         sys.exit(130)
+
+
+def _resume_command(arguments: list[str], path: Path) -> str:
+    """The same command with ``--resume``, and the directory where it was not given."""
+    words = [shlex.quote(word) for word in arguments if word != "--resume"]
+    if arguments[0] == "quickstart":
+        named = any(word.startswith("--out") for word in arguments)
+        where = [] if named else ["--out", shlex.quote(str(path))]
+    else:
+        where = [] if any(str(path) in word for word in arguments) else [f"output_dir={shlex.quote(str(path))}"]
+    return " ".join(["quartet", *words, *where, "--resume"])
 
 
 if __name__ == "__main__":

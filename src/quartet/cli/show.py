@@ -81,9 +81,7 @@ def show_quickstart(result: QuickstartResult) -> None:
         soft_wrap=True,
     )
     console.print(
-        Text(
-            f'next:   quartet generate --model {result.path / "rl" / "model"} --prompt "57+68=" --temperature 0'
-        ),
+        Text(f'next:   quartet generate --model {result.path / "rl" / "model"} --prompt "57+68=" --temperature 0'),
         soft_wrap=True,
     )
 
@@ -94,9 +92,7 @@ def _result(metrics: Mapping[str, float]) -> str:
     if "eval/accuracy" in metrics:
         return f"{metrics['eval/accuracy']:.1%} of clean held-out pairs ranked right"
     if "reward/score_mean" in metrics:
-        return (
-            f"mean score {metrics['reward/score_mean']:.2f}, KL {metrics.get('kl/ref', 0.0):.3f} nats/token"
-        )
+        return f"mean score {metrics['reward/score_mean']:.2f}, KL {metrics.get('kl/ref', 0.0):.3f} nats/token"
     return f"loss {metrics['loss/sft']:.3f} nats/token"
 
 

@@ -80,9 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
             "the recipe is not valid YAML", found=f"{place}: {complaint}", remedy="mend that line"
         ) from None
     except UnicodeDecodeError as error:
-        raise UserError(
-            "the recipe is not UTF-8 text", found=f"{path}: {error}", remedy="save it as UTF-8"
-        ) from None
+        raise UserError("the recipe is not UTF-8 text", found=f"{path}: {error}", remedy="save it as UTF-8") from None
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -147,9 +145,7 @@ def _child(here: Any, key: str, value: Any, override: str, place: str, *, replac
     return here[key]
 
 
-def _with_defaults(
-    model: type[BaseModel], data: dict[str, Any], place: BaseModel | None = None
-) -> dict[str, Any]:
+def _with_defaults(model: type[BaseModel], data: dict[str, Any], place: BaseModel | None = None) -> dict[str, Any]:
     """``data`` whose partly given sections are filled from the defaults of their place.
 
     Needed because pydantic takes a partly given section's missing keys from the section's class, not from the
@@ -174,9 +170,7 @@ def _fill(annotation: Any, value: Any, default: Any) -> Any:
         return [_fill(inner, item, None) for item in value]
     if not isinstance(value, dict) or not members(annotation):
         return value
-    if isinstance(default, BaseModel) and chosen_member(
-        annotation, {**default.model_dump(), **value}
-    ) is type(default):
+    if isinstance(default, BaseModel) and chosen_member(annotation, {**default.model_dump(), **value}) is type(default):
         return _with_defaults(type(default), value, default)
     member = chosen_member(annotation, value)
     return value if member is None else _with_defaults(member, value)

@@ -64,9 +64,7 @@ class DataConfig(Strict):
     split: str = Field("train", description="Split of a hub data set; files have none.")
     columns: dict[str, str] = Field(default_factory=dict)
     limit: int | None = Field(None, ge=1, description="Use only the first so many rows.")
-    max_tokens: int | None = Field(
-        None, ge=1, description="Longest prompt (RL) or sequence; the context if left out."
-    )
+    max_tokens: int | None = Field(None, ge=1, description="Longest prompt (RL) or sequence; the context if left out.")
     overlong: Literal["error", "skip"] = Field("error", description="skip: left out, counted and reported.")
 
 
@@ -204,16 +202,12 @@ class SFTRecipe(Recipe):
     """Supervised fine-tuning on demonstrations; only the demonstrator's tokens carry loss."""
 
     job: Literal["sft"] = "sft"
-    model: ModelConfig | None = Field(
-        None, description="Left out only from Python, which passes a model object."
-    )
+    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
     evaluation_data: DataConfig | None = None
     evaluate_every_steps: int = Field(50, ge=1)
     train: TrainConfig = TrainConfig()
-    steps: int | None = Field(
-        None, ge=1, description="Optimizer steps; `epochs` over the data when left out."
-    )
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
     epochs: int = Field(1, ge=1)
     examples_per_step: int = Field(32, ge=1)
 
@@ -222,9 +216,7 @@ class RewardModelRecipe(Recipe):
     """Pairwise (Bradley-Terry) reward model."""
 
     job: Literal["reward-model"] = "reward-model"
-    model: ModelConfig | None = Field(
-        None, description="Left out only from Python, which passes a model object."
-    )
+    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
     evaluation_data: DataConfig | None = None
     evaluate_every_steps: int = Field(50, ge=1)
@@ -245,9 +237,7 @@ class RolloutConfig(Strict):
 
 
 class ActorConfig(Strict):
-    model: ModelConfig | None = Field(
-        None, description="Left out only from Python, which passes a model object."
-    )
+    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
     train: TrainConfig = TrainConfig()
 
 
@@ -283,9 +273,7 @@ class RLRecipe(Recipe):
     minibatches: int = Field(1, ge=1)
     epochs: int = Field(1, ge=1)
     chunk_size: int = Field(8, ge=1, description="Groups that are scored together.")
-    canary_tolerance: float | None = Field(
-        None, gt=0, description="Default by precision: 1e-3 fp32, 0.25 bf16."
-    )
+    canary_tolerance: float | None = Field(None, gt=0, description="Default by precision: 1e-3 fp32, 0.25 bf16.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> RLRecipe:
@@ -300,11 +288,10 @@ class RLRecipe(Recipe):
                 f"{self.responses_per_prompt}, set it to 2 or more"
             )
         if self.rollout.sampling.temperature == 0:
-            raise ValueError(
-                "rollout.sampling.temperature is 0: greedy rollouts cannot be trained on; use e.g. 1.0"
-            )
-        if self.algorithm.name == "rloo" and self.algorithm.level == "sequence" and self.algorithm.off_policy:
-            if self.algorithm.off_policy.level == "token":
+            raise ValueError("rollout.sampling.temperature is 0: greedy rollouts cannot be trained on; use e.g. 1.0")
+        if isinstance(self.algorithm, RLOO) and self.algorithm.level == "sequence":
+            correction = self.algorithm.off_policy
+            if correction is not None and correction.level == "token":
                 raise ValueError("a sequence ratio takes algorithm.off_policy.level: sequence")
         names = [source.name for source in self.rewards if source.name]
         if len(set(names)) != len(names):
@@ -316,9 +303,7 @@ class EvalRecipe(Recipe):
     """Generates answers to held-out prompts and scores them with rewards."""
 
     job: Literal["eval"] = "eval"
-    model: ModelConfig | None = Field(
-        None, description="Left out only from Python, which passes a model object."
-    )
+    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes prompts.")
     rewards: tuple[RewardConfig, ...] = ()
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)

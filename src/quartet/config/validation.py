@@ -49,22 +49,14 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
         return f"{path} is missing", f"set {path}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         field = str(context.get("discriminator", "type")).strip("'")
-        choices = (
-            str(context["expected_tags"]) if "expected_tags" in context else _tag_choices(detail["loc"], root)
-        )
-        found = (
-            f"{path}.{field} is missing"
-            if kind == "union_tag_not_found"
-            else f"{path}.{field}: {context['tag']}"
-        )
+        choices = str(context["expected_tags"]) if "expected_tags" in context else _tag_choices(detail["loc"], root)
+        found = f"{path}.{field} is missing" if kind == "union_tag_not_found" else f"{path}.{field}: {context['tag']}"
         close = nearest(str(context.get("tag", "")), choices.replace("'", "").split(", "))
         return found, close or f"set {path}.{field} to one of {choices}"
     if kind == "literal_error":
         return f"{path}: {_show(value)}", f"use one of {context['expected']}"
     if kind == "value_error":
-        return (f"{path}: " if path else "") + detail["msg"].removeprefix(
-            "Value error, "
-        ), "change one of these values"
+        return (f"{path}: " if path else "") + detail["msg"].removeprefix("Value error, "), "change one of these values"
     expected = _EXPECTED.get(kind)
     if expected is not None:
         return f"{path}: {_show(value)}", f"{path} takes {expected}"
@@ -124,10 +116,7 @@ def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel
     where = f"in {section}" if section else "at the top"
     elsewhere = [name for name in dotted_names(root) if name.rpartition(".")[2] == key]
     remedy = nearest(key, known)
-    if any(
-        name.split(".") == ["0" if part.isdecimal() else part for part in path.split(".")]
-        for name in elsewhere
-    ):
+    if any(name.split(".") == ["0" if part.isdecimal() else part for part in path.split(".")] for name in elsewhere):
         remedy = f"that key belongs to another choice of {section}; use one of {', '.join(known)}"
     elif remedy is None and elsewhere:
         remedy = f"did you mean {', '.join(elsewhere[:3])}?"

@@ -58,8 +58,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         seen[key] = key_node.start_mark.line + 1
     loader.flatten_mapping(node)
     return {
-        loader.construct_object(key, deep=True): loader.construct_object(value, deep=True)
-        for key, value in node.value
+        loader.construct_object(key, deep=True): loader.construct_object(value, deep=True) for key, value in node.value
     }
 
 

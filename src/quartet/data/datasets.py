@@ -99,9 +99,7 @@ class SFTData:
         items = [self.items[i] for i in indices]
         mask = torch.tensor([learned for item in items for learned in item.loss_mask], dtype=torch.bool)
         names = list(ids) if ids is not None else [f"row{i}" for i in indices]
-        return RaggedBatch.from_sequences(
-            [item.input_ids for item in items], names, token={"loss_mask": mask}
-        )
+        return RaggedBatch.from_sequences([item.input_ids for item in items], names, token={"loss_mask": mask})
 
 
 @dataclass(frozen=True)
@@ -154,9 +152,7 @@ class PreferenceData:
             sequence={
                 "pair": torch.arange(len(items)).repeat_interleave(2),
                 "chosen": torch.tensor([True, False]).repeat(len(items)),
-                "margin": torch.tensor(
-                    [item.margin for item in items], dtype=torch.float32
-                ).repeat_interleave(2),
+                "margin": torch.tensor([item.margin for item in items], dtype=torch.float32).repeat_interleave(2),
             },
         )
 

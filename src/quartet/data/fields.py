@@ -61,9 +61,7 @@ class Fields:
                 remedy="write it as text, or map another column",
             )
         if not empty and not value.strip():
-            raise UserError(
-                f"`{name}` is empty", found=f"{self.place}: {value!r}", remedy="fill in or remove that row"
-            )
+            raise UserError(f"`{name}` is empty", found=f"{self.place}: {value!r}", remedy="fill in or remove that row")
         return value
 
     def messages(self, name: str) -> Messages:

@@ -55,9 +55,7 @@ class Parsed(Generic[T]):
         lines = [f"{count} rows left out: {reason}" for reason, count in self.skipped.items()]
         lines += [f"{count} rows: {reason}" for reason, count in self.notes.items()]
         reasons = [*self.skipped, *self.notes]
-        return [
-            f"{line} (first {self.first_places[reason]})" for line, reason in zip(lines, reasons, strict=True)
-        ]
+        return [f"{line} (first {self.first_places[reason]})" for line, reason in zip(lines, reasons, strict=True)]
 
 
 def demonstrations(
@@ -110,9 +108,7 @@ def _parse(rows: Sequence[Row], columns: Mapping[str, str] | None, parse: Callab
             places.setdefault(note, row.place)
     if not items:
         found = "; ".join(f"{count}: {reason}" for reason, count in skipped.items())
-        raise UserError(
-            "no row is left to use", found=f"of {len(rows)} rows left out {found}", remedy="use other data"
-        )
+        raise UserError("no row is left to use", found=f"of {len(rows)} rows left out {found}", remedy="use other data")
     return Parsed(tuple(items), skipped, notes, places)
 
 

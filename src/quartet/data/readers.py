@@ -58,9 +58,7 @@ def read_rows(config: DataConfig) -> list[Row]:
     found = reader(path) if reader is not None else _hub(config.path, config.split)
     rows = [Row(values, config.path, line) for line, values in itertools.islice(found, config.limit)]
     if not rows:
-        raise UserError(
-            "the data file holds no rows", found=config.path, remedy="name a file with data in it"
-        )
+        raise UserError("the data file holds no rows", found=config.path, remedy="name a file with data in it")
     return rows
 
 

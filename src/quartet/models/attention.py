@@ -60,9 +60,7 @@ class PackedAttention:
         sizes = [n * length for n, length in self.runs]
         pieces = zip(self.runs, q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
         out = [
-            _causal(_unpack(q_run, run), _unpack(k_run, run), _unpack(v_run, run), rule)
-            .transpose(0, 1)
-            .flatten(1, 2)
+            _causal(_unpack(q_run, run), _unpack(k_run, run), _unpack(v_run, run), rule).transpose(0, 1).flatten(1, 2)
             for run, q_run, k_run, v_run in pieces
         ]
         return torch.cat(out, dim=1).unsqueeze(0)
@@ -122,9 +120,7 @@ def _attention(
             "engine; call release() on its owner before using the model directly"
         )
     if s_aux is not None:
-        raise RuntimeError(
-            f"{type(module).__name__} uses attention sinks, which the packed attention does not have"
-        )
+        raise RuntimeError(f"{type(module).__name__} uses attention sinks, which the packed attention does not have")
     # Under autocast the rotary embedding leaves q and k in fp32 while v is bf16.
     query, key = query.to(value.dtype), key.to(value.dtype)
     rule = LayerRule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)

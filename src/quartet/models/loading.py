@@ -1,8 +1,9 @@
 """Hugging Face directories in and out: causal LMs, and reward models and critics as sequence classification.
 
 A reward model or critic is saved as ``*ForSequenceClassification`` with one label and reloads with plain
-``from_pretrained``. That class pools at the right-most token that is not ``config.pad_token_id`` and ignores the attention
-mask, so the saved pad id must be one that never occurs in data; ``choose_pad_id`` finds one or says why there is none.
+``from_pretrained``. That class pools at the right-most token that is not ``config.pad_token_id`` and ignores the
+attention mask, so the saved pad id must be one that never occurs in data; ``choose_pad_id`` finds one or says why
+there is none.
 """
 
 from __future__ import annotations

@@ -43,9 +43,7 @@ def probe(packed: PackedModel) -> float:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     rope_type = str(rope.get("rope_type", "default"))
     if rope_type in _LENGTH_DEPENDENT_ROPE:
-        raise _refuse(
-            model, f"{rope_type!r} rotary embedding: one pack's longest sequence would change all the others"
-        )
+        raise _refuse(model, f"{rope_type!r} rotary embedding: one pack's longest sequence would change all the others")
     sequences = _sequences(int(model.get_input_embeddings().weight.shape[0]), packed.device)
     precision, packed.precision = packed.precision, "fp32"
     context = PackedAttention(_LENGTHS)
@@ -58,9 +56,7 @@ def probe(packed: PackedModel) -> float:
         packed.precision = precision
     num_layers = int(config.num_hidden_layers)
     if context.num_calls != num_layers:
-        raise _refuse(
-            model, f"the attention function was called {context.num_calls} times for {num_layers} layers"
-        )
+        raise _refuse(model, f"the attention function was called {context.num_calls} times for {num_layers} layers")
     ours = _outputs(packed, hidden)
     theirs = torch.cat([_alone(packed, s) for s in sequences])
     difference = float((ours - theirs).abs().max())
@@ -69,16 +65,12 @@ def probe(packed: PackedModel) -> float:
         1.0, float(theirs.abs().max())
     )
     if not difference <= tolerance:
-        raise _refuse(
-            model, f"packed and single outputs differ by {difference:.3g}, more than {tolerance:.3g}"
-        )
+        raise _refuse(model, f"packed and single outputs differ by {difference:.3g}, more than {tolerance:.3g}")
     return difference
 
 
 def _sequences(vocab_size: int, device: torch.device) -> list[Tensor]:
-    return [
-        (torch.arange(length, device=device) * 7 + 3 + i) % vocab_size for i, length in enumerate(_LENGTHS)
-    ]
+    return [(torch.arange(length, device=device) * 7 + 3 + i) % vocab_size for i, length in enumerate(_LENGTHS)]
 
 
 def _outputs(packed: PackedModel, hidden: Tensor) -> Tensor:

@@ -428,9 +428,7 @@ def find_metric(name: str) -> Metric:
             return row
     family = [known for known in METRICS if known.split("/")[0] == name.split("/")[0]]
     near = difflib.get_close_matches(name, family or METRICS, n=1, cutoff=0.0)
-    raise ValueError(
-        f"unknown metric {name!r}; the nearest known name is {near[0]!r} (table: quartet.observe.metrics)"
-    )
+    raise ValueError(f"unknown metric {name!r}; the nearest known name is {near[0]!r} (table: quartet.observe.metrics)")
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -29,9 +29,7 @@ def _format_figures(figures: dict[str, Figure]) -> str:
 class Stage:
     """One bar. A context manager: leaving the block ends the bar, as stopped where the block raised."""
 
-    def __init__(
-        self, owner: Progress, title: str, total: int | None, transient: bool, task: TaskID | None
-    ) -> None:
+    def __init__(self, owner: Progress, title: str, total: int | None, transient: bool, task: TaskID | None) -> None:
         self.title = title
         self.total = total
         self.done = 0

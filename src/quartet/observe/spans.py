@@ -86,11 +86,7 @@ class SpanRecorder:
         with self._lock:
             self._spans.append(span)
             if self._rows is not None:
-                row = {
-                    key: value
-                    for key, value in asdict(span).items()
-                    if value is not None and value is not False
-                }
+                row = {key: value for key, value in asdict(span).items() if value is not None and value is not False}
                 row["start_s"], row["end_s"] = round(span.start_s, 6), round(span.end_s, 6)
                 self._rows.append(row)
 

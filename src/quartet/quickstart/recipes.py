@@ -26,12 +26,13 @@ from quartet.config.recipe import (
 
 MODEL = {
     "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
+    "intermediate_size": 640,
+    "num_hidden_layers": 2,
     "num_attention_heads": 6,
-    "num_key_value_heads": 3,
+    "num_key_value_heads": 6,
     "max_position_embeddings": 128,
 }
+"""1.0 M parameters."""
 MAX_NEW_TOKENS = 48
 
 
@@ -50,13 +51,13 @@ class Size:
 
 
 FULL = Size(
-    demonstrations=14_000,
-    sft_steps=220,
-    pair_prompts=900,
-    responses_per_pair_prompt=8,
+    demonstrations=20_000,
+    sft_steps=312,
+    pair_prompts=2_400,
+    responses_per_pair_prompt=4,
     reward_model_epochs=3,
     rl_prompts=4_000,
-    rl_steps=60,
+    rl_steps=24,
     evaluation_prompts=500,
 )
 SHORT = Size(
@@ -78,7 +79,7 @@ def sft_recipe(size: Size, seed: int, path: Path, data: Path) -> SFTRecipe:
         output_dir=str(path / "sft"),
         model=ModelConfig(path=str(path / "initial")),
         data=DataConfig(path=str(data)),
-        train=TrainConfig(optim=OptimConfig(lr=2e-3, warmup_steps=20, schedule="cosine", weight_decay=0.01)),
+        train=TrainConfig(optim=OptimConfig(lr=3e-3, warmup_steps=20, schedule="cosine")),
         steps=size.sft_steps,
         examples_per_step=64,
         checkpoint=CheckpointConfig(every_steps=100, keep=1),
@@ -92,7 +93,7 @@ def reward_model_recipe(size: Size, seed: int, path: Path, data: Path, held_out:
         model=ModelConfig(path=str(path / "sft" / "model")),
         data=DataConfig(path=str(data)),
         evaluation_data=DataConfig(path=str(held_out)),
-        train=TrainConfig(optim=OptimConfig(lr=5e-4, warmup_steps=10, schedule="cosine")),
+        train=TrainConfig(optim=OptimConfig(lr=2e-3, warmup_steps=10, schedule="cosine")),
         epochs=size.reward_model_epochs,
         pairs_per_step=32,
         centring=0.01,
@@ -106,23 +107,23 @@ def rl_recipe(size: Size, seed: int, path: Path, prompts: Path, held_out: Path) 
         output_dir=str(path / "rl"),
         actor=ActorConfig(
             model=ModelConfig(path=str(path / "sft" / "model")),
-            train=TrainConfig(optim=OptimConfig(lr=2e-4)),
+            train=TrainConfig(optim=OptimConfig(lr=3e-4, warmup_steps=6, schedule="cosine", min_lr_ratio=0.1)),
         ),
-        critic=CriticConfig(train=TrainConfig(optim=OptimConfig(lr=4e-4)), warmup_steps=4),
+        critic=CriticConfig(train=TrainConfig(optim=OptimConfig(lr=1e-3)), warmup_steps=2),
         rewards=(ModelReward(path=str(path / "reward_model" / "model")),),
-        algorithm=PPO(kl=KLConfig(coef=0.03)),
+        algorithm=PPO(kl=KLConfig(coef=0.2), missing_eos_penalty=1.0),
         data=DataConfig(path=str(prompts)),
         evaluation=EvaluationConfig(
             data=DataConfig(path=str(held_out), limit=64),
-            every_steps=20,
+            every_steps=8,
             sampling=SamplingConfig(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS),
         ),
         rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS), max_running=128),
         steps=size.rl_steps,
         prompts_per_step=64,
-        responses_per_prompt=2,
+        responses_per_prompt=4,
         minibatches=2,
         epochs=1,
         chunk_size=16,
-        checkpoint=CheckpointConfig(every_steps=30, keep=1),
+        checkpoint=CheckpointConfig(every_steps=8, keep=1),
     )

@@ -30,7 +30,7 @@ from quartet.text.tokenizer import TextCodec
 from quartet.trainers.generate import generate
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import Stopwatch, software_versions, write_json
+from quartet.trainers.run import Interrupted, Stopwatch, software_versions, write_json
 from quartet.trainers.sft import SFTTrainer
 
 TEMPERATURES = (0.0, 0.5, 1.0)
@@ -80,8 +80,15 @@ class Quickstart:
             UserError: the directory holds another run.
             Interrupted: Ctrl-C; what is done is saved.
         """
-        watch = Stopwatch()
         self._claim()
+        try:
+            return self._run()
+        except Interrupted as stop:
+            self._mark("interrupted")
+            raise Interrupted(self.path, stop.step) from stop
+
+    def _run(self) -> QuickstartResult:
+        watch = Stopwatch()
         held_out = task.prompts(self.seed, self.size.evaluation_prompts, "held_out")
         self._initial_model()
         self._sft()
@@ -204,9 +211,7 @@ class Quickstart:
         packed, codec = _open(self.path / "sft" / "model")
         found = []
         num = self.size.pair_prompts
-        with self.progress.stage(
-            "sample pairs", (num + num // 4) * self.size.responses_per_pair_prompt
-        ) as bar:
+        with self.progress.stage("sample pairs", (num + num // 4) * self.size.responses_per_pair_prompt) as bar:
             for split, count, error in (("train", num, None), ("held_out", num // 4, 0.0)):
                 prompts = task.prompts(self.seed + 1, count, split)  # type: ignore[arg-type]
                 answers = generate(
@@ -220,9 +225,7 @@ class Quickstart:
                     on_done=bar.advance,
                 )
                 groups = [(p, [a.text for a in group]) for p, group in zip(prompts, answers, strict=True)]
-                pairs = (
-                    judge_pairs(self.seed, groups) if error is None else judge_pairs(self.seed, groups, error)
-                )
+                pairs = judge_pairs(self.seed, groups) if error is None else judge_pairs(self.seed, groups, error)
                 found.append(self._rows(f"pairs_{split}", pairs))
         packed.release()
         return found[0], found[1]
@@ -234,14 +237,10 @@ class Quickstart:
             prompts = self._rows("prompts", rows)
             evaluation = self._rows("prompts_held_out", [{"prompt": p} for p in held_out])
             recipe = recipes.rl_recipe(self.size, self.seed, self.path, prompts, evaluation)
-            RLTrainer(
-                recipe, resume=self.resume, progress=self.progress, shuffle_scores=self.shuffle_scores
-            ).train()
+            RLTrainer(recipe, resume=self.resume, progress=self.progress, shuffle_scores=self.shuffle_scores).train()
         self._record("rl", watch.seconds)
 
-    def _measure(
-        self, stage: str, model: Path, held_out: Sequence[str]
-    ) -> tuple[dict[float, float], list[str]]:
+    def _measure(self, stage: str, model: Path, held_out: Sequence[str]) -> tuple[dict[float, float], list[str]]:
         """Exact match on held-out prompts at each temperature, and the greedy completions."""
         watch = Stopwatch()
         packed, codec = _open(model)
@@ -276,7 +275,6 @@ def _exact_match(prompts: Sequence[str], completions: Sequence[str]) -> float:
 def _good_same_bad(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> dict[str, int]:
     """Prompts now answered right that were wrong, unchanged in that, and now wrong that were right."""
     change = [
-        int(is_correct(p, new)) - int(is_correct(p, old))
-        for p, old, new in zip(prompts, before, after, strict=True)
+        int(is_correct(p, new)) - int(is_correct(p, old)) for p, old, new in zip(prompts, before, after, strict=True)
     ]
     return {"good": change.count(1), "same": change.count(0), "bad": change.count(-1)}

@@ -30,7 +30,7 @@ from typing import Literal, TypedDict
 Split = Literal["train", "held_out"]
 Habit = Literal["careful", "forgetful", "eager"]
 
-HABITS: dict[Habit, float] = {"careful": 0.16, "forgetful": 0.72, "eager": 0.12}
+HABITS: dict[Habit, float] = {"careful": 0.14, "forgetful": 0.74, "eager": 0.12}
 """How frequent each habit is among demonstrators."""
 
 HELD_OUT_ONE_IN = 10

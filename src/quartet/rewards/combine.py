@@ -28,8 +28,6 @@ def combine(
         raise ValueError(f"sources score different numbers of samples: {lengths}")
     combined: list[float | None] = []
     for sample in range(next(iter(lengths.values()), 0)):
-        parts = [
-            weights[name] * value for name, values in scores.items() if (value := values[sample]) is not None
-        ]
+        parts = [weights[name] * value for name, values in scores.items() if (value := values[sample]) is not None]
         combined.append(sum(parts) if parts else None)
     return combined, {name: sum(value is None for value in values) for name, values in scores.items()}

@@ -169,9 +169,7 @@ class FunctionReward:
                 )
         return list(offered) if takes_all else [p.name for p in named if p.name in offered]
 
-    def _validated(
-        self, result: Any, prompts: Sequence[PromptText], completions: Sequence[str]
-    ) -> list[float | None]:
+    def _validated(self, result: Any, prompts: Sequence[PromptText], completions: Sequence[str]) -> list[float | None]:
         values = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(values, (list, tuple)):
             raise self._error(f"returned {type(result).__name__}, not a list", prompts, completions, 0)
@@ -190,9 +188,7 @@ class FunctionReward:
             scores.append(number)
         return scores
 
-    def _error(
-        self, what: str, prompts: Sequence[PromptText], completions: Sequence[str], n: int
-    ) -> RewardError:
+    def _error(self, what: str, prompts: Sequence[PromptText], completions: Sequence[str], n: int) -> RewardError:
         sample = "no sample"
         if completions:
             sample = f"sample {n}: prompt {_excerpt(prompts[n])}, completion {_excerpt(completions[n])}"

@@ -36,9 +36,7 @@ class KeyValues:
 
     def part(self, start: int, end: int) -> KeyValues:
         """A view of tokens ``start`` to ``end``."""
-        return KeyValues(
-            tuple(k[:, start:end] for k in self.keys), tuple(v[:, start:end] for v in self.values)
-        )
+        return KeyValues(tuple(k[:, start:end] for k in self.keys), tuple(v[:, start:end] for v in self.values))
 
     def clone(self) -> KeyValues:
         return KeyValues(tuple(k.clone() for k in self.keys), tuple(v.clone() for v in self.values))

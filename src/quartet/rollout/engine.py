@@ -179,9 +179,7 @@ class NativeEngine:
         if self._asleep:
             raise RuntimeError("the rollout engine sleeps; call wake() before generating")
         if self._needs_weights:
-            raise RuntimeError(
-                "the rollout engine has no weights since it slept; call update_weights() first"
-            )
+            raise RuntimeError("the rollout engine has no weights since it slept; call update_weights() first")
         if not self._scheduler.held:
             return
         schedule = self._scheduler.schedule()
@@ -310,9 +308,7 @@ class NativeEngine:
         if self.owns_weights != (source is not None):
             raise UserError(
                 "the rollout engine cannot take these weights",
-                found="its own copy of the weights and no source"
-                if self.owns_weights
-                else "a model it shares",
+                found="its own copy of the weights and no source" if self.owns_weights else "a model it shares",
                 remedy="pass (name, tensor) pairs to an engine with its own weights, else None",
             )
         if source is not None:

@@ -68,9 +68,7 @@ class SamplingParams:
 
 
 def _bad(name: str, found: object, remedy: str) -> UserError:
-    return UserError(
-        f"sampling parameter {name} is out of range", found=f"{name} = {found!r}", remedy=f"use {remedy}"
-    )
+    return UserError(f"sampling parameter {name} is out of range", found=f"{name} = {found!r}", remedy=f"use {remedy}")
 
 
 @dataclass(frozen=True)

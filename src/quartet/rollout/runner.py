@@ -50,9 +50,7 @@ class Rows:
         longest: the largest position plus one.
     """
 
-    def __init__(
-        self, running: Sequence[Response[PreparedPrompt]], vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, running: Sequence[Response[PreparedPrompt]], vocab_size: int, device: torch.device) -> None:
         self.num_rows = len(running)
         padding = [0] * (MIN_ROWS - len(running))
         started = [bool(r.token_ids) for r in running]
@@ -60,9 +58,7 @@ class Rows:
         tokens = [r.token_ids[-1] if s else 0 for r, s in zip(running, started, strict=True)]
         self.tokens = torch.tensor(tokens + padding, dtype=torch.int64, device=device)
         self.positions = torch.tensor(positions + padding, dtype=torch.int64, device=device)
-        self.num_generated: NDArray[np.uint64] = np.array(
-            [len(r.token_ids) for r in running], dtype=np.uint64
-        )
+        self.num_generated: NDArray[np.uint64] = np.array([len(r.token_ids) for r in running], dtype=np.uint64)
         self.longest = max(positions) + 1
         self.sampling = SamplingRows.build([r.request.sampling for r in running], vocab_size, device)
 

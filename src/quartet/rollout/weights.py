@@ -32,11 +32,7 @@ def copy_weights(model: nn.Module, source: Iterable[tuple[str, Tensor]]) -> None
         if own[name].shape != tensor.shape:
             raise _refused(f"{name!r} of shape {tuple(tensor.shape)}, needed {tuple(own[name].shape)}")
         twin = filled.setdefault(id(own[name]), name)
-        if (
-            twin != name
-            and given[twin].data_ptr() != tensor.data_ptr()
-            and not torch.equal(given[twin], tensor)
-        ):
+        if twin != name and given[twin].data_ptr() != tensor.data_ptr() and not torch.equal(given[twin], tensor):
             raise _refused(f"{twin!r} and {name!r} differ, but this model ties them")
     if missing := [name for name, parameter in own.items() if id(parameter) not in filled]:
         raise _refused(f"nothing for {missing[0]!r} ({len(missing)} names missing)")

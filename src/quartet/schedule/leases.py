@@ -99,9 +99,7 @@ class ArbiterStats:
 class _Request:
     """A request from its arrival to the end of its lease."""
 
-    def __init__(
-        self, task: asyncio.Task[Any] | None, role: RoleSpec, mode: Mode, access: Access, ticket: int
-    ) -> None:
+    def __init__(self, task: asyncio.Task[Any] | None, role: RoleSpec, mode: Mode, access: Access, ticket: int) -> None:
         self.task = task
         self.role = role
         self.mode: Mode = mode
@@ -145,9 +143,7 @@ class Arbiter:
         patience: int = 4,
     ) -> None:
         if patience < 0:
-            raise UserError(
-                "patience is negative", found=f"{patience}", remedy="use 0 (strict order) or above"
-            )
+            raise UserError("patience is negative", found=f"{patience}", remedy="use 0 (strict order) or above")
         pool_specs, role_specs = list(pools), list(roles)
         check_placement(pool_specs, role_specs)
         self._roles = {role.name: role for role in role_specs}

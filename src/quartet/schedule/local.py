@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -47,9 +47,7 @@ def role_spec(name: str, models: Sequence[PackedModel], modes: Iterable[Mode]) -
 
 def local_arbiter(specs: Sequence[RoleSpec], *, version: int) -> Arbiter:
     """One pool with one slot and no byte limit; every trained role and the engine's copy is a state."""
-    states = [
-        spec.name for spec in specs if "train" in spec.resident_bytes or "generate" in spec.resident_bytes
-    ]
+    states = [spec.name for spec in specs if "train" in spec.resident_bytes or "generate" in spec.resident_bytes]
     return Arbiter([PoolSpec(POOL, slots=1)], specs, versions=dict.fromkeys(states, version))
 
 
@@ -236,9 +234,7 @@ class LocalRollout:
             step=version - 1,
             reads={"actor": version},
         )
-        difference = float(
-            (torch.tensor(heard.logprobs, dtype=torch.float64) - expected.double()).abs().max()
-        )
+        difference = float((torch.tensor(heard.logprobs, dtype=torch.float64) - expected.double()).abs().max())
         if not difference <= self._canary.tolerance:
             raise UserError(
                 f"after weight update {version} the rollout engine computes with other weights than the trainer",
@@ -355,8 +351,11 @@ class FrozenScorer:
 
 def _renamed(columns: ColumnSet, name: str) -> ColumnSet:
     """The one field of a pass under the name the step knows it by."""
-    return replace(
-        columns,
-        token={name: values for values in columns.token.values()},
-        sequence={name: values for values in columns.sequence.values()},
+    fields = [*columns.token.values(), *columns.sequence.values()]
+    if len(fields) != 1:
+        raise ValueError(f"{name} is one column, the pass gave {len(fields)}")
+    return ColumnSet(
+        columns.ids,
+        token=dict.fromkeys([name] if columns.token else [], fields[0]),
+        sequence=dict.fromkeys([name] if columns.sequence else [], fields[0]),
     )

@@ -254,9 +254,7 @@ def check_placement(pools: list[PoolSpec], roles: list[RoleSpec]) -> None:
             raise UserError(f"two {kind}s have one name", found=", ".join(twice), remedy=f"rename one {kind}")
     for pool in pools:
         if pool.slots < 1:
-            raise UserError(
-                f"pool {pool.name!r} has no slot", found=f"slots={pool.slots}", remedy="use at least 1"
-            )
+            raise UserError(f"pool {pool.name!r} has no slot", found=f"slots={pool.slots}", remedy="use at least 1")
         if pool.budget_bytes is not None and pool.budget_bytes < 0:
             raise UserError(
                 f"pool {pool.name!r} has a negative budget",

@@ -33,9 +33,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation
     """
     template_of(tokenizer)
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=generation_prompt
-        )
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
     except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             "the chat template refuses the messages",
@@ -61,9 +59,7 @@ def continuation(head: str, whole: str, what: str, where: str) -> str:
     )
 
 
-def marked_by_template(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages
-) -> tuple[list[int], list[bool]]:
+def marked_by_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[bool]]:
     """Ids and assistant mask from the template's own ``{% generation %}`` marks.
 
     Raises:

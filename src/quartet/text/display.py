@@ -21,9 +21,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     """
 
     def decode(start: int, stop: int) -> str:
-        text = tokenizer.decode(
-            list(ids[start:stop]), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text = tokenizer.decode(list(ids[start:stop]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
     pieces: list[str] = []

@@ -27,9 +27,7 @@ def local_or_hub(name: str | Path, what: str) -> str:
     if path.is_dir():
         return str(path)
     if path.exists():
-        raise UserError(
-            f"the {what} is not a directory", found=text, remedy="name the directory that holds it"
-        )
+        raise UserError(f"the {what} is not a directory", found=text, remedy="name the directory that holds it")
     if looks_like_path(text):
         raise missing_file(f"there is no {what} directory here", path)
     return text

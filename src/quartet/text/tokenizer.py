@@ -45,14 +45,10 @@ class TextCodec:
     model_eos_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
-    ) -> TextCodec:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> TextCodec:
         """A codec over objects that exist already."""
         eos = getattr(generation_config, "eos_token_id", None)
-        return cls(
-            tokenizer, tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),)
-        )
+        return cls(tokenizer, tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (int(eos),))
 
     @classmethod
     def from_pretrained(cls, model: str | Path, tokenizer: str | Path | None = None) -> TextCodec:
@@ -188,9 +184,7 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of whole token ids; special tokens such as end-of-text are left out unless asked for."""
-        text = self.tokenizer.decode(
-            list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-        )
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
         return str(text)
 
     def decode_completion(self, prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> str:
@@ -215,9 +209,7 @@ class TextCodec:
     def _num_added_behind(self) -> int:
         """Special tokens that the tokenizer puts behind a text (end-of-text, a separator)."""
         full, plain = self._tokenize("a", special=True), self._tokenize("a", special=False)
-        before = next(
-            (n for n in range(len(full)) if full[n : n + len(plain)] == plain), len(full) - len(plain)
-        )
+        before = next((n for n in range(len(full)) if full[n : n + len(plain)] == plain), len(full) - len(plain))
         return len(full) - len(plain) - before
 
     def _tokenize(self, text: str, *, special: bool) -> list[int]:
@@ -239,9 +231,7 @@ class TextCodec:
         ids = self._tokenize(text, special=True)
         return ids[: len(ids) - self._num_added_behind]
 
-    def _continue(
-        self, before: list[int], encode: Callable[[str], list[int]], head: str, tail: str
-    ) -> list[int]:
+    def _continue(self, before: list[int], encode: Callable[[str], list[int]], head: str, tail: str) -> list[int]:
         """Ids of ``tail`` after the ids ``before`` of ``head``, which stay as they are."""
         whole = encode(head + tail)
         if whole[: len(before)] == before:
@@ -285,6 +275,4 @@ class TextCodec:
 
 
 def _at(place: str, error: UserError) -> UserError:
-    return UserError(
-        error.problem, found=f"{place}: {error.found}" if place else error.found, remedy=error.remedy
-    )
+    return UserError(error.problem, found=f"{place}: {error.found}" if place else error.found, remedy=error.remedy)

@@ -21,9 +21,7 @@ def checkpoint_path(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
-def save_checkpoint(
-    root: Path, step: int, parts: Mapping[str, Any], info: Mapping[str, Any], *, keep: int
-) -> Path:
+def save_checkpoint(root: Path, step: int, parts: Mapping[str, Any], info: Mapping[str, Any], *, keep: int) -> Path:
     """Saves ``parts`` (each anything ``torch.save`` takes) as one checkpoint and deletes all but the newest ``keep``.
 
     Args:

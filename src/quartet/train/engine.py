@@ -29,8 +29,8 @@ from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 class Outputs:
     """What a forward pass computed, in the batch's stored layout (0 where nothing was asked for).
 
-    ``logprobs [T]``, ``entropies [T]`` and ``values [T]`` belong to the token at the same index; ``scores [S]`` are read
-    at each sequence's last token.
+    ``logprobs [T]``, ``entropies [T]`` and ``values [T]`` belong to the token at the same index; ``scores [S]`` are
+    read at each sequence's last token.
     """
 
     logprobs: Tensor | None = None
@@ -97,9 +97,7 @@ class TrainEngine(Generic[Model]):
     @torch.no_grad()
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         """Forward-only pass over ``batch``; fields as in ``Outputs``, without gradients."""
-        return forward_only(
-            self.packed, batch, needs, self.config.forward_token_budget, self.config.logprob_chunk
-        )
+        return forward_only(self.packed, batch, needs, self.config.forward_token_budget, self.config.logprob_chunk)
 
     # Updates ---------------------------------------------------------------------------------------------
 

@@ -17,9 +17,7 @@ class MetricSums:
     def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Adds the values under the boolean ``mask`` to the mean called ``name``."""
         weight = mask.to(torch.float64)
-        self.add(
-            name, (values.detach().to(torch.float64).masked_fill(~mask, 0.0) * weight).sum(), weight.sum()
-        )
+        self.add(name, (values.detach().to(torch.float64).masked_fill(~mask, 0.0) * weight).sum(), weight.sum())
 
     def add(self, name: str, total: Tensor, weight: Tensor) -> None:
         total, weight = total.detach().to(torch.float64), weight.to(torch.float64)

@@ -113,9 +113,7 @@ class PairwiseObjective:
         if not torch.equal(pair[first], pair[second]):
             raise ValueError("a pair needs exactly one chosen and one rejected sequence")
         margin = batch.sequence["margin"][first] if "margin" in batch.sequence else None
-        out = pairwise_reward_loss(
-            scores[first], scores[second], denominators, margin_P=margin, centring=self.centring
-        )
+        out = pairwise_reward_loss(scores[first], scores[second], denominators, margin_P=margin, centring=self.centring)
         count = torch.tensor(float(len(first)))
         sums.total("loss/reward_model", out.loss)
         sums.add("reward_model/accuracy", out.num_correct, count)
@@ -285,9 +283,7 @@ class ValueObjective:
         return _each_sequence(batch)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
-        return aggregation_denominators(
-            batch.token["action_mask"], trajectory_index(batch), self.num_trajectories
-        )
+        return aggregation_denominators(batch.token["action_mask"], trajectory_index(batch), self.num_trajectories)
 
     def loss(
         self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums

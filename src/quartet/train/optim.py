@@ -12,7 +12,7 @@ from quartet.config.recipe import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer update ``step`` (from 0): linear warm-up, then the schedule down to ``min_lr_ratio``."""
+    """Learning rate of update ``step`` (from 0): linear warm-up, then the schedule down to ``min_lr_ratio``."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":

@@ -62,9 +62,7 @@ class Estimate:
 
 
 def _ppo(config: PPO, scored: Scored) -> Estimate:
-    rewards_T = token_rewards(
-        scored.shaped_N, scored.kl_T, scored.kl_coef, scored.action_mask_T, scored.trajectory_T
-    )
+    rewards_T = token_rewards(scored.shaped_N, scored.kl_T, scored.kl_coef, scored.action_mask_T, scored.trajectory_T)
     advantages_T, returns_T = gae(
         rewards_T,
         scored.batch.token["values"],
@@ -86,14 +84,10 @@ def _grouped(scored: Scored, advantages_N: Tensor, rewards_N: Tensor) -> Estimat
 
 
 def _completion_rewards(scored: Scored) -> Tensor:
-    return completion_rewards(
-        scored.shaped_N, scored.kl_T, scored.kl_coef, scored.action_mask_T, scored.trajectory_T
-    )
+    return completion_rewards(scored.shaped_N, scored.kl_T, scored.kl_coef, scored.action_mask_T, scored.trajectory_T)
 
 
-def _within_groups(
-    scored: Scored, estimate: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def _within_groups(scored: Scored, estimate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Group baselines over the trajectories that take part; the others get 0."""
     rewards_N = _completion_rewards(scored)
     acting = torch.zeros(len(scored.batch), dtype=torch.bool)
@@ -168,9 +162,7 @@ class Assembler:
         kept_N = applies_N & _has_company(batch, applies_N) if self.config.name != "ppo" else applies_N
         trajectory_T = trajectory_index(batch)
         action_mask_T = batch.token["action_mask"] & kept_N[trajectory_T.clamp(min=0)]
-        batch = _replace_token(
-            batch, action_mask=action_mask_T, loss_mask=batch.token["loss_mask"] & action_mask_T
-        )
+        batch = _replace_token(batch, action_mask=action_mask_T, loss_mask=batch.token["loss_mask"] & action_mask_T)
 
         kl_T, kl_metrics = self._kl(batch, action_mask_T)
         in_reward = self._kl_coef() if self.config.kl.place == "reward" else 0.0
@@ -204,9 +196,7 @@ class Assembler:
     def _kl(self, batch: RaggedBatch, mask_T: Tensor) -> tuple[Tensor, dict[str, float]]:
         if "ref_logprobs" not in batch.token:
             return torch.zeros(batch.num_tokens), {}
-        policy = (
-            batch.token["old_logprobs"] if "old_logprobs" in batch.token else batch.token["rollout_logprobs"]
-        )
+        policy = batch.token["old_logprobs"] if "old_logprobs" in batch.token else batch.token["rollout_logprobs"]
         reference = batch.token["ref_logprobs"]
         kl_T = kl_estimate(policy, reference, self.config.kl.estimator, mask_T=mask_T)
         k1 = masked_mean(kl_estimate(policy, reference, "k1", mask_T=mask_T), mask_T)

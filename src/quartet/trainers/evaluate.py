@@ -74,9 +74,7 @@ class Evaluator:
         self.prompts = prompt_data(recipe.data, prompts, self.codec, context_length(causal), "data")
         self.functions = reward_functions(recipe.rewards, rewards)
         for function in self.functions:
-            function.reward.check_columns(
-                sorted({name for item in self.prompts.items for name in item.columns})
-            )
+            function.reward.check_columns(sorted({name for item in self.prompts.items for name in item.columns}))
         budget = RLRecipe().actor.train.forward_token_budget
         self.models = reward_models(recipe.rewards, rewards, self.codec, budget)
         self.packed = packed_causal_lm(causal)
@@ -110,7 +108,5 @@ class Evaluator:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
             run.tracker.log(0, metrics)
             stage = {"name": "eval", "seconds": round(watch.seconds, 3), "metrics": metrics}
-            run.finish(
-                {"job": "eval", "seed": self.recipe.seed, "versions": software_versions(), "stages": [stage]}
-            )
+            run.finish({"job": "eval", "seed": self.recipe.seed, "versions": software_versions(), "stages": [stage]})
         return EvaluationResult(self.path, len(answers), metrics)

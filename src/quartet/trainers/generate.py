@@ -60,16 +60,11 @@ def generate(
         found.update({completion.request_id: completion for completion in finished})
         if finished and on_done is not None:
             on_done(len(finished))
-    return [
-        [_generated(codec, ids, found[f"{p}.{r}"]) for r in range(num_responses)]
-        for p, ids in enumerate(encoded)
-    ]
+    return [[_generated(codec, ids, found[f"{p}.{r}"]) for r in range(num_responses)] for p, ids in enumerate(encoded)]
 
 
 def _generated(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion) -> Generated:
-    return Generated(
-        completion_text(codec, prompt_ids, completion), completion.finish_reason.value, completion
-    )
+    return Generated(completion_text(codec, prompt_ids, completion), completion.finish_reason.value, completion)
 
 
 def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion) -> str:

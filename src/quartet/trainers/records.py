@@ -29,9 +29,7 @@ def rollout_records(batch: RaggedBatch, codec: TextCodec) -> list[RolloutRecord]
     columns = {name: batch.token[name].float() for name in _COLUMNS if name in batch.token}
     if "old_logprobs" in columns:
         columns["ratio"] = (columns["old_logprobs"] - columns["rollout_logprobs"]).clamp(-20, 20).exp()
-    rewards = {
-        name: batch.sequence[name].tolist() for name in batch.sequence if name.startswith(REWARD_PREFIX)
-    }
+    rewards = {name: batch.sequence[name].tolist() for name in batch.sequence if name.startswith(REWARD_PREFIX)}
     scores = batch.sequence["score"].tolist()
     records = []
     for s in range(len(batch)):
@@ -52,9 +50,7 @@ def rollout_records(batch: RaggedBatch, codec: TextCodec) -> list[RolloutRecord]
                 prompt_text=codec.decode(prompt_ids),
                 response_text=batch.objects["completion"][s],
                 finish_reason=batch.objects["finish_reason"][s],
-                rewards={
-                    name.removeprefix(REWARD_PREFIX): _number(values[s]) for name, values in rewards.items()
-                },
+                rewards={name.removeprefix(REWARD_PREFIX): _number(values[s]) for name, values in rewards.items()},
                 score=_number(scores[s]),
                 group=str(int(batch.sequence["group"][s])),
                 columns={name: _rounded(values[start:stop]) for name, values in columns.items()},

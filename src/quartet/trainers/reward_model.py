@@ -121,9 +121,7 @@ class RewardModelTrainer:
         with self.run, self.run.stoppable():
             try:
                 metrics = loop.run(self.run, self.progress)
-                warning = save_scalar_model(
-                    self.packed, self.codec.tokenizer, self.path / "model", seen=self._seen()
-                )
+                warning = save_scalar_model(self.packed, self.codec.tokenizer, self.path / "model", seen=self._seen())
             finally:
                 self.packed.release()
             notes = list(self.data.remarks) + ([warning] if warning else [])
@@ -138,7 +136,7 @@ class RewardModelTrainer:
         return RewardModelResult(self.path, self.packed.model, summary)
 
     def evaluate(self) -> dict[str, float]:
-        """``eval/accuracy``: held-out pairs whose chosen side scores strictly higher; ``eval/margin``: mean difference."""
+        """``eval/accuracy``: share of held-out pairs whose chosen side scores strictly higher; ``eval/margin``."""
         assert self.evaluation is not None, "no evaluation data"
         chosen, rejected = score_pairs(self.engine, self.evaluation)
         return {
@@ -163,9 +161,9 @@ class RewardModelTrainer:
 def score_pairs(engine: TrainEngine[Any], data: PreferenceData) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores ``[P]`` of the chosen and the rejected sides."""
     scores = [
-        engine.forward(
-            data.select(list(range(start, min(start + 128, len(data))))), Needs(scores=True)
-        ).sequence["scores"]
+        engine.forward(data.select(list(range(start, min(start + 128, len(data))))), Needs(scores=True)).sequence[
+            "scores"
+        ]
         for start in range(0, len(data), 128)
     ]
     both = torch.cat(scores).view(-1, 2)

@@ -87,6 +87,7 @@ class RLTrainer:
         self.recipe = recipe
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("rl")
         self.progress = progress if progress is not None else Progress()
+        self.run = RunDirectory(self.path, recipe, resume=resume)
         self.cast: Cast = build_cast(
             recipe,
             model=model,
@@ -96,7 +97,6 @@ class RLTrainer:
             evaluation_prompts=evaluation_prompts,
             critic=critic,
         )
-        self.run = RunDirectory(self.path, recipe, resume=resume)
         self.kl_coef = recipe.algorithm.kl.coef
         self._shuffle = _shuffled(recipe.seed) if shuffle_scores else None
         self._bar: Stage | None = None
@@ -130,6 +130,7 @@ class RLTrainer:
                 bar.advance(step)
                 if step == 0:
                     self.run.tracker.log(0, await self._evaluate(rollout, 0))
+                    self.run.recorder.drop_through(0)
                 while step < self.recipe.steps:
                     step = await self._step(step, roles, rollout, stream, writer)
         return self._finish(watch.seconds)
@@ -146,9 +147,9 @@ class RLTrainer:
         watch = Stopwatch()
         recipe = self.recipe
         before = rollout.engine.stats()
-        with self._saved_if_clean(step, stream), self._rollout_progress(step):
+        with self._saved_if_clean(step, stream.state()), self._rollout_progress(step):
             result = await run_iteration(step, roles)
-        after = rollout.engine.stats()
+        after = self._generated
         done = step + 1
         spans = self.run.recorder.of_step(step)
         metrics = {
@@ -163,17 +164,15 @@ class RLTrainer:
         if step % recipe.log.rollouts_every == 0 or done == recipe.steps:
             with self.run.recorder.span("write_rollouts", step=step):
                 writer.write(done, rollout_records(result.experience.batch, self.cast.codec))
-        if recipe.evaluation is not None and (
-            done % recipe.evaluation.every_steps == 0 or done == recipe.steps
-        ):
+        if recipe.evaluation is not None and (done % recipe.evaluation.every_steps == 0 or done == recipe.steps):
             metrics.update(await self._evaluate(rollout, done))
         self.run.tracker.log(done, metrics)
-        self.run.recorder.drop_through(step)
+        self.run.recorder.drop_through(done)
         if self._bar is not None:
             shown = {"score": "reward/score_mean", "kl": "kl/ref", "tokens/s": "rollout/tokens_per_s"}
             self._bar.advance(1, **{k: round(metrics[v], 3) for k, v in shown.items() if v in metrics})
         if self.run.due(done, recipe.steps):
-            self._save(done, stream)
+            self._save(done, stream.state())
         self.run.check_stop(done)
         return done
 
@@ -205,16 +204,18 @@ class RLTrainer:
         from quartet.observe.trackers import read_metrics
 
         cast = self.cast
-        save_causal_lm(cast.actor.packed, cast.codec.tokenizer, self.path / "model")
+        with writing(self.path / "model"):
+            save_causal_lm(cast.actor.packed, cast.codec.tokenizer, self.path / "model")
         notes = []
         if cast.critic is not None:
             ids = (torch.tensor(item.token_ids) for item in cast.prompts.items)
-            warning = save_scalar_model(
-                cast.critic.packed,
-                cast.codec.tokenizer,
-                self.path / "critic",
-                seen=seen_tokens(cast.actor.packed.vocab_size, ids) | cast.emitted,
-            )
+            with writing(self.path / "critic"):
+                warning = save_scalar_model(
+                    cast.critic.packed,
+                    cast.codec.tokenizer,
+                    self.path / "critic",
+                    seen=seen_tokens(cast.critic.packed.vocab_size, ids) | cast.emitted,
+                )
             notes += [f"critic: {warning}"] if warning else []
         rows = read_metrics(self.path / "metrics.jsonl")
         last = {name: value for row in rows for name, value in row.items() if name not in ("step", "time_s")}
@@ -238,9 +239,7 @@ class RLTrainer:
         rollout = cast.rollout(self._worker, version=step, on_tokens=self._on_tokens)
         rule = AdmissionRule(recipe.prompts_per_step)
         stream = GroupStream(rollout.generate, rule, chunk_size=recipe.chunk_size)
-        self._assembler = Assembler(
-            recipe.algorithm, cast.reward_weights, lambda: self.kl_coef, self._shuffle
-        )
+        self._assembler = Assembler(recipe.algorithm, cast.reward_weights, lambda: self.kl_coef, self._shuffle)
         roles = Roles(
             stream=stream,
             collect=lambda s, i, groups: chunk_of(s, i, groups, cast.completion_text),
@@ -255,6 +254,7 @@ class RLTrainer:
         with self.run.recorder.span("advantages", step=chunks[0][0].step):
             experience = self._assembler(chunks)
         self.cast.note_emitted(experience.batch)
+        self._learning = True
         return experience
 
     def _learners(self) -> list[Learner]:
@@ -315,24 +315,25 @@ class RLTrainer:
         self.kl_coef = info["kl_coef"]
         return step, info["stream"]
 
-    def _save(self, step: int, stream: GroupStream[PromptGroup]) -> None:
+    def _save(self, step: int, stream_state: Mapping[str, int]) -> None:
         parts: dict[str, Any] = {name: engine.state() for name, engine in self.cast.engines().items()}
         parts["emitted"] = self.cast.emitted
         with self.run.recorder.span("checkpoint", step=step - 1):
-            self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": stream.state()})
+            self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": dict(stream_state)})
 
     @contextlib.contextmanager
-    def _saved_if_clean(self, step: int, stream: GroupStream[PromptGroup]) -> Iterator[None]:
-        """When an iteration fails before any update, the state is still that of ``step`` complete steps: save it."""
-        engines = self.cast.engines().values()
-        before = [engine.num_updates for engine in engines]
-        finished = False
+    def _saved_if_clean(self, step: int, stream_state: Mapping[str, int]) -> Iterator[None]:
+        """When an iteration fails before its updates begin, the state is still that of ``step`` complete steps: save it.
+
+        ``stream_state`` is that of the step's beginning: the stream itself may have been read to the step's end.
+        """
+        self._learning = False
         try:
             yield
-            finished = True
-        finally:
-            if not finished and [engine.num_updates for engine in engines] == before and step > 0:
-                self._save(step, stream)
+        except BaseException:
+            if not self._learning and step > 0 and step not in self.run.saved_steps():
+                self._save(step, stream_state)
+            raise
 
 
 def _shuffled(seed: int) -> Callable[[int, int], Tensor]:

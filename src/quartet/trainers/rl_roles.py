@@ -162,14 +162,10 @@ class Cast:
 
     # Who plays -------------------------------------------------------------------------------------------
 
-    def rollout(
-        self, worker: Worker, *, version: int, on_tokens: Callable[[int], None] | None = None
-    ) -> LocalRollout:
+    def rollout(self, worker: Worker, *, version: int, on_tokens: Callable[[int], None] | None = None) -> LocalRollout:
         config = self.recipe.rollout
         actor = self.actor.packed
-        engine = NativeEngine(
-            actor, max_running=config.max_running, decode=self.codec.decode, version=version
-        )
+        engine = NativeEngine(actor, max_running=config.max_running, decode=self.codec.decode, version=version)
         tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.recipe.actor.train.precision]
         prompt_ids = tuple(self.prompts.item(0).token_ids)
         room = max(1, min(CANARY_TOKENS, context_length(actor.model) - len(prompt_ids)))
@@ -198,9 +194,7 @@ class Cast:
         if needs_old_logprobs(recipe):
             found.append(EngineScorer(worker, "actor", self.actor, policy, "old_logprobs"))
         if self.critic is not None:
-            found.append(
-                EngineScorer(worker, "critic", self.critic, Needs(values=True, mask="action_mask"), "values")
-            )
+            found.append(EngineScorer(worker, "critic", self.critic, Needs(values=True, mask="action_mask"), "values"))
         return found
 
 
@@ -336,9 +330,7 @@ def reward_models(
             packed = packed_scalar_model(load_scalar_model(config.path))
             check_vocabulary(own, int(packed.model.get_input_embeddings().weight.shape[0]))
             foreign = None if same else TextCodec.of(own)
-            roles.append(
-                RewardModelRole(config.name, packed, config.forward_token_budget, foreign, config.weight)
-            )
+            roles.append(RewardModelRole(config.name, packed, config.forward_token_budget, foreign, config.weight))
     models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
     for i, reward in enumerate(models):
         check_vocabulary(codec.tokenizer, int(reward.get_input_embeddings().weight.shape[0]))
@@ -353,9 +345,7 @@ def _weights(models: Sequence[RewardModelRole], functions: Sequence[RewardFuncti
     Raises:
         UserError: no source at all, or two of one name.
     """
-    pairs = [(role.name, role.weight) for role in models] + [
-        (role.reward.name, role.weight) for role in functions
-    ]
+    pairs = [(role.name, role.weight) for role in models] + [(role.reward.name, role.weight) for role in functions]
     if not pairs:
         raise UserError(
             "there is no reward",
@@ -380,10 +370,11 @@ def _reference(recipe: RLRecipe, actor: PreTrainedModel) -> PackedCausalLM | Non
     path = recipe.reference.path
     model = load_causal_lm(path) if path is not None else copy.deepcopy(actor)
     model.requires_grad_(False)
-    if model.get_input_embeddings().weight.shape != actor.get_input_embeddings().weight.shape:
+    held, needed = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, actor))
+    if held != needed:
         raise UserError(
             "reference and actor have different vocabularies",
-            found=f"{model.get_input_embeddings().weight.shape[0]} and {actor.get_input_embeddings().weight.shape[0]} ids",
+            found=f"{held} and {needed} ids",
             remedy="use a reference with the actor's tokenizer, or leave reference.path out",
         )
     return packed_causal_lm(model, recipe.actor.train.precision)
@@ -416,6 +407,4 @@ def _critic(
             remedy="use a critic with the actor's tokenizer, or leave critic.path out",
         )
     config: TrainConfig = recipe.critic.train
-    return TrainEngine(
-        packed_scalar_model(model, config.precision), config, total_steps=recipe.steps * updates
-    )
+    return TrainEngine(packed_scalar_model(model, config.precision), config, total_steps=recipe.steps * updates)

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -27,6 +28,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 import torch
+from safetensors import SafetensorError
 
 from quartet.config import UserError
 from quartet.config.load import dump_recipe
@@ -39,6 +41,8 @@ from quartet.train.checkpoint import list_checkpoints, load_checkpoint, save_che
 
 _LOCATION_KEYS = ("output_dir", "log", "checkpoint")
 """Recipe keys that may differ when a run is resumed: they change no weight."""
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Interrupted(Exception):
@@ -64,28 +68,38 @@ def software_versions() -> dict[str, str]:
     return found
 
 
-def write_json(path: Path, value: object) -> None:
-    """Writes atomically: a reader sees the old file or the new one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns a failure to write ``path`` (disk full, no permission) into a UserError."""
     try:
-        with open(draft, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
+        yield
+    except (OSError, SafetensorError) as error:
         raise UserError(
             f"{path} could not be written",
             found=str(error),
-            remedy="free some space or choose another output_dir",
+            remedy="free some space and go on with --resume, or choose another output_dir",
         ) from error
 
 
+def write_json(path: Path, value: object) -> None:
+    """Writes atomically: a reader sees the old file or the new one."""
+    draft = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        try:
+            with open(draft, "w", encoding="utf-8") as file:
+                json.dump(value, file, indent=2, ensure_ascii=False)
+                file.write("\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            raise
+
+
 class RunDirectory:
-    """One job's directory, held exclusively while the job runs. Use as a context manager.
+    """One job's directory: checked when made, owned and written to only inside ``with``.
 
     Args:
         path: where.
@@ -107,23 +121,25 @@ class RunDirectory:
         self._tracker: Tracker | None = None
         self._recorder: SpanRecorder | None = None
         self._stop_requested = False
-        self._claim()
+        self._info: dict[str, Any] = {}
+        self._inspect()
 
     # Ownership -------------------------------------------------------------------------------------------
 
     def _claim(self) -> None:
-        found = self._inspect()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held for the run's lifetime
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held for the run's lifetime
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._lock.close()
             raise UserError(
                 f"{self.path} is in use",
                 found="another process is running this job now",
                 remedy="wait for it, or choose another output_dir",
             ) from error
+        # Looked at again: another process may have come between.
+        found = self._inspect()
         created = found["created"] if found else datetime.now().isoformat(timespec="seconds")
         self._info = {
             "job": self.job,
@@ -133,8 +149,14 @@ class RunDirectory:
             "versions": software_versions(),
         }
         if found is None:
-            (self.path / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
+            with writing(self.path / "recipe.yaml"):
+                (self.path / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
         write_json(self.path / "run.json", self._info)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _inspect(self) -> dict[str, Any] | None:
         """What is there: None for nothing; errors for what must not be touched."""
@@ -162,7 +184,9 @@ class RunDirectory:
             raise UserError(
                 f"output_dir {self.path} already holds a run",
                 found=f"job {found['job']}, status {found['status']}, created {found['created']}",
-                remedy="add --resume to go on with it, or choose another output_dir",
+                remedy="choose another output_dir"
+                if self.job == "eval"
+                else "add --resume to go on with it, or choose another output_dir",
             )
         self._check_same_recipe(found)
         return found
@@ -190,31 +214,36 @@ class RunDirectory:
                 remedy="resume with the recipe saved beside it (recipe.yaml), or choose another output_dir",
             )
 
-    @property
-    def is_done(self) -> bool:
-        """The run that is there had already finished."""
-        return (self.path / "summary.json").is_file()
-
     def __enter__(self) -> RunDirectory:
+        try:
+            self._claim()
+        except BaseException:
+            self._release()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._tracker is not None:
-            self._tracker.close()
-        if self._recorder is not None:
-            self._recorder.close()
-        self._info["status"] = (
-            "done"
-            if kind is None
-            else "interrupted"
-            if kind in (Interrupted, KeyboardInterrupt)
-            else "failed"
-        )
-        # The error on its way out matters more than a status that a full disk refuses.
-        with contextlib.suppress(UserError) if kind else contextlib.nullcontext():
-            write_json(self.path / "run.json", self._info)
-        if self._lock is not None:
-            self._lock.close()
+        try:
+            # The error on its way out matters more than records that a full disk refuses.
+            with contextlib.suppress(OSError, UserError) if kind else writing(self.path):
+                self._close_records()
+            self._info["status"] = (
+                "done" if kind is None else "interrupted" if kind in (Interrupted, KeyboardInterrupt) else "failed"
+            )
+            with contextlib.suppress(UserError) if kind else contextlib.nullcontext():
+                write_json(self.path / "run.json", self._info)
+        finally:
+            self._release()
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            with writing(self.path):
+                raise error
+
+    def _close_records(self) -> None:
+        with contextlib.ExitStack() as stack:
+            if self._tracker is not None:
+                stack.callback(self._tracker.close)
+            if self._recorder is not None:
+                stack.callback(self._recorder.close)
 
     # Records ---------------------------------------------------------------------------------------------
 
@@ -231,15 +260,17 @@ class RunDirectory:
         return self._recorder
 
     def start(self, step: int) -> None:
-        """Opens the records; what was written after ``step`` (the checkpoint resumed from) is dropped."""
-        truncate_rows_after(self.path / "metrics.jsonl", step)
-        truncate_rows_after(self.path / "spans.jsonl", step)
+        """Opens the records; what was written after ``step`` complete steps (those of the checkpoint) is dropped.
+
+        Metrics and rollouts count complete steps; spans carry the index of the step they belong to, from 0. Without a
+        checkpoint everything is written again, the figures from before the first step too.
+        """
+        truncate_rows_after(self.path / "metrics.jsonl", step or -1)
+        truncate_rows_after(self.path / "spans.jsonl", step - 1)
         rollout_store.truncate_after(self.path / "rollouts", step)
         trackers: list[Tracker] = [JsonlTracker(self.path / "metrics.jsonl")]
         if self.recipe.log.tensorboard:
-            trackers.append(
-                TensorBoardTracker(self.path / "tensorboard", resume_after=step if step else None)
-            )
+            trackers.append(TensorBoardTracker(self.path / "tensorboard", resume_after=step if step else None))
         self._tracker = MultiTracker(trackers)
         self._recorder = SpanRecorder(self.path / "spans.jsonl")
 
@@ -300,9 +331,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
         pairs = [(str(i), v) for i, v in enumerate(value)]
     else:
         return {prefix: value}
-    return {
-        k: v for key, child in pairs for k, v in _flatten(child, f"{prefix}.{key}" if prefix else key).items()
-    }
+    return {k: v for key, child in pairs for k, v in _flatten(child, f"{prefix}.{key}" if prefix else key).items()}
 
 
 def use_threads(threads: int | None) -> None:

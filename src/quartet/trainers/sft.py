@@ -69,9 +69,7 @@ class SFTTrainer:
         self.data = sft_data(recipe.data, rows, self.codec, context, "data")
         self.evaluation: SFTData | None = None
         if recipe.evaluation_data is not None or evaluation_rows is not None:
-            self.evaluation = sft_data(
-                recipe.evaluation_data, evaluation_rows, self.codec, context, "evaluation_data"
-            )
+            self.evaluation = sft_data(recipe.evaluation_data, evaluation_rows, self.codec, context, "evaluation_data")
         self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), recipe.examples_per_step)
         self.packed = packed_causal_lm(model, recipe.train.precision)
         self.engine = TrainEngine(self.packed, recipe.train, total_steps=self.steps)

@@ -29,15 +29,11 @@ def resolve_model(
     if model is not None:
         return model.float().eval().requires_grad_(True)
     if config is None:
-        raise UserError(
-            "there is no model", found=f"{key} is missing", remedy=f"set {key}.path, or pass a model"
-        )
+        raise UserError("there is no model", found=f"{key} is missing", remedy=f"set {key}.path, or pass a model")
     return load(config.path)
 
 
-def resolve_tokenizer(
-    config: ModelConfig | None, tokenizer: PreTrainedTokenizerBase | None
-) -> PreTrainedTokenizerBase:
+def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     if tokenizer is not None:
         return tokenizer
     if config is None:
@@ -56,9 +52,7 @@ def _rows(config: DataConfig | None, rows: Sequence[Any] | None, key: str) -> li
     """Rows passed by Python code (a string or a message list is a prompt), else those of the recipe's data."""
     if rows is not None:
         values = [row if isinstance(row, Mapping) else {"prompt": row} for row in rows]
-        return [
-            Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)
-        ]
+        return [Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)]
     if config is None:
         raise UserError("there is no data", found=f"{key} is missing", remedy=f"set {key}.path, or pass rows")
     return read_rows(config)

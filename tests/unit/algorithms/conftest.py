@@ -25,9 +25,9 @@ class Layout:
         return [t for t in range(self.num_tokens) if self.owner[t] == n and self.mask[t]]
 
     def normal(self, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.randn(
-            self.num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        ).to(dtype)
+        return torch.randn(self.num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+            dtype
+        )
 
     def poisoned(self, values: Tensor, poison: float) -> Tensor:
         """``values`` with ``poison`` wherever a token does not count."""

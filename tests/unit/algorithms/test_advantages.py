@@ -36,9 +36,7 @@ def test_gae_by_hand(close):
     close(returns, torch.tensor([0.0, 1.125, 2.5, 0.0, 4.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("gamma", "gae_lambda"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.0, 0.5), (0.7, 0.0)]
-)
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.0, 0.5), (0.7, 0.0)])
 @pytest.mark.parametrize("num_tokens", [1, 60, 700])
 def test_gae_matches_a_loop(gamma, gae_lambda, num_tokens, make_layout, close):
     layout = make_layout(num_tokens, num_tokens)
@@ -98,9 +96,7 @@ def test_order_of_trajectories_does_not_change_gae(make_layout, close):
         0.95,
     )[0]
     close(after, before[permutation])
-    renamed = gae(
-        rewards, values, layout.mask, torch.where(layout.owner >= 0, 8 - layout.owner, -1), 0.99, 0.95
-    )[0]
+    renamed = gae(rewards, values, layout.mask, torch.where(layout.owner >= 0, 8 - layout.owner, -1), 0.99, 0.95)[0]
     close(renamed, before)
 
 

@@ -47,9 +47,7 @@ def test_matches_a_loop(mode, make_layout, close):
     layout = make_layout(0)
     values = layout.poisoned(layout.normal(1), float("-inf"))
     denominators = aggregation_denominators(layout.mask, layout.owner, layout.num_owners, norm=NORM)
-    close(
-        aggregate(values, layout.mask, layout.owner, denominators, mode), slow_aggregate(values, layout, mode)
-    )
+    close(aggregate(values, layout.mask, layout.owner, denominators, mode), slow_aggregate(values, layout, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -83,8 +81,7 @@ def test_ranks_add_up_with_summed_denominators(mode, make_layout, close):
     )
     ranks = [layout.owner < 2, layout.owner >= 2]
     local = [
-        aggregation_denominators(layout.mask[own], layout.owner[own], layout.num_owners, norm=NORM)
-        for own in ranks
+        aggregation_denominators(layout.mask[own], layout.owner[own], layout.num_owners, norm=NORM) for own in ranks
     ]
     num_tokens, num_sequences = sum(d.num_tokens for d in local), sum(d.num_sequences for d in local)
     shares = [
@@ -126,9 +123,7 @@ def test_gradcheck(mode, make_layout):
     layout = make_layout(3, 12, 4)
     denominators = aggregation_denominators(layout.mask, layout.owner, 4, norm=NORM)
     values = layout.normal(0).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda v: aggregate(v, layout.mask, layout.owner, denominators, mode), values
-    )
+    assert torch.autograd.gradcheck(lambda v: aggregate(v, layout.mask, layout.owner, denominators, mode), values)
 
 
 @pytest.mark.parametrize("mode", MODES)

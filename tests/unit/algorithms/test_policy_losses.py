@@ -99,9 +99,7 @@ def test_matches_a_loop(dual_clip, make_layout):
     ratio = (policy - old).exp()
     losses = [slow_token_loss(float(ratio[t]), float(advantages[t]), dual_clip) for t in tokens]
     assert out.loss.item() == pytest.approx(sum(losses) / len(tokens), rel=1e-9)
-    clipped = [
-        t for t in tokens if (ratio[t] > 1.3 and advantages[t] > 0) or (ratio[t] < 0.8 and advantages[t] < 0)
-    ]
+    clipped = [t for t in tokens if (ratio[t] > 1.3 and advantages[t] > 0) or (ratio[t] < 0.8 and advantages[t] < 0)]
     dual = [t for t in tokens if dual_clip and advantages[t] < 0 and ratio[t] > dual_clip]
     assert clipped and out.num_clipped == len(clipped)
     assert bool(dual) == bool(dual_clip) and out.num_dual_clipped == len(dual)
@@ -143,9 +141,7 @@ def test_order_of_tokens_does_not_matter(make_layout, close):
     layout, policy, old, advantages = case(make_layout)
     p = torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(0))
     before = policy_loss(policy, old, advantages, layout.mask, layout.owner, whole(layout), **TOKEN_MEAN)
-    after = policy_loss(
-        policy[p], old[p], advantages[p], layout.mask[p], layout.owner[p], whole(layout), **TOKEN_MEAN
-    )
+    after = policy_loss(policy[p], old[p], advantages[p], layout.mask[p], layout.owner[p], whole(layout), **TOKEN_MEAN)
     close(after.loss, before.loss)
     close(after.ratios, before.ratios[p])
 
@@ -225,9 +221,7 @@ def test_extreme_ratios_stay_finite():
 def test_bfloat16_at_ratio_one_clips_nothing(make_layout, close):
     layout, policy, _, advantages = case(make_layout)
     policy = policy.bfloat16()
-    out = policy_loss(
-        policy, policy, advantages.bfloat16(), layout.mask, layout.owner, whole(layout), **TOKEN_MEAN
-    )
+    out = policy_loss(policy, policy, advantages.bfloat16(), layout.mask, layout.owner, whole(layout), **TOKEN_MEAN)
     assert out.loss.dtype == torch.float32
     assert out.num_clipped == 0 and out.approx_kl_sum == 0 and torch.all(out.ratios == 1)
     own = advantages.bfloat16().double()[layout.mask & (layout.owner >= 0)]
@@ -262,9 +256,7 @@ def test_clips_that_make_no_sense_are_refused(options, make_layout):
 
 def sequence_case(make_layout):
     layout, policy, _, _ = case(make_layout)
-    advantages = torch.randn(
-        layout.num_owners, generator=torch.Generator().manual_seed(4), dtype=torch.float64
-    )
+    advantages = torch.randn(layout.num_owners, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     return layout, policy, near(policy, 2, spread=0.2), advantages
 
 
@@ -336,9 +328,7 @@ def test_sequence_gradcheck_and_unchanged_inputs(make_layout, unchanged):
     layout, policy, old, advantages = sequence_case(make_layout)
     rest = (old, advantages, layout.mask, layout.owner, whole(layout))
     unchanged(sequence_policy_loss, policy, *rest, **CLIP)
-    assert torch.autograd.gradcheck(
-        lambda x: sequence_policy_loss(x, *rest, **CLIP).loss, policy.requires_grad_()
-    )
+    assert torch.autograd.gradcheck(lambda x: sequence_policy_loss(x, *rest, **CLIP).loss, policy.requires_grad_())
 
 
 # Terms ---------------------------------------------------------------------------------------------------
@@ -356,9 +346,7 @@ def test_kl_loss(kind, make_layout, close, unchanged):
     found = kl_loss(layout.poisoned(policy, poison), layout.poisoned(reference, poison), *rest, **options)
     close(found, per_token.mean())
     reference.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x: kl_loss(x, reference, *rest, **options), policy.requires_grad_()
-    )
+    assert torch.autograd.gradcheck(lambda x: kl_loss(x, reference, *rest, **options), policy.requires_grad_())
     kl_loss(policy, reference, *rest, **options).backward()
     assert reference.grad is None
 

@@ -106,9 +106,7 @@ def test_views_match_the_lists(forest):
     assert batch.num_tokens == len(flat_tokens)
     assert batch.sequence_lengths() == [len(forest.flat(flat_tokens, s)) for s in range(len(batch))]
     owner = [
-        forest.leaves.index(k) if k in forest.leaves else -1
-        for k, tokens in enumerate(forest.tokens)
-        for _ in tokens
+        forest.leaves.index(k) if k in forest.leaves else -1 for k, tokens in enumerate(forest.tokens) for _ in tokens
     ]
     assert batch.sequence_index().tolist() == owner
     assert batch.sequence_index().dtype == torch.int64
@@ -275,11 +273,7 @@ def test_nothing_can_be_written_into_a_batch():
     lengths.append(7)
     fields["y"] = torch.zeros(1)
     answers.append("c")
-    assert (
-        batch.segment_lengths == (1, 2)
-        and set(batch.token) == {"x"}
-        and batch.objects["answer"] == ("a", "b")
-    )
+    assert batch.segment_lengths == (1, 2) and set(batch.token) == {"x"} and batch.objects["answer"] == ("a", "b")
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.ids = ()
     for family in (batch.token, batch.sequence, batch.objects, batch.attachments, batch.meta):

@@ -34,9 +34,7 @@ def test_file_and_overrides(tmp_path: Path) -> None:
         "job: rl\nactor:\n  model: {path: m}\n  train: {optim: {lr: 1e-6}}\ndata: {path: d}\n"
         "rewards:\n- {type: function, target: 'a.py:f'}\n- {type: model, path: rm}\n"
     )
-    recipe = load_recipe(
-        "rl", path, ["rewards.0.weight=2", "rewards.2.type=function", "rewards.2.target=b.py:g"]
-    )
+    recipe = load_recipe("rl", path, ["rewards.0.weight=2", "rewards.2.type=function", "rewards.2.target=b.py:g"])
     assert isinstance(recipe, RLRecipe)
     assert recipe.actor.train.optim.lr == 1e-6
     assert [source.weight for source in recipe.rewards] == [2, 1, 1]

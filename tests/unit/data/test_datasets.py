@@ -24,9 +24,7 @@ from quartet.text.tokenizer import TextCodec
 @pytest.fixture(scope="module")
 def codec() -> TextCodec:
     """One token per word: ``<e>`` 0, then a to f."""
-    tokenizer = Tokenizer(
-        models.WordLevel({word: n for n, word in enumerate(["<e>", *"abcdef"])}, unk_token="<e>")
-    )
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<e>", *"abcdef"])}, unk_token="<e>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", unk_token="<e>"))
 
@@ -66,9 +64,7 @@ def test_a_step_needs_no_history() -> None:
         batch_indices(0, 0, 0, 1)
 
 
-@given(
-    st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=40), st.floats(0.05, 0.9), st.integers(0, 5)
-)
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=40), st.floats(0.05, 0.9), st.integers(0, 5))
 def test_held_out_rows_share_no_prompt_with_training(names: list[str], fraction: float, seed: int) -> None:
     items = [Prompt(name, {"n": n}) for n, name in enumerate(names)]
     if len(set(names)) < 2:
@@ -93,9 +89,7 @@ def test_held_out_size_and_seed() -> None:
 
 
 def test_sft_batch(codec: TextCodec) -> None:
-    parsed: Parsed[Demonstration | Conversation] = Parsed(
-        (Demonstration("a b", "c"), Demonstration("d", "e f"))
-    )
+    parsed: Parsed[Demonstration | Conversation] = Parsed((Demonstration("a b", "c"), Demonstration("d", "e f")))
     data = SFTData.build(parsed, codec, 8)
     batch = data.select([1, 0])
     assert batch.token_ids(0) == [4, 5, 6, 0] and batch.token_ids(1) == [1, 2, 3, 0]
@@ -110,9 +104,7 @@ def test_ids_are_unique_even_when_a_batch_spans_epochs(codec: TextCodec) -> None
 
 
 def test_preference_batch(codec: TextCodec) -> None:
-    data = PreferenceData.build(
-        Parsed((Preference("a b", "c", "d e", 0.5), Preference("f", "a", ""))), codec, 8
-    )
+    data = PreferenceData.build(Parsed((Preference("a b", "c", "d e", 0.5), Preference("f", "a", ""))), codec, 8)
     batch = data.select([0, 1])
     assert [batch.token_ids(s) for s in range(4)] == [[1, 2, 3, 0], [1, 2, 4, 5, 0], [6, 1, 0], [6, 0]]
     assert batch.num_tokens == 2 + 2 + 3 + 1 + 2 + 1
@@ -145,15 +137,11 @@ def test_too_long_is_an_error_or_counted(codec: TextCodec, kind: str) -> None:
         "preference": lambda **k: PreferenceData.build(
             Parsed((Preference("a", "b", "c"), Preference("a", "b", long, place=place))), codec, 5, **k
         ),
-        "prompt": lambda **k: PromptData.build(
-            Parsed((Prompt("a"), Prompt(long, place=place))), codec, 4, **k
-        ),
+        "prompt": lambda **k: PromptData.build(Parsed((Prompt("a"), Prompt(long, place=place))), codec, 4, **k),
     }[kind]
     with pytest.raises(UserError, match="longer than allowed") as caught:
         build()
-    assert (
-        "1 of 2, first f.jsonl:2 with" in caught.value.found and "data.overlong=skip" in caught.value.remedy
-    )
+    assert "1 of 2, first f.jsonl:2 with" in caught.value.found and "data.overlong=skip" in caught.value.remedy
     data = build(overlong="skip")
     assert len(data) == 1 and "1 rows left out" in data.remarks[0] and place in data.remarks[0]
 

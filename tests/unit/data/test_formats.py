@@ -9,9 +9,7 @@ from quartet.data.formats import demonstrations, preferences, prompts
 from quartet.data.readers import Row
 from quartet.text.examples import Conversation, Demonstration, Preference, Prompt
 
-USER, YES, NO = (
-    {"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "yes"), ("assistant", "no"))
-)
+USER, YES, NO = ({"role": r, "content": c} for r, c in (("user", "u"), ("assistant", "yes"), ("assistant", "no")))
 
 
 def rows(*values: dict[str, Any]) -> list[Row]:
@@ -83,14 +81,9 @@ def test_a_final_answer_is_taken_off_a_prompt_and_noted() -> None:
 
 
 def test_columns_are_mapped_and_the_others_kept() -> None:
-    found = prompts(
-        rows({"question": "q", "answer": "4", "id": 7}), {"prompt": "question", "solution": "answer"}
-    )
+    found = prompts(rows({"question": "q", "answer": "4", "id": 7}), {"prompt": "question", "solution": "answer"})
     assert found.items == (Prompt("q", {"id": 7, "solution": "4"}, "f.jsonl:1"),)
-    assert (
-        demonstrations(rows({"q": "a", "a": "b"}), {"prompt": "q", "completion": "a"}).items[0].completion
-        == "b"
-    )
+    assert demonstrations(rows({"q": "a", "a": "b"}), {"prompt": "q", "completion": "a"}).items[0].completion == "b"
     swapped = preferences(
         rows({"prompt": "p", "chosen": "a", "rejected": "b"}), {"chosen": "rejected", "rejected": "chosen"}
     )

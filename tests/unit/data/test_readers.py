@@ -35,9 +35,7 @@ def test_json_array(tmp_path: Path, ending: str) -> None:
 
 def test_csv_and_tsv(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text(
-        '\ufeffprompt, n\r\n"two\r\nlines, ""quoted""",1\r\n\r\nx,\r\n', encoding="utf-8", newline=""
-    )
+    path.write_text('\ufeffprompt, n\r\n"two\r\nlines, ""quoted""",1\r\n\r\nx,\r\n', encoding="utf-8", newline="")
     assert read(path) == [(2, {"prompt": 'two\r\nlines, "quoted"', "n": "1"}), (5, {"prompt": "x", "n": ""})]
     path = tmp_path / "rows.tsv"
     path.write_text("prompt\tn\na,b\t1\n")

@@ -97,9 +97,7 @@ def _write_rl(path: Path, steps: int, rng: random.Random, hostile: bool) -> None
     clock_now = [now]
     recorder = SpanRecorder(path / "spans.jsonl", clock=lambda: clock_now[0])
 
-    def spend(
-        name: str, at: float, length: float, role: str, mode: str, chunk: int | None, tokens: int
-    ) -> None:
+    def spend(name: str, at: float, length: float, role: str, mode: str, chunk: int | None, tokens: int) -> None:
         clock_now[0] = at
         with recorder.span(name, step=step, role=role, mode=mode, chunk=chunk, tokens=tokens):
             clock_now[0] = at + length
@@ -165,9 +163,7 @@ def _write_rl(path: Path, steps: int, rng: random.Random, hostile: bool) -> None
     recorder.close()
 
 
-def _write_supervised(
-    path: Path, names: dict[str, tuple[float, float]], start: float, rng: random.Random
-) -> None:
+def _write_supervised(path: Path, names: dict[str, tuple[float, float]], start: float, rng: random.Random) -> None:
     path.mkdir()
     now = [start]
     tracker = JsonlTracker(path / "metrics.jsonl", clock=lambda: now[0])
@@ -177,9 +173,7 @@ def _write_supervised(
             now[0] += 0.3
         fade = math.exp(-step / 25)
         row = {name: end + (begin - end) * fade + rng.gauss(0, 0.01) for name, (begin, end) in names.items()}
-        tracker.log(
-            step, {**row, "optim/lr": 1e-3 * (1 - step / 120), "optim/grad_norm": 1 + rng.gauss(0, 0.1)}
-        )
+        tracker.log(step, {**row, "optim/lr": 1e-3 * (1 - step / 120), "optim/grad_norm": 1 + rng.gauss(0, 0.1)})
     tracker.close()
     recorder.close()
 
@@ -223,9 +217,7 @@ def write_run(path: Path, steps: int = 20, hostile: bool = True) -> Path:
         "versions": run["versions"],
     }
     (path / "summary.json").write_text(json.dumps(summary))
-    _write_supervised(
-        path / "sft", {"loss/sft": (3.4, 0.21), "sft/accuracy": (0.1, 0.93)}, 1_700_000_000.0, rng
-    )
+    _write_supervised(path / "sft", {"loss/sft": (3.4, 0.21), "sft/accuracy": (0.1, 0.93)}, 1_700_000_000.0, rng)
     pairs = {"loss/reward_model": (0.69, 0.22), "reward_model/accuracy": (0.5, 0.95)}
     _write_supervised(path / "reward_model", pairs, 1_700_000_100.0, rng)
     _write_rl(path / "rl", steps, rng, hostile)

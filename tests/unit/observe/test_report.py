@@ -75,13 +75,9 @@ def test_page_is_complete_in_itself(tmp_path: Path, make_run: MakeRun) -> None:
 def test_hostile_output_stays_data(tmp_path: Path, make_run: MakeRun) -> None:
     page = load(build_report(make_run(tmp_path / "run")))
     assert [tag for tag, _ in page.tags if tag == "script"] == ["script"] * 2
-    samples = [
-        s for stage in page.data["stages"] if stage["rollouts"] for s in stage["rollouts"]["samples"]["4"]
-    ]
+    samples = [s for stage in page.data["stages"] if stage["rollouts"] for s in stage["rollouts"]["samples"]["4"]]
     hostile = next(s for s in samples if s["tokens"][0].startswith("</script>"))
-    record = next(
-        r for r in read_step(tmp_path / "run" / "rl" / "rollouts", 4) if r.sequence_id == hostile["id"]
-    )
+    record = next(r for r in read_step(tmp_path / "run" / "rl" / "rollouts", 4) if r.sequence_id == hostile["id"])
     assert hostile["tokens"] == record.response_tokens, "exactly as the model wrote it"
     assert "{{ script }} {{ data }}" in hostile["tokens"]
 
@@ -96,9 +92,7 @@ def test_scripts_never_make_markup_from_data() -> None:
     assert sorted(SCRIPTS) == sorted(p.name for p in ASSETS.glob("*.js"))
     for name in SCRIPTS:
         source = (ASSETS / name).read_text(encoding="utf-8")
-        forbidden = (
-            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b\(|new Function|</script|\{\{ "
-        )
+        forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b\(|new Function|</script|\{\{ "
         assert not re.search(forbidden, source), name
 
 
@@ -243,9 +237,7 @@ def render(path: Path, profile: Path, fragment: str = "") -> str:
         "--dump-dom",
         f"{path.as_uri()}#{fragment}",
     ]
-    return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode(
-        "utf-8", "replace"
-    )
+    return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode("utf-8", "replace")
 
 
 class Dom(html.parser.HTMLParser):
@@ -281,9 +273,7 @@ class Dom(html.parser.HTMLParser):
             self.tokens[-1] += data
 
 
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome found"
-)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome found")
 
 
 @needs_browser

@@ -136,9 +136,7 @@ def test_tensorboard_hides_what_a_resumed_run_repeats(tmp_path: Path) -> None:
     resumed.log(3, {"loss/policy": 30.0})
     resumed.close()
     files = sorted(tmp_path.iterdir(), key=lambda p: p.stat().st_mtime_ns)
-    for number, file in enumerate(
-        files
-    ):  # names sort by second only; the order of writing must not be a race
+    for number, file in enumerate(files):  # names sort by second only; the order of writing must not be a race
         file.rename(tmp_path / f"events.out.tfevents.{number}")
     assert tensorboard_scalars(tmp_path) == [(1, 1.0), (2, 2.0), (3, 30.0)]
 

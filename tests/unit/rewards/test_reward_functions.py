@@ -99,9 +99,7 @@ def test_results_that_are_taken(result: Any, expected: list[float | None]) -> No
 def test_results_that_stop_the_run(result: Any, problem: str, sample: str) -> None:
     with pytest.raises(RewardError) as caught:
         score(lambda completions: result)
-    assert (
-        problem in caught.value.problem and sample in caught.value.found and "resume" in caught.value.remedy
-    )
+    assert problem in caught.value.problem and sample in caught.value.found and "resume" in caught.value.remedy
 
 
 def test_a_function_that_raises_is_shown_with_its_cause() -> None:

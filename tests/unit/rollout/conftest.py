@@ -69,9 +69,7 @@ class Tiny:
         return NativeEngine(self.packed, **options)
 
     @torch.no_grad()
-    def logprobs(
-        self, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
-    ) -> torch.Tensor:
+    def logprobs(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
         """Of ``tokens`` after ``prompt``, by one full forward of the twin."""
         ids = torch.tensor([[*prompt, *tokens]])
         logits = self.twin(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
@@ -119,9 +117,7 @@ def make_request() -> Callable[..., Request]:
         **sampling: object,
     ) -> Request:
         group = request_id if group is None else group
-        ids = (
-            tuple(prompt) if prompt is not None else random_prompt(length, sum(group.encode()) * 31 + length)
-        )
+        ids = tuple(prompt) if prompt is not None else random_prompt(length, sum(group.encode()) * 31 + length)
         return Request(request_id, group, ids, SamplingParams(**sampling))
 
     return make

@@ -140,8 +140,7 @@ def test_prefill_has_the_trainers_bits(
     """
     family = build_tiny(name)
     requests = [
-        make_request(f"r{i}", group=f"g{i // 4}", length=2 + 5 * (i // 4), seed=i, max_new_tokens=1)
-        for i in range(20)
+        make_request(f"r{i}", group=f"g{i // 4}", length=2 + 5 * (i // 4), seed=i, max_new_tokens=1) for i in range(20)
     ]
     done = run_all(family.engine(), requests)
     trainer = trainer_logprobs(family, grouped(requests, done), 1.0)
@@ -159,9 +158,7 @@ def test_decode_equals_prefill(
     engine = family.engine()
     whole = run_all(engine, [start])["whole"]
     again = [
-        make_request(
-            f"r{t}", prompt=start.prompt_ids + whole.token_ids[:t], temperature=0.0, max_new_tokens=1
-        )
+        make_request(f"r{t}", prompt=start.prompt_ids + whole.token_ids[:t], temperature=0.0, max_new_tokens=1)
         for t in range(24)
     ]
     done = run_all(engine, again)

@@ -55,9 +55,7 @@ def test_sampled_logprobs_equal_a_full_forward(
         {"temperature": 0.9, "top_p": 0.6},
     ]
     requests = [
-        make_request(
-            f"r{i}.{j}", group=f"g{i}", length=3 + 5 * i, seed=10 * i + j, max_new_tokens=20, **option
-        )
+        make_request(f"r{i}.{j}", group=f"g{i}", length=3 + 5 * i, seed=10 * i + j, max_new_tokens=20, **option)
         for i in range(4)
         for j, option in enumerate(options)
     ]

@@ -113,9 +113,7 @@ def test_a_failure_reaches_the_stream_it_belongs_to(tiny: Any, make_request: Mak
     ]
 
     async def main() -> list[list[Completion] | BaseException]:
-        return await asyncio.gather(
-            collect(engine, [healthy]), collect(engine, broken), return_exceptions=True
-        )
+        return await asyncio.gather(collect(engine, [healthy]), collect(engine, broken), return_exceptions=True)
 
     good, bad = asyncio.run(main())
     assert isinstance(bad, GenerationError)

@@ -36,9 +36,7 @@ def shift_weights(model: torch.nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize("max_running", [2, 5, 64])
-def test_each_prompt_is_prefilled_once(
-    tiny: Any, make_request: Make, run_all: RunAll, max_running: int
-) -> None:
+def test_each_prompt_is_prefilled_once(tiny: Any, make_request: Make, run_all: RunAll, max_running: int) -> None:
     """Also when a group's members are admitted many steps apart."""
     lengths = (9, 3, 14)
     requests = [r for n in lengths for r in group_of(make_request, f"g{n}", 6, n, max_new_tokens=5)]
@@ -82,26 +80,18 @@ def test_max_new_tokens_of_one(tiny: Any, make_request: Make, run_all: RunAll) -
     assert engine.stats().num_steps == 2
 
 
-def test_any_of_several_stop_tokens_ends_a_request_and_stays(
-    tiny: Any, make_request: Make, run_all: RunAll
-) -> None:
+def test_any_of_several_stop_tokens_ends_a_request_and_stays(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     free = run_all(tiny.engine(), [make_request("r", seed=4, max_new_tokens=30)])["r"]
     early, late = free.token_ids[7], free.token_ids[12]
     first = min(free.token_ids.index(early), free.token_ids.index(late))
-    stopped = run_all(
-        tiny.engine(), [make_request("r", seed=4, max_new_tokens=30, stop_token_ids=(late, early))]
-    )["r"]
+    stopped = run_all(tiny.engine(), [make_request("r", seed=4, max_new_tokens=30, stop_token_ids=(late, early))])["r"]
     assert stopped.finish_reason is FinishReason.STOP
     assert stopped.token_ids == free.token_ids[: first + 1]
     assert stopped.logprobs == free.logprobs[: first + 1]
 
 
-@pytest.mark.parametrize(
-    ("start", "end"), [(11, 13), (12, 16), (13, 17)], ids=["across", "whole tokens", "ragged"]
-)
-def test_stop_strings_may_span_tokens(
-    tiny: Any, make_request: Make, run_all: RunAll, start: int, end: int
-) -> None:
+@pytest.mark.parametrize(("start", "end"), [(11, 13), (12, 16), (13, 17)], ids=["across", "whole tokens", "ragged"])
+def test_stop_strings_may_span_tokens(tiny: Any, make_request: Make, run_all: RunAll, start: int, end: int) -> None:
     """Characters ``start`` to ``end`` of the text that would come; a neighbour is not touched."""
     engine = tiny.engine(decode=decode)
     free = run_all(
@@ -125,9 +115,7 @@ def test_stop_strings_may_span_tokens(
     assert done["other"] == free["other"]
 
 
-def test_cancelling_frees_slots_and_leaves_the_others_alone(
-    tiny: Any, make_request: Make, run_all: RunAll
-) -> None:
+def test_cancelling_frees_slots_and_leaves_the_others_alone(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     requests = [make_request(f"r{i}", length=3 + i, seed=i, max_new_tokens=12) for i in range(8)]
     untouched = run_all(tiny.engine(), requests)
     engine = tiny.engine(max_running=4)
@@ -156,9 +144,7 @@ def test_generation_ends_with_the_models_context(tiny: Any, make_request: Make, 
     assert (len(done.token_ids), done.finish_reason) == (10, FinishReason.LENGTH)
 
 
-def test_a_longer_request_grows_the_cache_under_running_ones(
-    tiny: Any, make_request: Make, run_all: RunAll
-) -> None:
+def test_a_longer_request_grows_the_cache_under_running_ones(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     short = make_request("short", length=4, seed=1, max_new_tokens=20)
     long = make_request("long", length=90, seed=2, max_new_tokens=20)
     alone = run_all(tiny.engine(), [short]) | run_all(tiny.engine(), [long])
@@ -202,9 +188,7 @@ def test_new_weights_in_the_middle_carry_their_version_and_their_numbers(
             family.twin = twin
             expected = family.logprobs(request.prompt_ids, ours.token_ids)
             mine = torch.tensor([v == version for v in ours.versions])
-            torch.testing.assert_close(
-                torch.tensor(ours.logprobs)[mine], expected[mine], atol=atol, rtol=rtol
-            )
+            torch.testing.assert_close(torch.tensor(ours.logprobs)[mine], expected[mine], atol=atol, rtol=rtol)
     stats = engine.stats()
     assert stats.policy_version == 5
     # The prompt for the two that waited, and three running sequences of 6 + 4 cached tokens.
@@ -233,9 +217,7 @@ def own_engine(tiny: Any) -> NativeEngine:
     return NativeEngine(PackedCausalLM(copy.deepcopy(tiny.packed.model)), owns_weights=True)
 
 
-def test_an_engine_with_its_own_weights_follows_its_source(
-    tiny: Any, make_request: Make, run_all: RunAll
-) -> None:
+def test_an_engine_with_its_own_weights_follows_its_source(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     engine = own_engine(tiny)
     requests = [make_request(f"r{i}", seed=i, max_new_tokens=6) for i in range(3)]
     old = run_all(engine, requests)
@@ -269,9 +251,7 @@ def test_a_source_must_fit_the_kind_of_engine(tiny: Any) -> None:
 # ---- sleep ----
 
 
-def test_sleep_frees_the_cache_and_requests_go_on_after_waking(
-    tiny: Any, make_request: Make, run_all: RunAll
-) -> None:
+def test_sleep_frees_the_cache_and_requests_go_on_after_waking(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     requests = group_of(make_request, "g", 6, 7, max_new_tokens=10)
     expected = run_all(tiny.engine(), requests)
     engine = tiny.engine(max_running=4)
@@ -288,9 +268,7 @@ def test_sleep_frees_the_cache_and_requests_go_on_after_waking(
     assert {n: c.token_ids for n, c in done.items()} == {n: c.token_ids for n, c in expected.items()}
 
 
-def test_sleep_frees_own_weights_until_they_are_sent_again(
-    tiny: Any, make_request: Make, run_all: RunAll
-) -> None:
+def test_sleep_frees_own_weights_until_they_are_sent_again(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     engine = own_engine(tiny)
     request = make_request("r", max_new_tokens=6)
     old = run_all(engine, [request])
@@ -333,9 +311,7 @@ def test_non_finite_logits_name_the_request_and_spare_the_others(
     tiny: Any, make_request: Make, run_all: RunAll
 ) -> None:
     """Only requests that meet a broken embedding fail, and their slots leave nothing behind."""
-    others = [
-        make_request(f"r{i}", prompt=(5 + i, 6, 7), temperature=0.0, max_new_tokens=8) for i in range(3)
-    ]
+    others = [make_request(f"r{i}", prompt=(5 + i, 6, 7), temperature=0.0, max_new_tokens=8) for i in range(3)]
     expected = run_all(tiny.engine(), others)
     assert all(50 not in c.token_ids for c in expected.values())
     with torch.no_grad():

@@ -138,9 +138,7 @@ def test_why_a_response_ends() -> None:
 @given(
     max_running=st.integers(1, 6),
     budget=st.integers(1, 12),
-    events=st.lists(
-        st.tuples(st.sampled_from(["add", "retire", "cancel", "step"]), st.integers(0, 99)), max_size=60
-    ),
+    events=st.lists(st.tuples(st.sampled_from(["add", "retire", "cancel", "step"]), st.integers(0, 99)), max_size=60),
 )
 def test_rows_stay_dense_and_slots_follow_their_requests(
     max_running: int, budget: int, events: list[tuple[str, int]]
@@ -167,9 +165,7 @@ def test_rows_stay_dense_and_slots_follow_their_requests(
             for response in admitted:
                 slots[response.row] = response.request.request_id
                 response.cached = True
-            order += [
-                name for name in waiting if name not in {r.request.request_id for r in scheduler.waiting}
-            ]
+            order += [name for name in waiting if name not in {r.request.request_id for r in scheduler.waiting}]
             names = rows(scheduler)
             assert [slots[row] for row in range(len(names))] == names
             assert len(names) <= max_running

@@ -15,13 +15,7 @@ def test_sample_seed_is_a_fixed_function() -> None:
 
 
 def test_sample_seed_differs_in_every_argument() -> None:
-    seeds = {
-        sample_seed(a, b, c, d)
-        for a in (0, 1)
-        for b in (0, 1, 11)
-        for c in ("1", "11", "x")
-        for d in (0, 1, 11)
-    }
+    seeds = {sample_seed(a, b, c, d) for a in (0, 1) for b in (0, 1, 11) for c in ("1", "11", "x") for d in (0, 1, 11)}
     assert len(seeds) == 2 * 3 * 3 * 3
     assert all(0 <= seed < 2**63 for seed in seeds)
 

@@ -19,9 +19,7 @@ LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
 V = len(LOGITS)
 
 
-def run(
-    params: Sequence[SamplingParams], logits: Tensor = LOGITS, position: int = 0
-) -> tuple[Tensor, Tensor]:
+def run(params: Sequence[SamplingParams], logits: Tensor = LOGITS, position: int = 0) -> tuple[Tensor, Tensor]:
     rows = SamplingRows.build(params, logits.shape[-1], torch.device("cpu"))
     positions = np.full(len(params), position, dtype=np.uint64)
     return sample(logits.expand(len(params), -1).clone(), rows, positions)
@@ -61,9 +59,7 @@ def test_frequencies_match_the_distribution(
     scaled = (LOGITS / options.get("temperature", 1.0)).double()
     full = scaled.softmax(-1)
     kept = keep_by_hand(full.tolist(), int(options.get("top_k", 0)), options.get("top_p", 1.0))
-    expected = torch.tensor(
-        [p if i in kept else 0.0 for i, p in enumerate(full.tolist())], dtype=torch.float64
-    )
+    expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(full.tolist())], dtype=torch.float64)
     expected *= n / expected.sum()
     observed = torch.bincount(tokens, minlength=V)
     assert set(tokens.tolist()) == kept

@@ -110,9 +110,7 @@ class Auditor:
             finally:
                 self._leave(role, reads, writes, shares)
 
-    def _enter(
-        self, role: str, mode: Mode, reads: Mapping[str, int | None], writes: str | None, shares: bool
-    ) -> None:
+    def _enter(self, role: str, mode: Mode, reads: Mapping[str, int | None], writes: str | None, shares: bool) -> None:
         assert role not in self.exclusive and (shares or not self.holders[role]), f"{role} works twice"
         self.holders[role] += 1
         if not shares:
@@ -234,9 +232,7 @@ async def execute(program: Program, make: MakeArbiter) -> Outcome:
         return program.move_s[moves % len(program.move_s)]
 
     auditor = Auditor(program.pools, program.roles, move_s)
-    arbiter = make(
-        program.pools, program.roles, versions={"s": 0, "t": 0}, mover=auditor, patience=program.patience
-    )
+    arbiter = make(program.pools, program.roles, versions={"s": 0, "t": 0}, mover=auditor, patience=program.patience)
     outcome = Outcome()
 
     async def run(job: Job) -> None:

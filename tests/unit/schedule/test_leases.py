@@ -312,9 +312,7 @@ def test_requests_that_can_never_be_granted_fail_at_once(
 ) -> None:
     async def main() -> None:
         pools = [PoolSpec("small", 1, 4_000), PoolSpec("large", 1, 6_000), PoolSpec("larger", 1, 9_000)]
-        arbiter = Arbiter(
-            pools, [RoleSpec("actor", "small", {"forward": 1, "train": 5_000})], versions={"actor": 0}
-        )
+        arbiter = Arbiter(pools, [RoleSpec("actor", "small", {"forward": 1, "train": 5_000})], versions={"actor": 0})
         with pytest.raises(UserError) as error:
             await work(arbiter, role, mode, 1.0, **access)
         assert expected in str(error.value)
@@ -334,9 +332,7 @@ def test_requests_that_can_never_be_granted_fail_at_once(
         ([PoolSpec("gpu")], [RoleSpec("a", "gpu", {"train": -1})], "negative size"),
     ],
 )
-def test_impossible_placements_are_refused(
-    pools: list[PoolSpec], roles: list[RoleSpec], expected: str
-) -> None:
+def test_impossible_placements_are_refused(pools: list[PoolSpec], roles: list[RoleSpec], expected: str) -> None:
     with pytest.raises(UserError, match=expected):
         Arbiter(pools, roles)
 
@@ -346,9 +342,7 @@ def test_a_deadlock_names_the_version_that_never_comes() -> None:
         arbiter = one_pool("actor", "probe")
         await work(arbiter, "probe", "forward", 1.0, reads={"actor": 1})
 
-    with pytest.raises(
-        Deadlock, match=r"\(probe, forward\) waits: 'actor' is at version 0, it reads version 1"
-    ):
+    with pytest.raises(Deadlock, match=r"\(probe, forward\) waits: 'actor' is at version 0, it reads version 1"):
         run_virtual(main())
 
 

@@ -84,9 +84,7 @@ def test_a_prompt_without_tokens(byte_level: Build) -> None:
 @pytest.mark.parametrize(
     ("prompt", "completion"), [("hel", "lo"), ("1", "2"), ("hello ", "world"), ("hello", " world")]
 )
-def test_prompt_tokens_stay_when_a_token_would_span_the_boundary(
-    chat: TextCodec, prompt: str, completion: str
-) -> None:
+def test_prompt_tokens_stay_when_a_token_would_span_the_boundary(chat: TextCodec, prompt: str, completion: str) -> None:
     prompt_ids, completion_ids = chat.encode_completion(prompt, completion)
     assert prompt_ids == chat.encode_prompt(prompt)
     assert chat.decode(prompt_ids + completion_ids) == prompt + completion
@@ -153,9 +151,7 @@ def test_end_of_text_is_added_where_the_template_writes_none(byte_level: Build) 
 
 
 def test_turns_after_the_last_answer_are_left_out(chat: TextCodec) -> None:
-    assert chat.encode_conversation([*TALK, {"role": "user", "content": "?"}]) == chat.encode_conversation(
-        TALK
-    )
+    assert chat.encode_conversation([*TALK, {"role": "user", "content": "?"}]) == chat.encode_conversation(TALK)
 
 
 @pytest.mark.parametrize("roles", [["user"], ["assistant"], ["assistant", "user"], []])
@@ -269,6 +265,4 @@ def test_the_story_model(realdata: Path) -> None:
     assert prompt_ids[0] == 1 and completion_ids[-1] == 2
     assert codec.decode_completion(prompt_ids, completion_ids) == " time, é日"
     ids, mask = codec.encode_conversation(TALK[1:])
-    assert learned(codec, ids, mask).endswith("</s>") and ids[: mask.index(True)] == codec.encode_prompt(
-        TALK[1:2]
-    )
+    assert learned(codec, ids, mask).endswith("</s>") and ids[: mask.index(True)] == codec.encode_prompt(TALK[1:2])

@@ -142,11 +142,7 @@ def _metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
     steps = evenly(sorted(merged), MAX_METRIC_ROWS)
     start = rows[0]["time_s"]
     names = sorted({name for row in rows for name in row if name not in ("step", "time_s")})
-    note = (
-        f"{len(steps):,} of {len(merged):,} logged steps, evenly spaced."
-        if len(steps) < len(merged)
-        else None
-    )
+    note = f"{len(steps):,} of {len(merged):,} logged steps, evenly spaced." if len(steps) < len(merged) else None
     return {
         "steps": steps,
         "time_s": [compact(merged[step]["time_s"] - start) for step in steps],

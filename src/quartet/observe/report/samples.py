@@ -92,9 +92,7 @@ def _note(steps: int, shown: int, total: int, embedded: int, cut: int, limits: L
     if shown < steps:
         parts.append(f"{shown} of {steps} steps, evenly spaced, with all columns")
     if embedded < total:
-        parts.append(
-            f"{embedded:,} of the {total:,} responses of these steps, in whole groups where they fit"
-        )
+        parts.append(f"{embedded:,} of the {total:,} responses of these steps, in whole groups where they fit")
     if cut:
         parts.append(f"{cut} responses cut after {limits.tokens_per_response:,} tokens")
     return "This page holds " + "; ".join(parts) + ". The run directory keeps everything." if parts else None
