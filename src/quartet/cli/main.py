@@ -145,9 +145,11 @@ def main() -> None:
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("stopped at once; --resume goes on from the last checkpoint", err=True)
-        sys.exit(130)
+    except SystemExit as stop:
+        # typer has turned a KeyboardInterrupt into this status, without a word
+        if stop.code == 130:
+            typer.echo("stopped at once; --resume goes on from the last checkpoint", err=True)
+        raise
     except Exception as error:
         from quartet.trainers.run import Interrupted
 

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from quartet.config import UserError
 
 NAME = "quartet"
+_FORMER = "_quartet_former_attention"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerR
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scaling, enable_gqa=True)
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    scores = (q @ k.transpose(-1, -2)).float() * rule.scaling
+    scores = q @ k.transpose(-1, -2)
+    scores = (scores if scores.dtype == torch.float64 else scores.float()) * rule.scaling
     scores = rule.softcap * torch.tanh(scores / rule.softcap)
     return scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype) @ v
 
@@ -124,7 +126,7 @@ def _attention(
     # Under autocast the rotary embedding leaves q and k in fp32 while v is bf16.
     query, key = query.to(value.dtype), key.to(value.dtype)
     rule = LayerRule(scaling if scaling is not None else query.shape[-1] ** -0.5, sliding_window, softcap)
-    layer = module.layer_idx
+    layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise RuntimeError(f"{type(module).__name__} has no layer_idx")
     out = quartet_attention.attend(layer, query, key, value, rule)
@@ -136,9 +138,9 @@ AttentionInterface.register(NAME, _attention)
 
 def install(model: PreTrainedModel) -> str:
     """Switches ``model`` to the packed attention; returns the name of its former one (for ``restore``)."""
-    former = model.config._attn_implementation
-    if former == NAME:
-        return "sdpa"
+    former = own_attention(model)
+    if is_installed(model):
+        return former
     try:
         model.set_attn_implementation(NAME)
     except ValueError as error:
@@ -147,7 +149,19 @@ def install(model: PreTrainedModel) -> str:
             found=str(error).splitlines()[0],
             remedy="use an architecture that goes through transformers' attention interface (Llama, Qwen2, Gemma-2, …)",
         ) from error
-    return former or "sdpa"
+    # On the model, not only with its holder: copies of a held model know it too.
+    setattr(model, _FORMER, former)
+    return former
+
+
+def is_installed(model: PreTrainedModel) -> bool:
+    return bool(model.config._attn_implementation == NAME)
+
+
+def own_attention(model: PreTrainedModel) -> str:
+    """The attention implementation that ``model`` has when nobody holds it."""
+    name = getattr(model, _FORMER, None) if is_installed(model) else model.config._attn_implementation
+    return str(name or "sdpa")
 
 
 def restore(model: PreTrainedModel, former: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -26,8 +27,10 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from quartet.config import UserError
+from quartet.models.attention import own_attention
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel, Precision
 from quartet.models.probe import probe
+from quartet.text.loading import local_or_hub
 
 
 @contextlib.contextmanager
@@ -45,22 +48,11 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _require(path: str) -> None:
-    """A clear error for what is meant as a directory but is not one."""
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not Path(path).expanduser().is_dir():
-        raise UserError(
-            f"model directory {path!r} does not exist",
-            found=f"nothing at {Path(path).expanduser().resolve()}",
-            remedy="give a directory with config.json and model.safetensors, or a hub name",
-        )
-
-
 def load_causal_lm(path: str) -> PreTrainedModel:
     """The causal LM at ``path`` in fp32 (master weights), in evaluation mode."""
-    _require(path)
+    source = local_or_hub(path, "model")
     with _quiet(), _loading(path, "causal language model"):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     return model.eval()
 
 
@@ -70,9 +62,9 @@ def load_scalar_model(path: str) -> PreTrainedModel:
     Raises:
         UserError: the directory holds no scalar head (a causal LM, say), or more than one label.
     """
-    _require(path)
+    source = local_or_hub(path, "model")
     with _quiet(), _loading(path, "sequence-classification model"):
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(source)
         if config.num_labels != 1:
             raise UserError(
                 f"{path!r} is not a reward model",
@@ -80,7 +72,7 @@ def load_scalar_model(path: str) -> PreTrainedModel:
                 remedy="train one with `quartet reward-model`, or save a sequence-classification model with one label",
             )
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True
+            source, dtype=torch.float32, output_loading_info=True
         )
     if info["missing_keys"]:
         raise UserError(
@@ -95,10 +87,10 @@ def load_scalar_model(path: str) -> PreTrainedModel:
 def _loading(path: str, kind: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(
             f"{path!r} cannot be loaded as a {kind}",
-            found=str(error).strip().splitlines()[0],
+            found=(str(error).strip() or type(error).__name__).splitlines()[0],
             remedy="check that the directory holds config.json and safetensors weights of a supported architecture",
         ) from error
 
@@ -114,7 +106,10 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     with _quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            scalar = AutoModelForSequenceClassification.from_config(config)
+            # The body may be held, and its config may name another dtype than its weights have.
+            scalar = AutoModelForSequenceClassification.from_config(
+                config, dtype=torch.float32, attn_implementation=own_attention(model)
+            )
         except ValueError as error:
             raise UserError(
                 f"{type(model).__name__} has no sequence-classification class",
@@ -171,7 +166,7 @@ def save_scalar_model(
     packed: PackedScalarModel, tokenizer: PreTrainedTokenizerBase, path: Path, *, seen: Tensor
 ) -> str | None:
     """Writes a directory that ``AutoModelForSequenceClassification.from_pretrained`` loads with the same outputs for
-    right-padded batches.
+    batches that the tokenizer saved beside it pads on the right.
 
     Args:
         seen: ``[V]`` bool, token ids that occurred in data.
@@ -183,14 +178,35 @@ def save_scalar_model(
     config = packed.model.config
     former = config.pad_token_id
     text_config = config.get_text_config()
+    former_text = text_config.pad_token_id
     config.pad_token_id = text_config.pad_token_id = pad_id
     try:
         with _quiet():
             packed.model.save_pretrained(path)
-            tokenizer.save_pretrained(path)
+            _padding_with(tokenizer, pad_id).save_pretrained(path)
     finally:
-        config.pad_token_id = text_config.pad_token_id = former
+        config.pad_token_id = former
+        text_config.pad_token_id = former_text
     return warning
+
+
+def _padding_with(tokenizer: PreTrainedTokenizerBase, pad_id: int | None) -> PreTrainedTokenizerBase:
+    """A copy that pads on the right with ``pad_id``, a new token where the vocabulary ends right before that id.
+
+    An ordinary token does not become its pad token: it would then be split off inside of texts.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = "right"
+    if pad_id in tokenizer.all_special_ids:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
+    elif pad_id == _num_ids(tokenizer) == len(tokenizer):
+        tokenizer.add_special_tokens({"pad_token": "<|quartet_pad|>"})
+    return tokenizer
+
+
+def _num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One above the largest id; more than ``len(tokenizer)`` where ids have gaps."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def choose_pad_id(
@@ -199,10 +215,11 @@ def choose_pad_id(
     """A token id that never occurs in data: the tokenizer's own pad if unused, else an unused special token, else an
     embedding row beyond the tokenizer, else any id that did not occur."""
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
-    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}
+    # Texts end in the one and may come to hold the others.
+    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
     own = [tokenizer.pad_token_id] if tokenizer.pad_token_id is not None else []
     special = [i for i in tokenizer.all_special_ids if i not in own]
-    beyond = list(range(len(tokenizer), vocab_size))
+    beyond = list(range(_num_ids(tokenizer), vocab_size))
     for candidate in [*own, *special, *beyond]:
         if candidate < vocab_size and candidate not in ends and not bool(seen[candidate]):
             return candidate, None

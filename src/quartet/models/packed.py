@@ -9,6 +9,7 @@ one autocast policy and one set of weights.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -32,9 +33,9 @@ class PackedModel:
     def __init__(self, model: PreTrainedModel, precision: Precision = "fp32") -> None:
         self.model = model
         self.precision: Precision = precision
-        self._former = attention.install(model)
+        self.own_attention = attention.install(model)
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
-        disable_dropout(model)
+        self.disabled_dropout = disable_dropout(model)
 
     @property
     def device(self) -> torch.device:
@@ -50,7 +51,13 @@ class PackedModel:
         return contextlib.nullcontext()
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
-        """Last hidden states ``[P, D]`` of packed tokens ``[P]``; the context decides who sees whom."""
+        """Last hidden states ``[P, D]`` of packed tokens ``[P]``; the context decides who sees whom.
+
+        Raises:
+            RuntimeError: the model was released, so its own attention would ignore the context.
+        """
+        if not attention.is_installed(self.model):
+            raise RuntimeError(f"{type(self.model).__name__} was released; take it over again to run it packed")
         with self.autocast():
             output = self.body(
                 input_ids=input_ids.unsqueeze(0),
@@ -62,8 +69,10 @@ class PackedModel:
         return output.last_hidden_state.squeeze(0)
 
     def release(self) -> PreTrainedModel:
-        """The model with its former attention, usable on its own again."""
-        attention.restore(self.model, self._former)
+        """The model with its former attention and dropout, usable on its own again."""
+        attention.restore(self.model, self.own_attention)
+        for dropout in self.disabled_dropout:
+            setattr(dropout.module, dropout.attribute, dropout.rate)
         return self.model
 
 
@@ -157,15 +166,23 @@ class PackedScalarModel(PackedModel):
         return (hidden.to(dtype) @ self.head.weight.to(dtype).T).squeeze(-1)
 
 
-def disable_dropout(model: PreTrainedModel) -> list[str]:
-    """Sets every dropout of the model to 0; returns what was above it, for saying so."""
-    changed = []
+@dataclass(frozen=True)
+class DisabledDropout:
+    """One dropout that was above 0: ``module.attribute``, its dotted name, its rate."""
+
+    module: nn.Module
+    attribute: str
+    name: str
+    rate: float
+
+
+def disable_dropout(model: PreTrainedModel) -> list[DisabledDropout]:
+    """Sets every dropout of the model to 0; returns what was above it, for saying so and for putting it back."""
+    disabled = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            changed.append(f"{name}={module.p}")
-            module.p = 0.0
-        rate = getattr(module, "attention_dropout", None)
+        attribute = "p" if isinstance(module, nn.Dropout) else "attention_dropout"
+        rate = getattr(module, attribute, None)
         if isinstance(rate, float) and rate > 0:
-            changed.append(f"{name}.attention_dropout={rate}")
-            module.attention_dropout = 0.0
-    return changed
+            disabled.append(DisabledDropout(module, attribute, f"{name}.{attribute}", rate))
+            setattr(module, attribute, 0.0)
+    return disabled

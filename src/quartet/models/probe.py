@@ -6,14 +6,16 @@ scale or cap the logits after the head. All of that is silent, so it is measured
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quartet.config import UserError
 from quartet.models import attention
 from quartet.models.attention import PackedAttention
-from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.models.packed import PackedCausalLM, PackedModel
 
 _LENGTHS = (5, 7)
 _LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
@@ -30,10 +32,13 @@ def _refuse(model: PreTrainedModel, found: str) -> UserError:
 
 @torch.no_grad()
 def probe(packed: PackedModel) -> float:
-    """Runs two short sequences packed and alone, and compares.
+    """Runs two short sequences packed and alone, and compares hidden states and, of a causal LM, logits.
+
+    Hidden states show sequences that bleed whatever the head (a fresh one may be near 0); logits show what the
+    model does after its head.
 
     Returns:
-        The largest absolute difference of the outputs (logits or scalars).
+        The largest difference, relative to the largest output.
 
     Raises:
         UserError: the architecture is refused by name, with what was measured.
@@ -50,22 +55,23 @@ def probe(packed: PackedModel) -> float:
     try:
         positions = torch.cat([torch.arange(len(s), device=packed.device) for s in sequences])
         hidden = packed.hidden(torch.cat(sequences), positions, context)
-    except TypeError as error:
-        raise _refuse(model, f"its forward does not take the attention context ({error})") from error
+    except (TypeError, RuntimeError) as error:
+        raise _refuse(model, f"its layers do not work with the attention context ({error})") from error
     finally:
         packed.precision = precision
     num_layers = int(config.num_hidden_layers)
     if context.num_calls != num_layers:
         raise _refuse(model, f"the attention function was called {context.num_calls} times for {num_layers} layers")
-    ours = _outputs(packed, hidden)
-    theirs = torch.cat([_alone(packed, s) for s in sequences])
-    difference = float((ours - theirs).abs().max())
     # Half-precision weights round differently in the two paths; fp32 leaves only the order of summation.
-    tolerance = (1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.1) * max(
-        1.0, float(theirs.abs().max())
-    )
-    if not difference <= tolerance:
-        raise _refuse(model, f"packed and single outputs differ by {difference:.3g}, more than {tolerance:.3g}")
+    tolerance = 1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.1
+    difference = 0.0
+    for name, ours, theirs in _outputs(packed, hidden, sequences):
+        found = float((ours.float() - theirs.float()).abs().max()) / max(float(theirs.abs().max()), 1e-30)
+        if not found <= tolerance:
+            raise _refuse(
+                model, f"packed and single {name} differ by {found:.3g} of the largest, more than {tolerance:.3g}"
+            )
+        difference = max(difference, found)
     return difference
 
 
@@ -73,26 +79,23 @@ def _sequences(vocab_size: int, device: torch.device) -> list[Tensor]:
     return [(torch.arange(length, device=device) * 7 + 3 + i) % vocab_size for i, length in enumerate(_LENGTHS)]
 
 
-def _outputs(packed: PackedModel, hidden: Tensor) -> Tensor:
-    if isinstance(packed, PackedCausalLM):
-        precision, packed.precision = packed.precision, "fp32"
-        try:
-            return packed.logits(hidden)
-        finally:
-            packed.precision = precision
-    if isinstance(packed, PackedScalarModel):
-        return packed.scalars(hidden)
-    return hidden
-
-
-def _alone(packed: PackedModel, sequence: Tensor) -> Tensor:
-    """The model's own output for one sequence through its own attention."""
-    model = packed.release()
+def _outputs(packed: PackedModel, hidden: Tensor, sequences: list[Tensor]) -> list[tuple[str, Tensor, Tensor]]:
+    """What to compare: name, packed, and each sequence alone through the model's own attention and head."""
+    model, precision = packed.model, packed.precision
+    attention.restore(model, packed.own_attention)
+    packed.precision = "fp32"
     try:
-        batch = {"input_ids": sequence.unsqueeze(0), "attention_mask": torch.ones_like(sequence).unsqueeze(0)}
+        alone = [_alone(packed.body, s).last_hidden_state for s in sequences]
+        found = [("hidden states", hidden, torch.cat(alone, dim=1).squeeze(0))]
         if isinstance(packed, PackedCausalLM):
-            return model(**batch, use_cache=False).logits.squeeze(0).float()
-        body = packed.body(**batch, use_cache=False).last_hidden_state.squeeze(0)
-        return packed.scalars(body) if isinstance(packed, PackedScalarModel) else body
+            logits = [_alone(model, s).logits for s in sequences]
+            found.append(("logits", packed.logits(hidden), torch.cat(logits, dim=1).squeeze(0)))
+        return found
     finally:
+        packed.precision = precision
         attention.install(model)
+
+
+def _alone(module: nn.Module, sequence: Tensor) -> Any:
+    ids = sequence.unsqueeze(0)
+    return module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)

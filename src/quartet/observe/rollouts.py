@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, fields, field
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def _from_json(value: float | str | None) -> float | None:
 
 
 def _encode(record: RolloutRecord) -> bytes:
-    row = asdict(record)
+    row = {field.name: getattr(record, field.name) for field in fields(record)}
     row["score"] = _to_json(record.score)
     row["rewards"] = {name: _to_json(value) for name, value in record.rewards.items()}
     row["columns"] = {name: [_to_json(v) for v in values] for name, values in record.columns.items()}
@@ -108,7 +108,7 @@ class RolloutWriter:
         """Writes (or replaces) the file of ``step`` and returns its path."""
         buffer = io.BytesIO()
         # no file name and no time in the header, so that equal records give equal bytes
-        with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=6, mtime=0) as file:
+        with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=1, mtime=0) as file:
             for record in records:
                 file.write(_encode(record))
         path = step_path(self._directory, step)

@@ -127,7 +127,7 @@ class LocalRollout:
         canary: CanaryProbe,
         trainer: TrainEngine[PackedCausalLM],
         source: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
-        on_tokens: Callable[[int], None] | None = None,
+        on_finished: Callable[[int], None] | None = None,
     ) -> None:
         self.engine = engine
         self.version = version
@@ -137,7 +137,7 @@ class LocalRollout:
         self._canary = canary
         self._trainer = trainer
         self._source = source
-        self._on_tokens = on_tokens
+        self._on_finished = on_finished
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._pump: asyncio.Task[None] | None = None
 
@@ -187,16 +187,17 @@ class LocalRollout:
             self._fail(error, list(self._waiting))
 
     def _burst(self) -> None:
-        before = self.engine.stats().generated_tokens
+        finished = 0
         for _ in range(self._steps_per_lease):
             if not self.engine.has_work:
                 break
             for completion in self.engine.step():
+                finished += 1
                 future = self._waiting.pop(completion.request_id, None)
                 if future is not None and not future.done():
                     future.set_result(completion)
-        if self._on_tokens is not None:
-            self._on_tokens(self.engine.stats().generated_tokens - before)
+        if self._on_finished is not None:
+            self._on_finished(finished)
 
     def _fail(self, error: BaseException, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, each possibly a token of its own
+
+
+@lru_cache(maxsize=1 << 16)
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> str:
+    """Windows are a token or two long and come again and again, so they are worth remembering."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
@@ -21,8 +28,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     """
 
     def decode(start: int, stop: int) -> str:
-        text = tokenizer.decode(list(ids[start:stop]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
+        return _decode(tokenizer, tuple(ids[start:stop]))
 
     pieces: list[str] = []
     # Decoding starts a little before the new token, because decoders treat the first token differently (they

@@ -44,8 +44,9 @@ def save_checkpoint(root: Path, step: int, parts: Mapping[str, Any], info: Mappi
             json.dump({"step": step, **info}, text)
             text.flush()
             _sync(text.fileno())
+        _sync_directory(draft)
         if final.exists():
-            shutil.rmtree(final)
+            _discard(final)
         os.replace(draft, final)
         _sync_directory(root)
     except (OSError, RuntimeError) as error:
@@ -57,7 +58,7 @@ def save_checkpoint(root: Path, step: int, parts: Mapping[str, Any], info: Mappi
             remedy="free some space or choose another output_dir; the run can be resumed from the checkpoint before",
         ) from error
     for old in list_checkpoints(root)[:-keep]:
-        shutil.rmtree(checkpoint_path(root, old))
+        _discard(checkpoint_path(root, old))
     return final
 
 
@@ -75,6 +76,13 @@ def load_checkpoint(root: Path, step: int) -> tuple[dict[str, Any], dict[str, An
     info = json.loads((path / "info.json").read_text(encoding="utf-8"))
     parts = {file.stem: torch.load(file, weights_only=True) for file in sorted(path.glob("*.pt"))}
     return parts, info
+
+
+def _discard(checkpoint: Path) -> None:
+    """Deletes a checkpoint; renamed first, since one half deleted would look complete."""
+    draft = checkpoint.with_name(f".draft_discarded_{checkpoint.name}_{os.getpid()}")
+    os.replace(checkpoint, draft)
+    shutil.rmtree(draft, ignore_errors=True)
 
 
 def _remove_drafts(root: Path) -> None:

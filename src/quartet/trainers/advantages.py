@@ -229,9 +229,9 @@ class Assembler:
                 found["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
         group_N = _dense(batch.sequence["group"])
         if len(batch) > int(group_N.max()) + 1:
-            found["groups/zero_variance"] = float(
-                segment_is_constant(scores_N, group_N, int(group_N.max()) + 1).float().mean()
-            )
+            scored_N = torch.where(applies_N, group_N, -1)
+            is_constant = segment_is_constant(scores_N, scored_N, int(group_N.max()) + 1)
+            found["groups/zero_variance"] = float(is_constant.float().mean())
         if "old_logprobs" in batch.token and bool(mask_T.any()):
             gap = (batch.token["old_logprobs"] - batch.token["rollout_logprobs"]).abs()[mask_T]
             found["agreement/logprob_diff_mean"] = float(gap.mean())

@@ -18,9 +18,9 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 from quartet.schedule.local import FrozenScorer, Worker, local_arbiter, role_spec
 from quartet.text.tokenizer import TextCodec, check_vocabulary
-from quartet.trainers.evaluation import evaluate_prompts
+from quartet.trainers.evaluation import Answer, evaluate_prompts, run_to_end
 from quartet.trainers.rl_roles import FunctionScorer, reward_functions, reward_models, reward_scorers
-from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads
+from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
 from quartet.trainers.sources import context_length, prompt_data, resolve_model, resolve_tokenizer
 
 
@@ -40,11 +40,7 @@ class _Direct:
         self.engine = engine
 
     async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        self.engine.submit(requests)
-        found: dict[str, Completion] = {}
-        while self.engine.has_work:
-            found.update({completion.request_id: completion for completion in self.engine.step()})
-        return [found[request.request_id] for request in requests]
+        return run_to_end(self.engine, requests)
 
 
 class Evaluator:
@@ -67,6 +63,7 @@ class Evaluator:
         use_threads(recipe.threads)
         self.recipe = recipe
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("eval")
+        self.run_directory = RunDirectory(self.path, recipe)
         tokenizer = resolve_tokenizer(recipe.model, tokenizer)
         causal = resolve_model(recipe.model, model, load_causal_lm, "model")
         check_vocabulary(tokenizer, int(causal.get_input_embeddings().weight.shape[0]))
@@ -78,7 +75,6 @@ class Evaluator:
         budget = RLRecipe().actor.train.forward_token_budget
         self.models = reward_models(recipe.rewards, rewards, self.codec, budget)
         self.packed = packed_causal_lm(causal)
-        self.run_directory = RunDirectory(self.path, recipe)
 
     def run(self) -> EvaluationResult:
         watch = Stopwatch()
@@ -88,25 +84,30 @@ class Evaluator:
             worker = Worker(local_arbiter(specs, version=0), run.recorder)
             scorers: list[FrozenScorer | FunctionScorer] = reward_scorers(worker, self.models, self.functions)
             engine = NativeEngine(self.packed, max_running=self.recipe.max_running, decode=self.codec.decode)
-            metrics, answers = asyncio.run(
-                evaluate_prompts(
-                    _Direct(engine),
-                    self.prompts,
-                    self.codec,
-                    self.recipe.sampling,
-                    scorers,
-                    seed=self.recipe.seed,
-                    step=0,
+            try:
+                metrics, answers = asyncio.run(
+                    evaluate_prompts(
+                        _Direct(engine),
+                        self.prompts,
+                        self.codec,
+                        self.recipe.sampling,
+                        scorers,
+                        seed=self.recipe.seed,
+                        step=0,
+                    )
                 )
-            )
-            for model in (self.packed, *(role.model for role in self.models)):
-                model.release()
-            with open(self.path / "answers.jsonl", "w", encoding="utf-8") as file:
-                for answer in answers:
-                    rewards = {name: None if math.isnan(v) else v for name, v in answer.rewards.items()}
-                    row = {"prompt": answer.item.prompt, "completion": answer.text, "rewards": rewards}
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            finally:
+                for model in (self.packed, *(role.model for role in self.models)):
+                    model.release()
+            self._write(answers)
             run.tracker.log(0, metrics)
             stage = {"name": "eval", "seconds": round(watch.seconds, 3), "metrics": metrics}
             run.finish({"job": "eval", "seed": self.recipe.seed, "versions": software_versions(), "stages": [stage]})
         return EvaluationResult(self.path, len(answers), metrics)
+
+    def _write(self, answers: Sequence[Answer]) -> None:
+        with writing(self.path / "answers.jsonl"), open(self.path / "answers.jsonl", "w", encoding="utf-8") as file:
+            for answer in answers:
+                rewards = {name: None if math.isnan(v) else v for name, v in answer.rewards.items()}
+                row = {"prompt": answer.item.prompt, "completion": answer.text, "rewards": rewards}
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")

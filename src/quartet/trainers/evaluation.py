@@ -11,7 +11,7 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.config.recipe import SamplingConfig
 from quartet.data.datasets import PromptData, PromptItem
-from quartet.rollout.protocol import Completion, Request, SamplingParams
+from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.local import PromptGroup, chunk_of
 from quartet.text.tokenizer import TextCodec
@@ -23,6 +23,15 @@ CHUNK = 64
 
 class Completer(Protocol):
     async def complete(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+
+def run_to_end(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
+    """Completions of the requests, in their order, by an engine that nobody else uses meanwhile."""
+    engine.submit(requests)
+    found: dict[str, Completion] = {}
+    while engine.has_work:
+        found.update({completion.request_id: completion for completion in engine.step()})
+    return [found[request.request_id] for request in requests]
 
 
 class RewardScorer(Protocol):
@@ -61,7 +70,7 @@ async def evaluate_prompts(
     seed: int,
     step: int,
 ) -> tuple[dict[str, float], list[Answer]]:
-    """One answer per prompt.
+    """One answer per prompt. ``step`` is the step that the spans of scoring belong to.
 
     Returns:
         ``eval/score_mean`` (mean of the sources' means), ``eval/<source>``, ``eval/length_mean``,

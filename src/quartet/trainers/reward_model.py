@@ -25,7 +25,7 @@ from quartet.observe.progress import Progress
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.objectives import PairwiseObjective
-from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads
+from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
 from quartet.trainers.sources import context_length, preference_data, resolve_model, resolve_tokenizer
 from quartet.trainers.supervised import SupervisedLoop
 
@@ -68,6 +68,7 @@ class RewardModelTrainer:
         self.recipe = recipe
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("reward-model")
         self.progress = progress if progress is not None else Progress()
+        self.run = RunDirectory(self.path, recipe, resume=resume)
         tokenizer = resolve_tokenizer(recipe.model, tokenizer)
         scalar = self._scalar_model(model)
         check_vocabulary(tokenizer, int(scalar.get_input_embeddings().weight.shape[0]))
@@ -82,7 +83,6 @@ class RewardModelTrainer:
         self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), recipe.pairs_per_step)
         self.packed = packed_scalar_model(scalar, recipe.train.precision)
         self.engine = TrainEngine(self.packed, recipe.train, total_steps=self.steps)
-        self.run = RunDirectory(self.path, recipe, resume=resume)
 
     def _scalar_model(self, model: PreTrainedModel | None) -> PreTrainedModel:
         config = self.recipe.model
@@ -121,7 +121,9 @@ class RewardModelTrainer:
         with self.run, self.run.stoppable():
             try:
                 metrics = loop.run(self.run, self.progress)
-                warning = save_scalar_model(self.packed, self.codec.tokenizer, self.path / "model", seen=self._seen())
+                seen = self._seen()
+                with writing(self.path / "model"):
+                    warning = save_scalar_model(self.packed, self.codec.tokenizer, self.path / "model", seen=seen)
             finally:
                 self.packed.release()
             notes = list(self.data.remarks) + ([warning] if warning else [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ from quartet.models.loading import save_causal_lm, save_scalar_model, seen_token
 from quartet.observe.progress import Progress, Stage
 from quartet.observe.rollouts import RolloutWriter
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
+from quartet.rollout.protocol import Completion, Request
 from quartet.schedule.iteration import Roles, run_iteration
 from quartet.schedule.learners import Learner, UpdatePlan
 from quartet.schedule.local import LocalRollout, PromptGroup, Worker, chunk_of, local_arbiter
 from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.train.objectives import PolicyObjective, ValueObjective
 from quartet.trainers.advantages import Assembler, Experience
-from quartet.trainers.evaluation import evaluate_prompts
+from quartet.trainers.evaluation import evaluate_prompts, run_to_end
 from quartet.trainers.records import rollout_records
 from quartet.trainers.rl_roles import Cast, build_cast, role_specs
-from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads
+from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,25 @@ class _ExperienceLearner:
 
     async def train(self, experience: Experience, step: int) -> dict[str, float]:
         return dict(await self.learner.train(experience.batch, step))
+
+
+@dataclass(frozen=True)
+class _EvaluationTurn:
+    """The rollout engine in one lease, while no group is in flight."""
+
+    worker: Worker
+    rollout: LocalRollout
+    step: int
+
+    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        return await self.worker.run(
+            "rollout",
+            "generate",
+            "evaluate",
+            lambda: run_to_end(self.rollout.engine, requests),
+            step=self.step,
+            reads={"rollout": self.rollout.version},
+        )
 
 
 class RLTrainer:
@@ -180,14 +200,16 @@ class RLTrainer:
         config = self.recipe.evaluation
         if config is None or self.cast.evaluation_prompts is None:
             return {}
+        # Counted with the step it follows.
+        after = max(0, step - 1)
         scores, _ = await evaluate_prompts(
-            rollout,
+            _EvaluationTurn(self._worker, rollout, after),
             self.cast.evaluation_prompts,
             self.cast.codec,
             config.sampling,
             self.cast.reward_scorers(self._worker),
             seed=self.recipe.seed,
-            step=step,
+            step=after,
         )
         return scores
 
@@ -214,7 +236,7 @@ class RLTrainer:
                     cast.critic.packed,
                     cast.codec.tokenizer,
                     self.path / "critic",
-                    seen=seen_tokens(cast.critic.packed.vocab_size, ids) | cast.emitted,
+                    seen=_joined(seen_tokens(_vocabulary(cast.critic.packed.model), ids), cast.emitted),
                 )
             notes += [f"critic: {warning}"] if warning else []
         rows = read_metrics(self.path / "metrics.jsonl")
@@ -236,7 +258,8 @@ class RLTrainer:
         recipe, cast = self.recipe, self.cast
         arbiter = local_arbiter(role_specs(cast), version=step)
         self._worker = Worker(arbiter, self.run.recorder)
-        rollout = cast.rollout(self._worker, version=step, on_tokens=self._on_tokens)
+        rollout = cast.rollout(self._worker, version=step, on_finished=self._on_finished)
+        self._engine = rollout.engine
         rule = AdmissionRule(recipe.prompts_per_step)
         stream = GroupStream(rollout.generate, rule, chunk_size=recipe.chunk_size)
         self._assembler = Assembler(recipe.algorithm, cast.reward_weights, lambda: self.kl_coef, self._shuffle)
@@ -254,6 +277,7 @@ class RLTrainer:
         with self.run.recorder.span("advantages", step=chunks[0][0].step):
             experience = self._assembler(chunks)
         self.cast.note_emitted(experience.batch)
+        self._generated = self._engine.stats()
         self._learning = True
         return experience
 
@@ -290,7 +314,7 @@ class RLTrainer:
         learners.append(Learner(self._worker, "actor", cast.actor, plan, policy, "policy", warmup))
         return learners
 
-    def _on_tokens(self, finished: int) -> None:
+    def _on_finished(self, finished: int) -> None:
         if self._rollout_bar is not None:
             self._rollout_bar.advance(finished)
 
@@ -323,7 +347,7 @@ class RLTrainer:
 
     @contextlib.contextmanager
     def _saved_if_clean(self, step: int, stream_state: Mapping[str, int]) -> Iterator[None]:
-        """When an iteration fails before its updates begin, the state is still that of ``step`` complete steps: save it.
+        """Saves when an iteration fails before its updates begin: the state is still that of ``step`` complete steps.
 
         ``stream_state`` is that of the step's beginning: the stream itself may have been read to the step's end.
         """
@@ -341,6 +365,16 @@ def _shuffled(seed: int) -> Callable[[int, int], Tensor]:
         return torch.randperm(num, generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
 
     return permutation
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _joined(seen: Tensor, others: Tensor) -> Tensor:
+    """Ids seen in either; ``others`` may belong to a smaller vocabulary."""
+    seen[: len(others)] |= others
+    return seen
 
 
 def _timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, float]:

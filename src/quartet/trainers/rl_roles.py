@@ -162,7 +162,7 @@ class Cast:
 
     # Who plays -------------------------------------------------------------------------------------------
 
-    def rollout(self, worker: Worker, *, version: int, on_tokens: Callable[[int], None] | None = None) -> LocalRollout:
+    def rollout(self, worker: Worker, *, version: int, on_finished: Callable[[int], None] | None = None) -> LocalRollout:
         config = self.recipe.rollout
         actor = self.actor.packed
         engine = NativeEngine(actor, max_running=config.max_running, decode=self.codec.decode, version=version)
@@ -177,7 +177,7 @@ class Cast:
             version=version,
             canary=CanaryProbe(prompt_ids, room, tolerance),
             trainer=self.actor,
-            on_tokens=on_tokens,
+            on_finished=on_finished,
         )
 
     def reward_scorers(self, worker: Worker) -> list[FrozenScorer | FunctionScorer]:
@@ -284,9 +284,8 @@ def build_cast(
     models = reward_models(recipe.rewards, rewards, codec, recipe.actor.train.forward_token_budget)
     weights = _weights(models, functions)
     updates = recipe.minibatches * recipe.epochs
-    engine = TrainEngine(
-        actor, recipe.actor.train, total_steps=max(1, recipe.steps - recipe.critic.warmup_steps) * updates
-    )
+    resting = recipe.critic.warmup_steps if recipe.algorithm.name == "ppo" else 0
+    engine = TrainEngine(actor, recipe.actor.train, total_steps=max(1, recipe.steps - resting) * updates)
     return Cast(
         recipe=recipe,
         codec=codec,

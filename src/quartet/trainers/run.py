@@ -286,11 +286,15 @@ class RunDirectory:
 
     def latest(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
         """``(step, parts, info)`` of the newest complete checkpoint."""
-        steps = list_checkpoints(self.checkpoints)
+        steps = self.saved_steps()
         if not steps:
             return None
         parts, info = load_checkpoint(self.checkpoints, steps[-1])
         return steps[-1], parts, info
+
+    def saved_steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return list_checkpoints(self.checkpoints)
 
     def save(self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         save_checkpoint(self.checkpoints, step, parts, info, keep=self.recipe.checkpoint.keep)

@@ -19,7 +19,7 @@ from quartet.observe.progress import Progress
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.objectives import SFTObjective
-from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads
+from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
 from quartet.trainers.sources import context_length, resolve_model, resolve_tokenizer, sft_data
 from quartet.trainers.supervised import SupervisedLoop
 
@@ -61,6 +61,7 @@ class SFTTrainer:
         self.recipe = recipe
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("sft")
         self.progress = progress if progress is not None else Progress()
+        self.run = RunDirectory(self.path, recipe, resume=resume)
         tokenizer = resolve_tokenizer(recipe.model, tokenizer)
         model = resolve_model(recipe.model, model, load_causal_lm, "model")
         check_vocabulary(tokenizer, int(model.get_input_embeddings().weight.shape[0]))
@@ -73,7 +74,6 @@ class SFTTrainer:
         self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), recipe.examples_per_step)
         self.packed = packed_causal_lm(model, recipe.train.precision)
         self.engine = TrainEngine(self.packed, recipe.train, total_steps=self.steps)
-        self.run = RunDirectory(self.path, recipe, resume=resume)
 
     def train(self) -> SFTResult:
         """Runs to the last step; ``model/`` is then a plain Hugging Face directory.
@@ -99,7 +99,8 @@ class SFTTrainer:
         with self.run, self.run.stoppable():
             try:
                 metrics = loop.run(self.run, self.progress)
-                save_causal_lm(self.packed, self.codec.tokenizer, self.path / "model")
+                with writing(self.path / "model"):
+                    save_causal_lm(self.packed, self.codec.tokenizer, self.path / "model")
             finally:
                 self.packed.release()
             summary = {

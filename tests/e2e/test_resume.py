@@ -1,0 +1,145 @@
+"""A run killed at any moment and resumed ends with the weights, figures and rollouts of one that never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECIPES = ("rl", "sft", "reward-model")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(world_of_session: Any, processes: Any, recipes: Any) -> dict[str, Path]:
+    """One whole run per job."""
+    found = {}
+    for job in RECIPES:
+        recipe = world_of_session.recipe(f"whole-{job}", recipes[job](output_dir=f"runs/whole-{job}"))
+        log = world_of_session.path / f"whole-{job}.log"
+        assert processes.run(job, recipe, cwd=world_of_session.path, output=log) == 0, log.read_text()
+        found[job] = world_of_session.path / "runs" / f"whole-{job}"
+    return found
+
+
+@pytest.fixture
+def killed_and_resumed(
+    world: Any, processes: Any, uninterrupted: dict[str, Path], same_run: Callable[[Path, Path], None]
+) -> Callable[..., Path]:
+    def run(job: str, name: str, *kills: tuple[str, int]) -> Path:
+        """Killed once per entry, resumed after each, compared in the end."""
+        log = world.path / f"{name}.log"
+        command = [job, f"whole-{job}.yaml", f"output_dir=runs/{name}"]
+        for number, kill in enumerate(kills):
+            resume = ["--resume"] if number else []
+            status = processes.run(*command, *resume, cwd=world.path, output=log, kill=kill)
+            assert status == -signal.SIGKILL, (status, log.read_text())
+        assert processes.run(*command, "--resume", cwd=world.path, output=log) == 0, log.read_text()
+        same_run(uninterrupted[job], world.path / "runs" / name)
+        return world.path / "runs" / name
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param(("log", 1), id="before the first row"),
+        pytest.param(("decode", 9), id="in the first rollout"),
+        pytest.param(("log", 4), id="after a step, before its row"),
+        pytest.param(("update", 7), id="between two updates of a step"),
+        pytest.param(("decode", 60), id="in a later rollout"),
+        pytest.param(("log", 7), id="after the last step"),
+    ],
+)
+def test_an_rl_run_survives_sigkill(killed_and_resumed: Any, kill: tuple[str, int]) -> None:
+    killed_and_resumed("rl", "rl-" + "-".join(map(str, kill)), kill)
+
+
+def test_an_rl_run_survives_one_kill_after_another(killed_and_resumed: Any) -> None:
+    """Also one that comes while a resumed run has not yet written anything."""
+    killed_and_resumed("rl", "rl-often", ("log", 3), ("decode", 2), ("fsync", 8), ("update", 9))
+
+
+@pytest.mark.parametrize("job", ["sft", "reward-model"])
+def test_a_supervised_run_survives_sigkill(killed_and_resumed: Any, job: str) -> None:
+    killed_and_resumed(job, f"{job}-killed", ("log", 4))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_survives_a_kill_in_the_middle_of_any_file(killed_and_resumed: Any, seed: int) -> None:
+    """Every file that must be whole goes through fsync and rename; a kill may come before any of them."""
+    rng = random.Random(seed)
+    event = ("fsync", "replace")[seed % 2]
+    killed_and_resumed("rl", f"rl-file-{seed}", (event, rng.randint(3, 22)))
+
+
+def test_a_half_written_checkpoint_is_never_picked_up(killed_and_resumed: Any, world: Any, processes: Any) -> None:
+    log = world.path / "half.log"
+    command = ["sft", "whole-sft.yaml", "output_dir=runs/half"]
+    # run.json takes the first fsync, a checkpoint's engine.pt and info.json the next two.
+    assert processes.run(*command, cwd=world.path, output=log, kill=("fsync", 3)) == -signal.SIGKILL
+    checkpoints = world.path / "runs" / "half" / "checkpoints"
+    assert [path.name.split("_")[0] for path in checkpoints.iterdir()] == [".draft"], "killed inside the checkpoint"
+    assert processes.run(*command, "--resume", cwd=world.path, output=log) == 0
+    assert [p.name for p in sorted(checkpoints.iterdir())] == ["step_00000004", "step_00000006"]
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_a_kill_after_a_random_delay(
+    world: Any, processes: Any, uninterrupted: dict[str, Path], same_run: Any, attempt: int
+) -> None:
+    """At no chosen event at all, but at a moment drawn from the time that the whole run took."""
+    name, log = f"rl-random-{attempt}", world.path / f"rl-random-{attempt}.log"
+    command = ["rl", "whole-rl.yaml", f"output_dir=runs/{name}"]
+    whole = json.loads((uninterrupted["rl"] / "summary.json").read_text())["stages"][0]["seconds"]
+    rng = random.Random(100 + attempt)
+    pid = processes.start(*command, cwd=world.path, output=log)
+    time.sleep(whole * rng.uniform(0.2, 0.9))
+    os.kill(pid, signal.SIGKILL)
+    assert processes.wait(pid) in (-signal.SIGKILL, 0)
+    resumed = processes.run(*command, "--resume", cwd=world.path, output=log)
+    assert resumed == 0, log.read_text()
+    same_run(uninterrupted["rl"], world.path / "runs" / name)
+
+
+def _interrupted(world: Any, processes: Any, name: str, rows: int, *argv: object) -> tuple[int, str]:
+    """Sends SIGINT once ``metrics.jsonl`` has that many rows; exit status and output."""
+    log = world.path / f"{name}.log"
+    metrics = world.path / "runs" / name / "metrics.jsonl"
+    pid = processes.start(*argv, cwd=world.path, output=log)
+    deadline = time.monotonic() + 60
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < rows:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGINT)
+    return processes.wait(pid), log.read_text()
+
+
+@pytest.mark.parametrize("job", ["rl", "sft"])
+def test_ctrl_c_saves_and_says_how_to_go_on(
+    world: Any, processes: Any, uninterrupted: dict[str, Path], same_run: Any, job: str
+) -> None:
+    name = f"{job}-stopped"
+    command = [job, f"whole-{job}.yaml", f"output_dir=runs/{name}"]
+    if job == "sft":
+        # A run of milliseconds is over before a signal reaches it.
+        status, output = _interrupted(world, processes, name, 1, *command, "steps=4000", "checkpoint.every_steps=4000")
+        assert "steps=4000" in output
+    else:
+        status, output = _interrupted(world, processes, name, 2, *command)
+    assert status == 130, output
+    assert f"go on with: quartet {' '.join(command)}" in output and "--resume" in output
+    run = world.path / "runs" / name
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    saved = max(int(path.name.removeprefix("step_")) for path in (run / "checkpoints").iterdir())
+    assert f"stopped after step {saved};" in output
+    if job == "rl":
+        assert processes.run(*command, "--resume", cwd=world.path, output=world.path / "again.log") == 0
+        same_run(uninterrupted[job], run)
