@@ -3,8 +3,8 @@
     QUARTET_REALDATA=DIR python benchmarks/realdata.py reward-model | story-ppo | story-grpo | story-rloo | gsm8k | all
 
 DIR holds ``stories260K/`` (a TinyStories model as a Hugging Face directory), ``pandalm_human_pairs.jsonl``,
-``gsm8k_train.jsonl`` and ``gsm8k_test.jsonl``. Run from the repository's root. What is measured: docs/realdata.md. Every
-command prints a Markdown table and appends it to ``--out``/figures.md.
+``gsm8k_train.jsonl`` and ``gsm8k_test.jsonl``. What is measured: docs/realdata.md. Every command
+prints a Markdown table and appends it to ``--out``/figures.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def publish(out: Path, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> None:
+def publish(
+    out: Path, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
+) -> None:
     lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     text = "\n".join([*lines, "", *notes]) + "\n"
@@ -59,15 +61,25 @@ def publish(out: Path, title: str, head: Sequence[str], rows: Sequence[Sequence[
 # Reward model --------------------------------------------------------------------------------------------
 
 
+def surplus(row: dict[str, Any]) -> int:
+    """Characters by which the chosen answer is longer; a few answers in the file are numbers or null."""
+    chosen, rejected = (len("" if row[side] is None else str(row[side])) for side in ("chosen", "rejected"))
+    return chosen - rejected
+
+
 def length_rule(rows: Sequence[dict[str, Any]]) -> Callable[[dict[str, Any]], bool]:
-    """Prefers the longer or the shorter answer (by characters), whichever is right more often on ``rows``.
+    """Prefers the longer or the shorter answer, whichever is right more often on ``rows``.
 
     A tie counts as wrong, as it does for the reward model.
     """
-    longer = sum(len(row["chosen"]) > len(row["rejected"]) for row in rows)
-    shorter = sum(len(row["chosen"]) < len(row["rejected"]) for row in rows)
+    longer, shorter = sum(surplus(row) > 0 for row in rows), sum(surplus(row) < 0 for row in rows)
     sign = 1 if longer >= shorter else -1
-    return lambda row: sign * (len(row["chosen"]) - len(row["rejected"])) > 0
+    return lambda row: sign * surplus(row) > 0
+
+
+def line_of(place: str) -> int:
+    """The line in ``file:line``."""
+    return int(place.rpartition(":")[2])
 
 
 def reward_model(data: Path, out: Path, overrides: Sequence[str]) -> None:
@@ -93,9 +105,9 @@ def reward_model(data: Path, out: Path, overrides: Sequence[str]) -> None:
     for name, pairs in (("training", trainer.data), ("held-out", trainer.evaluation)):
         chosen, rejected = score_pairs(trainer.engine, pairs)
         accuracies[name] = wilson(int((chosen > rejected).sum()), len(pairs))
-    kept = {(item.prompt_ids, item.chosen_ids, item.rejected_ids) for item in trainer.evaluation.items}
     rule = length_rule(train)
-    scored = [row for row in held_out if trainer.codec_ids(row) in kept] if hasattr(trainer, "codec_ids") else held_out
+    # Both are asked about the same pairs: those that fit into the model's context.
+    scored = [held_out[line_of(item.place) - 1] for item in trainer.evaluation.items]
     by_length = wilson(sum(rule(row) for row in scored), len(scored))
     publish(
         out,
@@ -112,3 +124,113 @@ def reward_model(data: Path, out: Path, overrides: Sequence[str]) -> None:
             *(f"Data: {remark}." for remark in (*trainer.data.remarks, *trainer.evaluation.remarks)),
         ],
     )
+
+
+# Stories -------------------------------------------------------------------------------------------------
+
+
+def stories(data: Path, out: Path, algorithm: str, overrides: Sequence[str]) -> None:
+    """The story model before and after reinforcement learning, on prompts whose heroes and openings it never met."""
+    original, run = data / "stories260K", out / f"story-{algorithm}"
+    prompts = read_jsonl(ROOT / "examples" / "story_prompts_held_out.jsonl")
+    quartet(
+        "rl",
+        str(ROOT / "recipes" / f"story-{algorithm}.yaml"),
+        f"actor.model.path={original}",
+        f"output_dir={run}",
+        *overrides,
+    )
+    before = sample(original, original, prompts, RESPONSES_PER_PROMPT)
+    after = sample(run / "model", original, prompts, RESPONSES_PER_PROMPT)
+    old, new = measure(before), measure(after)
+    gain = paired_difference(before, after)
+    seconds = json.loads((run / "summary.json").read_text(encoding="utf-8"))["stages"][0]["seconds"]
+    publish(
+        out,
+        f"Stories by {algorithm.upper()}: before and after",
+        ["held-out prompts", "before", "after"],
+        [[name, old[name], new[name]] for name in old],
+        [
+            f"{len(prompts)} prompts x {RESPONSES_PER_PROMPT} stories, temperature 1, intervals over prompts. "
+            f"Reward after - before, paired by prompt: {gain.number()}. Training: {seconds:.0f} s.",
+            "",
+            *(f"- {name}: {text}" for name, text in (("before", before.shown(0)), ("after", after.shown(0)))),
+        ],
+    )
+    quartet("report", str(run))
+
+
+def paired_difference(before: Samples, after: Samples) -> Interval:
+    return mean_interval([b - a for a, b in zip(before.score_by_prompt(), after.score_by_prompt(), strict=True)])
+
+
+# Grade-school problems -----------------------------------------------------------------------------------
+
+
+def gsm8k(data: Path, out: Path, overrides: Sequence[str]) -> None:
+    """A few steps of SFT and an evaluation on GSM8K with its own column names; long rows are left out and counted."""
+    run = out / "gsm8k"
+    quartet(
+        "sft",
+        str(ROOT / "recipes" / "gsm8k-sft.yaml"),
+        f"model.path={data / 'stories260K'}",
+        f"data.path={data / 'gsm8k_train.jsonl'}",
+        f"output_dir={run / 'sft'}",
+        "steps=8",
+        "train.optim.lr=1e-3",
+        *overrides,
+    )
+    quartet(
+        "eval",
+        str(ROOT / "recipes" / "gsm8k-eval.yaml"),
+        f"model.path={run / 'sft' / 'model'}",
+        f"data.path={data / 'gsm8k_test.jsonl'}",
+        "data.limit=64",
+        "sampling.max_new_tokens=64",
+        f"output_dir={run / 'eval'}",
+    )
+    losses = [row["loss/sft"] for row in read_jsonl(run / "sft" / "metrics.jsonl")]
+    summary = json.loads((run / "sft" / "summary.json").read_text(encoding="utf-8"))
+    evaluation = json.loads((run / "eval" / "summary.json").read_text(encoding="utf-8"))["stages"][0]["metrics"]
+    publish(
+        out,
+        "GSM8K through its own column names, body: stories260K",
+        ["", ""],
+        [
+            ["training loss, first and last of 8 steps (nats/token)", f"{losses[0]:.3f}, {losses[-1]:.3f}"],
+            ["exact match on 64 test problems", f"{evaluation['eval/final_number']:.3f}"],
+        ],
+        [f"Data: {remark}." for remark in summary["notes"]],
+    )
+
+
+COMMANDS: dict[str, Callable[[Path, Path, Sequence[str]], None]] = {
+    "reward-model": reward_model,
+    "story-ppo": lambda data, out, overrides: stories(data, out, "ppo", overrides),
+    "story-grpo": lambda data, out, overrides: stories(data, out, "grpo", overrides),
+    "story-rloo": lambda data, out, overrides: stories(data, out, "rloo", overrides),
+    "gsm8k": gsm8k,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=[*COMMANDS, "all"])
+    parser.add_argument("overrides", nargs="*", help="recipe overrides, e.g. steps=3")
+    parser.add_argument("--out", type=Path, default=Path("runs/realdata"))
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads of torch")
+    options = parser.parse_args()
+    if "QUARTET_REALDATA" not in os.environ:
+        parser.error("set QUARTET_REALDATA to the folder of the data")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+        options.overrides.append(f"threads={options.threads}")
+    out = options.out.resolve()
+    os.chdir(ROOT)  # recipes name reward functions relative to it
+    out.mkdir(parents=True, exist_ok=True)
+    for name in COMMANDS if options.what == "all" else [options.what]:
+        COMMANDS[name](Path(os.environ["QUARTET_REALDATA"]), out, options.overrides)
+
+
+if __name__ == "__main__":
+    main()

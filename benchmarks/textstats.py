@@ -64,7 +64,7 @@ def repeated(text: str, n: int) -> float:
 
 
 def shared_sentences(texts: Sequence[str]) -> float:
-    """Share of sentences (of at least four words) that occur in more than one text: formulas that a policy fell into."""
+    """Share of sentences (of at least four words) that occur in more than one text: formulas of a collapsed policy."""
     owners: dict[str, set[int]] = {}
     uses: list[str] = []
     for index, text in enumerate(texts):

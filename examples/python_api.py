@@ -14,7 +14,9 @@ from quartet.quickstart.tokenizer import build_tokenizer
 
 def reversed_digits(prompts: list[str], completions: list[str]) -> list[float]:
     """Any callable is a reward: the share of digits that are right."""
-    return [sum(a == b for a, b in zip(c, p[1::-1], strict=False)) / 2 for p, c in zip(prompts, completions, strict=True)]
+    return [
+        sum(a == b for a, b in zip(c, p[1::-1], strict=False)) / 2 for p, c in zip(prompts, completions, strict=True)
+    ]
 
 
 draw = random.Random(0)

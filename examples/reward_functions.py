@@ -1,7 +1,7 @@
 """Reward functions as a recipe names them: ``target: examples/reward_functions.py:brevity``.
 
-A function takes, by keyword, what it names of ``prompts``, ``completions`` and the data's columns, and returns one number
-per completion, or None where it does not apply.
+A function takes, by keyword, what it names of ``prompts``, ``completions`` and the data's columns, and returns one
+number per completion, or None where it does not apply.
 """
 
 from __future__ import annotations

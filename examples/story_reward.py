@@ -1,7 +1,7 @@
 """What makes a small story better, in three parts that anyone can check by eye; each lies between 0 and 1.
 
 A story model of 260 000 parameters forgets its hero, breaks off and rambles. The parts can be hacked (name the hero in
-every sentence, end after one line), which is what makes them a fair test: the penalty on KL has to hold the text together.
+every sentence, end after one line), which makes them a fair test: the penalty on KL has to hold the text together.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quartet.config.errors import Interrupted as Interrupted
     from quartet.config.errors import UserError as UserError
     from quartet.config.load import dump_recipe as dump_recipe
     from quartet.config.load import load_recipe as load_recipe
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from quartet.trainers.evaluate import Evaluator as Evaluator
     from quartet.trainers.reward_model import RewardModelTrainer as RewardModelTrainer
     from quartet.trainers.rl import RLTrainer as RLTrainer
-    from quartet.trainers.run import Interrupted as Interrupted
     from quartet.trainers.sft import SFTTrainer as SFTTrainer
 
 _HOMES = {
@@ -59,7 +59,7 @@ _HOMES = {
     "Evaluator": "quartet.trainers.evaluate",
     "RewardModelTrainer": "quartet.trainers.reward_model",
     "RLTrainer": "quartet.trainers.rl",
-    "Interrupted": "quartet.trainers.run",
+    "Interrupted": "quartet.config.errors",
     "SFTTrainer": "quartet.trainers.sft",
 }
 

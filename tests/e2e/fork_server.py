@@ -15,9 +15,6 @@ import sys
 import traceback
 from typing import Any
 
-import quartet.trainers.reward_model
-import quartet.trainers.rl
-import quartet.trainers.sft
 from quartet.cli.main import main
 from quartet.observe.trackers import JsonlTracker
 from quartet.rollout.engine import NativeEngine

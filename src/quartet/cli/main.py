@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quartet.config import UserError
+from quartet.config import Interrupted, UserError
 
 app = typer.Typer(
     name="quartet",
@@ -150,11 +150,7 @@ def main() -> None:
         if stop.code == 130:
             typer.echo("stopped at once; --resume goes on from the last checkpoint", err=True)
         raise
-    except Exception as error:
-        from quartet.trainers.run import Interrupted
-
-        if not isinstance(error, Interrupted):
-            raise
+    except Interrupted as error:
         typer.echo(f"{error}\ngo on with: {_resume_command(sys.argv[1:], error.path)}", err=True)
         sys.exit(130)
 

@@ -1,5 +1,5 @@
 """Recipes and user errors. Imports neither torch nor transformers."""
 
-from quartet.config.errors import UserError
+from quartet.config.errors import Interrupted, UserError
 
-__all__ = ["UserError"]
+__all__ = ["Interrupted", "UserError"]

@@ -1,6 +1,8 @@
-"""The one error type for mistakes a user can make and mend."""
+"""The error for mistakes a user can make and mend, and the one that says a run was stopped."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -14,3 +16,12 @@ class UserError(Exception):
         self.found = found
         self.remedy = remedy
         super().__init__(f"{problem}\n  found: {found}\n  do: {remedy}")
+
+
+class Interrupted(Exception):
+    """The user pressed Ctrl-C; everything up to ``step`` is saved under ``path``."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.step = step
+        super().__init__(f"stopped after step {step}; saved in {path}")

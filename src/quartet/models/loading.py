@@ -227,7 +227,8 @@ def choose_pad_id(
     if unseen:
         return unseen[-1], (
             f"pad id {unseen[-1]} ({tokenizer.convert_ids_to_tokens(unseen[-1])!r}) is an ordinary token that did not "
-            "occur in the training data; a text that ends in it would be scored one token early"
+            "occur in the training data; pad with it, not with the tokenizer's own; a text that ends in it would be "
+            "scored one token early"
         )
     return None, "every token id occurs in data, so no pad id is saved; score one sequence at a time"
 

@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 

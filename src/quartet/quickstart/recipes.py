@@ -118,7 +118,9 @@ def rl_recipe(size: Size, seed: int, path: Path, prompts: Path, held_out: Path) 
             every_steps=8,
             sampling=SamplingConfig(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS),
         ),
-        rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS), max_running=64, steps_per_lease=4),
+        rollout=RolloutConfig(
+            sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS), max_running=64, steps_per_lease=4
+        ),
         steps=size.rl_steps,
         prompts_per_step=64,
         responses_per_prompt=4,

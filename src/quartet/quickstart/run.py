@@ -17,7 +17,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from quartet.config import UserError
+from quartet.config import Interrupted, UserError
 from quartet.models.loading import load_causal_lm, packed_causal_lm, save_causal_lm
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.progress import Progress
@@ -30,10 +30,11 @@ from quartet.text.tokenizer import TextCodec
 from quartet.trainers.generate import generate
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import Interrupted, Stopwatch, software_versions, write_json
+from quartet.trainers.run import Stopwatch, software_versions, write_json
 from quartet.trainers.sft import SFTTrainer
 
 TEMPERATURES = (0.0, 0.5, 1.0)
+NUM_EXAMPLES = 12
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,13 @@ class Quickstart:
         after, greedy_after = self._measure("rl", self.path / "rl" / "model", held_out)
         gsb = _good_same_bad(held_out, greedy_before, greedy_after)
         best = max(before.values())
+        examples = list(zip(held_out, greedy_before, greedy_after, strict=True))
         summary = {
             "job": "quickstart",
             "seed": self.seed,
             "versions": software_versions(),
             "seconds": round(watch.seconds, 1),
+            "headline": _headline(before, after, best),
             "stages": self._stages,
             "exact_match": {
                 "sft": {str(t): value for t, value in before.items()},
@@ -112,11 +115,11 @@ class Quickstart:
             },
             "good_same_bad": gsb,
             "shuffled_scores": self.shuffle_scores,
+            "examples": [_example(*example) for example in examples[:NUM_EXAMPLES]],
         }
         write_json(self.path / "summary.json", summary)
         self._mark("done")
         build_report(self.path)
-        examples = list(zip(held_out, greedy_before, greedy_after, strict=True))
         return QuickstartResult(self.path, summary, examples)
 
     # Directory -------------------------------------------------------------------------------------------
@@ -270,6 +273,20 @@ def _open(path: Path) -> tuple[PackedCausalLM, TextCodec]:
 
 def _exact_match(prompts: Sequence[str], completions: Sequence[str]) -> float:
     return sum(map(is_correct, prompts, completions)) / len(prompts)
+
+
+def _headline(before: Mapping[float, float], after: Mapping[float, float], best: float) -> list[dict[str, Any]]:
+    """What the report shows large."""
+    rows = [{"label": "Exact match, greedy, against the best of SFT", "before": best, "after": after[0.0]}]
+    for temperature in TEMPERATURES[1:]:
+        label = f"Exact match at temperature {temperature}"
+        rows.append({"label": label, "before": before[temperature], "after": after[temperature]})
+    return [{**row, "unit": "fraction"} for row in rows]
+
+
+def _example(prompt: str, before: str, after: str) -> dict[str, str]:
+    change = int(is_correct(prompt, after)) - int(is_correct(prompt, before))
+    return {"prompt": prompt, "after SFT": before, "after PPO": after, "verdict": ("same", "good", "bad")[change]}
 
 
 def _good_same_bad(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> dict[str, int]:

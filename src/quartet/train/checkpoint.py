@@ -45,10 +45,11 @@ def save_checkpoint(root: Path, step: int, parts: Mapping[str, Any], info: Mappi
             text.flush()
             _sync(text.fileno())
         _sync_directory(draft)
-        if final.exists():
-            _discard(final)
+        former = _set_aside(final) if final.exists() else None
         os.replace(draft, final)
         _sync_directory(root)
+        if former is not None:
+            shutil.rmtree(former, ignore_errors=True)
     except (OSError, RuntimeError) as error:
         # torch.save reports a full disk as a RuntimeError of its zip writer.
         shutil.rmtree(draft, ignore_errors=True)
@@ -58,7 +59,7 @@ def save_checkpoint(root: Path, step: int, parts: Mapping[str, Any], info: Mappi
             remedy="free some space or choose another output_dir; the run can be resumed from the checkpoint before",
         ) from error
     for old in list_checkpoints(root)[:-keep]:
-        _discard(checkpoint_path(root, old))
+        shutil.rmtree(_set_aside(checkpoint_path(root, old)), ignore_errors=True)
     return final
 
 
@@ -78,11 +79,11 @@ def load_checkpoint(root: Path, step: int) -> tuple[dict[str, Any], dict[str, An
     return parts, info
 
 
-def _discard(checkpoint: Path) -> None:
-    """Deletes a checkpoint; renamed first, since one half deleted would look complete."""
-    draft = checkpoint.with_name(f".draft_discarded_{checkpoint.name}_{os.getpid()}")
-    os.replace(checkpoint, draft)
-    shutil.rmtree(draft, ignore_errors=True)
+def _set_aside(checkpoint: Path) -> Path:
+    """Renames a checkpoint that is to be deleted, since one half deleted would look complete."""
+    aside = checkpoint.with_name(f".draft_discarded_{checkpoint.name}_{os.getpid()}")
+    os.replace(checkpoint, aside)
+    return aside
 
 
 def _remove_drafts(root: Path) -> None:

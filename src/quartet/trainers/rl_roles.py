@@ -162,7 +162,9 @@ class Cast:
 
     # Who plays -------------------------------------------------------------------------------------------
 
-    def rollout(self, worker: Worker, *, version: int, on_finished: Callable[[int], None] | None = None) -> LocalRollout:
+    def rollout(
+        self, worker: Worker, *, version: int, on_finished: Callable[[int], None] | None = None
+    ) -> LocalRollout:
         config = self.recipe.rollout
         actor = self.actor.packed
         engine = NativeEngine(actor, max_running=config.max_running, decode=self.codec.decode, version=version)

@@ -30,7 +30,7 @@ from typing import Any, TextIO
 import torch
 from safetensors import SafetensorError
 
-from quartet.config import UserError
+from quartet.config import Interrupted, UserError
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
 from quartet.observe import rollouts as rollout_store
@@ -43,15 +43,6 @@ _LOCATION_KEYS = ("output_dir", "log", "checkpoint")
 """Recipe keys that may differ when a run is resumed: they change no weight."""
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class Interrupted(Exception):
-    """The user pressed Ctrl-C; everything up to ``step`` is saved under ``path``."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path = path
-        self.step = step
-        super().__init__(f"stopped after step {step}; saved in {path}")
 
 
 def default_output_dir(job: str) -> Path:

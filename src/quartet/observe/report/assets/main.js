@@ -33,7 +33,7 @@ function figure(name, value) {
   if (typeof value === 'boolean') return value ? 'yes' : 'no';
   if (!finite(value)) return value === null ? '—' : typeof value === 'object' ? JSON.stringify(value) : number(value);
   if (FRACTION_NAMES.test(name) && Math.abs(value) <= 1) return withUnit(value, 'fraction');
-  if (/_s$|seconds/.test(name)) return seconds(value);
+  if (/seconds|(?<!per)_s$/.test(name)) return seconds(value);
   return number(value);
 }
 
@@ -48,13 +48,26 @@ function headline(items) {
   }));
 }
 
+/** The metrics that tell most about a stage come first; the others are a click away. */
+const TELLING = ['eval/exact_match', 'eval/', 'loss/sft', 'loss/reward_model', 'reward_model/', 'reward/score_mean', 'kl/ref', 'policy/entropy', 'rollout/tokens_per_s'];
+const SHOWN = 6;
+
+function stageFigures(metrics) {
+  const place = ([name]) => { const i = TELLING.findIndex((prefix) => name.startsWith(prefix)); return i < 0 ? TELLING.length : i; };
+  const chips = Object.entries(metrics).map((entry, i) => [place(entry), i, entry]).sort((a, b) => a[0] - b[0] || a[1] - b[1])
+    .map(([, , [name, value]]) => el('span', { class: 'chip' }, el('small', null, name), figure(name, value)));
+  const rest = chips.slice(SHOWN);
+  return [el('div', { class: 'chips' }, chips.slice(0, SHOWN)),
+    rest.length > 0 && el('details', null, el('summary', null, `${rest.length} more`), el('div', { class: 'chips' }, rest))];
+}
+
 function stagesTable(stages) {
   const longest = Math.max(...stages.map((stage) => (finite(stage.seconds) ? stage.seconds : 0))) || 1;
   return el('div', { class: 'card scroll' }, el('table', { class: 'figures summary' },
     el('thead', null, el('tr', null, ['stage', 'seconds', '', 'figures'].map((text) => el('th', { scope: 'col' }, text)))),
     el('tbody', null, stages.map((stage) => el('tr', null, el('th', { scope: 'row' }, titleOf(String(stage.name))), el('td', null, finite(stage.seconds) ? seconds(stage.seconds) : '—'),
       el('td', { class: 'wide' }, el('div', { class: 'share' }, el('i', { class: 'hue0', style: { width: `${(100 * (stage.seconds || 0)) / longest}%` } }))),
-      el('td', { class: 'left' }, el('div', { class: 'chips' }, Object.entries(stage.metrics ?? {}).map(([name, value]) => el('span', { class: 'chip' }, el('small', null, name), figure(name, value))))))))));
+      el('td', { class: 'left' }, stageFigures(stage.metrics ?? {})))))));
 }
 
 /** Completions side by side: every text field of an example a column, in the order given. */

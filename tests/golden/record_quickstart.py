@@ -1,0 +1,52 @@
+"""Records the curves of a short quickstart: ``python tests/golden/record_quickstart.py`` writes quickstart_short.json.
+
+Run it only after a change that is meant to change the computation, and say so in docs/log.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quartet.observe.trackers import read_metrics
+from quartet.quickstart.recipes import SHORT
+from quartet.quickstart.run import Quickstart
+
+PATH = Path(__file__).with_name("quickstart_short.json")
+SEED = 7
+STAGES = ("sft", "reward_model", "rl")
+_CLOCK = ("time/", "overlap/", "rollout/tokens_per_s", "time_s")
+
+
+def environment() -> dict[str, str]:
+    """What decides whether two machines give the same bits."""
+    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+
+
+def curves(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every logged metric of every stage but those that are times."""
+    return {
+        stage: [
+            {name: value for name, value in row.items() if not name.startswith(_CLOCK)}
+            for row in read_metrics(directory / stage / "metrics.jsonl")
+        ]
+        for stage in STAGES
+    }
+
+
+def run_short(directory: Path, *, resume: bool = False) -> dict[str, list[dict[str, Any]]]:
+    torch.set_num_threads(1)
+    Quickstart(SEED, directory, size=SHORT, resume=resume).run()
+    return curves(directory)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        found = run_short(Path(scratch) / "run")
+    PATH.write_text(json.dumps({"environment": environment(), "curves": found}, indent=1) + "\n", encoding="utf-8")
+    sys.stdout.write(f"{PATH}\n")

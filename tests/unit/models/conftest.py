@@ -1,0 +1,149 @@
+"""Tiny random models of three families, each with an unmodified twin, and a tokenizer with chosen special tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from quartet.models.attention import PackedAttention
+from quartet.models.loading import scalar_model_from
+from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
+
+VOCAB = 61
+COMMON = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64, initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+
+def _llama(**options: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": 2, **options}))
+
+
+def _qwen2(**options: Any) -> PreTrainedModel:
+    """Tied embeddings; the second of two layers sees 4 tokens."""
+    own = dict(
+        num_hidden_layers=2, tie_word_embeddings=True, use_sliding_window=True, sliding_window=4, max_window_layers=1
+    )
+    return Qwen2ForCausalLM(Qwen2Config(**{**COMMON, **own, **options}))
+
+
+def _gemma2(**options: Any) -> PreTrainedModel:
+    """Alternating windows of 5 tokens, soft-capped scores and logits, tied embeddings."""
+    own = dict(
+        num_hidden_layers=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=5, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0, attn_implementation="eager",
+    )  # fmt: skip
+    return Gemma2ForCausalLM(Gemma2Config(**{**COMMON, **own, **options}))
+
+
+_FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {"llama": _llama, "qwen2": _qwen2, "gemma2": _gemma2}
+
+
+@dataclass
+class Twins:
+    """A packed model and its unmodified copy."""
+
+    packed: PackedCausalLM
+    plain: PreTrainedModel
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., PreTrainedModel]:
+    """``make_model(family, dtype=…, seed=…, **config)``: a tiny causal LM."""
+
+    def make(
+        family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any
+    ) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        return _FAMILIES[family](**options).to(dtype).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_twins(make_model: Callable[..., PreTrainedModel]) -> Callable[..., Twins]:
+    def make(family: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> Twins:
+        plain = make_model(family, dtype, **options)
+        return Twins(PackedCausalLM(copy.deepcopy(plain)), plain)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def sequences() -> list[list[int]]:
+    """Shorter and longer than every window; two of equal length share a kernel call."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in (9, 1, 13, 3, 9)]
+
+
+@pytest.fixture(scope="session")
+def packed_hidden() -> Callable[[PackedModel, Sequence[Sequence[int]]], Tensor]:
+    """Hidden states of sequences in one pack, in the given order."""
+
+    def run(packed: PackedModel, sequences: Sequence[Sequence[int]]) -> Tensor:
+        ids = torch.tensor([token for tokens in sequences for token in tokens])
+        positions = torch.cat([torch.arange(len(tokens)) for tokens in sequences])
+        return packed.hidden(ids, positions, PackedAttention([len(tokens) for tokens in sequences]))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+    """``make_tokenizer(num_ids, **special)``: token ``t<i>`` has id i; texts are such tokens between spaces."""
+
+    def make(num_ids: int = VOCAB, **special: str) -> PreTrainedTokenizerFast:
+        backend = Tokenizer(models.WordLevel({f"t{i}": i for i in range(num_ids)}, unk_token="t0"))
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+    return make
+
+
+@pytest.fixture
+def close(tolerances: dict[torch.dtype, tuple[float, float]]) -> Callable[..., None]:
+    """Agreement within the table, at the lower precision of the two."""
+
+    def check(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
+        dtype = dtype or max(actual.dtype, expected.dtype, key=lambda d: torch.finfo(d).eps)
+        atol, rtol = tolerances[dtype]
+        torch.testing.assert_close(actual.double(), expected.double(), atol=atol, rtol=rtol)
+
+    return check
+
+
+@dataclass
+class ScalarTwins:
+    """A packed scalar model and its unmodified copy (one sequence at a time: it has no pad id)."""
+
+    packed: PackedScalarModel
+    plain: PreTrainedModel
+
+
+@pytest.fixture(scope="session")
+def make_scalar(make_model: Callable[..., PreTrainedModel]) -> Callable[..., ScalarTwins]:
+    def make(family: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> ScalarTwins:
+        plain = scalar_model_from(make_model(family, **options), seed=1).to(dtype)
+        # Larger than drawn, so that a wrong row shows.
+        torch.nn.init.normal_(plain.score.weight, generator=torch.Generator().manual_seed(2))
+        return ScalarTwins(PackedScalarModel(copy.deepcopy(plain)), plain)
+
+    return make
