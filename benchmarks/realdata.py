@@ -24,6 +24,8 @@ from textstats import Interval, mean_interval, wilson
 
 from quartet import RewardModelTrainer, load_recipe
 from quartet.data.order import split_held_out
+from quartet.models.loading import packed_scalar_model
+from quartet.train.engine import TrainEngine
 from quartet.trainers.reward_model import score_pairs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +88,7 @@ def reward_model(data: Path, out: Path, overrides: Sequence[str]) -> None:
     """Held-out accuracy on human pairs, beside a rule that only looks at lengths."""
     rows = read_jsonl(data / "pandalm_human_pairs.jsonl")
     train, held_out = split_held_out(rows, HELD_OUT_SHARE, seed=0, key=lambda row: row["prompt"])
-    recipe = load_recipe(
+    recipe: Any = load_recipe(
         "reward-model",
         ROOT / "recipes" / "pandalm-reward-model.yaml",
         [
@@ -98,12 +100,13 @@ def reward_model(data: Path, out: Path, overrides: Sequence[str]) -> None:
             *overrides,
         ],
     )
-    trainer = RewardModelTrainer(recipe)  # type: ignore[arg-type]
+    trainer = RewardModelTrainer(recipe)
     result = trainer.train()
     assert trainer.evaluation is not None, "the recipe names held-out pairs"
+    engine = TrainEngine(packed_scalar_model(result.model), recipe.train, total_steps=1)
     accuracies = {}
     for name, pairs in (("training", trainer.data), ("held-out", trainer.evaluation)):
-        chosen, rejected = score_pairs(trainer.engine, pairs)
+        chosen, rejected = score_pairs(engine, pairs)
         accuracies[name] = wilson(int((chosen > rejected).sum()), len(pairs))
     rule = length_rule(train)
     # Both are asked about the same pairs: those that fit into the model's context.

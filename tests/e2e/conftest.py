@@ -98,7 +98,7 @@ class World:
         write_rows(path / "demonstrations.jsonl", task.demonstrations(0, 64))
         prompts = task.prompts(0, 24)
         write_rows(path / "prompts.jsonl", [{"prompt": p, "answer": str(eval(p[:-1]))} for p in prompts])
-        write_rows(path / "held_out.jsonl", [{"prompt": p} for p in task.prompts(0, 6, "held_out")])
+        write_rows(path / "held_out.jsonl", [{"prompt": p} for p in task.prompts(0, 4, "held_out")])
         pairs = [
             {"prompt": p, "chosen": task.work(*task.operands(p)), "rejected": task.work(*task.operands(p), "forgetful")}
             for p in prompts
@@ -147,9 +147,9 @@ def rl_recipe(algorithm: str = "ppo", **changes: Any) -> dict[str, Any]:
         "actor": {"model": {"path": "model"}, "train": {"optim": {"lr": 3e-3}, "token_budget": 128}},
         "algorithm": {"name": algorithm},
         "data": {"path": "prompts.jsonl"},
-        "rollout": {"sampling": {"max_new_tokens": 12}, "max_running": 4, "steps_per_lease": 3},
+        "rollout": {"sampling": {"max_new_tokens": 7}, "max_running": 4, "steps_per_lease": 3},
         "rewards": [{"type": "function", "target": "rewards.py:digits"}],
-        "steps": 6,
+        "steps": 5,
         "prompts_per_step": 4,
         "responses_per_prompt": 2,
         "minibatches": 2,
@@ -168,7 +168,7 @@ def rl_recipe(algorithm: str = "ppo", **changes: Any) -> dict[str, Any]:
             "evaluation": {
                 "data": {"path": "held_out.jsonl"},
                 "every_steps": 3,
-                "sampling": {"temperature": 0.0, "max_new_tokens": 40},
+                "sampling": {"temperature": 0.0, "max_new_tokens": 20},
             },
         }
     return {**common, **changes}

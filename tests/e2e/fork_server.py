@@ -1,9 +1,9 @@
 """Runs `quartet` commands in processes of their own that start at once: imports everything, then forks per command.
 
-Reads one JSON object per line: ``{"argv": […], "cwd": …, "output": path, "kill": [event, n] or null}`` starts a command
-and answers ``{"pid": …}``; ``{"wait": pid}`` answers ``{"status": …}`` as ``os.waitpid`` has it. ``kill`` sends SIGKILL to
-the command right before the n-th event (from 1): ``fsync``, ``replace``, ``log`` (a row of metrics), ``update`` (an
-optimizer step) or ``decode`` (an engine step).
+Reads one JSON object per line: ``{"argv": […], "cwd": …, "output": path, "kill": [event, n] or null}`` starts a
+command and answers ``{"pid": …}``; ``{"wait": pid}`` answers ``{"status": …}`` as ``os.waitpid`` has it. ``kill`` sends
+SIGKILL to the command right before the n-th event (from 1): ``fsync``, ``replace``, ``log`` (a row of metrics),
+``update`` (an optimizer step) or ``decode`` (an engine step).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
                 table.add_row(name, f"{stage['metrics'][name]:.4g}")
         console.print(table)
     for note in summary.get("notes", ()):
-        console.print(Text(f"note: {note}"))
+        console.print(Text(f"note: {note}"), soft_wrap=True)
     console.print(Text(f"model: {path / 'model'}"), soft_wrap=True)
     console.print(Text(f"next:  quartet report {path}"), soft_wrap=True)
 

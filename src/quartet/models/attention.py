@@ -141,14 +141,18 @@ def install(model: PreTrainedModel) -> str:
     former = own_attention(model)
     if is_installed(model):
         return former
+    found = "it does not use transformers' attention interface"
     try:
         model.set_attn_implementation(NAME)
     except ValueError as error:
+        found = str(error).splitlines()[0]
+    # Families without the interface only log a warning and stay as they were.
+    if not is_installed(model):
         raise UserError(
             f"{type(model).__name__} cannot run on packed sequences",
-            found=str(error).splitlines()[0],
+            found=found,
             remedy="use an architecture that goes through transformers' attention interface (Llama, Qwen2, Gemma-2, …)",
-        ) from error
+        )
     # On the model, not only with its holder: copies of a held model know it too.
     setattr(model, _FORMER, former)
     return former

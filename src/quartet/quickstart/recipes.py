@@ -57,7 +57,7 @@ FULL = Size(
     responses_per_pair_prompt=4,
     reward_model_epochs=3,
     rl_prompts=4_000,
-    rl_steps=24,
+    rl_steps=20,
     evaluation_prompts=500,
 )
 SHORT = Size(

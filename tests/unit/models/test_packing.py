@@ -93,7 +93,7 @@ def _trees(draw: st.DrawFn) -> RaggedBatch:
     lengths = [draw(st.integers(1, 4)) for _ in parents]
     leaves = draw(st.permutations(range(num_inner, num_inner + num_leaves)))
     return RaggedBatch(
-        input_ids=torch.randperm(sum(lengths)) + 100,
+        input_ids=torch.arange(sum(lengths)) + 100,
         segment_lengths=tuple(lengths),
         parents=tuple(parents),
         leaves=tuple(leaves),

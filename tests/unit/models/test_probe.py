@@ -26,9 +26,9 @@ from quartet.models.probe import probe
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 REFUSED = {
-    # Accept the attention's name and never call it.
-    "Falcon": (lambda: FalconConfig(**SIZES), "called 0 times for 2 layers"),
-    "Bloom": (lambda: BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4), "called 0 times for 2 layers"),
+    # Attention of their own.
+    "Falcon": (lambda: FalconConfig(**SIZES), "attention interface"),
+    "Bloom": (lambda: BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4), "attention interface"),
     # Keeps keyword arguments from its layers.
     "StableLm": (lambda: StableLmConfig(**SIZES, intermediate_size=48, num_key_value_heads=2), "context"),
     # Adds a learnt column to every softmax.
@@ -107,6 +107,19 @@ def test_bleeding_sequences_are_refused(kind, initializer_range, make_model, mon
     with pytest.raises(UserError, match="hidden states differ"):
         (packed_scalar_model if kind == "scalar" else packed_causal_lm)(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_attention_that_is_never_called_is_refused(make_model):
+    """A layer that accepts the attention's name and goes its own way."""
+    model = make_model("llama")
+
+    def own_way(hidden_states, **_):
+        return hidden_states, None
+
+    model.model.layers[1].self_attn.forward = own_way
+    with pytest.raises(UserError) as refused:
+        packed_causal_lm(model)
+    assert "called 1 times for 2 layers" in refused.value.found
 
 
 def test_a_forgotten_logit_cap_is_refused(make_model):

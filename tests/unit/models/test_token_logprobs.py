@@ -34,9 +34,7 @@ def test_entropy_by_hand(make_twins):
     """Equal logits over 61 tokens: log 61 nats, each log-probability its negative, at every temperature."""
     packed = make_twins("llama").packed
     torch.nn.init.zeros_(packed.head.weight)
-    logprobs, entropies = packed.token_logprobs(
-        torch.ones(2, 32), torch.tensor([0, 60]), temperature=0.3, entropy=True
-    )
+    logprobs, entropies = packed.token_logprobs(torch.ones(2, 32), torch.tensor([0, 60]), temperature=0.3, entropy=True)
     expected = torch.full((2,), 61.0).log()
     torch.testing.assert_close(entropies, expected)
     torch.testing.assert_close(logprobs, -expected)
@@ -72,7 +70,9 @@ def test_chunks_keep_no_logits(rows, make_twins):
     saved: dict[int, int] = {}
     for chunk in (1000, 8):
         sizes: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: (sizes.append(t.numel()), t)[1], lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, sizes=sizes: (sizes.append(t.numel()), t)[1], lambda t: t
+        ):
             packed.token_logprobs(hidden.clone().requires_grad_(), labels, chunk=chunk)
         saved[chunk] = max(sizes, default=0)
     assert saved[1000] >= ROWS * 61

@@ -1,0 +1,254 @@
+"""SFT → reward model → PPO from recipes, through the command line, and what the directories they leave are good for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, packed_scalar_model
+from quartet.observe.rollouts import list_steps, read_step
+from quartet.train.engine import Needs, forward_only
+
+JOBS = ("sft", "reward-model", "rl")
+
+
+@pytest.fixture(scope="module")
+def pipeline(world_of_session: Any, processes: Any, recipes: Any) -> Path:
+    """The directory of three runs, each of which starts from the one before."""
+    sft, reward, rl = (f"runs/pipe/{job}" for job in JOBS)
+    rl_recipe = recipes["rl"](output_dir=rl, steps=3, prompts_per_step=12, chunk_size=2, epochs=1)
+    rl_recipe["actor"]["model"]["path"] = f"{sft}/model"
+    rl_recipe["rewards"][0]["path"] = f"{reward}/model"
+    chain = {
+        "sft": recipes["sft"](output_dir=sft, steps=30, evaluation_data={"path": "demonstrations.jsonl", "limit": 8}),
+        "reward-model": recipes["reward-model"](output_dir=reward, model={"path": f"{sft}/model"}),
+        "rl": rl_recipe,
+    }
+    for job in JOBS:
+        log = world_of_session.path / f"pipe-{job}.log"
+        recipe = world_of_session.recipe(f"pipe-{job}", chain[job])
+        assert processes.run(job, recipe, cwd=world_of_session.path, output=log) == 0, log.read_text()
+        assert f"next:  quartet report {chain[job]['output_dir']}" in log.read_text()
+    return world_of_session.path / "runs" / "pipe"
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_run_leaves_summary_status_and_recipe(pipeline: Path, job: str) -> None:
+    summary = json.loads((pipeline / job / "summary.json").read_text())
+    assert summary["job"] == job and summary["seed"] == 0
+    assert {"python", "torch", "transformers", "quartet-rl"} <= summary["versions"].keys()
+    stage = summary["stages"][0]
+    assert stage["seconds"] > 0 and stage["metrics"]
+    assert json.loads((pipeline / job / "run.json").read_text())["status"] == "done"
+    assert (pipeline / job / "recipe.yaml").is_file()
+
+
+def test_every_stage_learned_something(pipeline: Path, metrics_of: Callable[[Path], Any]) -> None:
+    sft = metrics_of(pipeline / "sft")
+    assert sft[-1]["loss/sft"] < sft[0]["loss/sft"] - 0.3
+    assert "eval/loss" in sft[-1]
+    reward = metrics_of(pipeline / "reward-model")
+    assert reward[-1]["loss/reward_model"] < reward[0]["loss/reward_model"]
+    assert reward[-1]["eval/accuracy"] >= 0.5
+    rl = metrics_of(pipeline / "rl")
+    assert rl[1]["agreement/logprob_diff_max"] < 1e-4
+    assert rl[1]["agreement/canary_diff"] < 1e-4
+
+
+def _padded(tokenizer: Any, texts: list[str]) -> tuple[Any, list[list[int]]]:
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    encoded = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    return encoded, rows
+
+
+@pytest.mark.parametrize("run", ["sft", "rl"])
+def test_a_policy_reloads_with_from_pretrained_and_computes_the_same(pipeline: Path, run: str) -> None:
+    path = str(pipeline / run / "model")
+    tokenizer, plain = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).eval()
+    encoded, rows = _padded(tokenizer, ["12+34=4", "7+8=15;15", "1+1=2"])
+    with torch.no_grad():
+        logits = plain(**encoded).logits.log_softmax(-1)
+    packed = packed_causal_lm(load_causal_lm(path))
+    batch = RaggedBatch.from_sequences(rows, ["a", "b", "c"])
+    mask = torch.ones(batch.num_tokens, dtype=torch.bool)
+    mask[[offset for offset in batch.segment_offsets[:-1]]] = False
+    logprobs = forward_only(packed, batch.with_token(loss_mask=mask), Needs(logprobs=True), 1000).token["logprobs"]
+    for s, row in enumerate(rows):
+        start = batch.segment_offsets[s]
+        expected = logits[s, : len(row) - 1].gather(1, torch.tensor(row[1:]).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(logprobs[start + 1 : start + len(row)], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("run", ["reward-model/model", "rl/critic"])
+def test_a_scalar_model_scores_right_padded_batches_alike(pipeline: Path, run: str) -> None:
+    path = str(pipeline / run)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    plain = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    assert plain.config.num_labels == 1
+    if plain.config.pad_token_id is None:
+        notes = json.loads((pipeline / "rl" / "summary.json").read_text())["notes"]
+        assert any("no pad id" in note for note in notes), "without a pad id the run has to say why"
+        pytest.skip("every token id occurred in this run's data, so no pad id was saved, and the run says so")
+    rows = [tokenizer(text)["input_ids"] for text in ("12+34=4", "7+8=15;15", "1+1=2")]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [plain.config.pad_token_id] * (width - len(row)) for row in rows])
+    with torch.no_grad():
+        expected = plain(input_ids=ids).logits.squeeze(1)
+    packed = packed_scalar_model(load_scalar_model(path))
+    batch = RaggedBatch.from_sequences(rows, ["a", "b", "c"])
+    scores = forward_only(packed, batch, Needs(scores=True), 1000).sequence["scores"]
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_are_scored_while_later_groups_are_still_generated(pipeline: Path) -> None:
+    from quartet.observe.spans import read_spans
+
+    for step in range(3):
+        spans = [span for span in read_spans(pipeline / "rl" / "spans.jsonl") if span.step == step]
+        last_generation = max(span.start_s for span in spans if span.name == "generate")
+        early = [
+            span for span in spans if span.chunk is not None and span.mode == "forward" and span.name != "generate"
+        ]
+        assert {span.role for span in early} >= {"reward_model", "reference", "critic", "actor"}
+        assert any(span.end_s <= last_generation for span in early), "no chunk was scored before generation ended"
+
+
+def test_evaluation_is_not_counted_as_the_steps_generation(pipeline: Path) -> None:
+    """An evaluation has spans of its own name; a step's generation spans all lie before its updates."""
+    from quartet.observe.spans import read_spans
+
+    spans = read_spans(pipeline / "rl" / "spans.jsonl")
+    assert [span.step for span in spans if span.name == "evaluate"] == [0, 2]
+    for step in range(3):
+        trained = min(s.start_s for s in spans if s.step == step and s.mode == "train")
+        assert all(s.end_s <= trained for s in spans if s.step == step and s.name == "generate")
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_responses(pipeline: Path, metrics_of: Callable[[Path], Any]) -> None:
+    for row in metrics_of(pipeline / "rl")[1:]:
+        records = read_step(pipeline / "rl" / "rollouts", int(row["step"]))
+        groups = {record.group: len(record.prompt_ids) for record in records}
+        assert len(records) == 2 * len(groups)
+        assert row["rollout/prefill_tokens"] == sum(groups.values())
+        assert row["rollout/tokens"] == sum(len(record.response_ids) for record in records)
+
+
+def test_rollouts_hold_every_column(pipeline: Path) -> None:
+    assert list_steps(pipeline / "rl" / "rollouts") == [1, 2, 3]
+    record = read_step(pipeline / "rl" / "rollouts", 1)[0]
+    columns = {"rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns", "kl", "ratio"}
+    assert columns <= record.columns.keys()
+    assert record.rewards.keys() == {"reward_model", "digits"}
+    expected = record.rewards["reward_model"] + 2.0 * record.rewards["digits"]
+    assert record.score == pytest.approx(expected, rel=1e-5)
+
+
+def test_generate_answers_and_is_reproducible(world: Any, pipeline: Path, quartet: Any) -> None:
+    model = pipeline / "sft" / "model"
+    command = ["generate", "--model", model, "--prompt", "12+34=", "--prompt", "5+6=", "--max-new-tokens", 8]
+    once, again = quartet(*command, "--seed", 3), quartet(*command, "--seed", 3)
+    assert once.status == 0 and once.out == again.out
+    lines = once.out.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("12+34=") and lines[1].startswith("5+6=")
+    several = quartet(*command, "--num", 3, "--temperature", 0)
+    assert several.out.splitlines()[0] == several.out.splitlines()[2]
+    stopped = quartet(*command, "--stop", "+", "--temperature", 0)
+    assert all("+" not in line.split("=", 1)[1] for line in stopped.out.splitlines())
+
+
+def test_eval_writes_answers_and_scores(world: Any, pipeline: Path, quartet: Any) -> None:
+    recipe = {
+        "threads": 1,
+        "model": {"path": "runs/pipe/sft/model"},
+        "data": {"path": "prompts.jsonl", "limit": 5},
+        "rewards": [
+            {"type": "function", "target": "quartet.rewards.builtin:exact_match"},
+            {"type": "model", "path": "runs/pipe/reward-model/model"},
+        ],
+        "sampling": {"max_new_tokens": 8},
+        "output_dir": "runs/eval",
+    }
+    outcome = quartet("eval", world.recipe("eval", recipe))
+    assert outcome.status == 0, outcome.err
+    answers = [json.loads(line) for line in (world.path / "runs/eval/answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 5
+    assert all(answer["rewards"].keys() == {"exact_match", "reward_model"} for answer in answers)
+    metrics = json.loads((world.path / "runs/eval/summary.json").read_text())["stages"][0]["metrics"]
+    mean = sum(answer["rewards"]["reward_model"] for answer in answers) / 5
+    assert metrics["eval/reward_model"] == pytest.approx(mean, rel=1e-5)
+    assert "eval/exact_match" in metrics and "eval/truncated_frac" in metrics
+    quartet("eval", "eval.yaml").expect_user_error("already holds a run", "choose another output_dir")
+
+
+def test_report_is_one_self_contained_file(world: Any, pipeline: Path, quartet: Any) -> None:
+    outcome = quartet("report", pipeline / "rl", "--out", world.path / "report.html")
+    assert outcome.status == 0, outcome.err
+    text = (world.path / "report.html").read_text(encoding="utf-8")
+    assert "reward/score_mean" in text and 'src="http' not in text and 'href="http' not in text
+
+
+def test_a_finished_run_resumed_changes_nothing(world: Any, pipeline: Path, processes: Any, same_run: Any) -> None:
+    before = {p: p.read_bytes() for p in (pipeline / "sft").rglob("*") if p.suffix in (".safetensors", ".jsonl")}
+    log = world.path / "resumed.log"
+    assert processes.run("sft", "pipe-sft.yaml", "--resume", cwd=world.path, output=log) == 0, log.read_text()
+    assert {p: p.read_bytes() for p in before} == before
+    assert json.loads((pipeline / "sft" / "run.json").read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_group_methods_learn_from_a_function_and_load_nothing_else(
+    world: Any, quartet: Any, recipes: Any, metrics_of: Any, algorithm: str
+) -> None:
+    """No critic, no reference (KL 0), no reward model."""
+    recipe = recipes["rl"](algorithm, output_dir=f"runs/{algorithm}", steps=2, responses_per_prompt=4)
+    recipe["algorithm"]["kl"] = {"coef": 0.0}
+    outcome = quartet("rl", world.recipe(algorithm, recipe))
+    assert outcome.status == 0, outcome.err
+    run = world.path / "runs" / algorithm
+    assert not (run / "critic").exists() and (run / "model").is_dir()
+    rows = metrics_of(run)
+    assert not any(name.startswith(("critic/", "loss/value", "kl/")) for row in rows for name in row)
+    record = read_step(run / "rollouts", 1)[0]
+    assert "values" not in record.columns and "ref_logprobs" not in record.columns
+    assert any(row.get("policy/grad_norm", 0) > 0 for row in rows)
+
+
+def test_bf16_runs_end_to_end(world: Any, quartet: Any, recipes: Any, metrics_of: Any) -> None:
+    recipe = recipes["rl"](output_dir="runs/bf16", steps=2)
+    recipe["actor"]["train"]["precision"] = "bf16"
+    recipe["critic"]["train"]["precision"] = "bf16"
+    outcome = quartet("rl", world.recipe("bf16", recipe))
+    assert outcome.status == 0, outcome.err
+    rows = metrics_of(world.path / "runs/bf16")
+    assert rows[1]["agreement/logprob_diff_max"] < 0.1
+    assert rows[2]["agreement/canary_diff"] < 0.1
+    plain = AutoModelForCausalLM.from_pretrained(world.path / "runs/bf16/model")
+    assert plain.dtype == torch.float32, "master weights are saved"
+
+
+def test_an_engine_that_keeps_its_old_weights_is_found_out(
+    world: Any, recipes: Any, monkeypatch: pytest.MonkeyPatch, quartet: Any
+) -> None:
+    """The engine gets a copy of the weights of its own, which nobody refreshes."""
+    import copy
+
+    from quartet.rollout import engine as engine_module
+    from quartet.trainers import rl_roles
+
+    class Stale(engine_module.NativeEngine):
+        def __init__(self, packed: Any, **options: Any) -> None:
+            model = copy.deepcopy(packed.model)
+            super().__init__(packed_causal_lm(model), **options)
+
+    monkeypatch.setattr(rl_roles, "NativeEngine", Stale)
+    recipe = world.recipe("stale", recipes["rl"]("grpo", output_dir="runs/stale"))
+    outcome = quartet("rl", recipe)
+    outcome.expect_user_error("after weight update 1", "other weights", "canary")
+    assert json.loads((world.path / "runs/stale/run.json").read_text())["status"] == "failed"

@@ -1,0 +1,196 @@
+"""Everything in the folder named by QUARTET_REALDATA goes through the commands; skipped without it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from quartet.cli.main import app
+from quartet.config import UserError
+from quartet.text.tokenizer import TextCodec
+
+ROOT = Path(__file__).parents[2]
+
+needs_data = pytest.mark.skipif("QUARTET_REALDATA" not in os.environ, reason="QUARTET_REALDATA is not set")
+pytestmark = pytest.mark.realdata
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Recipes name reward functions relative to the repository; two threads at most on a shared machine."""
+    monkeypatch.chdir(ROOT)
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def data() -> Path:
+    return Path(os.environ["QUARTET_REALDATA"])
+
+
+@pytest.fixture
+def quartet(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs a recipe of the repository and returns its summary."""
+
+    def run(job: str, recipe: str, *overrides: str) -> dict[str, Any]:
+        out = tmp_path / f"{recipe}-{len(list(tmp_path.iterdir()))}"
+        app([job, f"recipes/{recipe}.yaml", f"output_dir={out}", *overrides], standalone_mode=False)
+        found: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        return {**found, "path": out}
+
+    return run
+
+
+@pytest.fixture
+def textstats(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("textstats")
+
+
+def finite(metrics: dict[str, float]) -> bool:
+    return bool(metrics) and all(math.isfinite(value) for value in metrics.values())
+
+
+@needs_data
+def test_generate_stops_at_either_end_of_text(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model's end of text is a list that holds the token every prompt begins with; greedy text is a story."""
+    model = str(data / "stories260K")
+    arguments = ["generate", "--model", model, "--prompt", "Once upon a time", "--temperature", "0"]
+    app([*arguments, "--max-new-tokens", "400"], standalone_mode=False)
+    story = capsys.readouterr().out
+    assert story.startswith("Once upon a time, there was a little girl named Lily.")
+    assert story.rstrip()[-1] in '.!?"' and "<" not in story
+
+
+@needs_data
+def test_pandalm_pairs(data: Path, quartet: Callable[..., dict[str, Any]]) -> None:
+    found = quartet(
+        "reward-model",
+        "pandalm-reward-model",
+        f"model.path={data / 'stories260K'}",
+        f"data.path={data / 'pandalm_human_pairs.jsonl'}",
+        "steps=2",
+        "pairs_per_step=4",
+    )
+    assert finite(found["stages"][0]["metrics"])
+    assert any("left out" in note and "512 tokens" in note for note in found["notes"]), found["notes"]
+    assert any("empty" in note for note in found["notes"]), found["notes"]
+    config = AutoConfig.from_pretrained(found["path"] / "model")
+    codec = TextCodec.from_pretrained(data / "stories260K")
+    rows = [json.loads(line) for line in (data / "pandalm_human_pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    ids = {token for row in rows for token in codec.encode_prompt(f"{row['prompt']} {row['chosen']} {row['rejected']}")}
+    assert config.num_labels == 1 and config.pad_token_id not in ids
+
+
+@needs_data
+def test_conversational_pairs(data: Path, quartet: Callable[..., dict[str, Any]]) -> None:
+    found = quartet(
+        "reward-model",
+        "pandalm-reward-model",
+        f"model.path={data / 'stories260K'}",
+        f"data.path={data / 'dpo_en_demo_pairs.jsonl'}",
+        "steps=2",
+        "pairs_per_step=2",
+    )
+    assert finite(found["stages"][0]["metrics"])
+
+
+@needs_data
+def test_gsm8k_by_its_own_column_names(data: Path, quartet: Callable[..., dict[str, Any]]) -> None:
+    model = f"model.path={data / 'stories260K'}"
+    trained = quartet(
+        "sft", "gsm8k-sft", model, f"data.path={data / 'gsm8k_train.jsonl'}", "steps=3", "train.optim.lr=1e-3"
+    )
+    assert finite(trained["stages"][0]["metrics"])
+    assert any("left out" in note for note in trained["notes"]), trained["notes"]
+    scored = quartet(
+        "eval",
+        "gsm8k-eval",
+        f"model.path={trained['path'] / 'model'}",
+        f"data.path={data / 'gsm8k_test.jsonl'}",
+        "data.limit=8",
+        "sampling.max_new_tokens=8",
+    )
+    assert 0 <= scored["stages"][0]["metrics"]["eval/final_number"] <= 1
+    rows = [json.loads(line) for line in (scored["path"] / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 8 and rows[0]["prompt"].startswith("Janet")
+
+
+@needs_data
+def test_overlong_rows_stop_the_run_where_that_is_asked_for(data: Path, quartet: Callable[..., dict[str, Any]]) -> None:
+    with pytest.raises(UserError) as caught:
+        quartet(
+            "sft",
+            "gsm8k-sft",
+            f"model.path={data / 'stories260K'}",
+            f"data.path={data / 'gsm8k_train.jsonl'}",
+            "data.overlong=error",
+        )
+    assert "gsm8k_train.jsonl:" in str(caught.value.found)
+
+
+@needs_data
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "rloo"])
+def test_stories(algorithm: str, data: Path, quartet: Callable[..., dict[str, Any]]) -> None:
+    """A few updates on the story task: finite, and the report can be built from real tokens."""
+    prompts = 8 if algorithm == "ppo" else 4
+    found = quartet(
+        "rl",
+        f"story-{algorithm}",
+        f"actor.model.path={data / 'stories260K'}",
+        "steps=3",
+        f"prompts_per_step={prompts}",
+        "rollout.sampling.max_new_tokens=48",
+        "evaluation=null",
+        "critic.warmup_steps=1",
+        "log.rollouts_every=1",
+    )
+    metrics = found["stages"][0]["metrics"]
+    assert finite(metrics) and metrics["optim/skipped_steps"] == 0
+    assert 0 <= metrics["reward/score_mean"] <= 1
+    assert metrics["agreement/logprob_diff_max"] < 1e-3
+    assert metrics["kl/ref"] != 0
+    app(["report", str(found["path"])], standalone_mode=False)
+    page = (found["path"] / "report.html").read_text(encoding="utf-8")
+    assert "Once upon a time" in page
+    shutil.rmtree(found["path"])
+
+
+# The statistics of benchmarks/realdata.py, which need no data ---------------------------------------------
+
+
+def test_wilson_interval(textstats: ModuleType) -> None:
+    """Against the closed form worked out by hand for 8 of 10, and its limits."""
+    found = textstats.wilson(8, 10)
+    assert (round(found.low, 4), found.value, round(found.high, 4)) == (0.4902, 0.8, 0.9433)
+    assert textstats.wilson(0, 5).low == 0 and textstats.wilson(5, 5).high == 1
+    with pytest.raises(ValueError):
+        textstats.wilson(1, 0)
+
+
+def test_mean_interval(textstats: ModuleType) -> None:
+    found = textstats.mean_interval([1.0, 2.0, 3.0])
+    assert found.value == 2 and found.high - found.value == pytest.approx(1.959964 / math.sqrt(3), rel=1e-5)
+
+
+def test_text_statistics(textstats: ModuleType) -> None:
+    assert textstats.distinct(["a b a b", "a b"], 1, 10) == pytest.approx(2 / 6)
+    assert textstats.distinct(["a b a b", "a b"], 2, 10) == pytest.approx(2 / 4)
+    assert textstats.distinct(["a b c d e f", "g h i"], 1, 2) == 1
+    assert textstats.repeated("a b c d a b c d", 4) == pytest.approx(1 - 4 / 5)
+    assert textstats.repeated("too short", 4) == 0
+    texts = ["They were very happy. The end was near.", "They were very happy! Tom ate all the cake."]
+    assert textstats.shared_sentences(texts) == pytest.approx(2 / 4)

@@ -1,0 +1,348 @@
+"""Every objective against a slow reference (plain model, plain loops), and under every way to cut a batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.recipe import GRPO, PPO, RLOO, KLConfig, OffPolicyConfig
+from quartet.train.objectives import PairwiseObjective, PolicyObjective, SFTObjective, ValueObjective
+
+TEMPERATURE = 0.9
+NUM_TRAJECTORIES = 6
+MAX_NEW_TOKENS = 8
+AGGREGATIONS = (
+    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm",
+)  # fmt: skip
+KL_LOSS = KLConfig(coef=0.2, estimator="k3", place="loss")
+ONLY_KL_REWARD = KLConfig(coef=0.2, estimator="k1", place="reward")
+
+
+def _policy(config, is_first=False):
+    return PolicyObjective(
+        config, NUM_TRAJECTORIES, TEMPERATURE, kl_coef=0.2, is_first=is_first, max_new_tokens=MAX_NEW_TOKENS
+    )
+
+
+# The slow reference --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Slow:
+    """Per-token quantities of an unmodified model, one sequence at a time, as Python dictionaries by stored token."""
+
+    batch: RaggedBatch
+    model: torch.nn.Module
+
+    def _each(self, mask: str, temperature: float):
+        """``(stored token, its id, outputs of the state before it)`` of the tokens under a mask."""
+        for s in range(len(self.batch)):
+            start, stop = self.batch.leaf_span(s)
+            ids = self.batch.token_ids(s)
+            if hasattr(self.model, "score"):
+                hidden = self.model.model(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+                outputs = self.model.score(hidden).squeeze(-1)
+            else:
+                logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+                outputs = (logits / temperature).log_softmax(-1)
+            for t in range(start, stop):
+                if self.batch.token[mask][t]:
+                    where = len(ids) - (stop - t)
+                    yield t, ids[where], outputs[where - 1]
+
+    def logprobs(self, temperature: float = TEMPERATURE):
+        return {t: row[label] for t, label, row in self._each("loss_mask", temperature)}
+
+    def entropies(self):
+        return {t: -(row.exp() * row).sum() for t, _, row in self._each("loss_mask", TEMPERATURE)}
+
+    def values(self):
+        return {t: value for t, _, value in self._each("action_mask", 1.0)}
+
+    def scores(self):
+        return [
+            self.model(input_ids=torch.tensor([self.batch.token_ids(s)]), use_cache=False).logits[0, 0]
+            for s in range(len(self.batch))
+        ]
+
+    def trajectories(self) -> dict[int, list[int]]:
+        """Loss tokens of each trajectory that has any."""
+        found: dict[int, list[int]] = {}
+        for s, n in enumerate(self.batch.sequence["trajectory"].tolist()):
+            tokens = [t for t in range(*self.batch.leaf_span(s)) if self.batch.token["loss_mask"][t]]
+            if tokens:
+                found.setdefault(n, []).extend(tokens)
+        return found
+
+    def field(self, name: str, t: int) -> float:
+        return float(self.batch.token[name][t])
+
+    def aggregated(self, losses: dict[int, Tensor], aggregation: str) -> Tensor:
+        groups = [[losses[t] for t in tokens] for tokens in self.trajectories().values()]
+        if aggregation == "token_mean":
+            return sum(sum(g) for g in groups) / sum(map(len, groups))
+        if aggregation == "sequence_mean_token_mean":
+            return sum(sum(g) / len(g) for g in groups) / len(groups)
+        total = sum(sum(g) for g in groups) / len(groups)
+        return total / MAX_NEW_TOKENS if aggregation == "sequence_mean_token_sum_norm" else total
+
+
+def _surrogate(ratio: Tensor, advantage: float, config) -> Tensor:
+    clipped = ratio.clamp(1 - config.clip_eps_low, 1 + config.clip_eps_high)
+    loss = torch.maximum(-advantage * ratio, -advantage * clipped)
+    if config.dual_clip is not None and advantage < 0:
+        loss = torch.minimum(loss, torch.tensor(-config.dual_clip * advantage, dtype=loss.dtype))
+    return loss
+
+
+def _slow_policy(slow: Slow, config) -> Tensor:
+    logprobs = slow.logprobs()
+    weights = dict.fromkeys(logprobs, 1.0)
+    if config.off_policy is not None:
+        for tokens in slow.trajectories().values():
+            logs = [slow.field("old_logprobs", t) - slow.field("rollout_logprobs", t) for t in tokens]
+            for t, own in zip(tokens, logs, strict=True):
+                log = sum(logs) if config.off_policy.level == "sequence" else own
+                weight = math.exp(log)
+                capped = config.off_policy.cap if config.off_policy.mode == "truncate" else 0.0
+                weights[t] = weight if weight <= config.off_policy.cap else capped
+    if isinstance(config, RLOO) and config.level == "sequence":
+        losses = []
+        for tokens in slow.trajectories().values():
+            ratio = sum(logprobs[t] - slow.field("old_logprobs", t) for t in tokens).exp()
+            advantage = sum(slow.field("advantages", t) * weights[t] for t in tokens) / len(tokens)
+            losses.append(_surrogate(ratio, advantage, config))
+        loss = sum(losses) / len(losses)
+    else:
+        losses = {}
+        for t, logprob in logprobs.items():
+            ratio = (logprob - slow.field("old_logprobs", t)).exp()
+            losses[t] = weights[t] * _surrogate(ratio, slow.field("advantages", t), config)
+        loss = slow.aggregated(losses, config.aggregation)
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * slow.aggregated(slow.entropies(), config.aggregation)
+    if config.kl.place == "loss":
+        kl = {}
+        for t, logprob in logprobs.items():
+            log_ratio = slow.field("ref_logprobs", t) - logprob
+            kl[t] = log_ratio.exp() - 1 - log_ratio
+        loss = loss + 0.2 * slow.aggregated(kl, config.aggregation)
+    return loss
+
+
+def _slow_sft(slow: Slow) -> Tensor:
+    logprobs = list(slow.logprobs(temperature=1.0).values())
+    return -sum(logprobs) / len(logprobs)
+
+
+def _slow_pairs(slow: Slow) -> Tensor:
+    scores = slow.scores()
+    found: dict[int, dict[bool, tuple[Tensor, float]]] = {}
+    sequence = slow.batch.sequence
+    for s, score in enumerate(scores):
+        sides = found.setdefault(int(sequence["pair"][s]), {})
+        sides[bool(sequence["chosen"][s])] = (score, float(sequence["margin"][s]))
+    losses = []
+    for sides in found.values():
+        (chosen, margin), (rejected, _) = sides[True], sides[False]
+        losses.append(-torch.log(torch.sigmoid(chosen - rejected - margin)) + 0.05 * (chosen + rejected) ** 2)
+    return sum(losses) / len(losses)
+
+
+def _slow_values(slow: Slow) -> Tensor:
+    losses = []
+    for t, value in slow.values().items():
+        old, target = slow.field("values", t), slow.field("returns", t)
+        clipped = value.clamp(old - 0.2, old + 0.2)
+        losses.append(0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2))
+    return sum(losses) / len(losses)
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    objective: object
+    slow: Callable[[Slow], Tensor]
+
+
+def _policy_case(config) -> Case:
+    return Case("causal", _policy(config), lambda slow: _slow_policy(slow, config))
+
+
+CASES: dict[str, Case] = {
+    "sft": Case("causal", SFTObjective(), _slow_sft),
+    "pairwise": Case("scalar", PairwiseObjective(centring=0.05), _slow_pairs),
+    "value": Case("scalar", ValueObjective(PPO(value_clip=0.2), NUM_TRAJECTORIES), _slow_values),
+    **{f"ppo-{a}": _policy_case(PPO(aggregation=a)) for a in AGGREGATIONS},
+    **{f"grpo-{a}": _policy_case(GRPO(aggregation=a, kl=KL_LOSS)) for a in AGGREGATIONS},
+    "ppo-everything": _policy_case(
+        PPO(
+            aggregation="sequence_mean_token_mean",
+            entropy_coef=0.1,
+            dual_clip=1.2,
+            clip_eps_low=0.1,
+            clip_eps_high=0.3,
+            off_policy=OffPolicyConfig(cap=1.05, mode="mask"),
+        )
+    ),
+    "rloo-token": _policy_case(RLOO(level="token", kl=ONLY_KL_REWARD)),
+    "rloo-sequence": _policy_case(RLOO(level="sequence", kl=ONLY_KL_REWARD)),
+    "rloo-sequence-corrected": _policy_case(
+        RLOO(level="sequence", off_policy=OffPolicyConfig(level="sequence", cap=1.1))
+    ),
+}
+
+
+@pytest.fixture(params=list(CASES))
+def case(request) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def data(case, batch, pairs) -> RaggedBatch:
+    return pairs if isinstance(case.objective, PairwiseObjective) else batch
+
+
+@pytest.fixture
+def whole(case, data, make_engine, gradients, weights):
+    """Metrics, gradients and weights of one update with everything in one micro-batch."""
+    engine = make_engine(case.kind, token_budget=10_000)
+    metrics = engine.train_step(data, case.objective)
+    return metrics, gradients(engine), weights(engine)
+
+
+def _check(found, whole, same):
+    metrics, grads, after = whole
+    same(found[1], grads)
+    same(found[2], after)
+    same(
+        {name: torch.tensor(value, dtype=torch.float64) for name, value in found[0].items()},
+        {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()},
+    )
+
+
+def test_equals_the_slow_reference(case, data, whole, models, same):
+    model = copy.deepcopy(models[case.kind]).double()
+    loss = case.slow(Slow(data, model))
+    loss.backward()
+    metrics, grads, _ = whole
+    same(grads, {name: p.grad for name, p in model.named_parameters()})
+    # The parts of the loss that the metrics name add up to it, but for the entropy bonus, which is no loss.
+    entropy_coef = getattr(getattr(case.objective, "config", None), "entropy_coef", 0.0)
+    parts = sum(value for name, value in metrics.items() if name.startswith("loss/") and name != "loss/kl")
+    parts += 0.2 * metrics.get("loss/kl", 0.0)
+    if not entropy_coef:
+        assert parts == pytest.approx(float(loss.detach()), abs=1e-10)
+
+
+@pytest.mark.parametrize("token_budget", [16, 24, 40])
+def test_micro_batches_change_nothing(case, data, whole, token_budget, make_engine, gradients, weights, same):
+    engine = make_engine(case.kind, token_budget=token_budget, logprob_chunk=3)
+    metrics = engine.train_step(data, case.objective)
+    _check((metrics, gradients(engine), weights(engine)), whole, same)
+
+
+def test_order_of_sequences_changes_nothing(case, data, whole, make_engine, gradients, weights, same):
+    engine = make_engine(case.kind, token_budget=24)
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(4)).tolist()
+    metrics = engine.train_step(data.select(order), case.objective)
+    _check((metrics, gradients(engine), weights(engine)), whole, same)
+
+
+def test_sharing_prompts_changes_nothing(case, data, whole, make_engine, gradients, weights, same):
+    engine = make_engine(case.kind, token_budget=24)
+    flat, _ = data.unshare()
+    assert flat.num_tokens > data.num_tokens
+    metrics = engine.train_step(flat, case.objective)
+    _check((metrics, gradients(engine), weights(engine)), whole, same)
+
+
+def test_the_batch_is_left_alone(case, data, make_engine):
+    before = {**{k: v.clone() for k, v in data.token.items()}, **{k: v.clone() for k, v in data.sequence.items()}}
+    make_engine(case.kind, token_budget=24).train_step(data, case.objective)
+    after = {**data.token, **data.sequence}
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], values) for name, values in before.items())
+
+
+# Micro-batches really were several, and the awkward cases really occur --------------------------------------
+
+
+def test_the_batch_is_cut_and_clipped(batch, make_engine):
+    """Guards the tests above."""
+    parts = []
+
+    class Counting(PolicyObjective):
+        def loss(self, outputs, part, denominators, sums):
+            parts.append(len(part))
+            return super().loss(outputs, part, denominators, sums)
+
+    objective = Counting(PPO(), NUM_TRAJECTORIES, TEMPERATURE, kl_coef=0.0, is_first=False, max_new_tokens=8)
+    metrics = make_engine(token_budget=16).train_step(batch, objective)
+    assert len(parts) > 2 and sum(parts) == 7
+    assert 0 < metrics["policy/clip_frac"] < 1
+    assert metrics["policy/clip_frac_drift"] == metrics["policy/clip_frac"]
+    assert "policy/clip_frac_numerical" not in metrics
+
+
+# The first mini-batch ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("config", [PPO(), RLOO(level="sequence")], ids=["token", "sequence"])
+def test_first_ratio_is_exactly_one(precision, config, batch, make_engine):
+    """Whatever the dtype, the cut and the weights by now; ``old_logprobs`` of the batch is not even looked at."""
+    engine = make_engine(dtype=torch.float32, precision=precision, token_budget=20)
+    without, _ = batch.pop("old_logprobs")
+    for _ in range(3):
+        metrics = engine.train_step(without, _policy(config, is_first=True))
+        assert metrics["policy/ratio_mean"] == 1.0
+        assert metrics["policy/ratio_max"] == 1.0
+        assert metrics["policy/clip_frac"] == metrics["policy/clip_frac_numerical"] == 0.0
+        assert metrics["policy/approx_kl"] == 0.0
+        assert metrics["grad_norm"] > 0
+        assert "policy/clip_frac_drift" not in metrics
+
+
+def test_agreement_is_measured_on_the_first(batch, make_engine):
+    """By hand: the fixture's rollout log-probabilities are the model's own plus known noise."""
+    engine = make_engine()
+    own = engine.forward(batch, _policy(PPO()).needs).token["logprobs"]
+    difference = (own - batch.token["rollout_logprobs"]).abs()[batch.token["loss_mask"]]
+    metrics = engine.train_step(batch, _policy(PPO(), is_first=True))
+    assert metrics["agreement/logprob_diff_mean"] == pytest.approx(float(difference.mean()), rel=1e-9)
+    assert metrics["agreement/logprob_diff_max"] == pytest.approx(float(difference.max()), rel=1e-9)
+
+
+# Pairs ---------------------------------------------------------------------------------------------------
+
+
+def test_pair_metrics_by_hand(pairs, make_engine):
+    engine = make_engine("scalar", token_budget=20)
+    scores = engine.forward(pairs, PairwiseObjective().needs).sequence["scores"]
+    chosen, pair = pairs.sequence["chosen"], pairs.sequence["pair"]
+    margins = torch.stack([scores[(pair == p) & chosen].sum() - scores[(pair == p) & ~chosen].sum() for p in range(5)])
+    metrics = engine.train_step(pairs, PairwiseObjective())
+    assert metrics["reward_model/accuracy"] == float((margins > 0).double().mean())
+    assert metrics["reward_model/margin"] == pytest.approx(float(margins.mean()), rel=1e-9)
+
+
+def test_half_a_pair_is_an_error(pairs, make_engine):
+    with pytest.raises(ValueError, match="exactly one chosen and one rejected"):
+        make_engine("scalar").train_step(pairs.select([0, 1, 3]), PairwiseObjective())
+
+
+def test_no_loss_tokens_leave_the_gradient_zero(batch, make_engine):
+    engine = make_engine()
+    nothing = batch.select([4])
+    assert not bool(nothing.token["loss_mask"].any())
+    metrics = engine.train_step(nothing, _policy(PPO()))
+    assert metrics["grad_norm"] == 0.0
+    assert metrics["loss/policy"] == 0.0
