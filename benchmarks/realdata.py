@@ -69,14 +69,14 @@ def surplus(row: dict[str, Any]) -> int:
     return chosen - rejected
 
 
-def length_rule(rows: Sequence[dict[str, Any]]) -> Callable[[dict[str, Any]], bool]:
-    """Prefers the longer or the shorter answer, whichever is right more often on ``rows``.
+def length_rule(rows: Sequence[dict[str, Any]]) -> tuple[str, Callable[[dict[str, Any]], bool]]:
+    """Prefers the longer or the shorter answer, whichever is right more often on ``rows``; with its name.
 
     A tie counts as wrong, as it does for the reward model.
     """
     longer, shorter = sum(surplus(row) > 0 for row in rows), sum(surplus(row) < 0 for row in rows)
     sign = 1 if longer >= shorter else -1
-    return lambda row: sign * surplus(row) > 0
+    return "longer" if sign > 0 else "shorter", lambda row: sign * surplus(row) > 0
 
 
 def line_of(place: str) -> int:
@@ -108,7 +108,7 @@ def reward_model(data: Path, out: Path, overrides: Sequence[str]) -> None:
     for name, pairs in (("training", trainer.data), ("held-out", trainer.evaluation)):
         chosen, rejected = score_pairs(engine, pairs)
         accuracies[name] = wilson(int((chosen > rejected).sum()), len(pairs))
-    rule = length_rule(train)
+    preferred, rule = length_rule(train)
     # Both are asked about the same pairs: those that fit into the model's context.
     scored = [held_out[line_of(item.place) - 1] for item in trainer.evaluation.items]
     by_length = wilson(sum(rule(row) for row in scored), len(scored))
@@ -118,7 +118,7 @@ def reward_model(data: Path, out: Path, overrides: Sequence[str]) -> None:
         ["", "accuracy [95 % interval]"],
         [
             ["held-out pairs", accuracies["held-out"].percent()],
-            ["length alone, held-out", by_length.percent()],
+            [f"the {preferred} answer, held-out", by_length.percent()],
             ["training pairs", accuracies["training"].percent()],
         ],
         [

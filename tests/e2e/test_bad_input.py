@@ -80,7 +80,7 @@ ROW = json.dumps({"prompt": "1+1=", "completion": "2"})
         (f"{ROW}\n[1, 2]\n", ["rows.jsonl", "2"]),
         (f'{ROW}\n{{"prompt": "1+2="}}\n', ["rows.jsonl", "2", "completion"]),
         (f'{ROW}\n{{"prompt": "1+2=", "completion": ""}}\n', ["rows.jsonl", "2", "empty"]),
-        (f'{ROW}\n{{"prompt": "1+2=", "completion": ["3"]}}\n', ["rows.jsonl", "2", "completion"]),
+        (f'{ROW}\n{{"prompt": "1+2=", "completion": ["3"]}}\n', ["rows.jsonl:2", "role"]),
         (f'{ROW}\n{{"prompt": "1+2=", "completion": "{"1" * 200}"}}\n', ["rows.jsonl", "2", "205", "skip"]),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_vocabulary_that_does_not_fit(world: Any, quartet: Any, recipes: Any, 
     tokenizer.add_tokens([f"<new{k}>" for k in range(8)])
     tokenizer.save_pretrained(world.path / "larger_tokenizer")
     changes = {"model": {"path": "model", "tokenizer": "larger_tokenizer"}, "output_dir": str(tmp_path / "run")}
-    quartet("sft", world.recipe("vocabulary", recipes["sft"](**changes))).expect_user_error("24", "16")
+    quartet("sft", world.recipe("vocabulary", recipes["sft"](**changes))).expect_user_error("id 23", "16 rows")
     assert not (tmp_path / "run").exists()
 
 
@@ -306,45 +306,37 @@ def test_a_checkpoint_that_does_not_fit_is_reported_and_resumed(
 
 
 @pytest.mark.parametrize(
-    ("place", "shown"),
+    ("place", "written", "shown"),
     [
-        ("quartet.observe.jsonl.RowAppender.append", "could not be written"),
-        ("quartet.trainers.sft.save_causal_lm", "model could not be written"),
-        ("quartet.trainers.run.json.dump", "summary.json could not be written"),
+        ("quartet.observe.jsonl.RowAppender.append", "", "could not be written"),
+        ("quartet.trainers.sft.save_causal_lm", "", "model could not be written"),
+        ("os.replace", "summary.json", "summary.json could not be written"),
     ],
 )
 def test_a_full_disk_anywhere_else(
-    world: Any, quartet: Any, recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, shown: str
+    world: Any,
+    quartet: Any,
+    recipes: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    written: str,
+    shown: str,
 ) -> None:
-    """Injected, because a small limit would stop the checkpoint first."""
+    """Injected where the file ``written`` is meant, because a small limit would stop the checkpoint first."""
     recipe = world.recipe("full", recipes["sft"](output_dir=str(tmp_path / "run")))
+    replace = os.replace
+
+    def full(*args: Any, **_: Any) -> None:
+        if written and Path(args[1]).name != written:
+            replace(*args)
+            return
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with monkeypatch.context() as patched:
-        calls = 0
-        original = _attribute(place)
-
-        def full(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            # run.json comes first and must have room.
-            if calls == 1 and place.endswith("json.dump"):
-                return original(*args, **kwargs)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
         patched.setattr(place, full)
         quartet("sft", recipe).expect_user_error(shown, "No space left on device")
     assert quartet("sft", recipe, "--resume").status == 0
-
-
-def _attribute(place: str) -> Any:
-    import importlib
-
-    if place.endswith("json.dump"):
-        return json.dump
-    module, name = place.rsplit(".", 1)
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError:
-        return None
 
 
 def test_an_output_directory_that_holds_something_else(

@@ -35,7 +35,7 @@ def quickstart(
     out: Annotated[Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:
-    """SFT, reward model and PPO on a small task, on the CPU, in about three minutes."""
+    """SFT, reward model, PPO on a toy task: CPU, three minutes."""
     if resume and out is None:
         raise UserError("nothing to resume", found="--resume without --out", remedy="name the directory with --out")
     path = out or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
@@ -121,7 +121,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="Where to write; default <run>/report.html.")] = None,
 ) -> None:
-    """One HTML file with curves, timing and every token of the kept rollouts."""
+    """One HTML file: curves, timing, every token."""
     from quartet.observe.report import build_report
 
     typer.echo(build_report(run, out))

@@ -56,7 +56,7 @@ FULL = Size(
     pair_prompts=2_400,
     responses_per_pair_prompt=4,
     reward_model_epochs=3,
-    rl_prompts=4_000,
+    rl_prompts=320,
     rl_steps=20,
     evaluation_prompts=500,
 )
@@ -66,7 +66,7 @@ SHORT = Size(
     pair_prompts=60,
     responses_per_pair_prompt=4,
     reward_model_epochs=1,
-    rl_prompts=200,
+    rl_prompts=64,
     rl_steps=3,
     evaluation_prompts=16,
 )

@@ -71,6 +71,7 @@ class Worker:
         nbytes: int = 0,
         reads: Mapping[str, int] | None = None,
         writes: str | None = None,
+        tokens_of: Callable[[_T], int] | None = None,
     ) -> _T:
         async with self.arbiter.lease(role, mode, reads=dict(reads or {}), writes=writes):
             with self.recorder.span(
@@ -81,8 +82,11 @@ class Worker:
                 chunk=chunk,
                 tokens=tokens or None,
                 nbytes=nbytes or None,
-            ):
-                return work()
+            ) as span:
+                result = work()
+                if tokens_of is not None:
+                    span.tokens = tokens_of(result)
+                return result
 
 
 # Generation ----------------------------------------------------------------------------------------------
@@ -157,8 +161,9 @@ class LocalRollout:
             self._pump = loop.create_task(self._run())
             self._pump.add_done_callback(self._pump_ended)
         try:
-            return [await future for future in futures]
-        except asyncio.CancelledError:
+            # Not one after the other: what failed behind the first failure would be reported as never retrieved.
+            return await asyncio.gather(*futures)
+        except BaseException:
             abandoned = [r.request_id for r in requests if self._waiting.pop(r.request_id, None) is not None]
             self.engine.cancel(abandoned)
             raise
@@ -173,6 +178,7 @@ class LocalRollout:
                     self._burst,
                     step=self.version,
                     reads={"rollout": self.version},
+                    tokens_of=lambda sampled: sampled,
                 )
             except GenerationError as error:
                 self._fail(error, error.request_ids)
@@ -186,8 +192,9 @@ class LocalRollout:
         if error is not None:
             self._fail(error, list(self._waiting))
 
-    def _burst(self) -> None:
-        finished = 0
+    def _burst(self) -> int:
+        """A few engine steps; returns the tokens they sampled."""
+        finished, before = 0, self.engine.stats().generated_tokens
         for _ in range(self._steps_per_lease):
             if not self.engine.has_work:
                 break
@@ -198,6 +205,7 @@ class LocalRollout:
                     future.set_result(completion)
         if self._on_finished is not None:
             self._on_finished(finished)
+        return self.engine.stats().generated_tokens - before
 
     def _fail(self, error: BaseException, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

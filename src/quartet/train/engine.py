@@ -109,6 +109,8 @@ class TrainEngine(Generic[Model]):
         """
         denominators = objective.denominators(batch)
         sums = MetricSums()
+        # A step that raised may have left gradients behind.
+        self.optimizer.zero_grad(set_to_none=True)
         for indices in _plan(batch, objective.atoms(batch), self.config.token_budget):
             part = batch.select(indices)
             outputs = compute(self.packed, part, objective.needs, self.config.logprob_chunk)

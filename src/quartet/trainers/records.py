@@ -36,6 +36,8 @@ def rollout_records(batch: RaggedBatch, codec: TextCodec) -> list[RolloutRecord]
         start, stop = batch.leaf_span(s)
         ids = batch.token_ids(s)
         prompt_ids, response_ids = ids[: len(ids) - (stop - start)], ids[len(ids) - (stop - start) :]
+        # In one piece: decoders of the SentencePiece kind strip the space of a text's first token.
+        pieces = codec.token_texts(ids)
         item = batch.objects["prompt"][s]
         records.append(
             RolloutRecord(
@@ -45,8 +47,8 @@ def rollout_records(batch: RaggedBatch, codec: TextCodec) -> list[RolloutRecord]
                 policy_version=int(batch.sequence["version"][s]),
                 prompt_ids=prompt_ids,
                 response_ids=response_ids,
-                prompt_tokens=codec.token_texts(prompt_ids),
-                response_tokens=codec.token_texts(response_ids),
+                prompt_tokens=pieces[: len(prompt_ids)],
+                response_tokens=pieces[len(prompt_ids) :],
                 prompt_text=codec.decode(prompt_ids),
                 response_text=batch.objects["completion"][s],
                 finish_reason=batch.objects["finish_reason"][s],

@@ -22,6 +22,7 @@ from quartet.models.loading import (
     seen_tokens,
 )
 from quartet.observe.progress import Progress
+from quartet.text.loading import local_or_hub
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.objectives import PairwiseObjective
@@ -177,7 +178,7 @@ def _is_scalar(path: str) -> bool:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(local_or_hub(path, "model"))
     except (OSError, ValueError):
         return False  # the loader that follows says what is wrong
     return any("SequenceClassification" in name for name in config.architectures or [])

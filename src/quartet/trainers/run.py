@@ -33,6 +33,7 @@ from safetensors import SafetensorError
 from quartet.config import Interrupted, UserError
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
+from quartet.config.yamls import parse_yaml
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.spans import SpanRecorder
@@ -183,16 +184,14 @@ class RunDirectory:
         return found
 
     def _check_same_recipe(self, found: Mapping[str, Any]) -> None:
-        import yaml
-
         if found["job"] != self.job:
             raise UserError(
                 f"{self.path} cannot be resumed as {self.job}",
                 found=f"job {found['job']}",
                 remedy=f"run `quartet {found['job']}`, or choose another output_dir",
             )
-        saved = _flatten(yaml.safe_load((self.path / "recipe.yaml").read_text(encoding="utf-8")))
-        current = _flatten(yaml.safe_load(dump_recipe(self.recipe)))
+        saved = _flatten(parse_yaml((self.path / "recipe.yaml").read_text(encoding="utf-8")))
+        current = _flatten(parse_yaml(dump_recipe(self.recipe)))
         changed = sorted(
             key
             for key in set(saved) | set(current)

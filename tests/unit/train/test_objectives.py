@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import pytest
 import torch
@@ -57,11 +58,19 @@ class Slow:
                     where = len(ids) - (stop - t)
                     yield t, ids[where], outputs[where - 1]
 
-    def logprobs(self, temperature: float = TEMPERATURE):
-        return {t: row[label] for t, label, row in self._each("loss_mask", temperature)}
+    @cached_property
+    def _rows(self):
+        # One forward for both: Llama's norms round gradients to fp32, and two passes would round twice.
+        return list(self._each("loss_mask", TEMPERATURE))
+
+    def logprobs(self):
+        return {t: row[label] for t, label, row in self._rows}
 
     def entropies(self):
-        return {t: -(row.exp() * row).sum() for t, _, row in self._each("loss_mask", TEMPERATURE)}
+        return {t: -(row.exp() * row).sum() for t, _, row in self._rows}
+
+    def demonstrated(self):
+        return [row[label] for _, label, row in self._each("loss_mask", 1.0)]
 
     def values(self):
         return {t: value for t, _, value in self._each("action_mask", 1.0)}
@@ -138,7 +147,7 @@ def _slow_policy(slow: Slow, config) -> Tensor:
 
 
 def _slow_sft(slow: Slow) -> Tensor:
-    logprobs = list(slow.logprobs(temperature=1.0).values())
+    logprobs = slow.demonstrated()
     return -sum(logprobs) / len(logprobs)
 
 

@@ -49,15 +49,15 @@ function headline(items) {
 }
 
 /** The metrics that tell most about a stage come first; the others are a click away. */
-const TELLING = ['eval/exact_match', 'eval/', 'loss/sft', 'loss/reward_model', 'reward_model/', 'reward/score_mean', 'kl/ref', 'policy/entropy', 'rollout/tokens_per_s'];
-const SHOWN = 6;
+const SUMMARY_FIRST = ['eval/exact_match', 'eval/', 'loss/sft', 'loss/reward_model', 'reward_model/', 'reward/score_mean', 'kl/ref', 'policy/entropy', 'rollout/tokens_per_s'];
+const SUMMARY_SHOWN = 6;
 
 function stageFigures(metrics) {
-  const place = ([name]) => { const i = TELLING.findIndex((prefix) => name.startsWith(prefix)); return i < 0 ? TELLING.length : i; };
+  const place = ([name]) => { const i = SUMMARY_FIRST.findIndex((prefix) => name.startsWith(prefix)); return i < 0 ? SUMMARY_FIRST.length : i; };
   const chips = Object.entries(metrics).map((entry, i) => [place(entry), i, entry]).sort((a, b) => a[0] - b[0] || a[1] - b[1])
     .map(([, , [name, value]]) => el('span', { class: 'chip' }, el('small', null, name), figure(name, value)));
-  const rest = chips.slice(SHOWN);
-  return [el('div', { class: 'chips' }, chips.slice(0, SHOWN)),
+  const rest = chips.slice(SUMMARY_SHOWN);
+  return [el('div', { class: 'chips' }, chips.slice(0, SUMMARY_SHOWN)),
     rest.length > 0 && el('details', null, el('summary', null, `${rest.length} more`), el('div', { class: 'chips' }, rest))];
 }
 

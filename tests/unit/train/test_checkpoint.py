@@ -1,0 +1,212 @@
+"""Checkpoints: complete or not there, old ones safe, and a resumed engine that cannot be told from one that went on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from quartet.config import UserError
+from quartet.config.recipe import PPO
+from quartet.train import checkpoint
+from quartet.train.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint, save_checkpoint
+from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
+
+
+def _parts(value: float) -> dict[str, object]:
+    return {"actor": {"weight": torch.full((3,), value), "num": 2}, "critic": {"weight": torch.full((2,), -value)}}
+
+
+def _save(root: Path, step: int, keep: int = 5) -> Path:
+    return save_checkpoint(root, step, _parts(float(step)), {"cursor": step * 10}, keep=keep)
+
+
+def _intact(root: Path, step: int) -> bool:
+    parts, info = load_checkpoint(root, step)
+    return (
+        sorted(parts) == ["actor", "critic"]
+        and torch.equal(parts["actor"]["weight"], torch.full((3,), float(step)))
+        and info == {"step": step, "cursor": step * 10}
+    )
+
+
+def _names(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir())
+
+
+def test_round_trip(tmp_path):
+    path = _save(tmp_path / "deep" / "checkpoints", 7)
+    assert path == tmp_path / "deep" / "checkpoints" / "step_00000007"
+    assert _names(path) == ["actor.pt", "critic.pt", "info.json"]
+    assert _intact(path.parent, 7)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (1, 2, 10, 30):
+        _save(tmp_path, step, keep=2)
+    assert list_checkpoints(tmp_path) == [10, 30]
+    assert _names(tmp_path) == ["step_00000010", "step_00000030"]
+
+
+def test_the_same_step_again_replaces(tmp_path):
+    _save(tmp_path, 3)
+    save_checkpoint(tmp_path, 3, {"actor": {"weight": torch.ones(1)}}, {"cursor": 0}, keep=5)
+    parts, info = load_checkpoint(tmp_path, 3)
+    assert list(parts) == ["actor"] and info == {"step": 3, "cursor": 0}
+    assert _names(tmp_path) == ["step_00000003"]
+
+
+def test_what_is_not_a_complete_checkpoint_is_not_listed(tmp_path):
+    assert list_checkpoints(tmp_path / "nowhere") == []
+    assert list_checkpoints(tmp_path) == []
+    _save(tmp_path, 5)
+    (tmp_path / "step_00000006").mkdir()
+    (tmp_path / "step_00000006" / "actor.pt").write_bytes(b"half")
+    for name in ("step_7", "step_00000008.old", ".draft_00000009_1"):
+        shutil.copytree(tmp_path / "step_00000005", tmp_path / name)
+    (tmp_path / "step_00000010").write_text("a file")
+    assert list_checkpoints(tmp_path) == [5]
+
+
+def _full_disk(kind: type[Exception], after_parts: int):
+    """torch.save that writes the beginning of a part and fails, from part ``after_parts`` on."""
+    real, calls = torch.save, iter(range(100))
+
+    def save(part, file):
+        if next(calls) < after_parts:
+            return real(part, file)
+        file.write(b"PK half a zip")
+        if kind is OSError:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file data/0")
+
+    return save
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+@pytest.mark.parametrize("after_parts", [0, 1])
+@pytest.mark.parametrize("step", [4, 5], ids=["a new step", "a step again"])
+def test_a_full_disk_is_said_and_harms_nothing(kind, after_parts, step, tmp_path, monkeypatch):
+    _save(tmp_path, 2)
+    _save(tmp_path, 5)
+    monkeypatch.setattr(checkpoint.torch, "save", _full_disk(kind, after_parts))
+    with pytest.raises(UserError, match="could not be written") as raised:
+        _save(tmp_path, step, keep=1)
+    assert checkpoint_path(tmp_path, step).name in raised.value.problem
+    assert "MiB free" in raised.value.found
+    assert "space" in raised.value.remedy
+    monkeypatch.undo()
+    assert _names(tmp_path) == ["step_00000002", "step_00000005"], "no draft is left"
+    assert _intact(tmp_path, 2) and _intact(tmp_path, 5)
+
+
+def test_a_full_disk_at_the_very_end(tmp_path, monkeypatch):
+    """While the counters are written, after all tensors."""
+    _save(tmp_path, 2)
+
+    def fail(*_args, **_options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint.json, "dump", fail)
+    with pytest.raises(UserError, match="could not be written"):
+        _save(tmp_path, 3)
+    assert _names(tmp_path) == ["step_00000002"]
+
+
+def test_a_root_that_cannot_be_made(tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(UserError, match="could not be written"):
+        _save(tmp_path / "taken", 1)
+
+
+class Killed(BaseException):
+    """Stands for a process that ends here: nothing of ours runs after it."""
+
+
+def _kill(*_args, **_options):
+    raise Killed
+
+
+# Where a save is cut off, and the steps that must then be listed and whole. Step 9 is saved over 3 and 6 with keep=2.
+CUTS = {
+    "torch.save": [3, 6],
+    "json.dump": [3, 6],
+    "_sync_directory": [3, 6],
+    "os.replace": [3, 6],
+    # The new one is complete; the oldest is half deleted.
+    "shutil.rmtree": [6, 9],
+}
+
+
+@pytest.mark.parametrize("where", list(CUTS))
+def test_killed_while_saving(where, tmp_path, monkeypatch):
+    for step in (3, 6):
+        _save(tmp_path, step)
+    target, _, name = where.rpartition(".")
+
+    def kill(*args, **_options):
+        if name == "rmtree":
+            # A deletion that got half-way: one part is gone, info.json still there.
+            (Path(args[0]) / "actor.pt").unlink()
+        raise Killed
+
+    monkeypatch.setattr(getattr(checkpoint, target) if target else checkpoint, name, kill)
+    with pytest.raises(Killed):
+        _save(tmp_path, 9, keep=2)
+    monkeypatch.undo()
+    assert list_checkpoints(tmp_path) == CUTS[where]
+    assert all(_intact(tmp_path, step) for step in CUTS[where])
+    # The next save clears what was left.
+    _save(tmp_path, 12, keep=2)
+    assert list_checkpoints(tmp_path) == [CUTS[where][-1], 12]
+    assert len(_names(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("kind", ["causal", "scalar"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resumed_equals_uninterrupted_bit_for_bit(kind, precision, tmp_path, batch, make_engine, weights):
+    """Weights, optimizer, learning rate and counters, through the files, into an engine of other weights."""
+    settings = {
+        "dtype": torch.float32,
+        "precision": precision,
+        "token_budget": 20,
+        "total_steps": 6,
+        "optim": {"schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
+    }
+    causal = PolicyObjective(PPO(), 6, 1.0, kl_coef=0.0, is_first=True, max_new_tokens=8)
+    objective = causal if kind == "causal" else ValueObjective(PPO(), 6)
+    field = "advantages" if kind == "causal" else "returns"
+    poisoned = batch.with_token(**{field: torch.full_like(batch.token[field], float("nan"))})
+    straight, first = make_engine(kind, **settings), make_engine(kind, **settings)
+    for engine in (straight, first):
+        engine.train_step(batch, objective)
+        engine.train_step(poisoned, objective)
+        engine.train_step(batch, objective)
+    save_checkpoint(tmp_path, 3, {"engine": first.state()}, {}, keep=1)
+    first.train_step(batch, objective)
+
+    resumed = make_engine(kind, **settings)
+    with torch.no_grad():
+        for parameter in resumed.packed.model.parameters():
+            parameter.add_(1.0)
+    resumed.load_state(load_checkpoint(tmp_path, 3)[0]["engine"])
+    assert (resumed.num_updates, resumed.num_skipped) == (2, 1)
+    for _ in range(3):
+        assert resumed.train_step(batch, objective) == straight.train_step(batch, objective)
+    expected = weights(straight)
+    assert all(torch.equal(values, expected[name]) for name, values in weights(resumed).items())
+
+
+def test_an_untrained_engine_can_be_saved(tmp_path, batch, make_engine, weights):
+    engine, other = make_engine(), make_engine()
+    save_checkpoint(tmp_path, 0, {"engine": engine.state()}, {}, keep=1)
+    other.train_step(batch, SFTObjective())
+    other.load_state(load_checkpoint(tmp_path, 0)[0]["engine"])
+    for each in (engine, other):
+        each.train_step(batch, SFTObjective())
+    expected = weights(engine)
+    assert all(torch.equal(values, expected[name]) for name, values in weights(other).items())

@@ -1,0 +1,244 @@
+"""The engine around the objectives: columns, skipped and clipped steps, precision, budgets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quartet.batch.columns import join
+from quartet.config import UserError
+from quartet.config.recipe import PPO
+from quartet.train.engine import Needs, compute, forward_only
+from quartet.train.objectives import PairwiseObjective, PolicyObjective, SFTObjective, ValueObjective
+
+
+def _policy(is_first=True):
+    return PolicyObjective(PPO(), 6, 1.0, kl_coef=0.0, is_first=is_first, max_new_tokens=8)
+
+
+# Forward -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forward_token_budget", [13, 30, 10_000])
+def test_columns_do_not_depend_on_the_budget(forward_token_budget, batch, make_engine, same):
+    needs = Needs(logprobs=True, entropies=True, temperature=0.8)
+    whole = make_engine().forward(batch, needs)
+    cut = make_engine(forward_token_budget=forward_token_budget, logprob_chunk=2).forward(batch, needs)
+    assert cut.ids == batch.ids
+    same(dict(cut.token), dict(whole.token))
+    outside = ~batch.token["loss_mask"]
+    assert not bool(cut.token["logprobs"][outside].any() or cut.token["entropies"][outside].any())
+    assert bool((cut.token["logprobs"][~outside] < 0).all())
+    assert not any(values.requires_grad for values in cut.token.values())
+    assert join(batch, cut).token["logprobs"] is cut.token["logprobs"]
+
+
+def test_columns_follow_the_sequences(batch, make_engine, same):
+    """Each sequence alone has, at its leaf, what the whole batch has there."""
+    needs = Needs(values=True, scores=True, mask="action_mask")
+    engine = make_engine("scalar", forward_token_budget=20)
+    whole = engine.forward(batch, needs)
+    for s, alone in enumerate(batch):
+        found = engine.forward(alone, needs)
+        here, there = slice(*alone.leaf_span(0)), slice(*batch.leaf_span(s))
+        same({"values": found.token["values"][here]}, {"values": whole.token["values"][there]})
+        same({"score": found.sequence["scores"][0]}, {"score": whole.sequence["scores"][s]})
+
+
+class Keeping:
+    """An objective that keeps what the training forward gave it."""
+
+    def __init__(self, objective):
+        self.objective = objective
+        self.needs = objective.needs
+        self.atoms = objective.atoms
+        self.denominators = objective.denominators
+        self.outputs = []
+
+    def loss(self, outputs, batch, denominators, sums):
+        self.outputs.append(outputs)
+        return self.objective.loss(outputs, batch, denominators, sums)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_forward_equals_forward_bit_for_bit(precision, batch, pairs, make_engine):
+    """At equal packing: the reward model's score in its own training, in its evaluation and inside RL, the critic's
+    values, the actor's log-probabilities.
+    """
+    cases = [
+        ("scalar", PairwiseObjective(), pairs),
+        ("scalar", ValueObjective(PPO(), 6), batch),
+        ("causal", _policy(), batch),
+        ("causal", SFTObjective(), batch),
+    ]
+    for kind, objective, data in cases:
+        engine = make_engine(kind, torch.float32, precision=precision)
+        columns = engine.forward(data, objective.needs)
+        alone = forward_only(engine.packed, data, objective.needs, 16384)
+        keeping = Keeping(objective)
+        engine.train_step(data, keeping)
+        (outputs,) = keeping.outputs
+        found = {**columns.token, **columns.sequence}
+        assert found
+        for name, values in found.items():
+            trained = getattr(outputs, name)
+            assert trained.requires_grad
+            assert torch.equal(trained.detach(), values), (kind, name)
+            assert torch.equal({**alone.token, **alone.sequence}[name], values)
+
+
+def test_kinds_of_models_are_not_mixed_up(batch, make_engine):
+    with pytest.raises(TypeError, match="scalar head"):
+        make_engine("causal").forward(batch, Needs(values=True))
+    with pytest.raises(TypeError, match="scalar head"):
+        make_engine("causal").forward(batch, Needs(scores=True))
+    with pytest.raises(TypeError, match="causal LM"):
+        make_engine("scalar").forward(batch, Needs(logprobs=True))
+
+
+# Updates -------------------------------------------------------------------------------------------------
+
+
+def test_learning_rate_follows_the_updates(batch, make_engine):
+    optim = {"lr": 0.1, "warmup_steps": 2, "schedule": "linear"}
+    engine = make_engine(total_steps=4, optim=optim)
+    rates = [engine.train_step(batch, SFTObjective())["lr"] for _ in range(4)]
+    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.05])
+    assert engine.num_updates == 4
+    assert all(group["lr"] == rates[-1] for group in engine.optimizer.param_groups)
+
+
+def test_updates_reduce_the_loss(batch, make_engine):
+    engine = make_engine(token_budget=20)
+    losses = [engine.train_step(batch, SFTObjective())["loss/sft"] for _ in range(8)]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, batch, make_engine, weights):
+    """Weights, optimizer state and learning rate go on as if the step had not been."""
+    poisoned = batch.token["advantages"].clone()
+    poisoned[batch.token["loss_mask"].nonzero()[-1]] = bad
+    engine, untouched = (
+        make_engine(optim={"schedule": "linear", "weight_decay": 0.1}, token_budget=20) for _ in range(2)
+    )
+    for each in (engine, untouched):
+        each.train_step(batch, _policy())
+    before = weights(engine)
+    metrics = engine.train_step(batch.with_token(advantages=poisoned), _policy())
+    assert metrics["skipped"] == 1.0
+    assert not math.isfinite(metrics["grad_norm"])
+    assert (engine.num_updates, engine.num_skipped) == (1, 1)
+    after = weights(engine)
+    assert all(torch.equal(after[name], values) for name, values in before.items())
+    assert all(p.grad is None for p in engine.packed.model.parameters())
+    results = [each.train_step(batch, _policy()) for each in (engine, untouched)]
+    assert results[0] == results[1] and results[0]["skipped"] == 0.0
+    expected = weights(untouched)
+    assert all(torch.equal(values, expected[name]) for name, values in weights(engine).items())
+
+
+def test_a_step_that_fails_leaves_no_gradient_behind(batch, make_engine, weights):
+    """A failure in a later micro-batch: the next step is not the sum of two."""
+
+    class Failing(SFTObjective):
+        calls = 0
+
+        def loss(self, outputs, part, denominators, sums):
+            Failing.calls += 1
+            if Failing.calls == 2:
+                raise ValueError("failed on purpose")
+            return super().loss(outputs, part, denominators, sums)
+
+    engine, untouched = (make_engine(token_budget=20) for _ in range(2))
+    with pytest.raises(ValueError, match="on purpose"):
+        engine.train_step(batch, Failing())
+    for each in (engine, untouched):
+        each.train_step(batch, SFTObjective())
+    expected = weights(untouched)
+    assert all(torch.equal(values, expected[name]) for name, values in weights(engine).items())
+
+
+def test_gradients_are_clipped_as_a_whole(batch, make_engine, gradients, same):
+    free = make_engine()
+    norm = free.train_step(batch, SFTObjective())["grad_norm"]
+    grads = gradients(free)
+    assert norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in grads.values())), rel=1e-9)
+    clipped = make_engine(optim={"max_grad_norm": norm / 4}, token_budget=20)
+    assert clipped.train_step(batch, SFTObjective())["grad_norm"] == pytest.approx(norm, rel=1e-9), "the one before"
+    # torch divides by the norm + 1e-6.
+    share = norm / 4 / (norm + 1e-6)
+    same(gradients(clipped), {name: g * share for name, g in grads.items()})
+
+
+def test_bf16_trains_fp32_masters(batch, make_engine, gradients, weights, same):
+    full = make_engine(dtype=torch.float32)
+    half = make_engine(dtype=torch.float32, precision="bf16", token_budget=20)
+    for engine in (full, half):
+        engine.train_step(batch, SFTObjective())
+    assert {p.dtype for p in half.packed.model.parameters()} == {torch.float32}
+    states = half.optimizer.state.values()
+    assert {values.dtype for state in states for values in state.values()} == {torch.float32}
+    same(gradients(half), gradients(full), torch.bfloat16)
+    exact = gradients(full)
+    assert any(not torch.equal(g, exact[name]) for name, g in gradients(half).items()), "it must have run in bf16"
+    moved = weights(half)["model.layers.0.self_attn.q_proj.weight"]
+    assert not torch.equal(moved, moved.bfloat16().float()), "masters are not rounded to bf16"
+
+
+def test_frozen_parameters_stay(batch, make_engine, weights, models):
+    engine = make_engine()
+    frozen = engine.packed.model.model.embed_tokens.weight.requires_grad_(False)
+    before = frozen.clone()
+    engine.train_step(batch, SFTObjective())
+    assert torch.equal(frozen, before)
+    assert frozen.grad is None
+
+
+# Budgets -------------------------------------------------------------------------------------------------
+
+
+def test_a_sequence_over_the_budget_is_named(batch, make_engine, weights):
+    engine = make_engine(token_budget=8, forward_token_budget=8)
+    before = weights(engine)
+    for call in (
+        lambda: engine.train_step(batch, SFTObjective()),
+        lambda: engine.forward(batch, Needs(logprobs=True)),
+    ):
+        with pytest.raises(UserError) as raised:
+            call()
+        assert "token_budget" in raised.value.problem
+        assert "9" in raised.value.found and "9" in raised.value.remedy
+    after = weights(engine)
+    assert all(torch.equal(after[name], values) for name, values in before.items())
+
+
+def test_a_trajectory_or_pair_over_the_budget_is_refused_whole(batch, pairs, make_engine):
+    """Sequences 1 and 2 (5 and 8 tokens) are one trajectory, so 12 do not suffice though each sequence fits."""
+    make_engine(token_budget=12).train_step(batch, SFTObjective())
+    with pytest.raises(UserError, match="token_budget"):
+        make_engine(token_budget=12).train_step(batch, _policy())
+    make_engine(token_budget=13).train_step(batch, _policy())
+    with pytest.raises(UserError, match="token_budget"):
+        make_engine("scalar", token_budget=12).train_step(pairs, PairwiseObjective())
+
+
+def test_compute_keeps_gradients_only_where_enabled(batch, make_engine):
+    engine = make_engine()
+    outputs = compute(engine.packed, batch, Needs(logprobs=True), 1024)
+    assert outputs.logprobs is not None and outputs.logprobs.requires_grad
+    with torch.no_grad():
+        outputs = compute(engine.packed, batch, Needs(logprobs=True), 1024)
+    assert outputs.logprobs is not None and not outputs.logprobs.requires_grad
+    assert outputs.entropies is None and outputs.values is None and outputs.scores is None
+
+
+def test_weights_are_the_parameters_themselves(make_engine):
+    engine = make_engine()
+    named = dict(engine.packed.model.named_parameters())
+    for name, values in engine.weights():
+        assert values.data_ptr() == named[name].data_ptr()
+        assert not values.requires_grad
+    assert len(dict(engine.weights())) == len(named)

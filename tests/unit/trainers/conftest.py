@@ -1,0 +1,82 @@
+"""Tiny models and data of the quickstart's vocabulary, as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+from quartet.quickstart import task
+from quartet.quickstart.tokenizer import build_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+def _config(tokenizer: PreTrainedTokenizerFast, **changes: Any) -> Qwen2Config:
+    values: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+    }
+    return Qwen2Config(**{**values, **changes})
+
+
+@pytest.fixture
+def causal_lm(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Qwen2ForCausalLM]:
+    def make(seed: int = 0, **changes: Any) -> Qwen2ForCausalLM:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return Qwen2ForCausalLM(_config(tokenizer, **changes)).eval()
+
+    return make
+
+
+@pytest.fixture
+def scalar_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Qwen2ForSequenceClassification]:
+    def make(seed: int = 1, **changes: Any) -> Qwen2ForSequenceClassification:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return Qwen2ForSequenceClassification(_config(tokenizer, num_labels=1, **changes)).eval()
+
+    return make
+
+
+@pytest.fixture
+def digits() -> Callable[..., list[float]]:
+    """A reward function: the share of characters that are digits."""
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+    return reward
+
+
+@pytest.fixture
+def prompts() -> list[str]:
+    return task.prompts(0, 12)
+
+
+@pytest.fixture
+def demonstrations() -> list[dict[str, str]]:
+    return [dict(row) for row in task.demonstrations(0, 24)]
+
+
+@pytest.fixture
+def pairs(prompts: list[str]) -> list[dict[str, str]]:
+    return [
+        {"prompt": p, "chosen": task.work(*task.operands(p)), "rejected": task.work(*task.operands(p), "eager")}
+        for p in prompts
+    ]

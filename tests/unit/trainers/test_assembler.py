@@ -1,0 +1,212 @@
+"""Advantages of a step against cases computed by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.recipe import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig
+from quartet.schedule.iteration import Chunk
+from quartet.trainers.advantages import Assembler, Experience
+
+NAN = float("nan")
+NO_KL = KLConfig(coef=0.0)
+
+
+def step(
+    groups: Sequence[Sequence[int]],
+    scores: Mapping[str, Sequence[float]],
+    *,
+    ended: Sequence[bool] | None = None,
+    columns: Mapping[str, Sequence[float]] | None = None,
+    per_chunk: int = 1,
+) -> list[tuple[Chunk[RaggedBatch], list[ColumnSet]]]:
+    """Chunks of ``per_chunk`` groups; ``groups[g]`` holds the lengths of its responses, ``columns`` one value per
+    response token in order."""
+    chunks, place, sample = [], 0, 0
+    for index, start in enumerate(range(0, len(groups), per_chunk)):
+        part = groups[start : start + per_chunk]
+        names = [f"{start + g}.{r}" for g, lengths in enumerate(part) for r in range(len(lengths))]
+        batch = RaggedBatch.from_groups([[5, 6]] * len(part), [[[7] * n for n in lengths] for lengths in part], names)
+        mask = batch.sequence_index() >= 0
+        num_tokens, num = int(mask.sum()), len(names)
+        batch = batch.with_token(action_mask=mask, loss_mask=mask, rollout_logprobs=torch.zeros(batch.num_tokens))
+        batch = batch.with_sequence(
+            group=torch.tensor([start + g for g, lengths in enumerate(part) for _ in lengths]),
+            response=torch.tensor([r for lengths in part for r in range(len(lengths))]),
+            ended=torch.tensor([True] * num if ended is None else list(ended[sample : sample + num])),
+        )
+        token = {}
+        for name, values in (columns or {}).items():
+            token[name] = torch.zeros(batch.num_tokens)
+            token[name][mask] = torch.tensor(list(values[place : place + num_tokens]), dtype=torch.float32)
+        rewards = {f"reward/{name}": torch.tensor(list(v[sample : sample + num])) for name, v in scores.items()}
+        chunks.append((Chunk(3, index, batch.num_tokens, batch), [ColumnSet(batch.ids, token, rewards)]))
+        place, sample = place + num_tokens, sample + num
+    return chunks
+
+
+def assemble(
+    config: AlgorithmConfig,
+    chunks: list[tuple[Chunk[RaggedBatch], list[ColumnSet]]],
+    *,
+    weights: Mapping[str, float] | None = None,
+    shuffle: Callable[[int, int], Tensor] | None = None,
+) -> Experience:
+    return Assembler(config, weights or {"score": 1.0}, lambda: config.kl.coef, shuffle)(chunks)
+
+
+def actions(experience: Experience, name: str) -> list[float]:
+    """A token field on all response tokens, those that were left out included."""
+    batch = experience.batch
+    return batch.token[name][batch.sequence_index() >= 0].tolist()
+
+
+KL_COLUMNS = {"old_logprobs": [-1.0, -2.0, -0.5], "ref_logprobs": [-1.5, -1.0, -0.5], "values": [0.2, 0.4, 0.3]}
+
+
+def test_ppo_takes_kl_off_each_token_and_adds_the_score_at_the_end() -> None:
+    config = PPO(kl=KLConfig(coef=0.1), gae_lambda=0.5, whiten_advantages=False)
+    experience = assemble(config, step([[2, 1]], {"score": [1.0, 0.0]}, columns=KL_COLUMNS))
+    assert actions(experience, "kl") == pytest.approx([0.5, -1.0, 0.0])
+    assert actions(experience, "token_rewards") == pytest.approx([-0.05, 1.1, 0.0])
+    # delta = reward + next value - value: 0.15 and 0.7 | -0.3
+    assert actions(experience, "advantages") == pytest.approx([0.15 + 0.5 * 0.7, 0.7, -0.3])
+    assert actions(experience, "returns") == pytest.approx([0.7, 1.1, 0.0])
+    assert experience.batch.sequence["total_reward"].tolist() == pytest.approx([1.05, 0.0])
+    assert experience.metrics["kl/ref"] == pytest.approx((0.5 - 1.0 + 0.0) / 3)
+    assert experience.metrics["reward/score_mean"] == pytest.approx(0.5)
+    assert experience.metrics["reward/with_kl_mean"] == pytest.approx(0.525)
+
+
+def test_a_missing_end_costs_its_penalty_on_the_last_token() -> None:
+    config = PPO(kl=NO_KL, gae_lambda=1.0, whiten_advantages=False, missing_eos_penalty=0.25)
+    chunks = step([[2, 1]], {"score": [1.0, 0.5]}, ended=[True, False], columns={"values": [0.0, 0.0, 0.0]})
+    experience = assemble(config, chunks)
+    assert actions(experience, "token_rewards") == pytest.approx([0.0, 1.0, 0.25])
+    assert actions(experience, "advantages") == pytest.approx([1.0, 1.0, 0.25])
+    assert experience.batch.sequence["score"].tolist() == [1.0, 0.5], "the kept score is the raw one"
+
+
+def test_whitening_is_over_all_action_tokens_of_the_step() -> None:
+    config = PPO(kl=NO_KL, gae_lambda=1.0)
+    chunks = step([[1], [1], [1]], {"score": [1.0, 2.0, 6.0]}, columns={"values": [0.0] * 3})
+    found = actions(assemble(config, chunks), "advantages")
+    assert found == pytest.approx([(v - 3.0) / math.sqrt(7.0) for v in (1.0, 2.0, 6.0)], abs=1e-5)
+
+
+def test_grpo_is_relative_to_the_group_and_kl_in_the_loss_leaves_it_alone() -> None:
+    columns = {"old_logprobs": [-1.0] * 5, "ref_logprobs": [-3.0] * 5}
+    chunks = step([[2, 1, 1], [1]], {"score": [1.0, 2.0, 6.0, 9.0]}, columns=columns)
+    experience = assemble(GRPO(kl=KLConfig(coef=0.5, estimator="k3", place="loss")), chunks)
+    expected = [(v - 3.0) / math.sqrt(7.0) for v in (1.0, 1.0, 2.0, 6.0)]
+    assert actions(experience, "advantages") == pytest.approx([*expected, 0.0], abs=1e-5)
+    assert experience.metrics["kl/coef"] == 0.5
+    plain = assemble(GRPO(kl=NO_KL, normalise_std=False), step([[1, 1, 1]], {"score": [1.0, 2.0, 6.0]}))
+    assert actions(plain, "advantages") == pytest.approx([-2.0, -1.0, 3.0])
+
+
+def test_rloo_takes_the_others_mean_after_kl_is_summed_into_the_reward() -> None:
+    chunks = step([[1, 1, 1]], {"score": [1.0, 2.0, 6.0]})
+    assert actions(assemble(RLOO(kl=NO_KL), chunks), "advantages") == pytest.approx([-3.0, -1.5, 4.5])
+    columns = {"old_logprobs": [-1.0, -1.0, -2.0], "ref_logprobs": [-2.0, -3.0, -2.0]}
+    chunks = step([[2, 1]], {"score": [1.0, 2.0]}, columns=columns)
+    experience = assemble(RLOO(kl=KLConfig(coef=0.1)), chunks)
+    # rewards 1 - 0.1 * (1 + 2) = 0.7 and 2 - 0
+    assert experience.batch.sequence["total_reward"].tolist() == pytest.approx([0.7, 2.0])
+    assert actions(experience, "advantages") == pytest.approx([-1.3, -1.3, 1.3])
+
+
+@pytest.mark.parametrize("config", [GRPO(kl=NO_KL), RLOO(kl=NO_KL)])
+def test_equal_rewards_give_exactly_zero(config: AlgorithmConfig) -> None:
+    chunks = step([[2, 1, 3], [1, 1, 1]], {"score": [0.1, 0.1, 0.1, 0.0, 1.0, 1.0]})
+    experience = assemble(config, chunks)
+    assert actions(experience, "advantages")[:6] == [0.0] * 6
+    assert any(actions(experience, "advantages")[6:])
+    assert experience.metrics["groups/zero_variance"] == 0.5
+
+
+@pytest.mark.parametrize("config", [RLOO(kl=KLConfig(coef=0.1)), GRPO(kl=KLConfig(coef=0.1, place="reward"))])
+def test_equality_looks_at_raw_scores_before_kl_enters(config: AlgorithmConfig) -> None:
+    columns = {"old_logprobs": [-1.0, -2.0], "ref_logprobs": [-3.0, -2.0]}
+    experience = assemble(config, step([[1, 1]], {"score": [1.0, 1.0]}, columns=columns))
+    assert experience.batch.sequence["total_reward"].tolist() != [1.0, 1.0]
+    assert actions(experience, "advantages") == [0.0, 0.0]
+
+
+def test_a_reward_that_does_not_apply_is_left_out_of_baseline_masks_and_means() -> None:
+    chunks = step([[1, 1, 2], [1, 1]], {"score": [1.0, 2.0, NAN, 4.0, 8.0]})
+    experience = assemble(RLOO(kl=NO_KL), chunks)
+    assert actions(experience, "advantages") == pytest.approx([-1.0, 1.0, 0.0, 0.0, -4.0, 4.0])
+    assert actions(experience, "loss_mask") == [True, True, False, False, True, True]
+    assert actions(experience, "action_mask") == actions(experience, "loss_mask")
+    assert experience.metrics["reward/not_applicable"] == 1.0
+    assert experience.metrics["reward/score_mean"] == pytest.approx(15.0 / 4)
+    assert experience.metrics["groups/zero_variance"] == 0.0
+    assert math.isnan(experience.batch.sequence["score"][2])
+
+
+@pytest.mark.parametrize("config", [GRPO(kl=NO_KL), RLOO(kl=NO_KL)])
+def test_a_group_reduced_to_one_member_is_left_out(config: AlgorithmConfig) -> None:
+    chunks = step([[1, 1], [1, 1]], {"score": [1.0, NAN, 4.0, 8.0]})
+    experience = assemble(config, chunks)
+    assert actions(experience, "loss_mask") == [False, False, True, True]
+    assert actions(experience, "advantages")[:2] == [0.0, 0.0]
+    assert experience.metrics["reward/not_applicable"] == 1.0
+
+
+def test_ppo_needs_no_company() -> None:
+    config = PPO(kl=NO_KL, whiten_advantages=False)
+    chunks = step([[1, 1]], {"score": [3.0, NAN]}, columns={"values": [1.0, 1.0]})
+    experience = assemble(config, chunks)
+    assert actions(experience, "advantages") == pytest.approx([2.0, 0.0])
+    assert actions(experience, "loss_mask") == [True, False]
+
+
+@pytest.mark.parametrize("config", [PPO(kl=NO_KL), GRPO(kl=NO_KL), RLOO(kl=NO_KL)])
+def test_no_reward_at_all_leaves_nothing_to_train_on(config: AlgorithmConfig) -> None:
+    experience = assemble(config, step([[2, 1]], {"score": [NAN, NAN]}, columns={"values": [1.0] * 3}))
+    assert not any(actions(experience, "loss_mask"))
+    assert experience.metrics["reward/not_applicable"] == 2.0
+    assert "reward/score_mean" not in experience.metrics
+    assert all(math.isfinite(value) for value in experience.metrics.values())
+
+
+def test_sources_are_weighted_and_one_that_does_not_apply_drops_out_of_the_sum() -> None:
+    chunks = step([[1, 1, 1]], {"a": [1.0, 2.0, NAN], "b": [4.0, NAN, NAN]})
+    experience = assemble(GRPO(kl=NO_KL), chunks, weights={"a": 2.0, "b": 0.5})
+    assert experience.batch.sequence["score"].tolist()[:2] == [4.0, 4.0]
+    assert experience.metrics["reward/not_applicable"] == 1.0
+    assert experience.metrics["reward/a"] == pytest.approx(1.5)
+    assert experience.metrics["reward/b"] == pytest.approx(4.0)
+
+
+def test_shuffled_scores_move_between_samples_and_keep_their_values() -> None:
+    scores = [1.0, 2.0, 4.0, 8.0]
+    asked = []
+
+    def backwards(step_index: int, num: int) -> Tensor:
+        asked.append((step_index, num))
+        return torch.arange(num - 1, -1, -1)
+
+    experience = assemble(RLOO(kl=NO_KL), step([[1, 1], [1, 1]], {"score": scores}), shuffle=backwards)
+    assert experience.batch.sequence["score"].tolist() == scores[::-1]
+    assert asked == [(3, 4)]
+    assert actions(experience, "advantages") == pytest.approx([4.0, -4.0, 1.0, -1.0])
+
+
+@pytest.mark.parametrize("config", [PPO(kl=KLConfig(coef=0.1)), RLOO(kl=KLConfig(coef=0.1)), GRPO()])
+def test_cutting_into_chunks_changes_nothing(config: AlgorithmConfig) -> None:
+    groups, scores = [[2, 1], [1, 3], [2, 2]], {"score": [1.0, 2.0, 0.5, 0.5, 3.0, -1.0]}
+    drawn = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)).tolist()
+    columns = dict(zip(("old_logprobs", "ref_logprobs", "values"), drawn, strict=True))
+    one, three = (assemble(config, step(groups, scores, columns=columns, per_chunk=n)) for n in (1, 3))
+    assert one.batch.ids == three.batch.ids
+    assert actions(one, "advantages") == actions(three, "advantages")
+    assert one.metrics == three.metrics

@@ -1,0 +1,195 @@
+"""Which roles a recipe loads, what warm-up leaves alone, and how a step begins clean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.config import UserError
+from quartet.config.recipe import (
+    GRPO,
+    PPO,
+    RLOO,
+    ActorConfig,
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    KLConfig,
+    LogConfig,
+    OptimConfig,
+    RLRecipe,
+    RolloutConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from quartet.observe.trackers import read_metrics
+from quartet.trainers import rl_roles
+from quartet.trainers.rl import RLTrainer
+from quartet.trainers.rl_roles import Cast, build_cast, needs_old_logprobs, role_specs
+
+TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2))
+NO_KL = KLConfig(coef=0.0)
+
+
+def recipe(algorithm: AlgorithmConfig, **changes: Any) -> RLRecipe:
+    values: dict[str, Any] = {
+        "algorithm": algorithm,
+        "actor": ActorConfig(train=TRAIN),
+        "critic": CriticConfig(train=TRAIN),
+        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=4), max_running=8),
+        "steps": 2,
+        "prompts_per_step": 2,
+        "responses_per_prompt": 2,
+        "log": LogConfig(tensorboard=False),
+        "checkpoint": CheckpointConfig(every_steps=1),
+        "threads": 1,
+    }
+    return RLRecipe(**{**values, **changes})
+
+
+@pytest.fixture
+def cast_of(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Iterator[Callable[..., Cast]]:
+    made: list[Cast] = []
+
+    def make(used: RLRecipe, rewards: list[Any] | None = None, critic: Any = None) -> Cast:
+        objects = {"model": causal_lm(), "tokenizer": tokenizer, "prompts": prompts, "evaluation_prompts": None}
+        made.append(build_cast(used, rewards=[digits] if rewards is None else rewards, critic=critic, **objects))
+        return made[-1]
+
+    yield make
+    for cast in made:
+        with cast.released_at_end():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "roles", "columns"),
+    [
+        (PPO(), {}, {"actor", "rollout", "critic", "reference"}, ["ref_logprobs", "old_logprobs", "values"]),
+        (PPO(kl=NO_KL), {}, {"actor", "rollout", "critic"}, ["values"]),
+        (PPO(kl=NO_KL), {"epochs": 2}, {"actor", "rollout", "critic"}, ["old_logprobs", "values"]),
+        (GRPO(), {}, {"actor", "rollout"}, []),
+        (GRPO(), {"minibatches": 2}, {"actor", "rollout"}, ["old_logprobs"]),
+        (GRPO(kl=KLConfig(coef=0.1, place="loss")), {}, {"actor", "rollout", "reference"}, ["ref_logprobs"]),
+        (RLOO(), {}, {"actor", "rollout", "reference"}, ["ref_logprobs", "old_logprobs"]),
+        (RLOO(kl=NO_KL), {}, {"actor", "rollout"}, []),
+    ],
+)
+def test_only_what_the_method_reads_is_loaded(
+    cast_of: Any, algorithm: AlgorithmConfig, changes: Any, roles: set[str], columns: list[str]
+) -> None:
+    used = recipe(algorithm, **changes)
+    cast = cast_of(used)
+    assert {spec.name for spec in role_specs(cast)} == roles
+    assert (cast.critic is None) == ("critic" not in roles)
+    assert (cast.reference is None) == ("reference" not in roles)
+    assert len(cast.models()) == len(roles) - 1, "the rollout engine shares the actor"
+    scorers: list[Any] = cast.scorers(None)
+    assert [scorer.column for scorer in scorers if hasattr(scorer, "column")] == columns
+    assert needs_old_logprobs(used) == ("old_logprobs" in columns)
+
+
+def test_the_reference_is_the_actor_as_it_starts_and_never_changes(
+    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
+) -> None:
+    model = causal_lm()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    used = recipe(RLOO(), output_dir=str(tmp_path / "run"))
+    trainer = RLTrainer(used, model=model, tokenizer=tokenizer, rewards=[digits], prompts=prompts)
+    trainer.train()
+    assert trainer.cast.reference is not None
+    for name, value in trainer.cast.reference.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_critic_starts_as_the_reward_model_or_as_the_actors_body(cast_of: Any, scalar_model: Any) -> None:
+    reward = scalar_model()
+    from_reward = cast_of(recipe(PPO()), rewards=[reward])
+    assert from_reward.critic is not None and from_reward.critic.packed.model is not reward
+    assert torch.equal(from_reward.critic.packed.model.score.weight, reward.score.weight)
+    from_actor = cast_of(recipe(PPO()))
+    assert from_actor.critic is not None
+    body = from_actor.critic.packed.model.model.state_dict()
+    for name, value in from_actor.actor.packed.model.model.state_dict().items():
+        assert torch.equal(value, body[name]), name
+    own = scalar_model(7)
+    assert cast_of(recipe(PPO()), critic=own).critic.packed.model is own
+
+
+def test_reward_names_and_vocabularies_are_checked(cast_of: Any, scalar_model: Any, digits: Any) -> None:
+    with pytest.raises(UserError, match="no reward"):
+        cast_of(recipe(GRPO()), rewards=[])
+    with pytest.raises(UserError, match="name of its own"):
+        cast_of(recipe(GRPO()), rewards=[digits, digits])
+    with pytest.raises(UserError, match="critic's vocabulary"):
+        cast_of(recipe(PPO()), critic=scalar_model(vocab_size=15))
+
+
+def test_warm_up_trains_the_critic_and_leaves_the_actor_alone(
+    causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
+) -> None:
+    actor, critic = causal_lm(), scalar_model()
+    before = {name: value.clone() for name, value in actor.state_dict().items()}
+    head = critic.score.weight.clone()
+    used = recipe(PPO(), output_dir=str(tmp_path / "run"), steps=2, critic=CriticConfig(train=TRAIN, warmup_steps=2))
+    objects = {"model": actor, "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts, "critic": critic}
+    RLTrainer(used, **objects).train()
+    assert all(torch.equal(value, before[name]) for name, value in actor.state_dict().items())
+    assert not torch.equal(critic.score.weight, head)
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert not any("loss/policy" in row for row in rows) and all("loss/value" in row for row in rows[1:])
+    assert rows[-1]["policy_version"] == 2.0, "versions advance all the same"
+
+
+def test_the_learning_rate_of_a_rested_actor_still_ends_where_the_schedule_does(cast_of: Any) -> None:
+    rested = CriticConfig(train=TRAIN, warmup_steps=3)
+    assert cast_of(recipe(PPO(), steps=10, critic=rested)).actor.total_steps == 7
+    assert cast_of(recipe(GRPO(), steps=10, critic=rested)).actor.total_steps == 10, "no critic, no warm-up"
+
+
+def test_prompts_come_in_a_new_order_every_pass_and_randomness_follows_the_place(cast_of: Any, prompts: Any) -> None:
+    cast = cast_of(recipe(GRPO()))
+    num = len(prompts)
+    passes = [[cast.item(i).prompt_id for i in range(k * num, (k + 1) * num)] for k in range(2)]
+    assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1]
+    seeds = [request.sampling.seed for index in range(2 * num) for request in cast.requests(index)[2]]
+    assert len(set(seeds)) == len(seeds)
+    assert cast.requests(5)[2] == cast.requests(5)[2]
+
+
+def test_an_update_that_breaks_off_half_way_is_not_saved(
+    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C twice inside an optimizer step: the weights are of no step, so the checkpoint before stays the newest."""
+    used = recipe(GRPO(), output_dir=str(tmp_path / "run"), steps=3, checkpoint=CheckpointConfig(every_steps=2))
+    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
+    trainer = RLTrainer(used, **objects)
+    steps = 0
+
+    def half(*_: Any, **__: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 2:
+            with torch.no_grad():
+                next(trainer.cast.actor.packed.model.parameters()).add_(1.0)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.cast.actor.optimizer, "step", half)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.run.saved_steps() == []
+
+
+def test_nothing_is_loaded_when_the_output_directory_is_taken(
+    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    monkeypatch.setattr(rl_roles, "packed_causal_lm", None)
+    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
+    with pytest.raises(UserError, match="not empty"):
+        RLTrainer(recipe(GRPO(), output_dir=str(tmp_path)), **objects)

@@ -1,0 +1,202 @@
+"""Who owns a run directory, what is refused, and what a resumed run finds."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import UserError
+from quartet.config.recipe import CheckpointConfig, EvalRecipe, LogConfig, OptimConfig, RLRecipe, SFTRecipe, TrainConfig
+from quartet.observe.jsonl import read_rows
+from quartet.trainers.run import Interrupted, RunDirectory
+
+RECIPE = SFTRecipe(log=LogConfig(tensorboard=False), steps=4)
+
+
+def status(path: Path) -> str:
+    return str(json.loads((path / "run.json").read_text(encoding="utf-8"))["status"])
+
+
+def finish(path: Path, recipe: Any = RECIPE) -> None:
+    with RunDirectory(path, recipe) as run:
+        run.start(0)
+
+
+def error_of(path: Path, recipe: Any = RECIPE, *, resume: bool = False) -> UserError:
+    with pytest.raises(UserError) as caught, RunDirectory(path, recipe, resume=resume):
+        raise AssertionError("the directory was taken")
+    return caught.value
+
+
+def test_nothing_is_written_before_the_run_begins(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "run", RECIPE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_status_follows_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunDirectory(path, RECIPE):
+        assert status(path) == "running"
+    assert status(path) == "done"
+    for failure, expected in [(Interrupted(path, 3), "interrupted"), (KeyboardInterrupt(), "interrupted")]:
+        with pytest.raises(type(failure)), RunDirectory(path, RECIPE, resume=True):
+            raise failure
+        assert status(path) == expected
+    with pytest.raises(ValueError), RunDirectory(path, RECIPE, resume=True):
+        assert status(path) == "running"
+        raise ValueError("broken")
+    assert status(path) == "failed"
+
+
+def test_another_run_is_not_touched(tmp_path: Path) -> None:
+    finish(tmp_path / "run")
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    error = error_of(tmp_path / "run")
+    assert "already holds a run" in error.problem and "job sft, status done" in error.found
+    assert "--resume" in error.remedy
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
+
+
+def test_an_evaluation_cannot_be_resumed_so_nobody_is_told_to(tmp_path: Path) -> None:
+    finish(tmp_path / "run", EvalRecipe(log=LogConfig(tensorboard=False)))
+    assert "--resume" not in error_of(tmp_path / "run", EvalRecipe()).remedy
+
+
+def test_other_files_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    error = error_of(tmp_path)
+    assert "not empty" in error.problem and "notes.txt" in error.found
+    assert os.listdir(tmp_path) == ["notes.txt"]
+    assert "not empty" in error_of(tmp_path, resume=True).problem
+
+
+def test_a_file_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    assert "is not a directory" in error_of(tmp_path / "run").problem
+    assert "could not be written" in error_of(tmp_path / "run" / "deeper").problem
+
+
+def test_a_run_in_use_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    finish(path)
+    before = (path / "run.json").read_bytes()
+    with open(path / ".lock", "w") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        assert "is in use" in error_of(path, resume=True).problem
+    assert (path / "run.json").read_bytes() == before
+    with RunDirectory(path, RECIPE, resume=True):
+        assert status(path) == "running"
+
+
+def test_a_changed_recipe_is_named_key_by_key(tmp_path: Path) -> None:
+    finish(tmp_path / "run")
+    changed = RECIPE.model_copy(update={"seed": 3, "train": TrainConfig(optim=OptimConfig(lr=0.5))})
+    error = error_of(tmp_path / "run", changed, resume=True)
+    assert "another recipe" in error.problem
+    assert error.found == "seed: 0 then, 3 now; train.optim.lr: 1.0e-05 then, 0.5 now".replace("1.0e-05", "1e-05")
+    assert "recipe.yaml" in error.remedy
+    other = error_of(tmp_path / "run", RLRecipe(), resume=True)
+    assert "cannot be resumed as rl" in other.problem and "quartet sft" in other.remedy
+
+
+def test_what_changes_no_weight_may_change(tmp_path: Path) -> None:
+    finish(tmp_path / "run")
+    moved = RECIPE.model_copy(
+        update={"output_dir": "elsewhere", "checkpoint": CheckpointConfig(every_steps=7), "log": LogConfig()}
+    )
+    RunDirectory(tmp_path / "run", moved, resume=True)
+
+
+def test_resuming_nothing_starts(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "new", RECIPE, resume=True) as run:
+        assert run.latest() is None
+        run.start(0)
+    assert status(tmp_path / "new") == "done"
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "recipe.yaml").write_text("half a rec")
+    finish(tmp_path / "killed")
+    assert "examples_per_step" in (tmp_path / "killed" / "recipe.yaml").read_text()
+
+
+def test_the_creation_date_and_the_recipe_survive_a_resume(tmp_path: Path) -> None:
+    finish(tmp_path / "run")
+    made = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**made, "created": "2001-01-01T00:00:00"}))
+    recipe = (tmp_path / "run" / "recipe.yaml").read_bytes()
+    with RunDirectory(tmp_path / "run", RECIPE, resume=True):
+        pass
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["created"] == "2001-01-01T00:00:00"
+    assert (tmp_path / "run" / "recipe.yaml").read_bytes() == recipe
+
+
+def test_checkpoints_are_found_newest_first_and_pruned(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run", RECIPE) as run:
+        for step in (2, 4, 6):
+            run.save(step, {"engine": {"x": step}}, {"note": f"after {step}"})
+        assert run.saved_steps() == [4, 6]
+        step, parts, info = run.latest() or (0, {}, {})
+    assert (step, parts, info["note"]) == (6, {"engine": {"x": 6}}, "after 6")
+
+
+def test_records_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    """Metrics count complete steps; the spans of step 2 (from 0) belong to the row of step 3."""
+    path = tmp_path / "run"
+    with RunDirectory(path, RECIPE) as run:
+        run.start(0)
+        for done in (0, 1, 2, 3):
+            run.tracker.log(done, {"loss/sft": float(done)})
+            with run.recorder.span("update", step=done):
+                pass
+    with RunDirectory(path, RECIPE, resume=True) as run:
+        run.start(2)
+    assert [row["step"] for row in read_rows(path / "metrics.jsonl")] == [0, 1, 2]
+    assert [row["step"] for row in read_rows(path / "spans.jsonl")] == [0, 1]
+    with RunDirectory(path, RECIPE, resume=True) as run:
+        run.start(0)
+    assert read_rows(path / "metrics.jsonl") == [] and read_rows(path / "spans.jsonl") == []
+
+
+@pytest.mark.parametrize(("step", "expected"), [(1, False), (2, True), (3, False), (5, True)])
+def test_a_checkpoint_is_due_on_its_cadence_and_at_the_end(tmp_path: Path, step: int, expected: bool) -> None:
+    recipe = RECIPE.model_copy(update={"checkpoint": CheckpointConfig(every_steps=2)})
+    assert RunDirectory(tmp_path / "run", recipe).due(step, total_steps=5) is expected
+
+
+def test_ctrl_c_lets_the_step_end_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
+    import signal
+
+    path = tmp_path / "run"
+    former = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted, match="after step 3"), RunDirectory(path, RECIPE) as run, run.stoppable():
+        run.check_stop(2)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert run.due(3, total_steps=100), "saved whatever the cadence says"
+        run.check_stop(3)
+    assert signal.getsignal(signal.SIGINT) is former
+    with (
+        pytest.raises(KeyboardInterrupt),
+        RunDirectory(path, RECIPE, resume=True) as run,
+        run.stoppable(),
+    ):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is former
+
+
+def test_a_full_disk_becomes_a_message_and_the_lock_is_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(UserError) as caught, RunDirectory(path, RECIPE):
+        raise full
+    assert "No space left" in caught.value.found and caught.value.__cause__ is full
+    assert status(path) == "failed"
+    with RunDirectory(path, RECIPE, resume=True):
+        pass
+    with pytest.raises(PermissionError), RunDirectory(path, RECIPE, resume=True):
+        raise PermissionError(errno.EACCES, "not about space")
