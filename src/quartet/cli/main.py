@@ -31,7 +31,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in ou
 
 @app.command()
 def quickstart(
-    seed: Annotated[int, typer.Option(help="Decides data, weights and sampling.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Decides data, weights and sampling.", min=0, max=2**32 - 1)] = 0,
     out: Annotated[Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:

@@ -104,4 +104,6 @@ def show_evaluation(result: EvaluationResult) -> None:
     for name, value in result.metrics.items():
         table.add_row(name, f"{value:.4g}")
     console.print(table)
+    for note in result.notes:
+        console.print(Text(f"note: {note}"))
     console.print(Text(f"answers: {result.path / 'answers.jsonl'}"), soft_wrap=True)

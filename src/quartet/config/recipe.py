@@ -79,7 +79,7 @@ class SamplingConfig(Strict):
 class EvaluationConfig(Strict):
     """Held-out evaluation during training."""
 
-    data: DataConfig
+    data: DataConfig | None = Field(None, description="Left out only from Python, which passes evaluation prompts.")
     every_steps: int = Field(50, ge=1)
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
 
@@ -191,7 +191,7 @@ class LogConfig(Strict):
 class Recipe(Strict):
     """What every job has."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     output_dir: str | None = Field(None, description="Default: runs/<job>-<date>-<time>.")
     threads: int | None = Field(None, ge=1, description="CPU threads of torch; all when left out.")
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -293,6 +293,16 @@ class RLRecipe(Recipe):
             correction = self.algorithm.off_policy
             if correction is not None and correction.level == "token":
                 raise ValueError("a sequence ratio takes algorithm.off_policy.level: sequence")
+            if self.algorithm.dual_clip is not None:
+                raise ValueError("algorithm.dual_clip works on tokens; set algorithm.level to token, or leave it out")
+        kl, responses = self.algorithm.kl, self.prompts_per_step * self.responses_per_prompt
+        if kl.target is not None and kl.coef == 0:
+            raise ValueError("algorithm.kl.coef is 0, so algorithm.kl.target has nothing to adapt; set a first coef")
+        if kl.target is not None and kl.horizon < responses:
+            raise ValueError(
+                f"algorithm.kl.horizon ({kl.horizon}) is less than the responses of one step ({responses}): the "
+                "coefficient would jump, and could turn negative"
+            )
         names = [source.name for source in self.rewards if source.name]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards have the same name: {names}")

@@ -32,6 +32,9 @@ from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.probe import probe
 from quartet.text.loading import local_or_hub
 
+_OTHER_HEADS = ("score", "classifier", "qa_outputs")
+"""Heads of classes that are no language models."""
+
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
@@ -49,10 +52,24 @@ def _quiet() -> Iterator[None]:
 
 
 def load_causal_lm(path: str) -> PreTrainedModel:
-    """The causal LM at ``path`` in fp32 (master weights), in evaluation mode."""
+    """The causal LM at ``path`` in fp32 (master weights), in evaluation mode.
+
+    Raises:
+        UserError: not a model, or one without a language-model head (a reward model, say): transformers would quietly
+            take embeddings or random numbers for it.
+    """
     source = local_or_hub(path, "model")
     with _quiet(), _loading(path, "causal language model"):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    stray = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in _OTHER_HEADS)
+    if info["missing_keys"] or stray:
+        lacks = f"its weights lack {sorted(info['missing_keys'])[:3]}" if info["missing_keys"] else ""
+        holds = f"they hold another head, {stray}" if stray else ""
+        raise UserError(
+            f"{path!r} is not a causal language model",
+            found="; ".join(part for part in (lacks, holds) if part),
+            remedy="name the directory of a language model (what `quartet sft` or `quartet rl` calls model/)",
+        )
     return model.eval()
 
 

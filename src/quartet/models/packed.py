@@ -68,6 +68,14 @@ class PackedModel:
             )
         return output.last_hidden_state.squeeze(0)
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was changed about the model, in words, for whoever runs it."""
+        if not self.disabled_dropout:
+            return ()
+        first = self.disabled_dropout[0]
+        return (f"dropout set to 0 in {len(self.disabled_dropout)} places (first {first.name}, was {first.rate:g})",)
+
     def release(self) -> PreTrainedModel:
         """The model with its former attention and dropout, usable on its own again."""
         attention.restore(self.model, self.own_attention)

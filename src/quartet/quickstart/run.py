@@ -136,7 +136,7 @@ class Quickstart:
                     remedy="add --resume (with the same seed) to go on with it, or choose another --out",
                 )
             self._created = found["created"]
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        elif self.path.exists() and (not self.path.is_dir() or any(_visible(self.path))):
             raise UserError(
                 f"output directory {self.path} is not empty",
                 found="files that are not a quickstart's",
@@ -168,8 +168,10 @@ class Quickstart:
 
     def _record(self, stage: str, seconds: float, **metrics: float) -> None:
         saved = json.loads((self.path / stage / "summary.json").read_text(encoding="utf-8"))
-        last = saved["stages"][0]["metrics"]
-        self._stages.append({"name": stage, "seconds": round(seconds, 1), "metrics": {**last, **metrics}})
+        done = saved["stages"][0]
+        # A stage that was finished before a resume took the time that it says itself.
+        seconds = round(max(seconds, done["seconds"]), 1)
+        self._stages.append({"name": stage, "seconds": seconds, "metrics": {**done["metrics"], **metrics}})
 
     # Stages ----------------------------------------------------------------------------------------------
 
@@ -265,6 +267,11 @@ class Quickstart:
             }
         )
         return exact, texts[0.0]
+
+
+def _visible(path: Path) -> list[Path]:
+    """Entries that somebody put there; a run killed in its first instant leaves a hidden draft."""
+    return [entry for entry in path.iterdir() if not entry.name.startswith(".")]
 
 
 def _open(path: Path) -> tuple[PackedCausalLM, TextCodec]:

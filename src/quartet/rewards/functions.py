@@ -100,7 +100,8 @@ class FunctionReward:
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.function = function
-        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        # A lambda is called "<lambda>", which no metric may be.
+        self.name = name or str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Fails before any work where the function asks for a column that the data do not have.

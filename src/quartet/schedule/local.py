@@ -355,7 +355,20 @@ class FrozenScorer:
             chunk=chunk.index,
             tokens=batch.num_tokens,
         )
-        return _renamed(found, self.column)
+        columns = _renamed(found, self.column)
+        self._check_finite(columns)
+        return columns
+
+    def _check_finite(self, columns: ColumnSet) -> None:
+        """A NaN among scores would pass for "does not apply"."""
+        values = torch.cat([*columns.token.values(), *columns.sequence.values()])
+        wrong = int((~torch.isfinite(values)).sum())
+        if wrong:
+            raise UserError(
+                f"the model of role {self.role!r} computes values that are not finite",
+                found=f"{wrong} of {len(values)} {self.column}",
+                remedy="check that model's weights; the run stopped before the update and can be resumed",
+            )
 
 
 def _renamed(columns: ColumnSet, name: str) -> ColumnSet:

@@ -166,7 +166,8 @@ class PolicyObjective:
         logprobs = _required(outputs.logprobs, "logprobs")
         mask, owner = batch.token["loss_mask"], trajectory_index(batch)
         old = logprobs.detach() if self.is_first else batch.token["old_logprobs"]
-        out = self._policy_loss(logprobs, old, batch, mask, owner, denominators)
+        weights = self._correction(old, batch, mask, owner, sums)
+        out = self._policy_loss(logprobs, old, weights, batch, mask, owner, denominators)
         total = out.loss
         sums.total("loss/policy", out.loss)
         self._clip_metrics(out, sums)
@@ -175,6 +176,7 @@ class PolicyObjective:
         config = self.config
         if config.entropy_coef > 0:
             bonus = entropy_bonus(entropies, mask, owner, denominators, aggregation=config.aggregation)
+            sums.total("loss/entropy", bonus)
             total = total - config.entropy_coef * bonus
         if self.kl_coef > 0 and config.kl.place == "loss":
             penalty = kl_loss(
@@ -194,28 +196,38 @@ class PolicyObjective:
             sums.maximum("agreement/logprob_diff_max", difference, mask)
         return total
 
+    def _correction(
+        self, old: Tensor, batch: RaggedBatch, mask: Tensor, owner: Tensor, sums: MetricSums
+    ) -> Tensor | None:
+        """``[T]`` importance weights, where the recipe asks for them."""
+        config = self.config.off_policy
+        if config is None:
+            return None
+        found = importance_weights(
+            old,
+            batch.token["rollout_logprobs"],
+            mask,
+            owner,
+            self.num_trajectories,
+            level=config.level,
+            mode=config.mode,
+            cap=config.cap,
+        )
+        sums.mean("correction/weight_mean", found.weights, mask)
+        sums.add("correction/limited_frac", found.num_capped, mask.sum())
+        return found.weights
+
     def _policy_loss(
         self,
         logprobs: Tensor,
         old: Tensor,
+        weights: Tensor | None,
         batch: RaggedBatch,
         mask: Tensor,
         owner: Tensor,
         denominators: AggregationDenominators,
     ) -> PolicyLossOutput:
         config = self.config
-        weights = None
-        if config.off_policy is not None:
-            weights = importance_weights(
-                old,
-                batch.token["rollout_logprobs"],
-                mask,
-                owner,
-                self.num_trajectories,
-                level=config.off_policy.level,
-                mode=config.off_policy.mode,
-                cap=config.off_policy.cap,
-            ).weights
         if isinstance(config, RLOO) and config.level == "sequence":
             return self._sequence_loss(config, logprobs, old, weights, batch, mask, owner, denominators)
         return policy_loss(

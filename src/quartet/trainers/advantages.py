@@ -88,14 +88,17 @@ def _completion_rewards(scored: Scored) -> Tensor:
 
 
 def _within_groups(scored: Scored, estimate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Group baselines over the trajectories that take part; the others get 0."""
+    """Group baselines over the trajectories that take part; the others get 0.
+
+    Which groups are equal is judged before KL enters, but with the penalty for a missing end: that one is a signal.
+    """
     rewards_N = _completion_rewards(scored)
     acting = torch.zeros(len(scored.batch), dtype=torch.bool)
     acting[scored.trajectory_T[scored.action_mask_T]] = True
     advantages_N = torch.zeros_like(rewards_N)
     if bool(acting.any()):
         group_N = scored.batch.sequence["group"]
-        advantages_N[acting] = estimate(rewards_N[acting], group_N[acting], scored.scores_N[acting])
+        advantages_N[acting] = estimate(rewards_N[acting], group_N[acting], scored.shaped_N[acting])
     return advantages_N, rewards_N
 
 
@@ -179,7 +182,7 @@ class Assembler:
         batch = batch.with_token(**fields).with_sequence(
             score=scores_N.masked_fill(~applies_N, math.nan), total_reward=result.rewards_N
         )
-        metrics = {**kl_metrics, **self._metrics(batch, scores_N, applies_N, kept_N, result)}
+        metrics = {**kl_metrics, **self._metrics(batch, scored, applies_N, result)}
         return Experience(batch, metrics)
 
     def _scores(self, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
@@ -203,10 +206,8 @@ class Assembler:
         k3 = masked_mean(kl_estimate(policy, reference, "k3", mask_T=mask_T), mask_T)
         return kl_T, {"kl/ref": float(k1), "kl/ref_k3": float(k3), "kl/coef": self._kl_coef()}
 
-    def _metrics(
-        self, batch: RaggedBatch, scores_N: Tensor, applies_N: Tensor, kept_N: Tensor, result: Estimate
-    ) -> dict[str, float]:
-        mask_T = batch.token["action_mask"]
+    def _metrics(self, batch: RaggedBatch, scored: Scored, applies_N: Tensor, result: Estimate) -> dict[str, float]:
+        mask_T, scores_N = batch.token["action_mask"], scored.scores_N
         found: dict[str, float] = {"reward/not_applicable": float((~applies_N).sum())}
         if bool(applies_N.any()):
             valid = scores_N[applies_N]
@@ -230,7 +231,7 @@ class Assembler:
         group_N = _dense(batch.sequence["group"])
         if len(batch) > int(group_N.max()) + 1:
             scored_N = torch.where(applies_N, group_N, -1)
-            is_constant = segment_is_constant(scores_N, scored_N, int(group_N.max()) + 1)
+            is_constant = segment_is_constant(scored.shaped_N, scored_N, int(group_N.max()) + 1)
             found["groups/zero_variance"] = float(is_constant.float().mean())
         if "old_logprobs" in batch.token and bool(mask_T.any()):
             gap = (batch.token["old_logprobs"] - batch.token["rollout_logprobs"]).abs()[mask_T]

@@ -19,7 +19,7 @@ from quartet.rollout.protocol import Completion, Request
 from quartet.schedule.local import FrozenScorer, Worker, local_arbiter, role_spec
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.evaluation import Answer, evaluate_prompts, run_to_end
-from quartet.trainers.rl_roles import FunctionScorer, reward_functions, reward_models, reward_scorers
+from quartet.trainers.rl_roles import FunctionScorer, reward_functions, reward_models, reward_scorers, reward_weights
 from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
 from quartet.trainers.sources import context_length, prompt_data, resolve_model, resolve_tokenizer
 
@@ -31,6 +31,8 @@ class EvaluationResult:
     path: Path
     num_prompts: int
     metrics: dict[str, float]
+    notes: tuple[str, ...] = ()
+    """Rows left out of the data or converted."""
 
 
 class _Direct:
@@ -74,6 +76,7 @@ class Evaluator:
             function.reward.check_columns(sorted({name for item in self.prompts.items for name in item.columns}))
         budget = RLRecipe().actor.train.forward_token_budget
         self.models = reward_models(recipe.rewards, rewards, self.codec, budget)
+        self.weights = reward_weights(self.models, self.functions)
         self.packed = packed_causal_lm(causal)
 
     def run(self) -> EvaluationResult:
@@ -92,6 +95,7 @@ class Evaluator:
                         self.codec,
                         self.recipe.sampling,
                         scorers,
+                        self.weights,
                         seed=self.recipe.seed,
                         step=0,
                     )
@@ -102,8 +106,16 @@ class Evaluator:
             self._write(answers)
             run.tracker.log(0, metrics)
             stage = {"name": "eval", "seconds": round(watch.seconds, 3), "metrics": metrics}
-            run.finish({"job": "eval", "seed": self.recipe.seed, "versions": software_versions(), "stages": [stage]})
-        return EvaluationResult(self.path, len(answers), metrics)
+            run.finish(
+                {
+                    "job": "eval",
+                    "seed": self.recipe.seed,
+                    "versions": software_versions(),
+                    "stages": [stage],
+                    "notes": list(self.prompts.remarks),
+                }
+            )
+        return EvaluationResult(self.path, len(answers), metrics, self.prompts.remarks)
 
     def _write(self, answers: Sequence[Answer]) -> None:
         with writing(self.path / "answers.jsonl"), open(self.path / "answers.jsonl", "w", encoding="utf-8") as file:

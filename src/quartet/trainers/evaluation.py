@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -66,6 +67,7 @@ async def evaluate_prompts(
     codec: TextCodec,
     sampling: SamplingConfig,
     scorers: Sequence[RewardScorer],
+    weights: Mapping[str, float],
     *,
     seed: int,
     step: int,
@@ -73,8 +75,8 @@ async def evaluate_prompts(
     """One answer per prompt. ``step`` is the step that the spans of scoring belong to.
 
     Returns:
-        ``eval/score_mean`` (mean of the sources' means), ``eval/<source>``, ``eval/length_mean``,
-        ``eval/truncated_frac``; and the answers.
+        ``eval/score_mean`` (of the sources' weighted sums, as in training), ``eval/<source>``,
+        ``eval/length_mean``, ``eval/truncated_frac``; and the answers.
     """
     items = [prompts.item(i) for i in range(len(prompts))]
     params = sampling_params(sampling, codec, 0)
@@ -113,16 +115,19 @@ async def evaluate_prompts(
                 )
             )
     lengths = [len(c.token_ids) for c in completions]
-    return {**summarise(answers), "eval/length_mean": sum(lengths) / len(lengths)}, answers
+    return {**summarise(answers, weights), "eval/length_mean": sum(lengths) / len(lengths)}, answers
 
 
-def summarise(answers: Sequence[Answer]) -> dict[str, float]:
+def summarise(answers: Sequence[Answer], weights: Mapping[str, float]) -> dict[str, float]:
+    """Means over the answers; an answer to which no source applies has no score."""
     found: dict[str, float] = {}
     for name in sorted({name for answer in answers for name in answer.rewards}):
         mean = torch.tensor([answer.rewards[name] for answer in answers]).nanmean()
         if not bool(mean.isnan()):
             found[f"eval/{name}"] = float(mean)
-    if found:
-        found["eval/score_mean"] = sum(found.values()) / len(found)
+    applying = [{n: v for n, v in answer.rewards.items() if not math.isnan(v)} for answer in answers]
+    scores = [sum(weights[name] * value for name, value in rewards.items()) for rewards in applying if rewards]
+    if scores:
+        found["eval/score_mean"] = sum(scores) / len(scores)
     found["eval/truncated_frac"] = sum(a.finish_reason == "length" for a in answers) / len(answers)
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.config.recipe import RewardModelRecipe
 from quartet.data.datasets import PreferenceData
@@ -22,12 +22,12 @@ from quartet.models.loading import (
     seen_tokens,
 )
 from quartet.observe.progress import Progress
-from quartet.text.loading import local_or_hub
+from quartet.text.loading import load_generation_config, local_or_hub
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.objectives import PairwiseObjective
 from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
-from quartet.trainers.sources import context_length, preference_data, resolve_model, resolve_tokenizer
+from quartet.trainers.sources import check_budget, context_length, preference_data, resolve_model, resolve_tokenizer
 from quartet.trainers.supervised import SupervisedLoop
 
 
@@ -71,9 +71,9 @@ class RewardModelTrainer:
         self.progress = progress if progress is not None else Progress()
         self.run = RunDirectory(self.path, recipe, resume=resume)
         tokenizer = resolve_tokenizer(recipe.model, tokenizer)
-        scalar = self._scalar_model(model)
+        scalar, generation = self._scalar_model(model)
         check_vocabulary(tokenizer, int(scalar.get_input_embeddings().weight.shape[0]))
-        self.codec = TextCodec.of(tokenizer, getattr(scalar, "generation_config", None))
+        self.codec = TextCodec.of(tokenizer, generation)
         context = context_length(scalar)
         self.data = preference_data(recipe.data, rows, self.codec, context, "data")
         self.evaluation: PreferenceData | None = None
@@ -81,18 +81,22 @@ class RewardModelTrainer:
             self.evaluation = preference_data(
                 recipe.evaluation_data, evaluation_rows, self.codec, context, "evaluation_data"
             )
+        longest = max(2 * len(i.prompt_ids) + len(i.chosen_ids) + len(i.rejected_ids) for i in self.data.items)
+        check_budget(longest, recipe.train.token_budget, "train.token_budget")
         self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), recipe.pairs_per_step)
         self.packed = packed_scalar_model(scalar, recipe.train.precision)
         self.engine = TrainEngine(self.packed, recipe.train, total_steps=self.steps)
 
-    def _scalar_model(self, model: PreTrainedModel | None) -> PreTrainedModel:
+    def _scalar_model(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
+        """The model to train, and the generation config that names its end-of-text ids where there is one."""
         config = self.recipe.model
         if model is None and config is not None and _is_scalar(config.path):
-            return load_scalar_model(config.path)
+            return load_scalar_model(config.path), load_generation_config(config.path)
         found = resolve_model(config, model, load_causal_lm, "model")
+        generation = getattr(found, "generation_config", None)
         if getattr(found, "score", None) is not None:
-            return found
-        return scalar_model_from(found, seed=self.recipe.seed)
+            return found, generation
+        return scalar_model_from(found, seed=self.recipe.seed), generation
 
     def train(self) -> RewardModelResult:
         """Runs to the last step; ``model/`` is then a sequence-classification directory with one label.
@@ -101,8 +105,9 @@ class RewardModelTrainer:
             Interrupted: Ctrl-C; saved, and resumable.
         """
         watch = Stopwatch()
-        for remark in self.data.remarks:
-            self.progress.print(f"data: {remark}")
+        remarks = [*(f"data: {remark}" for remark in self.data.remarks), *self.packed.remarks]
+        for remark in remarks:
+            self.progress.print(remark)
         loop = SupervisedLoop(
             name="reward_model",
             engine=self.engine,
@@ -127,7 +132,7 @@ class RewardModelTrainer:
                     warning = save_scalar_model(self.packed, self.codec.tokenizer, self.path / "model", seen=seen)
             finally:
                 self.packed.release()
-            notes = list(self.data.remarks) + ([warning] if warning else [])
+            notes = remarks + ([warning] if warning else [])
             summary = {
                 "job": "reward-model",
                 "seed": self.recipe.seed,

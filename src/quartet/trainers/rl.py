@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.algorithms.controllers import adaptive_kl_coef
 from quartet.batch.ragged import RaggedBatch
-from quartet.config.recipe import RLRecipe
+from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.models.loading import save_causal_lm, save_scalar_model, seen_tokens
 from quartet.observe.progress import Progress, Stage
 from quartet.observe.rollouts import RolloutWriter
@@ -108,6 +108,9 @@ class RLTrainer:
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("rl")
         self.progress = progress if progress is not None else Progress()
         self.run = RunDirectory(self.path, recipe, resume=resume)
+        self.evaluation = recipe.evaluation
+        if self.evaluation is None and evaluation_prompts is not None:
+            self.evaluation = EvaluationConfig()
         self.cast: Cast = build_cast(
             recipe,
             model=model,
@@ -145,6 +148,8 @@ class RLTrainer:
         async with stream:
             if stream_state is not None:
                 stream.restore(stream_state)
+            for remark in self.cast.remarks():
+                self.progress.print(remark)
             with self.progress.stage("rl", self.recipe.steps) as bar:
                 self._bar = bar
                 bar.advance(step)
@@ -180,11 +185,11 @@ class RLTrainer:
             "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),
             "optim/skipped_steps": float(sum(e.num_skipped for e in self.cast.engines().values())),
         }
-        self._adapt_kl(result.experience)
+        self._adapt_kl(result.experience, step)
         if step % recipe.log.rollouts_every == 0 or done == recipe.steps:
             with self.run.recorder.span("write_rollouts", step=step):
                 writer.write(done, rollout_records(result.experience.batch, self.cast.codec))
-        if recipe.evaluation is not None and (done % recipe.evaluation.every_steps == 0 or done == recipe.steps):
+        if self.evaluation is not None and (done % self.evaluation.every_steps == 0 or done == recipe.steps):
             metrics.update(await self._evaluate(rollout, done))
         self.run.tracker.log(done, metrics)
         self.run.recorder.drop_through(done)
@@ -197,7 +202,7 @@ class RLTrainer:
         return done
 
     async def _evaluate(self, rollout: LocalRollout, step: int) -> dict[str, float]:
-        config = self.recipe.evaluation
+        config = self.evaluation
         if config is None or self.cast.evaluation_prompts is None:
             return {}
         # Counted with the step it follows.
@@ -208,6 +213,7 @@ class RLTrainer:
             self.cast.codec,
             config.sampling,
             self.cast.reward_scorers(self._worker),
+            self.cast.reward_weights,
             seed=self.recipe.seed,
             step=after,
         )
@@ -228,7 +234,7 @@ class RLTrainer:
         cast = self.cast
         with writing(self.path / "model"):
             save_causal_lm(cast.actor.packed, cast.codec.tokenizer, self.path / "model")
-        notes = []
+        notes = cast.remarks()
         if cast.critic is not None:
             ids = (torch.tensor(item.token_ids) for item in cast.prompts.items)
             with writing(self.path / "critic"):
@@ -318,12 +324,14 @@ class RLTrainer:
         if self._rollout_bar is not None:
             self._rollout_bar.advance(finished)
 
-    def _adapt_kl(self, experience: Experience) -> None:
-        kl = self.recipe.algorithm.kl
-        if kl.target is None or "ref_logprobs" not in experience.batch.token:
+    def _adapt_kl(self, experience: Experience, step: int) -> None:
+        """Moves the coefficient by the KL of the responses that take part; rests while the actor does."""
+        kl, batch = self.recipe.algorithm.kl, experience.batch
+        warmup = self.recipe.critic.warmup_steps if self.cast.critic is not None else 0
+        num = len(torch.unique(batch.sequence_index()[batch.token["action_mask"]]))
+        if kl.target is None or "ref_logprobs" not in batch.token or step < warmup or not num:
             return
-        num = len(experience.batch)
-        observed = float(experience.batch.token["kl"].sum()) / num
+        observed = float(batch.token["kl"].sum()) / num
         self.kl_coef = adaptive_kl_coef(self.kl_coef, observed, kl.target, kl.horizon, num)
 
     # Checkpoints -----------------------------------------------------------------------------------------

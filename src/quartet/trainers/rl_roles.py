@@ -27,7 +27,7 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.observe.metrics import METRICS
+from quartet.observe.metrics import METRICS, check_names
 from quartet.rewards.functions import FunctionReward, load_function
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
@@ -35,12 +35,12 @@ from quartet.rollout.seeds import sample_seed
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.leases import RoleSpec
 from quartet.schedule.local import CanaryProbe, EngineScorer, FrozenScorer, LocalRollout, Worker, role_spec
-from quartet.text.loading import load_tokenizer
+from quartet.text.loading import load_generation_config, load_tokenizer
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
 from quartet.trainers.advantages import REWARD_PREFIX
 from quartet.trainers.generate import completion_text
-from quartet.trainers.sources import context_length, prompt_data, resolve_model, resolve_tokenizer
+from quartet.trainers.sources import check_budget, context_length, prompt_data, resolve_model, resolve_tokenizer
 
 CANARY_TOKENS = 8
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
@@ -114,6 +114,15 @@ class Cast:
         found: list[PackedModel] = [engine.packed for engine in self.engines().values()]
         found += [self.reference] if self.reference is not None else []
         return found + [role.model for role in self.reward_models]
+
+    def remarks(self) -> list[str]:
+        """What was left out of the data or converted, and what was changed about the models, in words."""
+        held_out = self.evaluation_prompts.remarks if self.evaluation_prompts is not None else ()
+        found = [f"data: {remark}" for remark in self.prompts.remarks]
+        found += [f"held-out data: {remark}" for remark in held_out]
+        return found + [
+            f"{role}: {remark}" for role, engine in self.engines().items() for remark in engine.packed.remarks
+        ]
 
     @contextlib.contextmanager
     def released_at_end(self) -> Iterator[None]:
@@ -283,8 +292,20 @@ def build_cast(
 
     actor = packed_causal_lm(actor_model, recipe.actor.train.precision)
     reference = _reference(recipe, actor_model)
+    longest = min(context, max(len(item.token_ids) for item in data.items) + recipe.rollout.sampling.max_new_tokens)
+    check_budget(longest, recipe.actor.train.token_budget, "actor.train.token_budget")
+    check_budget(longest, recipe.actor.train.forward_token_budget, "actor.train.forward_token_budget")
+    if recipe.algorithm.name == "ppo":
+        check_budget(longest, recipe.critic.train.token_budget, "critic.train.token_budget")
+        check_budget(longest, recipe.critic.train.forward_token_budget, "critic.train.forward_token_budget")
     models = reward_models(recipe.rewards, rewards, codec, recipe.actor.train.forward_token_budget)
-    weights = _weights(models, functions)
+    weights = reward_weights(models, functions)
+    if not weights:
+        raise UserError(
+            "there is no reward",
+            found="rewards: []",
+            remedy="name a reward model or a function under `rewards`",
+        )
     updates = recipe.minibatches * recipe.epochs
     resting = recipe.critic.warmup_steps if recipe.algorithm.name == "ppo" else 0
     engine = TrainEngine(actor, recipe.actor.train, total_steps=max(1, recipe.steps - resting) * updates)
@@ -330,7 +351,7 @@ def reward_models(
             same = own.get_vocab() == codec.tokenizer.get_vocab()
             packed = packed_scalar_model(load_scalar_model(config.path))
             check_vocabulary(own, int(packed.model.get_input_embeddings().weight.shape[0]))
-            foreign = None if same else TextCodec.of(own)
+            foreign = None if same else TextCodec.of(own, load_generation_config(config.path))
             roles.append(RewardModelRole(config.name, packed, config.forward_token_budget, foreign, config.weight))
     models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
     for i, reward in enumerate(models):
@@ -340,19 +361,13 @@ def reward_models(
     return roles
 
 
-def _weights(models: Sequence[RewardModelRole], functions: Sequence[RewardFunctionRole]) -> dict[str, float]:
+def reward_weights(models: Sequence[RewardModelRole], functions: Sequence[RewardFunctionRole]) -> dict[str, float]:
     """Weight of every source by name.
 
     Raises:
-        UserError: no source at all, or two of one name.
+        UserError: two of one name, or a name that cannot be logged.
     """
     pairs = [(role.name, role.weight) for role in models] + [(role.reward.name, role.weight) for role in functions]
-    if not pairs:
-        raise UserError(
-            "there is no reward",
-            found="rewards: []",
-            remedy="name a reward model or a function under `rewards`",
-        )
     names = [name for name, _ in pairs]
     taken = sorted({name for name in names if names.count(name) > 1 or REWARD_PREFIX + name in METRICS})
     if taken:
@@ -361,6 +376,15 @@ def _weights(models: Sequence[RewardModelRole], functions: Sequence[RewardFuncti
             found=f"{taken}, used twice or for a metric",
             remedy="set another `name`",
         )
+    for name in names:
+        try:
+            check_names([REWARD_PREFIX + name])
+        except ValueError:
+            raise UserError(
+                "the name of a reward cannot be part of a metric's",
+                found=repr(name),
+                remedy="use letters, digits, and any of _.+@:- in its `name`",
+            ) from None
     return dict(pairs)
 
 
@@ -399,7 +423,8 @@ def _critic(
         model = copy.deepcopy(native[0])
     else:
         model = scalar_model_from(actor, seed=recipe.seed)
-    model.requires_grad_(True)
+    # Master weights are fp32, also where an object came in half precision.
+    model.float().requires_grad_(True)
     needed, held = (int(m.get_input_embeddings().weight.shape[0]) for m in (actor, model))
     if held < needed:
         raise UserError(

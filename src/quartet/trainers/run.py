@@ -287,6 +287,7 @@ class RunDirectory:
         return list_checkpoints(self.checkpoints)
 
     def save(self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        info = {**info, "recipe": self.recipe.model_dump(mode="json")}
         save_checkpoint(self.checkpoints, step, parts, info, keep=self.recipe.checkpoint.keep)
 
     def due(self, step: int, total_steps: int) -> bool:

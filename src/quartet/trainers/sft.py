@@ -20,7 +20,7 @@ from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.objectives import SFTObjective
 from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
-from quartet.trainers.sources import context_length, resolve_model, resolve_tokenizer, sft_data
+from quartet.trainers.sources import check_budget, context_length, resolve_model, resolve_tokenizer, sft_data
 from quartet.trainers.supervised import SupervisedLoop
 
 
@@ -71,6 +71,9 @@ class SFTTrainer:
         self.evaluation: SFTData | None = None
         if recipe.evaluation_data is not None or evaluation_rows is not None:
             self.evaluation = sft_data(recipe.evaluation_data, evaluation_rows, self.codec, context, "evaluation_data")
+        check_budget(
+            max(len(item.input_ids) for item in self.data.items), recipe.train.token_budget, "train.token_budget"
+        )
         self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), recipe.examples_per_step)
         self.packed = packed_causal_lm(model, recipe.train.precision)
         self.engine = TrainEngine(self.packed, recipe.train, total_steps=self.steps)
@@ -82,8 +85,9 @@ class SFTTrainer:
             Interrupted: Ctrl-C; saved, and resumable.
         """
         watch = Stopwatch()
-        for remark in self.data.remarks:
-            self.progress.print(f"data: {remark}")
+        remarks = [*(f"data: {remark}" for remark in self.data.remarks), *self.packed.remarks]
+        for remark in remarks:
+            self.progress.print(remark)
         loop = SupervisedLoop(
             name="sft",
             engine=self.engine,
@@ -108,7 +112,7 @@ class SFTTrainer:
                 "seed": self.recipe.seed,
                 "versions": software_versions(),
                 "stages": [{"name": "sft", "seconds": round(watch.seconds, 3), "metrics": metrics}],
-                "notes": list(self.data.remarks),
+                "notes": remarks,
             }
             self.run.finish(summary)
         return SFTResult(self.path, self.packed.model, summary)

@@ -48,6 +48,20 @@ def context_length(model: PreTrainedModel) -> int:
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNLIMITED)
 
 
+def check_budget(longest: int, budget: int, key: str) -> None:
+    """Refuses at the start what would otherwise stop the run at its first long sequence.
+
+    Raises:
+        UserError: ``longest`` tokens that have to stay together do not fit a micro-batch of ``budget``.
+    """
+    if longest > budget:
+        raise UserError(
+            f"{key} is too small for the longest sequence",
+            found=f"{longest} tokens that belong together, {key}={budget}",
+            remedy=f"set {key} to at least {longest}, or allow only shorter sequences",
+        )
+
+
 def _rows(config: DataConfig | None, rows: Sequence[Any] | None, key: str) -> list[Row]:
     """Rows passed by Python code (a string or a message list is a prompt), else those of the recipe's data."""
     if rows is not None:

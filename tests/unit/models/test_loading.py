@@ -86,6 +86,14 @@ def test_causal_lm_is_no_reward_model(num_labels, tmp_path, make_model):
     assert ("LlamaForCausalLM" if num_labels == 2 else "score.weight") in raised.value.found
 
 
+def test_reward_model_is_no_causal_lm(tmp_path, make_model):
+    """transformers would quietly make up a head for it."""
+    scalar_model_from(make_model(), seed=0).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="not a causal language model") as raised:
+        load_causal_lm(str(tmp_path))
+    assert "score.weight" in raised.value.found
+
+
 def test_classifier_with_two_labels_is_no_reward_model(tmp_path, make_model):
     config = copy.deepcopy(make_model().config)
     config.num_labels = 2

@@ -160,6 +160,9 @@ def test_release_puts_dropout_back(make_model):
         "model.layers.0.self_attn.attention_dropout": 0.25,
         "model.layers.1.self_attn.attention_dropout": 0.25,
     }
+    assert packed.remarks == (
+        "dropout set to 0 in 3 places (first model.layers.0.self_attn.attention_dropout, was 0.25)",
+    )
     packed.release()
     assert (extra.p, layer.attention_dropout) == (0.5, 0.25)
 

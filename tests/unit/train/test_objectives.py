@@ -243,12 +243,12 @@ def test_equals_the_slow_reference(case, data, whole, models, same):
     loss.backward()
     metrics, grads, _ = whole
     same(grads, {name: p.grad for name, p in model.named_parameters()})
-    # The parts of the loss that the metrics name add up to it, but for the entropy bonus, which is no loss.
-    entropy_coef = getattr(getattr(case.objective, "config", None), "entropy_coef", 0.0)
-    parts = sum(value for name, value in metrics.items() if name.startswith("loss/") and name != "loss/kl")
-    parts += 0.2 * metrics.get("loss/kl", 0.0)
-    if not entropy_coef:
-        assert parts == pytest.approx(float(loss.detach()), abs=1e-10)
+    coefficients = {
+        "loss/kl": 0.2,
+        "loss/entropy": -getattr(getattr(case.objective, "config", None), "entropy_coef", 0.0),
+    }
+    parts = sum(coefficients.get(name, 1.0) * value for name, value in metrics.items() if name.startswith("loss/"))
+    assert parts == pytest.approx(float(loss.detach()), abs=1e-10)
 
 
 @pytest.mark.parametrize("token_budget", [16, 24, 40])

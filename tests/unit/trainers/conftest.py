@@ -58,10 +58,10 @@ def scalar_model(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Qwen2ForSe
 def digits() -> Callable[..., list[float]]:
     """A reward function: the share of characters that are digits."""
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
+    def share_of_digits(completions: list[str], **_: Any) -> list[float]:
         return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
-    return reward
+    return share_of_digits
 
 
 @pytest.fixture

@@ -193,3 +193,27 @@ def test_nothing_is_loaded_when_the_output_directory_is_taken(
     objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
     with pytest.raises(UserError, match="not empty"):
         RLTrainer(recipe(GRPO(), output_dir=str(tmp_path)), **objects)
+
+
+def test_evaluation_prompts_passed_from_python_are_used(
+    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
+) -> None:
+    """Without an evaluation section of the recipe, too: at the start and at the end then."""
+    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
+    RLTrainer(recipe(GRPO(), output_dir=str(tmp_path / "run")), evaluation_prompts=prompts[:3], **objects).train()
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/share_of_digits" in row] == [0, 2]
+
+
+def test_a_reward_model_that_gives_nan_stops_the_run(
+    causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path
+) -> None:
+    """NaN stands for "does not apply" in a column of rewards; a broken model must not pass for that."""
+    broken = scalar_model()
+    with torch.no_grad():
+        broken.score.weight[0, 0] = float("nan")
+    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [broken], "prompts": prompts}
+    trainer = RLTrainer(recipe(GRPO(), output_dir=str(tmp_path / "run")), **objects)
+    with pytest.raises(UserError, match="not finite"):
+        trainer.train()
+    assert trainer.cast.actor.num_updates == 0

@@ -26,7 +26,7 @@ function recipe(data) {
   return el('details', { class: 'fold' }, el('summary', null, 'Recipe'), el('pre', { class: 'recipe' }, data.recipe));
 }
 
-const FRACTION_NAMES = /accuracy|exact_match|frac|fraction|_rate$/;
+const FRACTION_NAMES = /accuracy|exact_match|exact match|frac|fraction|_rate$/;
 
 /** A figure of the summary, whose unit only its name tells. */
 function figure(name, value) {
@@ -84,12 +84,17 @@ function examplesTable(examples) {
 
 const isListOfObjects = (value) => Array.isArray(value) && value.length > 0 && value.every((item) => item !== null && typeof item === 'object' && !Array.isArray(item));
 
+/** Nested figures side by side under joined names. */
+const flatten = (entries) => entries.flatMap(([name, value]) => (isListOfObjects(value) ? []
+  : value !== null && typeof value === 'object' && !Array.isArray(value) ? flatten(Object.entries(value).map(([key, inner]) => [`${name} ${key}`, inner]))
+    : [[name, value]]));
+
 function summarySection(data) {
   const { summary } = data;
   if (!summary) return el('section', { id: 'summary' }, el('h2', null, 'Summary'), missing('The run has no summary.json (it is written when a run ends).'), recipe(data));
   const { headline: items, stages, examples, versions, ...rest } = summary;
   const tables = Object.entries(rest).filter(([, value]) => isListOfObjects(value));
-  const singles = Object.entries(rest).flatMap(([name, value]) => (isListOfObjects(value) ? [] : value !== null && typeof value === 'object' && !Array.isArray(value) ? Object.entries(value).map(([key, inner]) => [`${name} ${key}`, inner]) : [[name, value]]));
+  const singles = flatten(Object.entries(rest));
   return el('section', { id: 'summary' }, el('h2', null, 'Summary'),
     isListOfObjects(items) && headline(items), isListOfObjects(stages) && stagesTable(stages),
     singles.length > 0 && el('div', { class: 'chips loose' }, singles.map(([name, value]) => el('span', { class: 'chip' }, el('small', null, name.replaceAll('_', ' ')), figure(name, value)))),

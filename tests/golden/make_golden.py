@@ -1,0 +1,155 @@
+"""Records short training curves of every job, to the last digit: ``python tests/golden/make_golden.py``.
+
+A change that does not touch the computation leaves them bit for bit as they are. One that does is recorded anew, and
+the commit says why the numbers moved.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+from quartet.config.recipe import (
+    GRPO,
+    PPO,
+    RLOO,
+    ActorConfig,
+    AlgorithmConfig,
+    CriticConfig,
+    KLConfig,
+    LogConfig,
+    OptimConfig,
+    RewardModelRecipe,
+    RLRecipe,
+    RolloutConfig,
+    SamplingConfig,
+    SFTRecipe,
+    TrainConfig,
+)
+from quartet.observe.trackers import read_metrics
+from quartet.quickstart import task
+from quartet.quickstart.tokenizer import build_tokenizer
+from quartet.trainers.reward_model import RewardModelTrainer
+from quartet.trainers.rl import RLTrainer
+from quartet.trainers.sft import SFTTrainer
+
+PATH = Path(__file__).with_name("golden.json")
+TIMED = ("time/", "time_s", "overlap/", "rollout/tokens_per_s")
+TRAIN = TrainConfig(optim=OptimConfig(lr=3e-3, warmup_steps=2, schedule="cosine"))
+
+Curve = list[dict[str, float]]
+
+
+def environment() -> dict[str, str]:
+    """What decides the last digits of a sum on the CPU."""
+    return {
+        "torch": torch.__version__.split("+")[0],
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "processor": _processor(),
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _model(kind: type[Any], **changes: Any) -> Any:
+    tokenizer = build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        **changes,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(config).eval()
+
+
+def digits(completions: Sequence[str], **_: Any) -> list[float]:
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+def _common(path: Path, name: str) -> dict[str, Any]:
+    return {"output_dir": str(path / name), "log": LogConfig(tensorboard=False), "threads": 1}
+
+
+def _sft(path: Path) -> None:
+    recipe = SFTRecipe(**_common(path, "sft"), train=TRAIN, steps=6, examples_per_step=8)
+    rows = task.demonstrations(0, 32)
+    SFTTrainer(recipe, model=_model(Qwen2ForCausalLM), tokenizer=build_tokenizer(), rows=rows).train()
+
+
+def _reward_model(path: Path) -> None:
+    recipe = RewardModelRecipe(**_common(path, "reward-model"), train=TRAIN, steps=6, pairs_per_step=6, centring=0.01)
+    rows = [
+        {"prompt": p, "chosen": task.work(*task.operands(p)), "rejected": task.work(*task.operands(p), "forgetful")}
+        for p in task.prompts(0, 40)
+    ]
+    RewardModelTrainer(recipe, model=_model(Qwen2ForCausalLM), tokenizer=build_tokenizer(), rows=rows).train()
+
+
+def _rl(name: str, algorithm: AlgorithmConfig) -> Callable[[Path], None]:
+    def run(path: Path) -> None:
+        recipe = RLRecipe(
+            **_common(path, name),
+            algorithm=algorithm,
+            actor=ActorConfig(train=TRAIN),
+            critic=CriticConfig(train=TRAIN, warmup_steps=1),
+            rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=6), max_running=8),
+            steps=4,
+            prompts_per_step=4,
+            responses_per_prompt=2,
+            minibatches=2,
+            chunk_size=2,
+        )
+        reward_model = _model(Qwen2ForSequenceClassification, num_labels=1)
+        RLTrainer(
+            recipe,
+            model=_model(Qwen2ForCausalLM),
+            tokenizer=build_tokenizer(),
+            rewards=[digits, reward_model] if name == "ppo" else [digits],
+            prompts=task.prompts(0, 16),
+        ).train()
+
+    return run
+
+
+RUNS: Mapping[str, Callable[[Path], None]] = {
+    "sft": _sft,
+    "reward-model": _reward_model,
+    "ppo": _rl("ppo", PPO(kl=KLConfig(coef=0.05))),
+    "grpo": _rl("grpo", GRPO(kl=KLConfig(coef=0.05, estimator="k3", place="loss"))),
+    "rloo": _rl("rloo", RLOO()),
+}
+
+
+def curve(name: str) -> Curve:
+    """Every figure of every step, those that measure seconds left out; computed on one thread."""
+    with tempfile.TemporaryDirectory() as path:
+        RUNS[name](Path(path))
+        rows = read_metrics(Path(path) / name / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
+
+
+if __name__ == "__main__":
+    recorded = {"environment": environment(), "curves": {name: curve(name) for name in RUNS}}
+    PATH.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(f"recorded {len(RUNS)} curves in {PATH}")

@@ -1,0 +1,59 @@
+"""Training curves against the recorded ones: equal floats on the recorded kind of machine, close ones elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ELSEWHERE = 1e-4
+"""Absolute and relative difference allowed where torch or the processor is another one."""
+
+
+def _recorder() -> Any:
+    name = "quartet_make_golden"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("make_golden.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+make_golden = _recorder()
+RECORDED = json.loads(make_golden.PATH.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_equal_sums() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_run_is_recorded() -> None:
+    assert RECORDED["curves"].keys() == make_golden.RUNS.keys()
+    assert all(len(curve) >= 4 for curve in RECORDED["curves"].values())
+
+
+@pytest.mark.parametrize("name", list(make_golden.RUNS))
+def test_the_curve_is_the_recorded_one(name: str) -> None:
+    found, expected = make_golden.curve(name), RECORDED["curves"][name]
+    assert [sorted(row) for row in found] == [sorted(row) for row in expected]
+    here = make_golden.environment()
+    if here == RECORDED["environment"]:
+        assert found == expected
+        return
+    warnings.warn(f"recorded on {RECORDED['environment']}, run on {here}: compared within {ELSEWHERE}", stacklevel=1)
+    for step, (row, recorded) in enumerate(zip(found, expected, strict=True)):
+        for key, value in recorded.items():
+            assert math.isclose(row[key], value, rel_tol=ELSEWHERE, abs_tol=ELSEWHERE), (name, step, key)

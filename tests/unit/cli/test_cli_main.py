@@ -1,0 +1,118 @@
+"""The command line itself: help, statuses, and what Ctrl-C prints."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.cli import main as cli
+from quartet.config import UserError
+from quartet.trainers.run import Interrupted
+
+COMMANDS = ("quickstart", "sft", "reward-model", "rl", "eval", "generate", "report")
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["quartet", *argv])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_help_names_every_command(run: Run) -> None:
+    status, out, _ = run("--help")
+    assert status == 0
+    assert all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(run: Run, command: str) -> None:
+    status, out, _ = run(command, "--help")
+    assert status == 0 and len(out.splitlines()) > 5
+
+
+@pytest.mark.parametrize("argv", [["tarin"], ["sft"], ["sft", "a.yaml", "--resum"], ["generate", "--model", "x"]])
+def test_wrong_usage_is_status_2_without_a_traceback(run: Run, argv: list[str]) -> None:
+    status, _, err = run(*argv)
+    assert status == 2 and "Traceback" not in err and err
+
+
+def test_a_users_error_is_status_2_and_three_parts(run: Run, tmp_path: Path) -> None:
+    status, _, err = run("sft", str(tmp_path / "nothing.yaml"))
+    assert status == 2
+    assert err.splitlines()[0].startswith("error: ") and "  found: " in err and "  do: " in err
+
+
+def test_resume_of_a_quickstart_needs_its_directory(run: Run) -> None:
+    status, _, err = run("quickstart", "--resume")
+    assert status == 2 and "--out" in err
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_ctrl_c_outside_a_step_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_train", raising(KeyboardInterrupt()))
+    status, _, err = run("sft", "a.yaml")
+    assert status == 130 and "--resume" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["sft", "a.yaml"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
+        (["sft", "a.yaml", "steps=9"], ["sft", "a.yaml", "steps=9", "output_dir=runs/x y", "--resume"]),
+        (["sft", "a.yaml", "output_dir=runs/x y"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
+        (["sft", "a.yaml", "--resume"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
+    ],
+)
+def test_an_interrupted_run_prints_a_command_that_resumes_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], expected: list[str]
+) -> None:
+    monkeypatch.setattr(cli, "_train", raising(Interrupted(Path("runs/x y"), 7)))
+    status, _, err = run(*argv)
+    assert status == 130 and "stopped after step 7" in err
+    command = err.split("go on with: ")[1].strip()
+    assert shlex.split(command) == ["quartet", *expected]
+
+
+@pytest.mark.parametrize("given", [[], ["--out", "q"]])
+def test_an_interrupted_quickstart_is_resumed_by_its_own_options(
+    run: Run, monkeypatch: pytest.MonkeyPatch, given: list[str], tmp_path: Path
+) -> None:
+    from quartet.quickstart.run import Quickstart
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Quickstart, "run", raising(Interrupted(Path("q"), 3)))
+    status, _, err = run("quickstart", "--seed", "1", *given)
+    assert status == 130
+    command = shlex.split(err.split("go on with: ")[1])
+    assert command == ["quartet", "quickstart", "--seed", "1", "--out", "q", "--resume"]
+
+
+def test_a_bug_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_train", raising(ZeroDivisionError("ours")))
+    monkeypatch.setattr(sys, "argv", ["quartet", "sft", "a.yaml"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_a_users_error_from_anywhere_is_printed_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = UserError("it broke", found="pieces", remedy="glue")
+    monkeypatch.setattr(cli, "_train", raising(error))
+    assert run("rl", "a.yaml")[2] == "error: it broke\n  found: pieces\n  do: glue\n"

@@ -1,0 +1,142 @@
+"""Held-out evaluation, plain generation and the records kept of rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.batch.columns import ColumnSet
+from quartet.config.recipe import SamplingConfig
+from quartet.data.datasets import PromptData
+from quartet.data.formats import prompts as as_prompts
+from quartet.data.readers import Row
+from quartet.models.loading import packed_causal_lm
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.protocol import SamplingParams
+from quartet.schedule.local import PromptGroup, chunk_of
+from quartet.text.tokenizer import TextCodec
+from quartet.trainers.advantages import Assembler
+from quartet.trainers.evaluation import Answer, evaluate_prompts, run_to_end, sampling_params, summarise
+from quartet.trainers.generate import completion_text, generate
+from quartet.trainers.records import rollout_records
+
+
+@pytest.fixture
+def codec(tokenizer: Any) -> TextCodec:
+    return TextCodec.of(tokenizer)
+
+
+@pytest.fixture
+def data(codec: TextCodec, prompts: list[str]) -> PromptData:
+    rows = [Row({"prompt": p, "length": len(p)}, "here", n) for n, p in enumerate(prompts, start=1)]
+    return PromptData.build(as_prompts(rows, {}), codec, 64)
+
+
+class Direct:
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+
+    async def complete(self, requests: Any) -> Any:
+        return run_to_end(self.engine, requests)
+
+
+class Length:
+    """A scorer for every second prompt."""
+
+    async def score(self, chunk: Any) -> ColumnSet:
+        lengths = [len(text) for text in chunk.data.objects["completion"]]
+        values = [float(n) if k % 2 == 0 else math.nan for k, n in enumerate(lengths)]
+        return ColumnSet(chunk.data.ids, sequence={"reward/length": torch.tensor(values)})
+
+
+def test_evaluation_answers_every_prompt_and_averages_what_applies(
+    causal_lm: Any, codec: TextCodec, data: PromptData
+) -> None:
+    packed = packed_causal_lm(causal_lm())
+    engine = NativeEngine(packed, max_running=5, decode=codec.decode)
+    sampling = SamplingConfig(temperature=0.0, max_new_tokens=6)
+    work = evaluate_prompts(Direct(engine), data, codec, sampling, [Length()], {"length": 2.0}, seed=0, step=0)
+    metrics, answers = asyncio.run(work)
+    assert [answer.item.prompt for answer in answers] == [item.prompt for item in data]
+    expected = generate(packed, codec, [i.prompt for i in data], SamplingParams(temperature=0.0, max_new_tokens=6))
+    assert [answer.text for answer in answers] == [group[0].text for group in expected]
+    applied = [len(answer.text) for answer in answers[::2]]
+    assert metrics["eval/length"] == pytest.approx(sum(applied) / len(applied))
+    assert metrics["eval/score_mean"] == pytest.approx(2 * metrics["eval/length"]), "weighted as in training"
+    lengths = [len(group[0].completion.token_ids) for group in expected]
+    assert metrics["eval/length_mean"] == pytest.approx(sum(lengths) / len(lengths))
+
+
+def test_summaries_leave_out_what_never_applies() -> None:
+    item: Any = None
+    answers = [
+        Answer(item, "a", "length", {"x": 1.0, "y": math.nan}),
+        Answer(item, "b", "stop", {"x": math.nan, "y": math.nan}),
+    ]
+    assert summarise(answers, {"x": 1.0, "y": 1.0}) == {
+        "eval/x": 1.0,
+        "eval/score_mean": 1.0,
+        "eval/truncated_frac": 0.5,
+    }
+    assert summarise([Answer(item, "a", "stop", {})], {}) == {"eval/truncated_frac": 0.0}
+
+
+def test_the_held_out_score_is_the_weighted_sum_that_training_maximises() -> None:
+    item: Any = None
+    answers = [Answer(item, "a", "stop", {"x": 1.0, "y": 4.0}), Answer(item, "b", "stop", {"x": 3.0, "y": math.nan})]
+    found = summarise(answers, {"x": 1.0, "y": 0.5})
+    assert found["eval/score_mean"] == pytest.approx(((1 + 2) + 3) / 2)
+    assert (found["eval/x"], found["eval/y"]) == (2.0, 4.0)
+
+
+def test_sampling_follows_the_recipe_and_stops_at_the_models_ends(codec: TextCodec) -> None:
+    config = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=3, stop_strings=(";",))
+    found = sampling_params(config, codec, 11)
+    assert found == SamplingParams(0.7, 0.9, 5, 3, tuple(sorted(codec.eos_ids)), (";",), 11)
+
+
+def test_generation_depends_on_the_seed_alone_and_reports_its_progress(causal_lm: Any, codec: TextCodec) -> None:
+    packed = packed_causal_lm(causal_lm())
+    done: list[int] = []
+    sampling, prompts = SamplingParams(max_new_tokens=5), ["1+2=", "3+4=", "12+34="]
+
+    def texts(**options: Any) -> list[list[str]]:
+        found = generate(packed, codec, prompts, sampling, num_responses=3, **options)
+        return [[answer.text for answer in group] for group in found]
+
+    once = texts(on_done=done.append)
+    assert sum(done) == 9
+    assert texts(max_running=2) == once
+    assert texts(seed=1) != once
+    assert len({tuple(group) for group in once}) == 3
+
+
+def test_records_keep_every_token_with_its_columns(causal_lm: Any, codec: TextCodec, data: PromptData) -> None:
+    from quartet.config.recipe import RLOO, KLConfig
+
+    packed = packed_causal_lm(causal_lm())
+    sampling = SamplingParams(max_new_tokens=4, stop_token_ids=tuple(codec.eos_ids))
+    prompts = [item.prompt for item in data][:2]
+    found = generate(packed, codec, prompts, sampling, num_responses=2)
+    groups = [
+        PromptGroup(7 + k, data.item(k), data.item(k).token_ids, tuple(answer.completion for answer in group))
+        for k, group in enumerate(found)
+    ]
+    chunk = chunk_of(3, 0, groups, lambda ids, completion: completion_text(codec, ids, completion))
+    scores = ColumnSet(chunk.data.ids, sequence={"reward/a": torch.tensor([1.0, 2.0, math.nan, 4.0])})
+    assembler = Assembler(RLOO(kl=KLConfig(coef=0.0)), {"a": 1.0}, lambda: 0.0)
+    records = rollout_records(assembler([(chunk, [scores])]).batch, codec)
+    assert [record.sequence_id for record in records] == ["7.0", "7.1", "8.0", "8.1"]
+    answers = [answer for group in found for answer in group]
+    for record, answer in zip(records, answers, strict=True):
+        assert record.response_ids == list(answer.completion.token_ids)
+        assert record.response_text == answer.text
+        assert record.columns["rollout_logprobs"] == pytest.approx(answer.completion.logprobs, rel=1e-5)
+    assert [record.rewards["a"] for record in records] == [1.0, 2.0, None, 4.0]
+    assert [record.score for record in records] == [1.0, 2.0, None, 4.0]
+    assert records[0].columns["advantages"] == [-1.0] * len(records[0].response_ids)
+    assert not any(records[3].columns["loss_mask"]), "alone in its group"

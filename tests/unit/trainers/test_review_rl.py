@@ -1,0 +1,130 @@
+"""Numbers and messages of RL that are easy to get wrong without anything failing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import RaggedBatch
+from quartet.config import UserError
+from quartet.config.recipe import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig, LogConfig, RLRecipe, SFTRecipe
+from quartet.schedule.iteration import Chunk
+from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.rl import RLTrainer
+from quartet.trainers.run import RunDirectory
+from quartet.trainers.sources import check_budget
+
+NAN = float("nan")
+
+
+def assembled(config: AlgorithmConfig, scores: Sequence[float], ended: Sequence[bool], **columns: float) -> Experience:
+    """One group of two-token responses; ``columns`` holds one value for every response token."""
+    names = [f"0.{r}" for r in range(len(scores))]
+    batch = RaggedBatch.from_groups([[5, 6]], [[[7, 8]] * len(scores)], names)
+    mask = batch.sequence_index() >= 0
+    batch = batch.with_token(action_mask=mask, loss_mask=mask, rollout_logprobs=torch.zeros(batch.num_tokens))
+    batch = batch.with_token(**{name: mask.float() * value for name, value in columns.items()}).with_sequence(
+        group=torch.zeros(len(names), dtype=torch.int64), ended=torch.tensor(list(ended))
+    )
+    found = ColumnSet(batch.ids, sequence={"reward/score": torch.tensor(list(scores))})
+    return Assembler(config, {"score": 1.0}, lambda: config.kl.coef)([(Chunk(0, 0, batch.num_tokens, batch), [found])])
+
+
+@pytest.mark.parametrize("config", [GRPO, RLOO])
+def test_a_missing_end_counts_where_all_scores_are_equal(config: type[GRPO] | type[RLOO]) -> None:
+    used = config(kl=KLConfig(coef=0.0), missing_eos_penalty=0.5)
+    experience = assembled(used, [0.0, 0.0], [True, False])
+    advantages = experience.batch.token["advantages"][experience.batch.sequence_index() >= 0]
+    assert advantages[0] > 0 > advantages[2], "the response that was cut off is the worse one"
+    assert experience.metrics["groups/zero_variance"] == 0.0
+
+
+def trainer(tmp_path: Path, causal_lm: Any, tokenizer: Any, **changes: Any) -> RLTrainer:
+    values: dict[str, Any] = {
+        "output_dir": str(tmp_path / "run"),
+        "algorithm": PPO(kl=KLConfig(coef=0.1, target=1.0, horizon=100)),
+        "critic": {"warmup_steps": 1},
+        "rollout": {"sampling": {"max_new_tokens": 2}},
+        "steps": 1,
+        "prompts_per_step": 2,
+        "log": LogConfig(tensorboard=False),
+        "threads": 1,
+        **changes,
+    }
+    rewards = [lambda completions: [float(len(text)) for text in completions]]
+    prompts = [{"prompt": "1+2="}, {"prompt": "3+4="}]
+    return RLTrainer(RLRecipe(**values), model=causal_lm(), tokenizer=tokenizer, rewards=rewards, prompts=prompts)
+
+
+def test_the_adaptive_coefficient_sees_the_responses_that_take_part(
+    tmp_path: Path, causal_lm: Any, tokenizer: Any
+) -> None:
+    run = trainer(tmp_path, causal_lm, tokenizer)
+    # 2 nats in each of the two responses that have a score; the others have none.
+    scores, ended = [1.0, NAN, 1.0, NAN], [True] * 4
+    experience = assembled(run.recipe.algorithm, scores, ended, old_logprobs=-1.0, ref_logprobs=-2.0, values=0.0)
+    run._adapt_kl(experience, step=0)
+    assert run.kl_coef == 0.1, "the actor rests"
+    run._adapt_kl(experience, step=1)
+    assert run.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 100))
+    run.cast.actor.packed.release()
+
+
+def test_a_lambda_is_a_reward_like_any_other(tmp_path: Path, causal_lm: Any, tokenizer: Any) -> None:
+    result = trainer(tmp_path, causal_lm, tokenizer).train()
+    assert "reward/lambda" in result.summary["stages"][0]["metrics"]
+
+
+def test_a_reward_whose_name_cannot_be_logged_is_refused_before_anything_starts(
+    tmp_path: Path, causal_lm: Any, tokenizer: Any
+) -> None:
+    target = "quartet.rewards.builtin:length"
+    with pytest.raises(UserError, match="name of a reward"):
+        trainer(tmp_path, causal_lm, tokenizer, rewards=({"type": "function", "target": target, "name": "my own"},))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_budget_below_the_longest_response_is_refused_before_anything_starts(
+    tmp_path: Path, causal_lm: Any, tokenizer: Any
+) -> None:
+    check_budget(6, 6, "key")
+    with pytest.raises(UserError, match=r"actor\.train\.token_budget"):
+        trainer(tmp_path, causal_lm, tokenizer, actor={"train": {"token_budget": 5}})
+    trainer(tmp_path, causal_lm, tokenizer, actor={"train": {"token_budget": 6}})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "found"),
+    [
+        (PPO(kl=KLConfig(target=1.0, horizon=5)), "horizon"),
+        (PPO(kl=KLConfig(coef=0.0, target=1.0)), "target"),
+        (RLOO(dual_clip=3.0), "dual_clip"),
+    ],
+)
+def test_settings_that_would_do_nothing_or_harm_are_refused(algorithm: AlgorithmConfig, found: str) -> None:
+    with pytest.raises(ValueError, match=found):
+        RLRecipe(algorithm=algorithm, prompts_per_step=3, responses_per_prompt=2)
+
+
+def test_a_reward_model_in_half_precision_gives_a_critic_in_full(
+    tmp_path: Path, causal_lm: Any, tokenizer: Any, scalar_model: Any
+) -> None:
+    recipe = RLRecipe(output_dir=str(tmp_path / "run"), threads=1)
+    reward = scalar_model().to(torch.bfloat16)
+    run = RLTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, rewards=[reward], prompts=["1+2="])
+    assert run.cast.critic is not None
+    assert {p.dtype for p in run.cast.critic.packed.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("text", ["=", "2026-13-45", "1:30"])
+def test_a_recipe_with_words_of_older_yaml_can_be_resumed(tmp_path: Path, text: str) -> None:
+    recipe = SFTRecipe(output_dir=str(tmp_path), data={"path": text})
+    with RunDirectory(tmp_path, recipe):
+        pass
+    with RunDirectory(tmp_path, recipe, resume=True):
+        pass

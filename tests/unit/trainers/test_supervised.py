@@ -1,0 +1,177 @@
+"""SFT and reward-model training: resume, held-out figures, what is saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.config import UserError
+from quartet.config.recipe import CheckpointConfig, LogConfig, OptimConfig, RewardModelRecipe, SFTRecipe, TrainConfig
+from quartet.observe.trackers import read_metrics
+from quartet.trainers.reward_model import RewardModelTrainer
+from quartet.trainers.sft import SFTTrainer
+
+COMMON: dict[str, Any] = {
+    "threads": 1,
+    "train": TrainConfig(optim=OptimConfig(lr=5e-3, warmup_steps=2, schedule="cosine")),
+    "checkpoint": CheckpointConfig(every_steps=2),
+    "log": LogConfig(tensorboard=False),
+    "steps": 5,
+    "evaluate_every_steps": 2,
+}
+
+
+class Stopped(RuntimeError):
+    pass
+
+
+def sft(path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool = False, **changes: Any) -> SFTTrainer:
+    values = {**COMMON, "examples_per_step": 6, "output_dir": str(path), **changes}
+    return SFTTrainer(
+        SFTRecipe(**values), model=model, tokenizer=tokenizer, rows=rows, evaluation_rows=rows[:4], resume=resume
+    )
+
+
+def reward_model(
+    path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool = False, **changes: Any
+) -> RewardModelTrainer:
+    values = {**COMMON, "pairs_per_step": 4, "output_dir": str(path), **changes}
+    return RewardModelTrainer(
+        RewardModelRecipe(**values), model=model, tokenizer=tokenizer, rows=rows, evaluation_rows=rows, resume=resume
+    )
+
+
+def untimed(path: Path) -> list[Mapping[str, float]]:
+    rows = read_metrics(path / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k != "time_s" and not k.startswith("time/")} for row in rows]
+
+
+@pytest.mark.parametrize("job", ["sft", "reward-model"])
+def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
+    job: str, causal_lm: Any, tokenizer: Any, demonstrations: Any, pairs: Any, tmp_path: Path
+) -> None:
+    make, rows = (sft, demonstrations) if job == "sft" else (reward_model, pairs)
+    whole = make(tmp_path / "whole", causal_lm(), tokenizer, rows).train()
+    broken: Any = make(tmp_path / "broken", causal_lm(), tokenizer, rows)
+    step = broken.engine.train_step
+
+    def breaks(*arguments: Any) -> Any:
+        if broken.engine.num_updates == 3:
+            raise Stopped
+        return step(*arguments)
+
+    broken.engine.train_step = breaks
+    with pytest.raises(Stopped):
+        broken.train()
+    assert len(untimed(tmp_path / "broken")) == 3, "one row more than the checkpoint"
+    resumed = make(tmp_path / "broken", causal_lm(seed=9), tokenizer, rows, resume=True).train()
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert untimed(tmp_path / "whole") == untimed(tmp_path / "broken")
+
+
+def test_a_run_stopped_between_last_checkpoint_and_summary_still_gets_its_figures(
+    causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
+) -> None:
+    whole = sft(tmp_path / "run", causal_lm(), tokenizer, demonstrations).train()
+    (tmp_path / "run" / "summary.json").unlink()
+    again = sft(tmp_path / "run", causal_lm(), tokenizer, demonstrations, resume=True).train()
+    assert again.summary["stages"][0]["metrics"] == whole.summary["stages"][0]["metrics"]
+
+
+def test_sft_figures_are_those_of_transformers_own_loss(
+    causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
+) -> None:
+    """Mean over the completions' tokens, end of text included, prompts not."""
+    rows = demonstrations[:4]
+    trainer = sft(tmp_path / "run", causal_lm(), tokenizer, rows)
+    found = trainer.evaluate()
+    trainer.packed.release()
+    total = count = 0.0
+    for row in rows:
+        head = tokenizer(row["prompt"])["input_ids"]
+        tail = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            labels = torch.tensor([[-100] * len(head) + tail])
+            loss = trainer.packed.model(torch.tensor([head + tail]), labels=labels).loss
+        total, count = total + float(loss) * len(tail), count + len(tail)
+    assert found["eval/loss"] == pytest.approx(total / count, rel=1e-5)
+    assert found["sft/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+def test_evaluation_runs_on_its_cadence_and_at_the_end(
+    causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
+) -> None:
+    sft(tmp_path / "run", causal_lm(), tokenizer, demonstrations).train()
+    rows = untimed(tmp_path / "run")
+    assert [row["step"] for row in rows if "eval/loss" in row] == [2, 4, 5]
+    assert [row["data/epoch"] for row in rows] == pytest.approx([6 * n / 24 for n in range(1, 6)])
+
+
+def test_steps_follow_from_epochs(causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path) -> None:
+    trainer = sft(tmp_path / "run", causal_lm(), tokenizer, demonstrations, steps=None, epochs=3, examples_per_step=10)
+    trainer.packed.release()
+    assert trainer.steps == 8, "24 rows, three times, ten at a time, rounded up"
+
+
+def test_a_reward_model_learns_to_prefer_and_reports_it(
+    causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path
+) -> None:
+    trainer = reward_model(tmp_path / "run", causal_lm(), tokenizer, pairs, steps=25, centring=0.01)
+    before = trainer.evaluate()
+    result = trainer.train()
+    after = result.summary["stages"][0]["metrics"]
+    assert after["eval/accuracy"] > max(0.8, before["eval/accuracy"])
+    assert after["eval/margin"] > before["eval/margin"]
+    assert trainer.evaluation is not None
+    with torch.no_grad():
+        margins = [
+            result.model(torch.tensor([item.prompt_ids + item.chosen_ids])).logits.item()
+            - result.model(torch.tensor([item.prompt_ids + item.rejected_ids])).logits.item()
+            for item in trainer.evaluation.items
+        ]
+    assert after["eval/accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
+    assert after["eval/margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4)
+
+
+def test_a_reward_model_goes_on_from_a_scalar_model_in_place(
+    scalar_model: Any, tokenizer: Any, pairs: Any, tmp_path: Path
+) -> None:
+    model = scalar_model()
+    head = model.score.weight.clone()
+    result = reward_model(tmp_path / "run", model, tokenizer, pairs, steps=1).train()
+    assert result.model is model and not torch.equal(model.score.weight, head)
+
+
+def test_a_causal_lm_given_for_a_reward_model_is_copied(
+    causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path
+) -> None:
+    model = causal_lm()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    reward_model(tmp_path / "run", model, tokenizer, pairs, steps=1).train()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_users_model_works_on_its_own_when_training_is_over(
+    causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
+) -> None:
+    model = causal_lm()
+    sft(tmp_path / "run", model, tokenizer, demonstrations, steps=1).train()
+    with torch.no_grad():
+        assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+
+
+def test_without_model_or_data_there_is_nothing_to_do(tokenizer: Any, causal_lm: Any, tmp_path: Path) -> None:
+    bare = SFTRecipe(output_dir=str(tmp_path / "run"))
+    with pytest.raises(UserError, match="no tokenizer"):
+        SFTTrainer(bare)
+    with pytest.raises(UserError, match="no model"):
+        SFTTrainer(bare, tokenizer=tokenizer)
+    with pytest.raises(UserError, match="no data"):
+        SFTTrainer(bare, tokenizer=tokenizer, model=causal_lm())
+    assert not (tmp_path / "run").exists()
