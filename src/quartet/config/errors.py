@@ -19,9 +19,9 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C; everything up to ``step`` is saved under ``path``."""
+    """The user pressed Ctrl-C; everything up to ``step`` is saved under ``path`` (None: to the last checkpoint)."""
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int | None) -> None:
         self.path = path
         self.step = step
-        super().__init__(f"stopped after step {step}; saved in {path}")
+        super().__init__(f"stopped{'' if step is None else f' after step {step}'}; saved in {path}")

@@ -84,9 +84,10 @@ class Quickstart:
         self._claim()
         try:
             return self._run()
-        except Interrupted as stop:
+        except (Interrupted, KeyboardInterrupt) as stop:
+            # Between the stages nothing else catches Ctrl-C, and there, too, the run goes on where it stopped.
             self._mark("interrupted")
-            raise Interrupted(self.path, stop.step) from stop
+            raise Interrupted(self.path, getattr(stop, "step", None)) from stop
 
     def _run(self) -> QuickstartResult:
         watch = Stopwatch()

@@ -171,7 +171,7 @@ class RunDirectory:
                 found=", ".join(sorted(present)[:5]),
                 remedy="choose another output_dir",
             )
-        found: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
+        found = self._read_marker(marker)
         if not self._resume:
             raise UserError(
                 f"output_dir {self.path} already holds a run",
@@ -181,6 +181,19 @@ class RunDirectory:
                 else "add --resume to go on with it, or choose another output_dir",
             )
         self._check_same_recipe(found)
+        return found
+
+    def _read_marker(self, marker: Path) -> dict[str, Any]:
+        try:
+            found: Any = json.loads(marker.read_text(encoding="utf-8"))
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not {"job", "status", "created"} <= found.keys():
+            raise UserError(
+                f"output_dir {self.path} is not empty and holds no run",
+                found=f"{marker} is not a run's",
+                remedy="choose another output_dir",
+            )
         return found
 
     def _check_same_recipe(self, found: Mapping[str, Any]) -> None:

@@ -128,3 +128,12 @@ def test_a_recipe_with_words_of_older_yaml_can_be_resumed(tmp_path: Path, text: 
         pass
     with RunDirectory(tmp_path, recipe, resume=True):
         pass
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", '{"name": "of another program"}'])
+def test_a_run_file_of_another_program_is_left_alone(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    for resume in (False, True):
+        with pytest.raises(UserError, match="holds no run"):
+            RunDirectory(tmp_path, SFTRecipe(), resume=resume)
+    assert (tmp_path / "run.json").read_text() == content
