@@ -5,22 +5,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: quickstart test test-fast test-slow test-gpu lint format types clean
+.PHONY: quickstart test test-fast test-slow lint format types clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
 
 test: $(VENV)/.installed-test lint types
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow"
 
 test-fast: $(VENV)/.installed-test
-	$(PYTEST) tests/unit -m "not slow and not gpu"
+	$(PYTEST) tests/unit -m "not slow"
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m "slow"
-
-test-gpu:
-	$(PYTHON) -m pytest tests/gpu -m gpu
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

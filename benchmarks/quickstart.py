@@ -2,8 +2,8 @@
 
     python benchmarks/quickstart.py --seeds 10 11 12 13 14 --out runs/quickstart-seeds [--control] [--threads 2]
 
-Prints one Markdown row per seed as it ends and appends it to ``<out>/table.md``. A seed whose directory is there already is
-resumed, or only reported when it is finished. ``--control`` shuffles the scores within each batch.
+Prints one Markdown row per seed as it ends and appends it to ``<out>/table.md``. A seed whose directory is there
+already is resumed, or only reported when it is finished. ``--control`` shuffles the scores within each batch.
 """
 
 from __future__ import annotations

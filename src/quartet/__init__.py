@@ -17,9 +17,16 @@ if TYPE_CHECKING:
     from quartet.config.recipe import GRPO as GRPO
     from quartet.config.recipe import PPO as PPO
     from quartet.config.recipe import RLOO as RLOO
+    from quartet.config.recipe import ActorConfig as ActorConfig
+    from quartet.config.recipe import CheckpointConfig as CheckpointConfig
     from quartet.config.recipe import CriticConfig as CriticConfig
+    from quartet.config.recipe import DataConfig as DataConfig
     from quartet.config.recipe import EvalRecipe as EvalRecipe
+    from quartet.config.recipe import EvaluationConfig as EvaluationConfig
+    from quartet.config.recipe import FunctionReward as FunctionReward
     from quartet.config.recipe import KLConfig as KLConfig
+    from quartet.config.recipe import ModelConfig as ModelConfig
+    from quartet.config.recipe import ModelReward as ModelReward
     from quartet.config.recipe import OptimConfig as OptimConfig
     from quartet.config.recipe import RewardModelRecipe as RewardModelRecipe
     from quartet.config.recipe import RLRecipe as RLRecipe
@@ -42,6 +49,13 @@ _HOMES = {
             "GRPO",
             "PPO",
             "RLOO",
+            "ActorConfig",
+            "CheckpointConfig",
+            "DataConfig",
+            "EvaluationConfig",
+            "FunctionReward",
+            "ModelConfig",
+            "ModelReward",
             "CriticConfig",
             "EvalRecipe",
             "KLConfig",

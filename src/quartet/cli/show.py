@@ -49,7 +49,7 @@ def show_quickstart(result: QuickstartResult) -> None:
     """The table of the three stages, completions side by side, and what to try next."""
     console, summary = Console(), result.summary
     match = summary["exact_match"]
-    table = Table(title="Exact match on 500 held-out sums", title_justify="left")
+    table = Table(title=f"Exact match on {summary['num_prompts']} held-out sums", title_justify="left")
     for column in ("decoding", "after SFT", "after PPO"):
         table.add_column(column, justify="left" if column == "decoding" else "right")
     for temperature, value in match["sft"].items():

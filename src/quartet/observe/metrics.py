@@ -227,12 +227,6 @@ _ROWS = (
         "Above 0.5: prompts too easy or too hard, most of the generation teaches nothing.",
     ),
     Metric(
-        "groups/rejected",
-        "groups",
-        "Groups that the filter turned away while this step's groups were collected.",
-        "Several times the groups that were accepted.",
-    ),
-    Metric(
         "rollout/tokens",
         "tokens",
         "Response tokens generated for the step.",
@@ -269,12 +263,6 @@ _ROWS = (
         "More than the distinct prompt tokens: prompts are computed twice.",
     ),
     Metric(
-        "rollout/staleness_mean",
-        "versions",
-        "Mean number of versions by which the sampling policy was older than the one trained.",
-        "Above the recipe's max_staleness; above 0 in a synchronous run.",
-    ),
-    Metric(
         "agreement/logprob_diff_mean",
         "nats",
         "Mean absolute difference of rollout_logprobs and old_logprobs over action tokens.",
@@ -303,12 +291,6 @@ _ROWS = (
         "fraction",
         "Action tokens whose correction weight was truncated or masked.",
         "Above 0.05: sampler and trainer have drifted apart.",
-    ),
-    Metric(
-        "sft/accuracy",
-        "fraction",
-        "Demonstration tokens with loss that the model predicts greedily given the true prefix.",
-        "Stays at the share of the most frequent token.",
     ),
     Metric(
         "sft/perplexity",
@@ -365,18 +347,6 @@ _ROWS = (
         "Jumps without a change of prompts or lengths.",
     ),
     Metric(
-        "tokens/computed",
-        "tokens",
-        "Tokens that really went through a forward pass for the step's training.",
-        "Well above tokens/useful: work is done twice.",
-    ),
-    Metric(
-        "tokens/padding",
-        "tokens",
-        "Padding tokens computed. There are none by design, the figure stands here as the proof.",
-        "Anything but 0.",
-    ),
-    Metric(
         "memory/rss_bytes",
         "bytes",
         "Resident memory of this process.",
@@ -393,12 +363,6 @@ _ROWS = (
         "epochs",
         "Passes over the prompts or demonstrations so far.",
         "Far above 1 with falling held-out figures: overfitting.",
-    ),
-    Metric(
-        "data/skipped_rows",
-        "rows",
-        "Rows left out (empty, malformed, longer than the context), counted since the run began.",
-        "A noticeable share of the data.",
     ),
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,8 @@ class Quickstart:
     ) -> None:
         self.seed = seed
         self.size = size
-        self.path = path
+        # The recipes name files below it, so a resumed run must find the same names from another directory.
+        self.path = path.absolute()
         self.resume = resume
         self.progress = progress if progress is not None else Progress()
         self.shuffle_scores = shuffle_scores
@@ -115,6 +116,7 @@ class Quickstart:
                 "gain": after[0.0] - best,
             },
             "good_same_bad": gsb,
+            "num_prompts": len(held_out),
             "shuffled_scores": self.shuffle_scores,
             "examples": [_example(*example) for example in examples[:NUM_EXAMPLES]],
         }
@@ -129,12 +131,12 @@ class Quickstart:
         marker = self.path / "run.json"
         if marker.is_file():
             found = json.loads(marker.read_text(encoding="utf-8"))
-            same = found.get("job") == "quickstart" and found.get("seed") == self.seed
+            same = all(found.get(key) == value for key, value in self._identity().items())
             if not self.resume or not same:
                 raise UserError(
                     f"output directory {self.path} already holds a run",
                     found=f"job {found.get('job')}, seed {found.get('seed')}, status {found.get('status')}",
-                    remedy="add --resume (with the same seed) to go on with it, or choose another --out",
+                    remedy="add --resume (with the same seed and options) to go on with it, or choose another --out",
                 )
             self._created = found["created"]
         elif self.path.exists() and (not self.path.is_dir() or any(_visible(self.path))):
@@ -146,11 +148,19 @@ class Quickstart:
         self.path.mkdir(parents=True, exist_ok=True)
         self._mark("running")
 
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one it goes on with."""
+        return {
+            "job": "quickstart",
+            "seed": self.seed,
+            "shuffled_scores": self.shuffle_scores,
+            "size": asdict(self.size),
+        }
+
     def _mark(self, status: str) -> None:
         info = {
-            "job": "quickstart",
             "name": self.path.name,
-            "seed": self.seed,
+            **self._identity(),
             "created": self._created,
             "status": status,
             "versions": software_versions(),

@@ -361,7 +361,6 @@ def _not_finite(responses: Sequence[Response[PreparedPrompt]]) -> GenerationErro
     first = responses[0]
     return GenerationError(
         f"logits of request {ids[0]!r} are not finite at response token {len(first.token_ids)}"
-        + (f" ({len(ids)} requests in all)" if len(ids) > 1 else "")
-        + "; the weights or the prompt's activations overflowed",
+        + (f" ({len(ids)} requests in all)" if len(ids) > 1 else ""),
         ids,
     )

@@ -153,14 +153,18 @@ class EngineStats:
     peak_cache_bytes: int = 0
 
 
-class GenerationError(RuntimeError):
+class GenerationError(UserError):
     """The model failed on particular requests (named in ``request_ids``); the engine goes on with the
     others.
     """
 
-    def __init__(self, message: str, request_ids: Sequence[str]) -> None:
+    def __init__(self, found: str, request_ids: Sequence[str]) -> None:
         self.request_ids = tuple(request_ids)
-        super().__init__(message)
+        super().__init__(
+            "the model gave logits that are not finite",
+            found=found,
+            remedy="check its weights; in training, lower the learning rate and resume from an earlier checkpoint",
+        )
 
 
 class RolloutEngine(Protocol):

@@ -177,7 +177,7 @@ class LocalRollout:
                     "generate",
                     self._burst,
                     step=self.version,
-                    reads={"rollout": self.version},
+                    reads=self._reads(),
                     tokens_of=lambda sampled: sampled,
                 )
             except GenerationError as error:
@@ -185,6 +185,11 @@ class LocalRollout:
             except Exception as error:
                 self._fail(error, list(self._waiting))
             await asyncio.sleep(0)
+
+    def _reads(self) -> dict[str, int]:
+        """The engine's weights; where they are the actor's own tensors, nobody may train those meanwhile."""
+        shared = {"actor": self.version} if self._source is None else {}
+        return {"rollout": self.version, **shared}
 
     def _pump_ended(self, pump: asyncio.Task[None]) -> None:
         """Whatever ended the pump early reaches everyone who waits for it."""

@@ -30,7 +30,15 @@ from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.evaluation import evaluate_prompts, run_to_end
 from quartet.trainers.records import rollout_records
 from quartet.trainers.rl_roles import Cast, build_cast, role_specs
-from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
+from quartet.trainers.run import (
+    RunDirectory,
+    Stopwatch,
+    default_output_dir,
+    resident_bytes,
+    software_versions,
+    use_threads,
+    writing,
+)
 
 
 @dataclass(frozen=True)
@@ -178,11 +186,13 @@ class RLTrainer:
         done = step + 1
         spans = self.run.recorder.of_step(step)
         metrics = {
-            **result.experience.metrics,
             **result.metrics,
+            # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
+            **result.experience.metrics,
             **_timing(spans, watch.seconds, after.generated_tokens - before.generated_tokens),
             **_lengths(result.experience.batch),
             "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),
+            "memory/rss_bytes": resident_bytes(),
             "optim/skipped_steps": float(sum(e.num_skipped for e in self.cast.engines().values())),
         }
         self._adapt_kl(result.experience, step)

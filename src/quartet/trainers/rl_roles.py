@@ -40,7 +40,14 @@ from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
 from quartet.trainers.advantages import REWARD_PREFIX
 from quartet.trainers.generate import completion_text
-from quartet.trainers.sources import check_budget, context_length, prompt_data, resolve_model, resolve_tokenizer
+from quartet.trainers.sources import (
+    check_budget,
+    check_context,
+    context_length,
+    prompt_data,
+    resolve_model,
+    resolve_tokenizer,
+)
 
 CANARY_TOKENS = 8
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
@@ -290,23 +297,31 @@ def build_cast(
         config = recipe.evaluation.data if recipe.evaluation is not None else None
         evaluation = prompt_data(config, evaluation_prompts, codec, context, "evaluation.data")
 
-    actor = packed_causal_lm(actor_model, recipe.actor.train.precision)
-    reference = _reference(recipe, actor_model)
     longest = min(context, max(len(item.token_ids) for item in data.items) + recipe.rollout.sampling.max_new_tokens)
-    check_budget(longest, recipe.actor.train.token_budget, "actor.train.token_budget")
-    check_budget(longest, recipe.actor.train.forward_token_budget, "actor.train.forward_token_budget")
-    if recipe.algorithm.name == "ppo":
-        check_budget(longest, recipe.critic.train.token_budget, "critic.train.token_budget")
-        check_budget(longest, recipe.critic.train.forward_token_budget, "critic.train.forward_token_budget")
-    models = reward_models(recipe.rewards, rewards, codec, recipe.actor.train.forward_token_budget)
-    weights = reward_weights(models, functions)
-    if not weights:
-        raise UserError(
-            "there is no reward",
-            found="rewards: []",
-            remedy="name a reward model or a function under `rewards`",
-        )
-    updates = recipe.minibatches * recipe.epochs
+    _check_budgets(recipe, longest)
+    with contextlib.ExitStack() as taken:
+        # When a later model does not fit, those taken over are given back as they were.
+        actor = packed_causal_lm(actor_model, recipe.actor.train.precision)
+        taken.callback(actor.release)
+        reference = _reference(recipe, actor_model)
+        models = reward_models(recipe.rewards, rewards, codec, recipe.actor.train.forward_token_budget)
+        for role in models:
+            taken.callback(role.model.release)
+            if role.codec is None:
+                check_context(role.model.model, longest, f"reward model {role.name!r}")
+        weights = reward_weights(models, functions)
+        if not weights:
+            raise UserError(
+                "there is no reward",
+                found="rewards: []",
+                remedy="name a reward model or a function under `rewards`",
+            )
+        updates = recipe.minibatches * recipe.epochs
+        critic_engine = _critic(recipe, critic, actor_model, models, updates)
+        if critic_engine is not None:
+            taken.callback(critic_engine.packed.release)
+            check_context(critic_engine.packed.model, longest, "critic")
+        taken.pop_all()
     resting = recipe.critic.warmup_steps if recipe.algorithm.name == "ppo" else 0
     engine = TrainEngine(actor, recipe.actor.train, total_steps=max(1, recipe.steps - resting) * updates)
     return Cast(
@@ -315,13 +330,22 @@ def build_cast(
         prompts=data,
         evaluation_prompts=evaluation,
         actor=engine,
-        critic=_critic(recipe, critic, actor_model, models, updates),
+        critic=critic_engine,
         reference=reference,
         reward_models=models,
         reward_functions=functions,
         reward_weights=weights,
         emitted=torch.zeros(actor.vocab_size, dtype=torch.bool),
     )
+
+
+def _check_budgets(recipe: RLRecipe, longest: int) -> None:
+    roles = {"actor": recipe.actor.train}
+    if recipe.algorithm.name == "ppo":
+        roles["critic"] = recipe.critic.train
+    for role, config in roles.items():
+        check_budget(longest, config.token_budget, f"{role}.train.token_budget")
+        check_budget(longest, config.forward_token_budget, f"{role}.train.forward_token_budget")
 
 
 def reward_functions(

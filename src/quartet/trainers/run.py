@@ -342,6 +342,12 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, child in pairs for k, v in _flatten(child, f"{prefix}.{key}" if prefix else key).items()}
 
 
+def resident_bytes() -> float:
+    """Memory of this process that is in RAM now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return float(pages * os.sysconf("SC_PAGE_SIZE"))
+
+
 def use_threads(threads: int | None) -> None:
     if threads is not None:
         torch.set_num_threads(threads)

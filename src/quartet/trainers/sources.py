@@ -27,10 +27,13 @@ def resolve_model(
 ) -> PreTrainedModel:
     """The object if there is one, else what the recipe's path names."""
     if model is not None:
+        check_savable(model)
         return model.float().eval().requires_grad_(True)
     if config is None:
         raise UserError("there is no model", found=f"{key} is missing", remedy=f"set {key}.path, or pass a model")
-    return load(config.path)
+    loaded = load(config.path)
+    check_savable(loaded)
+    return loaded
 
 
 def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
@@ -46,6 +49,31 @@ def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizer
 def context_length(model: PreTrainedModel) -> int:
     """Longest sequence the model's positions allow, in tokens."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNLIMITED)
+
+
+def check_context(model: PreTrainedModel, longest: int, what: str) -> None:
+    """Refuses a scorer whose positions end before the longest sequence it would have to read."""
+    if context_length(model) < longest:
+        raise UserError(
+            f"the {what}'s context is too short",
+            found=f"{context_length(model)} positions for sequences of up to {longest} tokens",
+            remedy="use a model with a longer context, shorter prompts, or a smaller max_new_tokens",
+        )
+
+
+def check_savable(model: PreTrainedModel) -> None:
+    """Refuses at the start what ``save_pretrained`` would refuse after training."""
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        raise UserError(
+            "the model's generation config contradicts itself, so the trained model could not be saved",
+            found=str(error).strip().splitlines()[0],
+            remedy="mend generation_config.json (or model.generation_config), e.g. set do_sample to true",
+        ) from error
 
 
 def check_budget(longest: int, budget: int, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Reward functions: what they receive, every way in which they can fail, and how scores are combined."""
+"""Reward functions: what they receive and every way in which they can fail."""
 
 import asyncio
 import math
@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
 from quartet.rewards.builtin import exact_match, length
-from quartet.rewards.combine import combine
 from quartet.rewards.functions import FunctionReward, RewardError, load_function
 
 PROMPTS = ["one?", "two?"]
@@ -162,28 +159,3 @@ def test_builtin_functions() -> None:
     assert exact_match(completions=chat, answer=[4, "6"], other=[1, 2]) == [1.0, 0.0]
     assert exact_match(completions=["5"], answer=[None]) == [None]
     assert length(completions=chat) == [3.0, 1.0]
-
-
-def test_combine_leaves_out_what_does_not_apply() -> None:
-    combined, counts = combine({"a": [1.0, None, None], "b": [2.0, 3.0, None]}, {"a": 10.0, "b": -1.0})
-    assert combined == [8.0, -3.0, None]
-    assert counts == {"a": 2, "b": 1}
-
-
-def test_combine_refuses_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="weights"):
-        combine({"a": [1.0]}, {"b": 1.0})
-    with pytest.raises(ValueError, match="numbers of samples"):
-        combine({"a": [1.0], "b": []}, {"a": 1.0, "b": 1.0})
-
-
-@given(st.lists(st.tuples(*[st.none() | st.floats(-9, 9)] * 2), max_size=6), st.floats(-2, 2))
-def test_combine_adds_up(samples: list[tuple[float | None, float | None]], weight: float) -> None:
-    scores = {"a": [a for a, _ in samples], "b": [b for _, b in samples]}
-    combined, counts = combine(scores, {"a": weight, "b": 1.0})
-    for (a, b), total in zip(samples, combined, strict=True):
-        if a is None and b is None:
-            assert total is None
-        else:
-            assert total == (0.0 if a is None else weight * a) + (0.0 if b is None else b)
-    assert counts == {"a": sum(a is None for a, _ in samples), "b": sum(b is None for _, b in samples)}

@@ -85,7 +85,7 @@ function examplesTable(examples) {
 const isListOfObjects = (value) => Array.isArray(value) && value.length > 0 && value.every((item) => item !== null && typeof item === 'object' && !Array.isArray(item));
 
 /** Nested figures side by side under joined names. */
-const flatten = (entries) => entries.flatMap(([name, value]) => (isListOfObjects(value) ? []
+const flatten = (entries) => entries.flatMap(([name, value]) => (isListOfObjects(value) || (Array.isArray(value) && value.length === 0) ? []
   : value !== null && typeof value === 'object' && !Array.isArray(value) ? flatten(Object.entries(value).map(([key, inner]) => [`${name} ${key}`, inner]))
     : [[name, value]]));
 
