@@ -41,7 +41,7 @@ from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer
 
 PATH = Path(__file__).with_name("golden.json")
-TIMED = ("time/", "time_s", "overlap/", "rollout/tokens_per_s")
+TIMED = ("memory/", "time/", "time_s", "overlap/", "rollout/tokens_per_s")
 TRAIN = TrainConfig(optim=OptimConfig(lr=3e-3, warmup_steps=2, schedule="cosine"))
 
 Curve = list[dict[str, float]]

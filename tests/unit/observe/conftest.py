@@ -130,8 +130,6 @@ def _write_rl(path: Path, steps: int, rng: random.Random, hostile: bool) -> None
             "optim/lr": 3e-5 * (1 - 0.9 * x),
             "memory/rss_bytes": 8.1e8 + 1e6 * step,
             "tokens/useful": 21_000,
-            "tokens/computed": 21_000,
-            "tokens/padding": 0,
             "policy_version": step - 1,
             "time/generate_s": 1.8,
         }
@@ -217,7 +215,7 @@ def write_run(path: Path, steps: int = 20, hostile: bool = True) -> Path:
         "versions": run["versions"],
     }
     (path / "summary.json").write_text(json.dumps(summary))
-    _write_supervised(path / "sft", {"loss/sft": (3.4, 0.21), "sft/accuracy": (0.1, 0.93)}, 1_700_000_000.0, rng)
+    _write_supervised(path / "sft", {"loss/sft": (3.4, 0.21), "sft/perplexity": (30.0, 1.2)}, 1_700_000_000.0, rng)
     pairs = {"loss/reward_model": (0.69, 0.22), "reward_model/accuracy": (0.5, 0.95)}
     _write_supervised(path / "reward_model", pairs, 1_700_000_100.0, rng)
     _write_rl(path / "rl", steps, rng, hostile)
