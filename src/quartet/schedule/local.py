@@ -182,8 +182,6 @@ class LocalRollout:
                 )
             except GenerationError as error:
                 self._fail(error, error.request_ids)
-            except Exception as error:
-                self._fail(error, list(self._waiting))
             await asyncio.sleep(0)
 
     def _reads(self) -> dict[str, int]:
@@ -203,14 +201,18 @@ class LocalRollout:
         for _ in range(self._steps_per_lease):
             if not self.engine.has_work:
                 break
-            for completion in self.engine.step():
-                finished += 1
-                future = self._waiting.pop(completion.request_id, None)
-                if future is not None and not future.done():
-                    future.set_result(completion)
+            completions = self.engine.step()
+            finished += len(completions)
+            for completion in completions:
+                self._deliver(completion)
         if self._on_finished is not None:
             self._on_finished(finished)
         return self.engine.stats().generated_tokens - before
+
+    def _deliver(self, completion: Completion) -> None:
+        future = self._waiting.pop(completion.request_id, None)
+        if future is not None and not future.done():
+            future.set_result(completion)
 
     def _fail(self, error: BaseException, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -262,10 +264,14 @@ class LocalRollout:
     def _sing(self) -> Completion:
         sampling = SamplingParams(temperature=0.0, max_new_tokens=self._canary.num_tokens)
         self.engine.submit([Request("canary", "canary", self._canary.prompt_ids, sampling)])
-        while True:
+        heard: Completion | None = None
+        while heard is None:
             for completion in self.engine.step():
                 if completion.request_id == "canary":
-                    return completion
+                    heard = completion
+                else:
+                    self._deliver(completion)
+        return heard
 
     def _expected(self, heard: Completion) -> Tensor:
         batch = RaggedBatch.from_groups([self._canary.prompt_ids], [[heard.token_ids]], ["canary"])

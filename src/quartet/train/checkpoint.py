@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Mapping
@@ -72,10 +73,21 @@ def list_checkpoints(root: Path) -> list[int]:
 
 
 def load_checkpoint(root: Path, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``(parts, info)`` as saved."""
+    """``(parts, info)`` as saved.
+
+    Raises:
+        UserError: a file of it is damaged.
+    """
     path = checkpoint_path(root, step)
-    info = json.loads((path / "info.json").read_text(encoding="utf-8"))
-    parts = {file.stem: torch.load(file, weights_only=True) for file in sorted(path.glob("*.pt"))}
+    try:
+        info = json.loads((path / "info.json").read_text(encoding="utf-8"))
+        parts = {file.stem: torch.load(file, weights_only=True) for file in sorted(path.glob("*.pt"))}
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"checkpoint {path} is damaged",
+            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            remedy="delete that directory; the run then resumes from the checkpoint before it",
+        ) from error
     return parts, info
 
 

@@ -210,3 +210,12 @@ def test_an_untrained_engine_can_be_saved(tmp_path, batch, make_engine, weights)
         each.train_step(batch, SFTObjective())
     expected = weights(engine)
     assert all(torch.equal(values, expected[name]) for name, values in weights(other).items())
+
+
+@pytest.mark.parametrize("name", ["info.json", "engine.pt"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str) -> None:
+    path = save_checkpoint(tmp_path, 1, {"engine": {"weight": torch.ones(3)}}, {}, keep=1)
+    (path / name).write_bytes(b"")
+    with pytest.raises(UserError, match="damaged") as caught:
+        load_checkpoint(tmp_path, 1)
+    assert str(path) in caught.value.problem
