@@ -26,9 +26,9 @@ from quartet.text.loading import load_generation_config, local_or_hub
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.objectives import PairwiseObjective
-from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
+from quartet.trainers.run import RunDirectory, default_output_dir, use_threads
 from quartet.trainers.sources import check_budget, context_length, preference_data, resolve_model, resolve_tokenizer
-from quartet.trainers.supervised import SupervisedLoop
+from quartet.trainers.supervised import SupervisedLoop, run_supervised
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,6 @@ class RewardModelTrainer:
         Raises:
             Interrupted: Ctrl-C; saved, and resumable.
         """
-        watch = Stopwatch()
-        remarks = [*(f"data: {remark}" for remark in self.data.remarks), *self.packed.remarks]
-        for remark in remarks:
-            self.progress.print(remark)
         loop = SupervisedLoop(
             name="reward_model",
             engine=self.engine,
@@ -124,24 +120,11 @@ class RewardModelTrainer:
                 "held-out": "eval/accuracy",
             },
         )
-        with self.run, self.run.stoppable():
-            try:
-                metrics = loop.run(self.run, self.progress)
-                seen = self._seen()
-                with writing(self.path / "model"):
-                    warning = save_scalar_model(self.packed, self.codec.tokenizer, self.path / "model", seen=seen)
-            finally:
-                self.packed.release()
-            notes = remarks + ([warning] if warning else [])
-            summary = {
-                "job": "reward-model",
-                "seed": self.recipe.seed,
-                "versions": software_versions(),
-                "stages": [{"name": "reward_model", "seconds": round(watch.seconds, 3), "metrics": metrics}],
-                "notes": notes,
-            }
-            self.run.finish(summary)
+        summary = run_supervised(loop, self.run, self.progress, self.data.remarks, self._export)
         return RewardModelResult(self.path, self.packed.model, summary)
+
+    def _export(self, path: Path) -> str | None:
+        return save_scalar_model(self.packed, self.codec.tokenizer, path, seen=self._seen())
 
     def evaluate(self) -> dict[str, float]:
         """``eval/accuracy``: share of held-out pairs whose chosen side scores strictly higher; ``eval/margin``."""

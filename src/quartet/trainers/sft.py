@@ -19,9 +19,9 @@ from quartet.observe.progress import Progress
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.objectives import SFTObjective
-from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
+from quartet.trainers.run import RunDirectory, default_output_dir, use_threads
 from quartet.trainers.sources import check_budget, context_length, resolve_model, resolve_tokenizer, sft_data
-from quartet.trainers.supervised import SupervisedLoop
+from quartet.trainers.supervised import SupervisedLoop, run_supervised
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,6 @@ class SFTTrainer:
         Raises:
             Interrupted: Ctrl-C; saved, and resumable.
         """
-        watch = Stopwatch()
-        remarks = [*(f"data: {remark}" for remark in self.data.remarks), *self.packed.remarks]
-        for remark in remarks:
-            self.progress.print(remark)
         loop = SupervisedLoop(
             name="sft",
             engine=self.engine,
@@ -100,22 +96,11 @@ class SFTTrainer:
             rows_per_step=self.recipe.examples_per_step,
             figures={"loss": "loss/sft", "held-out": "eval/loss"},
         )
-        with self.run, self.run.stoppable():
-            try:
-                metrics = loop.run(self.run, self.progress)
-                with writing(self.path / "model"):
-                    save_causal_lm(self.packed, self.codec.tokenizer, self.path / "model")
-            finally:
-                self.packed.release()
-            summary = {
-                "job": "sft",
-                "seed": self.recipe.seed,
-                "versions": software_versions(),
-                "stages": [{"name": "sft", "seconds": round(watch.seconds, 3), "metrics": metrics}],
-                "notes": remarks,
-            }
-            self.run.finish(summary)
+        summary = run_supervised(loop, self.run, self.progress, self.data.remarks, self._export)
         return SFTResult(self.path, self.packed.model, summary)
+
+    def _export(self, path: Path) -> None:
+        save_causal_lm(self.packed, self.codec.tokenizer, path)
 
     def evaluate(self) -> dict[str, float]:
         """Held-out loss in nats per token, and its exponential."""

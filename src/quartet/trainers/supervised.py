@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.observe.progress import Progress
 from quartet.train.engine import Objective, TrainEngine
-from quartet.trainers.run import RunDirectory, Stopwatch
+from quartet.trainers.run import RunDirectory, Stopwatch, software_versions, writing
 
 
 @dataclass(frozen=True)
@@ -85,3 +86,41 @@ class SupervisedLoop:
         """A run killed between its last checkpoint and its summary has nothing left to train."""
         found: tuple[int, dict[str, Any], dict[str, Any]] | None = run.latest()
         return {} if found is None else dict(found[2]["metrics"])
+
+
+def run_supervised(
+    loop: SupervisedLoop,
+    run: RunDirectory,
+    progress: Progress,
+    remarks: Sequence[str],
+    export: Callable[[Path], str | None],
+) -> dict[str, Any]:
+    """The whole of a supervised job: loop, export to ``model/``, summary. The model is given back however it ends.
+
+    Args:
+        remarks: what was left out or converted, printed first and kept as notes.
+        export: writes the model directory; returns a warning or None.
+
+    Returns:
+        What ``summary.json`` holds.
+    """
+    watch = Stopwatch()
+    notes = [*(f"data: {remark}" for remark in remarks), *loop.engine.packed.remarks]
+    for note in notes:
+        progress.print(note)
+    with run, run.stoppable():
+        try:
+            metrics = loop.run(run, progress)
+            with writing(run.path / "model"):
+                warning = export(run.path / "model")
+        finally:
+            loop.engine.packed.release()
+        summary = {
+            "job": run.job,
+            "seed": run.recipe.seed,
+            "versions": software_versions(),
+            "stages": [{"name": loop.name, "seconds": round(watch.seconds, 3), "metrics": metrics}],
+            "notes": notes + ([warning] if warning else []),
+        }
+        run.finish(summary)
+    return summary
