@@ -157,13 +157,15 @@ def main() -> None:
 
 def _resume_command(arguments: list[str], path: Path) -> str:
     """The same command with ``--resume``, and the directory where it was not given."""
+    from quartet.cli.show import command_name
+
     words = [shlex.quote(word) for word in arguments if word != "--resume"]
     if arguments[0] == "quickstart":
         named = any(word.startswith("--out") for word in arguments)
         where = [] if named else ["--out", shlex.quote(str(path))]
     else:
         where = [] if any(str(path) in word for word in arguments) else [f"output_dir={shlex.quote(str(path))}"]
-    return " ".join(["quartet", *words, *where, "--resume"])
+    return " ".join([command_name(), *words, *where, "--resume"])
 
 
 if __name__ == "__main__":

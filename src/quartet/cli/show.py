@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,23 @@ _TITLES = {
 }
 
 
+def command_name() -> str:
+    """What to type for ``quartet`` here: the path of the one that runs where the shell would not find it."""
+    if shutil.which("quartet") is not None:
+        return "quartet"
+    return (
+        shown_path(Path(sys.argv[0]))
+        if Path(sys.argv[0]).name == "quartet"
+        else f"{sys.executable} -m quartet.cli.main"
+    )
+
+
+def shown_path(path: Path) -> str:
+    """Relative to the current directory where it lies below it."""
+    full = path.absolute()
+    return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
+
+
 def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     """Last metrics and where everything is."""
     console = Console()
@@ -42,12 +61,12 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     for note in summary.get("notes", ()):
         console.print(Text(f"note: {note}"), soft_wrap=True)
     console.print(Text(f"model: {path / 'model'}"), soft_wrap=True)
-    console.print(Text(f"next:  quartet report {path}"), soft_wrap=True)
+    console.print(Text(f"next:  {command_name()} report {path}"), soft_wrap=True)
 
 
 def show_quickstart(result: QuickstartResult) -> None:
     """The table of the three stages, completions side by side, and what to try next."""
-    console, summary = Console(), result.summary
+    console, summary, model = Console(), result.summary, result.path / "rl" / "model"
     match = summary["exact_match"]
     table = Table(title=f"Exact match on {summary['num_prompts']} held-out sums", title_justify="left")
     for column in ("decoding", "after SFT", "after PPO"):
@@ -77,11 +96,11 @@ def show_quickstart(result: QuickstartResult) -> None:
         sides.add_row(*(Text(cell) for cell in example))
     console.print(sides)
     console.print(
-        Text(f"report: {result.path / 'report.html'}   (open it in a browser: every token, every step)"),
+        Text(f"report: {shown_path(result.path / 'report.html')}   (open it in a browser: every token, every step)"),
         soft_wrap=True,
     )
     console.print(
-        Text(f'next:   quartet generate --model {result.path / "rl" / "model"} --prompt "57+68=" --temperature 0'),
+        Text(f'next:   {command_name()} generate --model {shown_path(model)} --prompt "57+68=" --temperature 0'),
         soft_wrap=True,
     )
 

@@ -130,7 +130,7 @@ class Progress:
         """Shows the stage's present state (called by the stage)."""
         if self._bars is not None and stage.task is not None:
             self._bars.update(stage.task, completed=stage.done, figures=_format_figures(stage.figures))
-        elif self.clock() - self._last_line_s >= self._interval_s:
+        elif not stage.transient and self.clock() - self._last_line_s >= self._interval_s:
             self._last_line_s = self.clock()
             self.print(stage.line())
 
