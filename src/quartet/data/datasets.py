@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.config.recipe import DataConfig
-from quartet.data.formats import Parsed, demonstrations, preferences, prompts
+from quartet.data.formats import Parsed
 from quartet.data.order import draws
-from quartet.data.readers import read_rows
 from quartet.text.examples import Conversation, Demonstration, Preference, Prompt, PromptText
 from quartet.text.tokenizer import TextCodec
 
@@ -45,8 +43,7 @@ class PreferenceItem:
 class PromptItem:
     """A prompt to answer.
 
-    ``prompt_id`` names it in this data set and step; randomness of its responses is derived from it, so a
-    prompt drawn twice for one step has two ids.
+    ``prompt_id`` names it in this data set, the same at every step.
     """
 
     prompt_id: str
@@ -79,12 +76,6 @@ class SFTData:
         lengths = [len(item.input_ids) for item in items]
         kept, remark = _fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence")
         return cls(tuple(kept), (*parsed.report(), *remark))
-
-    @classmethod
-    def load(cls, config: DataConfig, codec: TextCodec, context: int) -> SFTData:
-        """What a recipe's ``data`` section names, for a model with ``context`` positions."""
-        parsed = demonstrations(read_rows(config), config.columns)
-        return cls.build(parsed, codec, _limit(config, context), config.overlong)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -122,12 +113,6 @@ class PreferenceData:
         lengths = [len(i.prompt_ids) + max(len(i.chosen_ids), len(i.rejected_ids)) for i in items]
         kept, remark = _fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "pair")
         return cls(tuple(kept), (*parsed.report(), *remark))
-
-    @classmethod
-    def load(cls, config: DataConfig, codec: TextCodec, context: int) -> PreferenceData:
-        """What a recipe's ``data`` section names, for a model with ``context`` positions."""
-        parsed = preferences(read_rows(config), config.columns)
-        return cls.build(parsed, codec, _limit(config, context), config.overlong)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -181,14 +166,6 @@ class PromptData:
         kept, remark = _fitting(encoded, lengths, [i.place for i in encoded], max_tokens, overlong, "prompt")
         return cls(tuple(kept), (*parsed.report(), *remark))
 
-    @classmethod
-    def load(cls, config: DataConfig, codec: TextCodec, context: int) -> PromptData:
-        """What a recipe's ``data`` section names; a prompt leaves room for at least one token of
-        ``context``.
-        """
-        parsed = prompts(read_rows(config), config.columns)
-        return cls.build(parsed, codec, _limit(config, context - 1), config.overlong)
-
     def __len__(self) -> int:
         return len(self.items)
 
@@ -197,24 +174,6 @@ class PromptData:
 
     def item(self, index: int) -> PromptItem:
         return self.items[index]
-
-    def batch(self, step: int, size: int, seed: int) -> list[PromptItem]:
-        """The step's prompts; one drawn twice (fewer prompts than ``size``) gets ``#1``, ``#2`` behind its
-        id.
-        """
-        seen: dict[int, int] = {}
-        batch = []
-        for index, _ in draws(seed, step, len(self), size):
-            repeat = seen.get(index, 0)
-            seen[index] = repeat + 1
-            item = self.items[index]
-            batch.append(replace(item, prompt_id=f"{item.prompt_id}#{repeat}") if repeat else item)
-        return batch
-
-
-def _limit(config: DataConfig, room: int) -> int:
-    """The longest sequence allowed: what the recipe says, but never more than there is room for."""
-    return room if config.max_tokens is None else min(config.max_tokens, room)
 
 
 def _fitting(

@@ -114,13 +114,11 @@ def test_preference_batch(codec: TextCodec) -> None:
     assert len(set(data.batch(0, 5, seed=0).ids)) == 10
 
 
-def test_prompt_batch(codec: TextCodec) -> None:
+def test_prompt_items(codec: TextCodec) -> None:
     data = PromptData.build(Parsed((Prompt("a b", {"answer": "1"}), Prompt("c", {"answer": "2"}))), codec, 8)
     assert data.item(0).token_ids == (1, 2) and data.item(1).columns == {"answer": "2"}
     assert [item.prompt for item in data] == ["a b", "c"]
-    batch = data.batch(0, 5, seed=0)
-    assert len({item.prompt_id for item in batch}) == 5
-    assert Counter(item.prompt_id.partition("#")[0] for item in batch).most_common()[0][1] == 3
+    assert len({item.prompt_id for item in data}) == 2
 
 
 # Too long ----------------------------------------------------------------------------------------------
@@ -151,17 +149,6 @@ def test_exactly_the_limit_fits_and_nothing_left_is_an_error(codec: TextCodec) -
     assert len(SFTData.build(parsed, codec, 4)) == 1
     with pytest.raises(UserError, match="every sequence"):
         SFTData.build(parsed, codec, 3, "skip")
-
-
-def test_a_prompt_leaves_room_for_one_token(codec: TextCodec, tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "a b c d"}\n')
-    config = DataConfig(path=str(path))
-    assert len(PromptData.load(config, codec, 5)) == 1
-    with pytest.raises(UserError, match="allowed 3"):
-        PromptData.load(config, codec, 4)
-    with pytest.raises(UserError, match="allowed 3"):
-        PromptData.load(config.model_copy(update={"max_tokens": 3}), codec, 5)
 
 
 def test_a_message_prompt_without_template_names_its_row(codec: TextCodec) -> None:
@@ -205,14 +192,11 @@ def test_conversational_pairs(realdata: Path) -> None:
 @pytest.mark.realdata
 def test_real_rows_as_the_story_model_reads_them(realdata: Path) -> None:
     codec = TextCodec.from_pretrained(realdata / "stories260K")
-    config = DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"), limit=20, overlong="skip")
-    data = PreferenceData.load(config, codec, 512)
+    pairs = preferences(read_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"), limit=20)))
+    data = PreferenceData.build(pairs, codec, 512, "skip")
     assert 0 < len(data) < 20 and "pair longer than 512 tokens" in data.remarks[0]
     item = data.items[0]
     assert item.prompt_ids[0] == 1 and item.chosen_ids[-1] == 2 and item.chosen_ids != item.rejected_ids
-    prompt_data = PromptData.load(
-        DataConfig(path=str(realdata / "gsm8k_test.jsonl"), columns={"prompt": "question"}, limit=100),
-        codec,
-        512,
-    )
+    rows = read_rows(DataConfig(path=str(realdata / "gsm8k_test.jsonl"), limit=100))
+    prompt_data = PromptData.build(prompts(rows, {"prompt": "question"}), codec, 511)
     assert len(prompt_data) == 100 and set(prompt_data.item(0).columns) == {"answer"}
