@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest
+# One thread: equal sums on every run, and no waiting at barriers on a machine that others use, too.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 .PHONY: quickstart test test-fast test-slow lint format types clean
 
