@@ -54,7 +54,6 @@ class Learner:
         objective: ``(step, is_first) → Objective``; ``is_first`` for the first mini-batch of a step.
         prefix: names this role's gradient norm, ``<prefix>/grad_norm``.
         warmup_steps: first steps in which the role rests (critic-first warm-up); its version advances all the same.
-        after: ran inside the lease when the updates are done.
     """
 
     worker: Worker

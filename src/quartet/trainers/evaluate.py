@@ -18,7 +18,8 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 from quartet.schedule.local import FrozenScorer, Worker, local_arbiter, role_spec
 from quartet.text.tokenizer import TextCodec, check_vocabulary
-from quartet.trainers.evaluation import Answer, evaluate_prompts, run_to_end
+from quartet.trainers.evaluation import Answer, evaluate_prompts
+from quartet.trainers.generate import run_to_end
 from quartet.trainers.rl_roles import FunctionScorer, reward_functions, reward_models, reward_scorers, reward_weights
 from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
 from quartet.trainers.sources import context_length, prompt_data, resolve_model, resolve_tokenizer

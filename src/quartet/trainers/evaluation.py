@@ -12,7 +12,7 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.config.recipe import SamplingConfig
 from quartet.data.datasets import PromptData, PromptItem
-from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
+from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.local import PromptGroup, chunk_of
 from quartet.text.tokenizer import TextCodec
@@ -24,15 +24,6 @@ CHUNK = 64
 
 class Completer(Protocol):
     async def complete(self, requests: Sequence[Request]) -> list[Completion]: ...
-
-
-def run_to_end(engine: RolloutEngine, requests: Sequence[Request]) -> list[Completion]:
-    """Completions of the requests, in their order, by an engine that nobody else uses meanwhile."""
-    engine.submit(requests)
-    found: dict[str, Completion] = {}
-    while engine.has_work:
-        found.update({completion.request_id: completion for completion in engine.step()})
-    return [found[request.request_id] for request in requests]
 
 
 class RewardScorer(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion, Request, SamplingParams
+from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
@@ -42,25 +42,31 @@ def generate(
     engine = NativeEngine(packed, max_running=max_running, decode=codec.decode)
     stops = tuple(sorted({*sampling.stop_token_ids, *codec.eos_ids}))
     encoded = [tuple(codec.encode_prompt(prompt)) for prompt in prompts]
-    engine.submit(
-        [
-            Request(
-                f"{p}.{r}",
-                str(p),
-                ids,
-                replace(sampling, stop_token_ids=stops, seed=sample_seed(seed, 0, p, r)),
-            )
-            for p, ids in enumerate(encoded)
-            for r in range(num_responses)
-        ]
-    )
+    requests = [
+        Request(f"{p}.{r}", str(p), ids, replace(sampling, stop_token_ids=stops, seed=sample_seed(seed, 0, p, r)))
+        for p, ids in enumerate(encoded)
+        for r in range(num_responses)
+    ]
+    found = iter(run_to_end(engine, requests, on_done))
+    return [[_generated(codec, ids, next(found)) for _ in range(num_responses)] for ids in encoded]
+
+
+def run_to_end(
+    engine: RolloutEngine, requests: Sequence[Request], on_done: Callable[[int], None] | None = None
+) -> list[Completion]:
+    """Completions of the requests, in their order, by an engine that nobody else uses meanwhile.
+
+    Args:
+        on_done: called with the number of completions finished by each engine step that finished any.
+    """
+    engine.submit(requests)
     found: dict[str, Completion] = {}
     while engine.has_work:
         finished = engine.step()
         found.update({completion.request_id: completion for completion in finished})
         if finished and on_done is not None:
             on_done(len(finished))
-    return [[_generated(codec, ids, found[f"{p}.{r}"]) for r in range(num_responses)] for p, ids in enumerate(encoded)]
+    return [found[request.request_id] for request in requests]
 
 
 def _generated(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion) -> Generated:

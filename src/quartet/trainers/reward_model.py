@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from quartet.config import UserError
 from quartet.config.recipe import RewardModelRecipe
 from quartet.data.datasets import PreferenceData
 from quartet.data.order import steps_for
@@ -128,7 +129,12 @@ class RewardModelTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """``eval/accuracy``: share of held-out pairs whose chosen side scores strictly higher; ``eval/margin``."""
-        assert self.evaluation is not None, "no evaluation data"
+        if self.evaluation is None:
+            raise UserError(
+                "there is no evaluation data",
+                found="neither evaluation_data nor evaluation_rows",
+                remedy="set evaluation_data.path, or pass evaluation_rows",
+            )
         chosen, rejected = score_pairs(self.engine, self.evaluation)
         return {
             "eval/accuracy": float((chosen > rejected).double().mean()),

@@ -27,7 +27,8 @@ from quartet.schedule.local import LocalRollout, PromptGroup, Worker, chunk_of, 
 from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.train.objectives import PolicyObjective, ValueObjective
 from quartet.trainers.advantages import Assembler, Experience
-from quartet.trainers.evaluation import evaluate_prompts, run_to_end
+from quartet.trainers.evaluation import evaluate_prompts
+from quartet.trainers.generate import run_to_end
 from quartet.trainers.records import rollout_records
 from quartet.trainers.rl_roles import Cast, build_cast, role_specs
 from quartet.trainers.run import (

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from quartet.config import UserError
 from quartet.config.recipe import SFTRecipe
 from quartet.data.datasets import SFTData
 from quartet.data.order import steps_for
@@ -104,7 +105,12 @@ class SFTTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """Held-out loss in nats per token, and its exponential."""
-        assert self.evaluation is not None, "no evaluation data"
+        if self.evaluation is None:
+            raise UserError(
+                "there is no evaluation data",
+                found="neither evaluation_data nor evaluation_rows",
+                remedy="set evaluation_data.path, or pass evaluation_rows",
+            )
         total = count = 0.0
         for start in range(0, len(self.evaluation), 256):
             indices = range(start, min(start + 256, len(self.evaluation)))

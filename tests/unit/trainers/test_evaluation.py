@@ -20,8 +20,8 @@ from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.local import PromptGroup, chunk_of
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler
-from quartet.trainers.evaluation import Answer, evaluate_prompts, run_to_end, sampling_params, summarise
-from quartet.trainers.generate import completion_text, generate
+from quartet.trainers.evaluation import Answer, evaluate_prompts, sampling_params, summarise
+from quartet.trainers.generate import completion_text, generate, run_to_end
 from quartet.trainers.records import rollout_records
 
 
