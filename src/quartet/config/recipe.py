@@ -45,9 +45,15 @@ class TrainConfig(Strict):
 
     optim: OptimConfig = OptimConfig()
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast over fp32 master weights.")
-    token_budget: int = Field(8192, ge=1, description="Most tokens of one micro-batch with gradients.")
+    token_budget: int = Field(
+        8192, ge=1, description="Most tokens of one micro-batch with gradients; a shared prompt counts once."
+    )
     forward_token_budget: int = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
     logprob_chunk: int = Field(1024, ge=1, description="Rows of logits that exist at a time.")
+    share_prefixes: bool = Field(True, description="Compute a prompt once for all of its responses.")
+    activation_checkpointing: bool = Field(
+        False, description="Keep only each layer's input and compute the layer again in the backward pass."
+    )
 
 
 # Data ----------------------------------------------------------------------------------------------------
@@ -72,6 +78,9 @@ class SamplingConfig(Strict):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, description="0: no limit.")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="Leaves out tokens below this share of the likeliest's probability."
+    )
     max_new_tokens: int = Field(128, ge=1)
     stop_strings: tuple[str, ...] = ()
 
@@ -233,6 +242,10 @@ class RolloutConfig(Strict):
     engine: Literal["native"] = "native"
     sampling: SamplingConfig = SamplingConfig()
     max_running: int = Field(64, ge=1, description="Sequences that decode together.")
+    max_prefill_tokens: int = Field(2048, ge=16, description="Prompt tokens computed per step, beside decoding.")
+    cache_tokens: int | None = Field(
+        None, ge=1, description="Tokens the key/value cache holds; grows with the requests when left out."
+    )
     steps_per_lease: int = Field(8, ge=1, description="Decode steps between which scoring may interleave.")
 
 
@@ -273,6 +286,10 @@ class RLRecipe(Recipe):
     minibatches: int = Field(1, ge=1)
     epochs: int = Field(1, ge=1)
     chunk_size: int = Field(8, ge=1, description="Groups that are scored together.")
+    numerics: Literal["fast", "exact"] = Field(
+        "fast",
+        description="exact: sampler and trainer agree to the last bit (CPU, fp32, one thread; prompts are not shared).",
+    )
     canary_tolerance: float | None = Field(None, gt=0, description="Default by precision: 1e-3 fp32, 0.25 bf16.")
 
     @model_validator(mode="after")
@@ -282,6 +299,11 @@ class RLRecipe(Recipe):
                 f"minibatches ({self.minibatches}) must divide prompts_per_step ({self.prompts_per_step}): "
                 "every mini-batch holds whole groups"
             )
+        precisions = {self.actor.train.precision, self.critic.train.precision}
+        if self.numerics == "exact" and precisions != {"fp32"}:
+            raise ValueError("numerics: exact needs precision: fp32 for actor and critic; found bf16")
+        if self.numerics == "exact" and self.threads not in (None, 1):
+            raise ValueError(f"numerics: exact needs threads: 1; found {self.threads}")
         if self.algorithm.name in ("grpo", "rloo") and self.responses_per_prompt < 2:
             raise ValueError(
                 f"{self.algorithm.name} compares the responses of a group; responses_per_prompt is "
