@@ -1,7 +1,7 @@
 """Ragged batches: sequences without padding over shared segments, cut under a token budget, saved whole."""
 
 from quartet.batch.columns import ColumnSet, join
-from quartet.batch.partition import plan_micro_batches
+from quartet.batch.partition import plan_micro_batches, plan_tree_micro_batches
 from quartet.batch.ragged import Attachment, RaggedBatch
 from quartet.batch.storage import load_batch, save_batch
 
@@ -12,5 +12,6 @@ __all__ = [
     "join",
     "load_batch",
     "plan_micro_batches",
+    "plan_tree_micro_batches",
     "save_batch",
 ]

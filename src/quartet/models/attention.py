@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from quartet.config import UserError
+from quartet.models.tree_attention import SegmentTree, SiblingRun, tree_attention
 
 NAME = "quartet"
 _FORMER = "_quartet_former_attention"
+_SMALLEST_BLOCK = 128
+"""Tokens; below it a kernel call costs more than the keys it saves."""
 
 
 @dataclass(frozen=True)
@@ -41,46 +44,95 @@ class AttentionContext(Protocol):
 
 
 class PackedAttention:
-    """Causal attention inside each sequence of a pack.
+    """Causal attention over a pack of segments: each sees its ancestors wholly and itself causally.
 
     Args:
-        lengths: tokens per sequence, in packed order. Neighbours of equal length run as one kernel call.
+        lengths: tokens per segment, in packed order.
+        parents: the segment that each one continues, -1 for a root; the descendants of a segment follow it directly.
+            None: all are roots. Neighbours of equal length run as one kernel call.
+
+    Raises:
+        ValueError: a segment does not follow its parent's descendants.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None = None) -> None:
         self.num_calls = 0
-        self.runs: list[tuple[int, int]] = []
-        for length in lengths:
-            if self.runs and self.runs[-1][1] == length:
-                self.runs[-1] = (self.runs[-1][0] + 1, length)
-            else:
-                self.runs.append((1, length))
+        self.tree = SegmentTree(lengths, parents)
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+        self._cut: dict[int, SegmentTree] = {}
+        self._cache: dict[object, object] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
         self.num_calls += 1
-        sizes = [n * length for n, length in self.runs]
-        pieces = zip(self.runs, q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
-        out = [
-            _causal(_unpack(q_run, run), _unpack(k_run, run), _unpack(v_run, run), rule).transpose(0, 1).flatten(1, 2)
-            for run, q_run, k_run, v_run in pieces
-        ]
+        tree = self.tree
+        if q.is_cuda:
+            from quartet.models import cuda_attention
+
+            return cuda_attention.tree_attention(q, k, v, rule, tree.lengths, tree.parents, self._cache)
+        whole = rule.window is None or rule.window >= tree.longest
+        if whole and rule.softcap is None and q.shape[-1] == v.shape[-1] and q.device.type == "cpu":
+            return tree_attention(q, k, v, tree, rule.scaling)
+        return self._by_run(q, k, v, rule)
+
+    def _by_run(self, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        """Any rule: the queries of each run of equal siblings against their ancestors' keys and their own."""
+        runs = self._blocks(rule.window).sibling_runs
+        sizes = [run.num * run.length for run in runs]
+        # Split once: the gradient of a slice is as large as what it was cut from.
+        queries, keys, values = q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2)
+        out = []
+        for i, run in enumerate(runs):
+            own_k, own_v = _unpack(keys[i], run), _unpack(values[i], run)
+            reach = run.depth if rule.window is None else min(run.depth, rule.window - 1)
+            if reach:
+                spans = _nearest(run.ancestors, [sizes[a] for a in run.ancestors], reach)
+                own_k, own_v = _behind(keys, spans, own_k), _behind(values, spans, own_v)
+            piece = self._one_run(_unpack(queries[i], run), own_k, own_v, rule)
+            out.append(piece.transpose(0, 1).flatten(1, 2))
         return torch.cat(out, dim=1).unsqueeze(0)
 
+    def _blocks(self, window: int | None) -> SegmentTree:
+        """Under a window long segments are cut, so that no query meets many keys that it cannot see."""
+        if window is None or max(self.tree.lengths) <= (size := max(window, _SMALLEST_BLOCK)):
+            return self.tree
+        if size not in self._cut:
+            self._cut[size] = self.tree.in_blocks(size)
+        return self._cut[size]
 
-def _unpack(x: Tensor, run: tuple[int, int]) -> Tensor:
+    def _one_run(self, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        """``q [n, H, L, D]`` at the end of ``k, v [n, Hk, K, D]``; the fused kernel where it can express the rule."""
+        length, num_keys = q.shape[2], k.shape[2]
+        windowed = rule.window is not None and rule.window < num_keys
+        if rule.softcap is None and not windowed and length == num_keys:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True)
+        key = (length, num_keys, rule.window if windowed else None)
+        mask = self._masks.get(key)
+        if mask is None:
+            positions = torch.arange(num_keys, device=q.device)
+            mask = self._masks[key] = visible(positions[num_keys - length :], positions, rule)
+        return masked_attention(q, k, v, mask, rule)
+
+
+def _unpack(x: Tensor, run: SiblingRun) -> Tensor:
     """``[1, H, n L, D] → [n, H, L, D]``"""
-    n, length = run
-    return x.view(x.shape[1], n, length, x.shape[3]).transpose(0, 1)
+    return x.view(x.shape[1], run.num, run.length, x.shape[3]).transpose(0, 1)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-    """``[n, H, L, D]``; the fused kernel where it can express the rule, else the plain formula."""
-    length = q.shape[2]
-    windowed = rule.window is not None and rule.window < length
-    if rule.softcap is None and not windowed:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=True)
-    position = torch.arange(length, device=q.device)
-    return masked_attention(q, k, v, visible(position, position, rule), rule)
+def _nearest(runs: Sequence[int], sizes: Sequence[int], reach: int) -> list[tuple[int, int]]:
+    """The last ``reach`` tokens of a chain of runs, as ``(run, tokens from its end)``, first to last."""
+    spans: list[tuple[int, int]] = []
+    for run, size in zip(reversed(runs), reversed(sizes), strict=True):
+        if reach <= 0:
+            break
+        spans.append((run, min(size, reach)))
+        reach -= size
+    return spans[::-1]
+
+
+def _behind(pieces: Sequence[Tensor], spans: Sequence[tuple[int, int]], own: Tensor) -> Tensor:
+    """``own [n, Hk, L, D]`` behind the spans of its ancestors' pieces ``[1, Hk, *, D]``."""
+    prefix = [pieces[i][:, :, -size:].expand(own.shape[0], -1, -1, -1) for i, size in spans]
+    return torch.cat([*prefix, own], dim=2)
 
 
 def visible(query_positions: Tensor, key_positions: Tensor, rule: LayerRule) -> Tensor:

@@ -1,10 +1,11 @@
 """From a ragged batch to what a packed forward takes, and back.
 
-Shapes: T stored tokens of the batch, P packed tokens (every sequence with its ancestors), M selected positions.
+Shapes: T stored tokens of the batch, P packed tokens, N packed segments, S sequences, M selected positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,49 +17,53 @@ from quartet.models.attention import PackedAttention
 
 @dataclass(frozen=True)
 class Pack:
-    """Sequences laid one after the other, sorted by length so that equal lengths share a kernel call.
+    """Segments laid one after the other, each followed by its descendants; equal lengths stand side by side.
 
     Attributes:
         input_ids: ``[P]``.
-        position_ids: ``[P]``, restarting at 0 in each sequence.
-        lengths: tokens of each packed sequence.
-        order: the batch's sequence behind each packed one.
+        position_ids: ``[P]``, restarting at 0 in each root and continuing in its descendants.
+        lengths: ``[N]`` tokens of each packed segment.
+        parents: ``[N]`` the packed segment that each continues, -1 for a root.
+        leaves: ``[S]`` the packed segment that ends each sequence of the batch.
         source: ``[P]`` the stored token behind each packed one.
-        owned: ``[P]`` bool, tokens of a leaf (not copied ancestors).
+        owned: ``[P]`` bool, tokens of a leaf (not ancestors, whether shared or copied).
+        previous: ``[P]`` the row of the token before, which predicts this one; -1 for the first token of a root.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     lengths: tuple[int, ...]
-    order: tuple[int, ...]
+    parents: tuple[int, ...]
+    leaves: tuple[int, ...]
     source: Tensor
     owned: Tensor
+    previous: Tensor
     num_stored: int
 
     def attention(self) -> PackedAttention:
-        return PackedAttention(self.lengths)
+        return PackedAttention(self.lengths, self.parents)
 
     def predicted(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where the stored tokens under ``mask [T]`` are predicted from.
 
         Returns:
-            ``rows [M]`` of the packed hidden states (the token before), ``labels [M]``, and ``targets [M]``, the
-            stored tokens, in packed order. Ancestors are never selected.
+            ``rows [M]`` of the packed hidden states (the token before; for the first token of a segment its
+            parent's last), ``labels [M]``, and ``targets [M]``, the stored tokens, in packed order. Ancestors are
+            never selected.
 
         Raises:
             ValueError: a selected token is the first of its sequence, so nothing predicts it.
         """
         selected = torch.nonzero(mask[self.source].bool() & self.owned).squeeze(1)
-        if bool((self.position_ids[selected] == 0).any()):
+        rows = self.previous[selected]
+        if bool((rows < 0).any()):
             raise ValueError("the first token of a sequence is under the mask, but nothing stands before it")
-        return selected - 1, self.input_ids[selected], self.source[selected]
+        return rows, self.input_ids[selected], self.source[selected]
 
     def last_rows(self) -> Tensor:
         """``[S]`` row of each sequence's last token, in the batch's sequence order."""
         ends = torch.tensor(self.lengths, dtype=torch.int64).cumsum(0) - 1
-        rows = torch.empty_like(ends)
-        rows[torch.tensor(self.order, dtype=torch.int64)] = ends
-        return rows.to(self.input_ids.device)
+        return ends[torch.tensor(self.leaves, dtype=torch.int64)].to(self.input_ids.device)
 
     def scatter(self, values: Tensor, targets: Tensor) -> Tensor:
         """``[M]`` values of stored tokens → ``[T]``, 0 elsewhere."""
@@ -66,28 +71,94 @@ class Pack:
         return out.index_put((targets,), values)
 
 
-def pack(batch: RaggedBatch) -> Pack:
-    """Lays the batch out for a packed forward; ancestors are copied to each of their sequences."""
+def pack(batch: RaggedBatch, *, share: bool = True) -> Pack:
+    """Lays the batch out for a packed forward.
+
+    Args:
+        share: every stored token that a sequence needs appears once, and descendants follow their ancestors. Without
+            it every sequence is one root that holds copies of its ancestors.
+    """
+    return _shared(batch) if share else _copied(batch)
+
+
+def _shared(batch: RaggedBatch) -> Pack:
+    needed = {k for s in range(len(batch)) for k in batch.chain(s)}
+    children: dict[int, list[int]] = {}
+    for k in sorted(needed):
+        children.setdefault(batch.parents[k], []).append(k)
+    order: list[int] = []
+    # Segments without children first, then by length: so the longest runs of equal leaves stand side by side.
+    waiting = _dearest_last(children.get(-1, []), batch, children)
+    while waiting:
+        k = waiting.pop()
+        order.append(k)
+        waiting.extend(_dearest_last(children.get(k, []), batch, children))
+    place = {k: i for i, k in enumerate(order)}
+    lengths = tuple(batch.segment_lengths[k] for k in order)
+    parents = tuple(place.get(batch.parents[k], -1) for k in order)
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + lengths[parent] if parent >= 0 else 0)
+    leaves = tuple(place[leaf] for leaf in batch.leaves)
+    return _assemble(batch, order, depths, lengths, parents, leaves)
+
+
+def _dearest_last(siblings: Sequence[int], batch: RaggedBatch, children: dict[int, list[int]]) -> list[int]:
+    """In the order of a stack: what comes first in the pack stands last."""
+    return sorted(siblings, key=lambda k: (k in children, batch.segment_lengths[k], k), reverse=True)
+
+
+def _copied(batch: RaggedBatch) -> Pack:
     full_lengths = batch.sequence_lengths()
     order = sorted(range(len(batch)), key=lambda s: (full_lengths[s], s))
-    offsets = batch.segment_offsets
-    source: list[Tensor] = []
-    owned: list[Tensor] = []
+    pieces: list[int] = []
+    depths: list[int] = []
     for s in order:
-        chain = batch.chain(s)
-        source.extend(torch.arange(offsets[k], offsets[k + 1]) for k in chain)
-        length, leaf = full_lengths[s], batch.segment_lengths[chain[-1]]
-        own = torch.zeros(length, dtype=torch.bool)
-        own[length - leaf :] = True
-        owned.append(own)
+        depth = 0
+        for k in batch.chain(s):
+            pieces.append(k)
+            depths.append(depth)
+            depth += batch.segment_lengths[k]
+    place = {s: i for i, s in enumerate(order)}
     lengths = tuple(full_lengths[s] for s in order)
-    rows = torch.cat(source).to(batch.device)
+    return _assemble(batch, pieces, depths, lengths, (-1,) * len(order), tuple(place[s] for s in range(len(batch))))
+
+
+def _assemble(
+    batch: RaggedBatch,
+    pieces: Sequence[int],
+    depths: Sequence[int],
+    lengths: tuple[int, ...],
+    parents: tuple[int, ...],
+    leaves: tuple[int, ...],
+) -> Pack:
+    """``pieces``: stored segments in packed order; ``depths``: the position of each one's first token."""
+    owners = set(batch.leaves)
+    columns = [
+        [batch.segment_offsets[k] for k in pieces],
+        list(depths),
+        [int(k in owners) for k in pieces],
+    ]
+    sizes = torch.tensor([batch.segment_lengths[k] for k in pieces], dtype=torch.int64)
+    starts = sizes.cumsum(0) - sizes
+    rows = torch.arange(int(sizes.sum()))
+    within = rows - starts.repeat_interleave(sizes)
+    stored, depth, own = torch.tensor(columns, dtype=torch.int64).repeat_interleave(sizes, 1)
+    position_ids = depth + within
+    source = stored + within
+    previous = rows - 1
+    heads = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    for i, parent in enumerate(parents):
+        previous[heads[i] - lengths[i]] = heads[parent] - 1 if parent >= 0 else -1
+    device = batch.device
     return Pack(
-        input_ids=batch.input_ids[rows],
-        position_ids=torch.cat([torch.arange(n) for n in lengths]).to(batch.device),
+        input_ids=batch.input_ids[source.to(device)],
+        position_ids=position_ids.to(device),
         lengths=lengths,
-        order=tuple(order),
-        source=rows,
-        owned=torch.cat(owned).to(batch.device),
+        parents=parents,
+        leaves=leaves,
+        source=source.to(device),
+        owned=own.bool().to(device),
+        previous=previous.to(device),
         num_stored=batch.num_tokens,
     )

@@ -30,11 +30,28 @@ def forked() -> RaggedBatch:
     )
 
 
-def test_layout_by_hand(forked):
-    """Full lengths are 9, 5, 6, 5: shorter first, equal ones in the batch's order."""
+def test_shared_layout_by_hand(forked):
+    """Leaves before segments with children, shorter ones first; descendants behind their ancestor."""
     packed = pack(forked)
-    assert packed.order == (1, 3, 2, 0)
+    # Packed: the lone sequence, the root, its leaf, its fork, the fork's leaves.
+    assert packed.lengths == (5, 3, 2, 2, 1, 4)
+    assert packed.parents == (-1, -1, 1, 1, 3, 3)
+    assert packed.leaves == (5, 2, 4, 0)
+    source = [12, 13, 14, 15, 16, 0, 1, 2, 5, 6, 3, 4, 7, 8, 9, 10, 11]
+    assert packed.source.tolist() == source
+    assert packed.input_ids.tolist() == [10 + t for t in source]
+    assert packed.position_ids.tolist() == [*range(5), *range(3), 3, 4, 3, 4, 5, *range(5, 9)]
+    assert packed.owned.int().tolist() == [*[1] * 5, *[0] * 3, 1, 1, 0, 0, *[1] * 5]
+    assert packed.previous.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6, 7, 8, 7, 10, 11, 11, 13, 14, 15]
+    assert packed.num_stored == 17
+
+
+def test_copied_layout_by_hand(forked):
+    """Full lengths are 9, 5, 6, 5: shorter first, equal ones in the batch's order."""
+    packed = pack(forked, share=False)
     assert packed.lengths == (5, 5, 6, 9)
+    assert packed.parents == (-1,) * 4
+    assert packed.leaves == (3, 0, 2, 1)
     root, fork = [0, 1, 2], [3, 4]
     source = [*root, 5, 6, 12, 13, 14, 15, 16, *root, *fork, 7, *root, *fork, 8, 9, 10, 11]
     assert packed.source.tolist() == source
@@ -42,38 +59,52 @@ def test_layout_by_hand(forked):
     assert packed.position_ids.tolist() == [*range(5), *range(5), *range(6), *range(9)]
     own = [0, 0, 0, 1, 1, *[1] * 5, *[0] * 5, 1, *[0] * 5, *[1] * 4]
     assert packed.owned.int().tolist() == own
-    assert packed.num_stored == 17
-    # One kernel call per length, in packed order.
-    assert packed.attention().runs == [(2, 5), (1, 6), (1, 9)]
+    starts = {0, 5, 10, 16}
+    assert packed.previous.tolist() == [-1 if r in starts else r - 1 for r in range(25)]
+
+
+def test_equal_siblings_stand_side_by_side():
+    batch = RaggedBatch.from_groups([[1], [2]], [[[3] * n for n in (4, 2, 4, 2)], [[5] * 2]], list("abcde"))
+    packed = pack(batch)
+    assert packed.lengths == (1, 2, 2, 4, 4, 1, 2)
+    assert packed.leaves == (3, 1, 4, 2, 6)
 
 
 def test_predicted_rows_by_hand(forked):
-    """A response's first token is predicted from the last token of its prefix."""
-    packed = pack(forked)
-    rows, labels, targets = packed.predicted(forked.token["loss_mask"])
-    assert targets.tolist() == [5, 6, 14, 16, 7, 9, 10, 11]
-    assert labels.tolist() == [10 + t for t in targets.tolist()]
-    assert packed.source[rows].tolist() == [2, 5, 13, 15, 4, 8, 9, 10]
-    scattered = packed.scatter(targets.double(), targets)
-    assert scattered.tolist() == [float(t) if forked.token["loss_mask"][t] else 0.0 for t in range(17)]
+    """A segment's first token is predicted from the last token of its parent."""
+    expected = {
+        True: ([14, 16, 5, 6, 7, 9, 10, 11], [13, 15, 2, 5, 4, 8, 9, 10]),
+        False: ([5, 6, 14, 16, 7, 9, 10, 11], [2, 5, 13, 15, 4, 8, 9, 10]),
+    }
+    for share, (stored, before) in expected.items():
+        packed = pack(forked, share=share)
+        rows, labels, targets = packed.predicted(forked.token["loss_mask"])
+        assert targets.tolist() == stored
+        assert labels.tolist() == [10 + t for t in stored]
+        assert packed.source[rows].tolist() == before
+        scattered = packed.scatter(targets.double(), targets)
+        assert scattered.tolist() == [float(t) if forked.token["loss_mask"][t] else 0.0 for t in range(17)]
 
 
-def test_last_rows(forked):
-    packed = pack(forked)
+@pytest.mark.parametrize("share", [True, False])
+def test_last_rows(share, forked):
+    packed = pack(forked, share=share)
     assert packed.source[packed.last_rows()].tolist() == [11, 6, 7, 16]
 
 
-def test_first_token_cannot_be_predicted():
+@pytest.mark.parametrize("share", [True, False])
+def test_first_token_cannot_be_predicted(share):
     batch = RaggedBatch.from_sequences([[1, 2], [3, 4]])
     with pytest.raises(ValueError, match="nothing stands before it"):
-        pack(batch).predicted(torch.tensor([False, True, True, False]))
+        pack(batch, share=share).predicted(torch.tensor([False, True, True, False]))
 
 
-def test_ancestors_are_never_selected(forked):
+@pytest.mark.parametrize("share", [True, False])
+def test_ancestors_are_never_selected(share, forked):
     """A mask that covers ancestors selects leaf tokens only, each once."""
     everything = torch.ones(17, dtype=torch.bool)
     everything[12] = False  # the first token of the sequence without a prefix
-    _, _, targets = pack(forked).predicted(everything)
+    _, _, targets = pack(forked, share=share).predicted(everything)
     assert sorted(targets.tolist()) == [5, 6, 7, 8, 9, 10, 11, 13, 14, 15, 16]
 
 
@@ -102,18 +133,40 @@ def _trees(draw: st.DrawFn) -> RaggedBatch:
 
 
 @given(_trees())
-def test_packs_hold_whole_sequences(batch: RaggedBatch):
+def test_a_shared_pack_holds_every_needed_segment_once(batch: RaggedBatch):
     packed = pack(batch)
-    assert sorted(packed.order) == list(range(len(batch)))
+    needed = {k for s in range(len(batch)) for k in batch.chain(s)}
+    assert packed.input_ids.shape[0] == sum(batch.segment_lengths[k] for k in needed)
+    pieces = packed.input_ids.split(list(packed.lengths))
+    ends = torch.tensor(packed.lengths).cumsum(0) - 1
+    positions = packed.position_ids.split(list(packed.lengths))
+    for s, leaf in enumerate(packed.leaves):
+        chain = [leaf]
+        while packed.parents[chain[0]] >= 0:
+            chain.insert(0, packed.parents[chain[0]])
+        assert torch.cat([pieces[i] for i in chain]).tolist() == batch.token_ids(s)
+        assert torch.cat([positions[i] for i in chain]).tolist() == list(range(len(batch.token_ids(s))))
+        before = [-1, *(int(ends[i]) for i in chain[:-1])]
+        assert [int(packed.previous[ends[i] - packed.lengths[i] + 1]) for i in chain] == before
+    # Building the context checks the depth-first order.
+    assert packed.attention().tree.longest == max(batch.sequence_lengths())
+    assert torch.equal(packed.owned, batch.sequence_index()[packed.source] >= 0)
+
+
+@given(_trees())
+def test_a_copied_pack_holds_whole_sequences(batch: RaggedBatch):
+    packed = pack(batch, share=False)
+    assert sorted(packed.leaves) == list(range(len(batch)))
     assert list(packed.lengths) == sorted(packed.lengths)
     pieces = packed.input_ids.split(list(packed.lengths))
-    for s, piece in zip(packed.order, pieces, strict=True):
-        assert piece.tolist() == batch.token_ids(s)
+    for s, leaf in enumerate(packed.leaves):
+        assert pieces[leaf].tolist() == batch.token_ids(s)
     mine = batch.sequence_index()
     # Every leaf token is owned by exactly one packed row, ancestors by none.
     counts = torch.bincount(packed.source[packed.owned], minlength=batch.num_tokens)
     assert torch.equal(counts, (mine >= 0).long())
-    sequence_of_row = torch.tensor(packed.order).repeat_interleave(torch.tensor(packed.lengths))
+    sequence_of_segment = torch.tensor(packed.leaves).argsort()
+    sequence_of_row = sequence_of_segment.repeat_interleave(torch.tensor(packed.lengths))
     assert torch.equal(mine[packed.source[packed.owned]], sequence_of_row[packed.owned])
 
 
