@@ -9,33 +9,61 @@ one autocast policy and one set of weights.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quartet.config import UserError
 from quartet.models import attention
 from quartet.models.attention import AttentionContext
+from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
+from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
 
 Precision = Literal["fp32", "bf16"]
+Numerics = Literal["fast", "exact"]
 
 
 class PackedModel:
     """Owns a transformers model while an engine works with it; ``release`` gives it back as it was.
 
     Dropout is set to 0: log-probabilities of sampler and trainer must agree.
+
+    Args:
+        precision: compute dtype; under "bf16" parameters stay as they are and products run under autocast.
+        numerics: "exact" fills products up to sizes from which a row's bits no longer depend on the other rows.
+        activation_checkpointing: keep only each decoder layer's input, and compute the layer again in the backward.
+
+    Attributes:
+        shares_prefixes: a prompt may be computed once for all of its responses; False where the model cannot.
+        unshared_because: why it cannot, for the remark.
     """
 
-    def __init__(self, model: PreTrainedModel, precision: Precision = "fp32") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        precision: Precision = "fp32",
+        *,
+        numerics: Numerics = "fast",
+        activation_checkpointing: bool = False,
+    ) -> None:
         self.model = model
         self.precision: Precision = precision
+        self.numerics: Numerics = numerics
+        self.activation_checkpointing = activation_checkpointing
+        self.shares_prefixes = True
+        self.unshared_because = "a shared prompt gave other results than sequences alone"
         self.own_attention = attention.install(model)
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
+        self._checkpointed = checkpoint_layers(self.body) if activation_checkpointing else []
 
     @property
     def device(self) -> torch.device:
@@ -53,11 +81,17 @@ class PackedModel:
     def hidden(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states ``[P, D]`` of packed tokens ``[P]``; the context decides who sees whom.
 
+        An exact context gets more rows where these are too few for exact products.
+
         Raises:
             RuntimeError: the model was released, so its own attention would ignore the context.
         """
         if not attention.is_installed(self.model):
             raise RuntimeError(f"{type(self.model).__name__} was released; take it over again to run it packed")
+        num_tokens = input_ids.shape[0]
+        if isinstance(context, ExactContext):
+            missing = padded_rows(num_tokens, self._row_step) - num_tokens
+            input_ids, position_ids = F.pad(input_ids, (0, missing)), F.pad(position_ids, (0, missing))
         with self.autocast():
             output = self.body(
                 input_ids=input_ids.unsqueeze(0),
@@ -66,28 +100,54 @@ class PackedModel:
                 use_cache=False,
                 quartet_attention=context,
             )
-        return output.last_hidden_state.squeeze(0)
+        hidden: Tensor = output.last_hidden_state.squeeze(0)
+        # A slice of all rows would cost a copy in the backward.
+        return hidden if hidden.shape[0] == num_tokens else hidden[:num_tokens]
+
+    @cached_property
+    def _row_step(self) -> int:
+        return row_step(self.body)
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What was changed about the model, in words, for whoever runs it."""
-        if not self.disabled_dropout:
-            return ()
-        first = self.disabled_dropout[0]
-        return (f"dropout set to 0 in {len(self.disabled_dropout)} places (first {first.name}, was {first.rate:g})",)
+        found = []
+        if self.disabled_dropout:
+            first = self.disabled_dropout[0]
+            places = len(self.disabled_dropout)
+            found.append(f"dropout set to 0 in {places} places (first {first.name}, was {first.rate:g})")
+        if not self.shares_prefixes:
+            found.append(
+                f"{type(self.model).__name__}: prompts are computed for every response; {self.unshared_because}"
+            )
+        return tuple(found)
 
     def release(self) -> PreTrainedModel:
-        """The model with its former attention and dropout, usable on its own again."""
+        """The model with its former attention, dropout and layers, usable on its own again."""
         attention.restore(self.model, self.own_attention)
+        for layer in self._checkpointed:
+            # The instance's attribute goes, and the class's method shows again.
+            vars(layer).pop("forward", None)
         for dropout in self.disabled_dropout:
             setattr(dropout.module, dropout.attribute, dropout.rate)
         return self.model
 
 
 class PackedCausalLM(PackedModel):
-    """A causal LM: hidden states, logits, log-probabilities."""
+    """A causal LM: hidden states, logits, log-probabilities.
 
-    def __init__(self, model: PreTrainedModel, precision: Precision = "fp32") -> None:
+    Attributes:
+        logit_scale: factor of the head's output; the probe finds it where an architecture has one.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        precision: Precision = "fp32",
+        *,
+        numerics: Numerics = "fast",
+        activation_checkpointing: bool = False,
+    ) -> None:
         head = model.get_output_embeddings()
         if head is None:
             raise UserError(
@@ -95,8 +155,9 @@ class PackedCausalLM(PackedModel):
                 found="get_output_embeddings() is None",
                 remedy="load it with AutoModelForCausalLM",
             )
-        super().__init__(model, precision)
+        super().__init__(model, precision, numerics=numerics, activation_checkpointing=activation_checkpointing)
         self.head: nn.Module = head
+        self.logit_scale = 1.0
         config = model.config.get_text_config()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
@@ -105,13 +166,19 @@ class PackedCausalLM(PackedModel):
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[M, D] → [M, V]`` fp32 (fp64 stays); the product itself runs in the compute dtype."""
+        """``[M, D] → [M, V]`` fp32 (fp64 stays); the product itself runs in the compute dtype.
+
+        Bit for bit the logits of which ``token_logprobs`` takes the log-probabilities, for the same rows in one chunk.
+        """
+        rows = self._enough_rows(hidden)
         with self.autocast():
-            logits = self.head(hidden)
+            logits = self.head(rows)
         logits = logits if logits.dtype == torch.float64 else logits.float()
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
         if self._softcap is not None:
             logits = self._softcap * torch.tanh(logits / self._softcap)
-        return logits
+        return logits if rows is hidden else logits[: hidden.shape[0]]
 
     def token_logprobs(
         self,
@@ -121,43 +188,53 @@ class PackedCausalLM(PackedModel):
         temperature: float = 1.0,
         chunk: int = 1024,
         entropy: bool = False,
+        entropy_grad: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities (and entropies) of the temperature-scaled, untruncated distribution.
 
         Args:
             hidden: ``[M, D]`` rows that predict ``labels``.
             labels: ``[M]`` token ids.
-            chunk: rows whose logits exist at a time; with several chunks the backward recomputes them.
+            chunk: most rows whose logits exist at a time; the backward computes them again.
+            entropy_grad: let entropies carry gradient.
 
         Returns:
             ``logprobs [M]``, and ``entropies [M]`` in nats or None.
         """
+        if type(self.head) is not nn.Linear:
+            rule = LogprobRule(hidden.dtype, temperature, chunk=chunk, entropy=entropy, entropy_grad=entropy_grad)
+            return checkpointed_token_logprobs(self.logits, hidden, labels, rule)
+        weight, num_rows = self.head.weight, hidden.shape[0]
+        if self.numerics == "exact":
+            # Chunks are of nearly equal size, so none then has fewer than MIN_ROWS.
+            chunk = max(chunk, 2 * MIN_ROWS)
+        # Autocast leaves fp64 alone.
+        halved = self.precision == "bf16" and weight.dtype != torch.float64
+        compute_dtype = torch.bfloat16 if halved else weight.dtype
+        rule = LogprobRule(compute_dtype, temperature, self.logit_scale, self._softcap, chunk, entropy, entropy_grad)
+        rows = self._enough_rows(hidden)
+        targets = F.pad(labels, (0, rows.shape[0] - num_rows))
+        logprobs, entropies = token_logprobs(rows, weight, self.head.bias, targets, rule)
+        return logprobs[:num_rows], None if entropies is None else entropies[:num_rows]
 
-        def rows(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            scaled = self.logits(h) / temperature
-            normaliser = scaled.logsumexp(-1)
-            picked = scaled.gather(-1, y.unsqueeze(-1)).squeeze(-1) - normaliser
-            if not entropy:
-                return picked, picked.new_zeros(0)
-            probabilities = (scaled - normaliser.unsqueeze(-1)).exp()
-            return picked, normaliser - (probabilities * scaled).sum(-1)
-
-        if hidden.shape[0] <= chunk:
-            parts = [rows(hidden, labels)]
-        else:
-            recompute = torch.is_grad_enabled()
-            parts = [
-                checkpoint(rows, h, y, use_reentrant=False) if recompute else rows(h, y)
-                for h, y in zip(hidden.split(chunk), labels.split(chunk), strict=True)
-            ]
-        logprobs = torch.cat([part[0] for part in parts])
-        return logprobs, torch.cat([part[1] for part in parts]) if entropy else None
+    def _enough_rows(self, hidden: Tensor) -> Tensor:
+        """``hidden`` with rows of zeros below where exact numerics need more of them."""
+        if self.numerics == "fast":
+            return hidden
+        return F.pad(hidden, (0, 0, 0, padded_rows(hidden.shape[0]) - hidden.shape[0]))
 
 
 class PackedScalarModel(PackedModel):
     """A sequence-classification model with one label: reward model or critic. The head runs wholly in fp32."""
 
-    def __init__(self, model: PreTrainedModel, precision: Precision = "fp32") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        precision: Precision = "fp32",
+        *,
+        numerics: Numerics = "fast",
+        activation_checkpointing: bool = False,
+    ) -> None:
         head = getattr(model, "score", None)
         if not isinstance(head, nn.Linear) or head.out_features != 1 or head.bias is not None:
             raise UserError(
@@ -165,7 +242,7 @@ class PackedScalarModel(PackedModel):
                 found=f"score = {head}",
                 remedy="load it with AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)",
             )
-        super().__init__(model, precision)
+        super().__init__(model, precision, numerics=numerics, activation_checkpointing=activation_checkpointing)
         self.head: nn.Linear = head
 
     def scalars(self, hidden: Tensor) -> Tensor:
@@ -194,3 +271,22 @@ def disable_dropout(model: PreTrainedModel) -> list[DisabledDropout]:
             disabled.append(DisabledDropout(module, attribute, f"{name}.{attribute}", rate))
             setattr(module, attribute, 0.0)
     return disabled
+
+
+def checkpoint_layers(body: nn.Module) -> list[nn.Module]:
+    """Makes every decoder layer keep only its inputs while gradients are enabled; returns the layers.
+
+    Works whether or not the model is in training mode, which transformers' own switch needs.
+    """
+    layers = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        # A partial of a bound method, so that a copy of the model runs its own layers.
+        layer.forward = partial(_recomputed, layer.forward)
+    return layers
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # Nothing is drawn at random: dropout is 0.
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -155,6 +155,19 @@ _ROWS = (
         "Grows: find the sample or the overflow behind it.",
     ),
     Metric(
+        "train/token_budget",
+        "tokens",
+        "Most tokens of one micro-batch with gradients now in force; the smaller one of actor and critic.",
+        "Below the recipe's token_budget: memory ran out, and more and smaller micro-batches are run.",
+    ),
+    Metric(
+        "train/num_oom",
+        "times",
+        "How often memory ran out in forward passes and updates since the run began; each time the budget was "
+        "halved and the pass done again from its start.",
+        "Grows: set the recipe's budgets to what memory allows, the failed attempts cost time.",
+    ),
+    Metric(
         "kl/ref",
         "nats/token",
         "Mean of policy_logprobs − ref_logprobs over action tokens (k1: unbiased, can be negative).",

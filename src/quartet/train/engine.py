@@ -8,6 +8,7 @@ denominators, those of the whole batch, so an update does not depend on how the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
-from quartet.batch.partition import plan_micro_batches
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.recipe import TrainConfig
+from quartet.models.attention import AttentionContext
+from quartet.models.exact import ExactPackedAttention
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import pack
+from quartet.train.budget import TokenBudget
 from quartet.train.metrics import MetricSums
 from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 
@@ -44,6 +47,7 @@ class Needs:
     """What to compute, and for which tokens.
 
     Args:
+        entropy_gradient: entropies carry gradient where gradients are enabled.
         mask: name of the boolean token field that selects tokens for log-probabilities or values.
         temperature: the sampling temperature by which logits are divided.
     """
@@ -52,6 +56,7 @@ class Needs:
     entropies: bool = False
     values: bool = False
     scores: bool = False
+    entropy_gradient: bool = False
     mask: str = "loss_mask"
     temperature: float = 1.0
 
@@ -78,26 +83,44 @@ Model = TypeVar("Model", bound=PackedModel)
 class TrainEngine(Generic[Model]):
     """Trains one packed model; see the module's docstring.
 
+    Where memory runs out, the budget is halved and the whole pass is done again, so results are those of the smaller
+    budget; it stays in force and is counted.
+
     Args:
         packed: the model; parameters stay fp32, ``config.precision`` chooses the compute dtype.
         config: budgets and optimizer.
         total_steps: optimizer updates of the whole run, for the learning-rate schedule.
+        name: where the recipe keeps ``config``, as in ``actor.train``; messages name keys below it.
     """
 
-    def __init__(self, packed: Model, config: TrainConfig, *, total_steps: int) -> None:
+    def __init__(self, packed: Model, config: TrainConfig, *, total_steps: int, name: str = "train") -> None:
         self.packed = packed
         self.config = config
         self.total_steps = total_steps
         self.optimizer = build_optimizer(packed.model, config.optim)
+        self.budget = TokenBudget(config.token_budget, f"{name}.token_budget")
+        self.forward_budget = TokenBudget(config.forward_token_budget, f"{name}.forward_token_budget")
         self.num_updates = 0
         self.num_skipped = 0
 
+    @property
+    def num_oom(self) -> int:
+        """How often memory ran out since the run began."""
+        return self.budget.num_oom + self.forward_budget.num_oom
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was changed about the model, and what memory did not allow, in words."""
+        return (*self.packed.remarks, *self.budget.remarks, *self.forward_budget.remarks)
+
     # Forward ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        """Forward-only pass over ``batch``; fields as in ``Outputs``, without gradients."""
-        return forward_only(self.packed, batch, needs, self.config.forward_token_budget, self.config.logprob_chunk)
+        """Forward-only pass over ``batch``; fields as in ``Outputs``, without gradients, where ``batch`` lies."""
+        config = self.config
+        return forward_only(
+            self.packed, batch, needs, self.forward_budget, config.logprob_chunk, share=config.share_prefixes
+        )
 
     # Updates ---------------------------------------------------------------------------------------------
 
@@ -106,20 +129,21 @@ class TrainEngine(Generic[Model]):
 
         Returns:
             The objective's metrics, ``grad_norm``, ``lr`` and ``skipped`` (0 or 1).
+
+        Raises:
+            UserError: an atom of the objective is larger than the budget, or than the memory.
         """
+        batch = batch.to(self.packed.device)
         denominators = objective.denominators(batch)
-        sums = MetricSums()
-        # A step that raised may have left gradients behind.
-        self.optimizer.zero_grad(set_to_none=True)
-        for indices in _plan(batch, objective.atoms(batch), self.config.token_budget):
-            part = batch.select(indices)
-            outputs = compute(self.packed, part, objective.needs, self.config.logprob_chunk)
-            loss = objective.loss(outputs, part, denominators, sums)
-            if loss.requires_grad:
-                loss.backward()
+        sums = self.budget.run(
+            lambda parts: self._backward(batch, parts, objective, denominators),
+            batch,
+            objective.atoms(batch),
+            share=shares(self.packed, self.config.share_prefixes),
+        )
         lr = learning_rate(self.config.optim, self.num_updates, self.total_steps)
         grad_norm = clip_gradients(self.packed.model.parameters(), self.config.optim.max_grad_norm)
-        finite = bool(torch.isfinite(torch.tensor(grad_norm)))
+        finite = math.isfinite(grad_norm)
         if finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
@@ -130,6 +154,25 @@ class TrainEngine(Generic[Model]):
         self.optimizer.zero_grad(set_to_none=True)
         return {**sums.results(), "grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
 
+    def _backward(
+        self, batch: RaggedBatch, parts: Sequence[Sequence[int]], objective: Objective, denominators: Any
+    ) -> MetricSums:
+        """Gradients of the whole batch, and its metrics."""
+        # An attempt that failed may have left gradients behind.
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = MetricSums()
+        for indices in parts:
+            self._backward_part(batch.select(indices), objective, denominators, sums)
+        return sums
+
+    def _backward_part(self, part: RaggedBatch, objective: Objective, denominators: Any, sums: MetricSums) -> None:
+        """A function of its own, so that nothing of one micro-batch lives on in the next."""
+        config = self.config
+        outputs = compute(self.packed, part, objective.needs, config.logprob_chunk, share=config.share_prefixes)
+        loss = objective.loss(outputs, part, denominators, sums)
+        if loss.requires_grad:
+            loss.backward()
+
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -139,6 +182,8 @@ class TrainEngine(Generic[Model]):
             "optimizer": self.optimizer.state_dict(),
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,
+            "budget": self.budget.state(),
+            "forward_budget": self.forward_budget.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -146,6 +191,8 @@ class TrainEngine(Generic[Model]):
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_updates = state["num_updates"]
         self.num_skipped = state["num_skipped"]
+        self.budget.load_state(state["budget"])
+        self.forward_budget.load_state(state["forward_budget"])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Named parameters, detached, for a rollout engine that keeps its own copy."""
@@ -153,45 +200,98 @@ class TrainEngine(Generic[Model]):
 
 
 def forward_only(
-    packed: PackedModel, batch: RaggedBatch, needs: Needs, token_budget: int, logprob_chunk: int = 1024
+    packed: PackedModel,
+    batch: RaggedBatch,
+    needs: Needs,
+    token_budget: int | TokenBudget,
+    logprob_chunk: int = 1024,
+    *,
+    share: bool = True,
 ) -> ColumnSet:
-    """As ``TrainEngine.forward``, for a model that is never trained (reference, reward model)."""
+    """As ``TrainEngine.forward``, for a model that is never trained (reference, reward model).
+
+    Args:
+        token_budget: most tokens of a micro-batch; a ``TokenBudget`` remembers from pass to pass what memory allowed.
+        share: compute prompts once per micro-batch, where the model can.
+    """
+    if isinstance(token_budget, int):
+        token_budget = TokenBudget(token_budget, "forward_token_budget")
+    here = batch.to(packed.device)
+    token, sequence = token_budget.run(
+        lambda parts: _columns(packed, here, parts, needs, logprob_chunk, share),
+        here,
+        [[s] for s in range(len(batch))],
+        share=shares(packed, share),
+    )
+    return ColumnSet(
+        batch.ids,
+        {name: values.to(batch.device) for name, values in token.items()},
+        {name: values.to(batch.device) for name, values in sequence.items()},
+    )
+
+
+@torch.no_grad()
+def _columns(
+    packed: PackedModel,
+    batch: RaggedBatch,
+    parts: Sequence[Sequence[int]],
+    needs: Needs,
+    logprob_chunk: int,
+    share: bool,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Token and sequence fields of the whole batch."""
     token: dict[str, Tensor] = {}
     sequence: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for indices in _plan(batch, [[s] for s in range(len(batch))], token_budget):
-            part = batch.select(indices)
-            outputs = compute(packed, part, needs, logprob_chunk)
-            home = _leaf_rows(batch, indices)
-            here = _leaf_rows(part, range(len(part)))
-            for name in ("logprobs", "entropies", "values"):
-                values = getattr(outputs, name)
-                if values is not None:
-                    token.setdefault(name, values.new_zeros(batch.num_tokens))[home] = values[here]
-            if outputs.scores is not None:
-                target = sequence.setdefault("scores", outputs.scores.new_zeros(len(batch)))
-                target[torch.tensor(indices, device=batch.device)] = outputs.scores
-    return ColumnSet(batch.ids, token, sequence)
+    for indices in parts:
+        part = batch.select(indices)
+        outputs = compute(packed, part, needs, logprob_chunk, share=share)
+        home = _leaf_rows(batch, indices)
+        here = _leaf_rows(part, range(len(part)))
+        for name in ("logprobs", "entropies", "values"):
+            values = getattr(outputs, name)
+            if values is not None:
+                token.setdefault(name, values.new_zeros(batch.num_tokens))[home] = values[here]
+        if outputs.scores is not None:
+            target = sequence.setdefault("scores", outputs.scores.new_zeros(len(batch)))
+            target[torch.tensor(indices, device=batch.device)] = outputs.scores
+    return token, sequence
 
 
-def compute(packed: PackedModel, batch: RaggedBatch, needs: Needs, logprob_chunk: int) -> Outputs:
+def shares(packed: PackedModel, asked: bool) -> bool:
+    """Whether prompts are computed once: asked for and possible."""
+    return asked and packed.shares_prefixes
+
+
+def compute(
+    packed: PackedModel, batch: RaggedBatch, needs: Needs, logprob_chunk: int, *, share: bool = True
+) -> Outputs:
     """One packed forward pass over the whole of ``batch``, with gradients where they are enabled."""
-    packed_batch = pack(batch)
-    hidden = packed.hidden(packed_batch.input_ids, packed_batch.position_ids, packed_batch.attention())
+    packed_batch = pack(batch, share=shares(packed, share))
+    if packed.numerics == "exact":
+        attention: AttentionContext = ExactPackedAttention(packed_batch.lengths, packed_batch.parents)
+    else:
+        attention = packed_batch.attention()
+    hidden = packed.hidden(packed_batch.input_ids, packed_batch.position_ids, attention)
     logprobs = entropies = values = scores = None
     if needs.logprobs or needs.values:
         rows, labels, targets = packed_batch.predicted(batch.token[needs.mask])
-        selected = hidden[rows]
+        # Positions without a label go no further.
+        selected = hidden.index_select(0, rows)
         if needs.logprobs:
             found, entropy = _causal(packed).token_logprobs(
-                selected, labels, temperature=needs.temperature, chunk=logprob_chunk, entropy=needs.entropies
+                selected,
+                labels,
+                temperature=needs.temperature,
+                chunk=logprob_chunk,
+                entropy=needs.entropies,
+                entropy_grad=needs.entropy_gradient,
             )
             logprobs = packed_batch.scatter(found, targets)
             entropies = packed_batch.scatter(entropy, targets) if entropy is not None else None
         if needs.values:
             values = packed_batch.scatter(_scalar(packed).scalars(selected), targets)
     if needs.scores:
-        scores = _scalar(packed).scalars(hidden[packed_batch.last_rows()])
+        scores = _scalar(packed).scalars(hidden.index_select(0, packed_batch.last_rows()))
     return Outputs(logprobs, entropies, values, scores)
 
 
@@ -205,12 +305,6 @@ def _scalar(packed: PackedModel) -> PackedScalarModel:
     if not isinstance(packed, PackedScalarModel):
         raise TypeError(f"values and scores need a model with a scalar head, not {type(packed).__name__}")
     return packed
-
-
-def _plan(batch: RaggedBatch, atoms: Sequence[Sequence[int]], token_budget: int) -> list[list[int]]:
-    lengths = batch.sequence_lengths()
-    costs = [sum(lengths[s] for s in atom) for atom in atoms]
-    return [[s for a in part for s in atoms[a]] for part in plan_micro_batches(costs, token_budget)]
 
 
 def _leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:

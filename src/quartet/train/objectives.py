@@ -146,7 +146,12 @@ class PolicyObjective:
 
     @property
     def needs(self) -> Needs:
-        return Needs(logprobs=True, entropies=True, temperature=self.temperature)
+        return Needs(
+            logprobs=True,
+            entropies=True,
+            entropy_gradient=self.config.entropy_coef > 0,
+            temperature=self.temperature,
+        )
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
         # A sequence ratio needs all of a trajectory at once.

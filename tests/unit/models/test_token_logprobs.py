@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quartet.models import logprobs as logprobs_module
+from quartet.models.logprobs import LogprobRule, token_logprobs
+from quartet.models.packed import PackedCausalLM
 
 ROWS = 23
 
@@ -63,20 +69,261 @@ def test_chunks_change_nothing(chunk, entropy, rows, make_twins, close):
         close(chunked, whole)
 
 
-def test_chunks_keep_no_logits(rows, make_twins):
-    """Several chunks are recomputed in the backward: nothing of size [rows, vocabulary] is saved."""
+class Largest(TorchDispatchMode):
+    """Remembers the most elements of any tensor that an operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for found in tree_leaves(out):
+            if isinstance(found, torch.Tensor):
+                self.numel = max(self.numel, found.numel())
+        return out
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_tensor_of_all_rows_and_the_vocabulary(precision, entropy, make_twins):
+    """64 rows, 4096 ids: logits of 8 rows at a time, both ways; the head's gradient is the largest tensor."""
+    packed = make_twins("llama", vocab_size=4096).packed
+    packed.precision = precision
+    hidden = torch.randn(64, 32, requires_grad=True)
+    labels = torch.arange(64)
+    with Largest() as forward:
+        logprobs, entropies = packed.token_logprobs(hidden, labels, chunk=8, entropy=entropy)
+        total = logprobs.sum() + (entropies.sum() if entropy else 0.0)
+    with Largest() as backward:
+        total.backward()
+    assert forward.numel <= packed.head.weight.numel() < 64 * 4096
+    assert backward.numel <= packed.head.weight.numel()
+
+
+def test_a_large_vocabulary_lowers_the_chunk(make_twins, monkeypatch):
+    monkeypatch.setattr(logprobs_module, "_CHUNK_BYTES", {"cpu": 6 * 61 * 8})
+    packed = make_twins("llama", torch.float64).packed
+    hidden = torch.randn(ROWS, 32, dtype=torch.float64)
+    with Products() as products, torch.no_grad():
+        packed.token_logprobs(hidden, torch.zeros(ROWS, dtype=torch.int64))
+    assert products.rows == [6, 6, 6, 5]
+
+
+def test_only_small_columns_are_kept(rows, make_twins):
+    """Hidden rows, weights and numbers per row; no logits."""
     hidden, labels = rows
     packed = make_twins("llama", torch.float64).packed
-    saved: dict[int, int] = {}
-    for chunk in (1000, 8):
-        sizes: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t, sizes=sizes: (sizes.append(t.numel()), t)[1], lambda t: t
-        ):
-            packed.token_logprobs(hidden.clone().requires_grad_(), labels, chunk=chunk)
-        saved[chunk] = max(sizes, default=0)
-    assert saved[1000] >= ROWS * 61
-    assert saved[8] < 8 * 61
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
+        packed.token_logprobs(hidden.clone().requires_grad_(), labels, entropy=True)
+    assert sorted(sizes) == [ROWS, ROWS, ROWS, ROWS * 32, 61 * 32]
+
+
+def test_nothing_is_kept_without_gradients(rows, make_twins):
+    hidden, labels = rows
+    packed = make_twins("llama", torch.float64).packed
+    with torch.no_grad():
+        logprobs, _ = packed.token_logprobs(hidden, labels)
+    assert logprobs.grad_fn is None
+
+
+# Gradients -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (1.0, 1.5), (0.6, 1.5), (1.7, None)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_backward_by_finite_differences(temperature, scale, softcap, entropy):
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for shape in ((7, 5), (11, 5), (11,))
+    )
+    labels = torch.tensor([0, 10, 3, 3, 5, 1, 9])
+    rule = LogprobRule(torch.float64, temperature, scale, softcap, chunk=3, entropy=entropy)
+
+    def run(hidden, weight, bias):
+        logprobs, entropies = token_logprobs(hidden, weight, bias, labels, rule)
+        return (logprobs, entropies) if entropy else logprobs
+
+    assert torch.autograd.gradcheck(run, (hidden, weight, bias))
+
+
+def _plain(packed, hidden, labels, temperature):
+    """The formula without chunks, through autograd."""
+    log_p = (packed.logits(hidden) / temperature).log_softmax(-1)
+    return log_p.gather(1, labels.unsqueeze(1)).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.float64, "fp32"), (torch.float32, "fp32"), (torch.float32, "bf16")]
+)
+def test_gradients_of_the_plain_formula(family, dtype, precision, rows, make_twins, close):
+    hidden, labels = rows
+    packed = make_twins(family, dtype, initializer_range=0.05).packed
+    packed.precision = precision
+    weights = torch.linspace(-1, 1, ROWS, dtype=dtype)
+    found = []
+    for run in (
+        lambda h: packed.token_logprobs(h, labels, temperature=0.8, chunk=9, entropy=True),
+        lambda h: _plain(packed, h, labels, 0.8),
+    ):
+        packed.model.zero_grad()
+        h = hidden.to(dtype).requires_grad_()
+        logprobs, entropies = run(h)
+        ((logprobs * weights).sum() + (entropies * weights.cos()).sum()).backward()
+        found.append((logprobs.detach(), entropies.detach(), h.grad, packed.head.weight.grad.clone()))
+    for ours, plain in zip(*found, strict=True):
+        scale = max(1.0, float(plain.abs().max()))
+        close(ours / scale, plain / scale, torch.bfloat16 if precision == "bf16" else dtype)
+
+
+def test_the_gradient_of_the_head_adds_up_in_fp32(make_twins):
+    """Many equal chunks in bf16: a bf16 sum would stop growing at 256 times the first part."""
+    packed = make_twins("llama").packed
+    packed.precision = "bf16"
+    hidden, labels = torch.ones(600, 32), torch.full((600,), 5)
+    grads = []
+    for repeats in (1, 600):
+        packed.model.zero_grad()
+        logprobs, _ = packed.token_logprobs(hidden[:repeats], labels[:repeats], chunk=1)
+        logprobs.sum().backward()
+        grads.append(packed.head.weight.grad.clone())
+    torch.testing.assert_close(grads[1], 600 * grads[0], atol=0, rtol=1e-5)
+
+
+def test_entropy_without_gradient(rows, make_twins, close):
+    """The values are the same; the gradient is that of the log-probabilities alone."""
+    hidden, labels = rows
+    packed = make_twins("gemma2", torch.float64).packed
+    grads = []
+    for options in ({"entropy": True, "entropy_grad": False}, {"entropy": False}):
+        packed.model.zero_grad()
+        h = hidden.clone().requires_grad_()
+        logprobs, entropies = packed.token_logprobs(h, labels, **options)
+        if entropies is not None:
+            assert not entropies.requires_grad
+            close(entropies, packed.token_logprobs(h, labels, entropy=True)[1].detach())
+        logprobs.sum().backward()
+        grads.append((h.grad, packed.head.weight.grad.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_frozen_head_gets_no_gradient(rows, make_twins):
+    hidden, labels = rows
+    packed = make_twins("llama", torch.float64).packed
+    packed.head.weight.requires_grad_(False)
+    h = hidden.clone().requires_grad_()
+    with Products() as products:
+        logprobs, _ = packed.token_logprobs(h, labels)
+        logprobs.sum().backward()
+    assert h.grad is not None and packed.head.weight.grad is None
+    assert len(products.rows) == 3, "logits, logits again, gradient of the rows"
+
+
+def test_tied_embeddings_get_both_gradients(make_twins, sequences, packed_hidden, close):
+    packed = make_twins("qwen2", torch.float64).packed
+    assert packed.head.weight is packed.model.get_input_embeddings().weight
+    found = []
+    for run in (packed.token_logprobs, lambda h, y: _plain(packed, h, y, 1.0)):
+        packed.model.zero_grad()
+        hidden = packed_hidden(packed, sequences)
+        run(hidden, torch.arange(len(hidden)))[0].sum().backward()
+        found.append(packed.head.weight.grad.clone())
+    close(*found)
+
+
+class Scaled(torch.nn.Module):
+    """A head that is not a plain linear layer, as an adapter makes one."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.adapter = torch.nn.Parameter(torch.full((61, 32), 0.01, dtype=inner.weight.dtype))
+
+    def forward(self, hidden):
+        return self.inner(hidden) + hidden @ self.adapter.T
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_another_head_runs_through_autograd(family, rows, make_twins, close):
+    hidden, labels = rows
+    packed = make_twins(family, torch.float64).packed
+    packed.head = Scaled(packed.head)
+    found = []
+    for run in (
+        lambda h: packed.token_logprobs(h, labels, temperature=0.8, chunk=9, entropy=True),
+        lambda h: _plain(packed, h, labels, 0.8),
+    ):
+        packed.head.zero_grad()
+        h = hidden.clone().requires_grad_()
+        logprobs, entropies = run(h)
+        (logprobs.sum() + entropies.sum()).backward()
+        found.append((logprobs.detach(), entropies.detach(), h.grad, packed.head.adapter.grad.clone()))
+    for ours, plain in zip(*found, strict=True):
+        close(ours, plain)
+
+
+# One head for sampler and trainer ------------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):
+    """Rows of the left factor of every matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
+            self.rows.append(args[0].shape[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.3)])
+def test_log_probabilities_are_those_of_the_logits_bit_for_bit(
+    temperature, scale, precision, dtype, family, rows, make_twins
+):
+    """As the sampler takes them: logits over the temperature minus their log-sum-exp."""
+    hidden, labels = rows
+    packed = make_twins(family, dtype).packed
+    packed.precision, packed.logit_scale = precision, scale
+    with torch.no_grad():
+        logprobs, _ = packed.token_logprobs(hidden.to(dtype), labels, temperature=temperature)
+        scaled = packed.logits(hidden.to(dtype)) / temperature
+    expected = scaled - scaled.logsumexp(-1, keepdim=True)
+    assert torch.equal(logprobs, expected[torch.arange(ROWS), labels])
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_blocks_change_no_bit(softcap, rows, monkeypatch):
+    hidden, labels = rows
+    weight = torch.randn(61, 32, generator=torch.Generator().manual_seed(1))
+    rule = LogprobRule(torch.float32, 0.7, softcap=softcap, entropy=True)
+    found = []
+    for size in (1, 7 * 61 * 4, 1 << 20):
+        monkeypatch.setattr(logprobs_module, "_BLOCK_BYTES", {"cpu": size})
+        h = hidden.float().requires_grad_()
+        logprobs, entropies = token_logprobs(h, weight, None, labels, rule)
+        (logprobs.sum() + entropies.sum()).backward()
+        found.append((logprobs, entropies, h.grad))
+    assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 23])
+def test_exact_numerics_do_not_depend_on_the_number_of_rows(num_rows, make_model):
+    """A product of few rows rounds differently from one of many; exact numerics never run one of few."""
+    packed = PackedCausalLM(make_model("llama", hidden_size=96), numerics="exact")
+    hidden, labels = torch.randn(23, 96, generator=torch.Generator().manual_seed(0)), torch.arange(23)
+    logprobs, entropies = packed.token_logprobs(hidden, labels, entropy=True)
+    few, few_entropies = packed.token_logprobs(hidden[:num_rows], labels[:num_rows], entropy=True)
+    assert torch.equal(few, logprobs[:num_rows]) and torch.equal(few_entropies, entropies[:num_rows])
+    assert torch.equal(packed.logits(hidden[:num_rows]), packed.logits(hidden)[:num_rows])
 
 
 def test_no_rows_give_none(make_twins):

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.recipe import OptimConfig, TrainConfig
 from quartet.models.loading import scalar_model_from
-from quartet.models.packed import PackedCausalLM, PackedScalarModel
+from quartet.models.packed import Numerics, PackedCausalLM, PackedScalarModel
 from quartet.train.engine import Needs, TrainEngine
 
 VOCAB = 31
@@ -36,7 +37,28 @@ def models() -> dict[str, PreTrainedModel]:
 
 
 @pytest.fixture(scope="session")
-def make_engine(models: dict[str, PreTrainedModel]) -> Callable[..., TrainEngine[Any]]:
+def make_model(models: dict[str, PreTrainedModel]) -> Callable[[str, torch.dtype], PreTrainedModel]:
+    """A copy of one of the models; in fp64 its norms run in fp64 too.
+
+    transformers' own round to fp32 whatever the dtype, which would hide what fp64 is to show.
+    """
+
+    def make(kind: str, dtype: torch.dtype) -> PreTrainedModel:
+        model = copy.deepcopy(models[kind]).to(dtype)
+        parents = list(model.modules()) if dtype == torch.float64 else []
+        for parent in parents:
+            for name, child in parent.named_children():
+                if isinstance(child, LlamaRMSNorm):
+                    norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                    norm.weight = child.weight
+                    setattr(parent, name, norm)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_engine(make_model: Callable[[str, torch.dtype], PreTrainedModel]) -> Callable[..., TrainEngine[Any]]:
     """``make_engine(kind, dtype, total_steps=…, optim={…}, **config)``; gradients are not clipped unless asked."""
 
     def make(
@@ -44,12 +66,17 @@ def make_engine(models: dict[str, PreTrainedModel]) -> Callable[..., TrainEngine
         dtype: torch.dtype = torch.float64,
         total_steps: int = 10,
         optim: dict[str, Any] | None = None,
+        name: str = "train",
+        numerics: Numerics = "fast",
         **config: Any,
     ) -> TrainEngine[Any]:
-        model = copy.deepcopy(models[kind]).to(dtype)
+        model = make_model(kind, dtype)
         settings = TrainConfig(optim=OptimConfig(**{"lr": 1e-2, "max_grad_norm": 1e6, **(optim or {})}), **config)
-        packed = (PackedCausalLM if kind == "causal" else PackedScalarModel)(model, settings.precision)
-        return TrainEngine(packed, settings, total_steps=total_steps)
+        holder = PackedCausalLM if kind == "causal" else PackedScalarModel
+        packed = holder(
+            model, settings.precision, activation_checkpointing=settings.activation_checkpointing, numerics=numerics
+        )
+        return TrainEngine(packed, settings, total_steps=total_steps, name=name)
 
     return make
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -237,8 +236,8 @@ def _check(found, whole, same):
     )
 
 
-def test_equals_the_slow_reference(case, data, whole, models, same):
-    model = copy.deepcopy(models[case.kind]).double()
+def test_equals_the_slow_reference(case, data, whole, make_model, same):
+    model = make_model(case.kind, torch.float64)
     loss = case.slow(Slow(data, model))
     loss.backward()
     metrics, grads, _ = whole

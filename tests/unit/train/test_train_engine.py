@@ -84,7 +84,7 @@ def test_training_forward_equals_forward_bit_for_bit(precision, batch, pairs, ma
         assert found
         for name, values in found.items():
             trained = getattr(outputs, name)
-            assert trained.requires_grad
+            assert trained.requires_grad == (name != "entropies"), "the bonus has no weight here"
             assert torch.equal(trained.detach(), values), (kind, name)
             assert torch.equal({**alone.token, **alone.sequence}[name], values)
 
@@ -96,6 +96,42 @@ def test_kinds_of_models_are_not_mixed_up(batch, make_engine):
         make_engine("causal").forward(batch, Needs(scores=True))
     with pytest.raises(TypeError, match="causal LM"):
         make_engine("scalar").forward(batch, Needs(logprobs=True))
+
+
+# Sharing -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "shared"),
+    [({}, True), ({"share_prefixes": False}, False), ({"numerics": "exact"}, True), ({"unsharable": True}, False)],
+)
+def test_prompts_are_computed_once_where_allowed(options, shared, batch, make_engine, monkeypatch):
+    options = dict(options)
+    unsharable = options.pop("unsharable", False)
+    engine = make_engine(**options)
+    engine.packed.shares_prefixes = not unsharable
+    tokens, hidden = [], engine.packed.hidden
+
+    def spy(input_ids, *rest):
+        tokens.append(len(input_ids))
+        return hidden(input_ids, *rest)
+
+    monkeypatch.setattr(engine.packed, "hidden", spy)
+    engine.train_step(batch, SFTObjective())
+    engine.forward(batch, Needs(logprobs=True))
+    expected = batch.num_tokens if shared else sum(batch.sequence_lengths())
+    assert tokens == [expected, expected]
+    assert batch.num_tokens < sum(batch.sequence_lengths())
+
+
+@pytest.mark.parametrize("kind", ["causal", "scalar"])
+@pytest.mark.parametrize("options", [{"share_prefixes": False}, {"activation_checkpointing": True}])
+def test_the_update_does_not_depend_on_how_it_is_computed(options, kind, batch, make_engine, gradients, same):
+    objective = _policy() if kind == "causal" else ValueObjective(PPO(), 6)
+    plain, other = make_engine(kind), make_engine(kind, **options)
+    metrics = [engine.train_step(batch, objective) for engine in (plain, other)]
+    assert metrics[1] == pytest.approx(metrics[0], abs=1e-10)
+    same(gradients(other), gradients(plain))
 
 
 # Updates -------------------------------------------------------------------------------------------------
@@ -216,13 +252,19 @@ def test_a_sequence_over_the_budget_is_named(batch, make_engine, weights):
 
 
 def test_a_trajectory_or_pair_over_the_budget_is_refused_whole(batch, pairs, make_engine):
-    """Sequences 1 and 2 (5 and 8 tokens) are one trajectory, so 12 do not suffice though each sequence fits."""
-    make_engine(token_budget=12).train_step(batch, SFTObjective())
+    """Sequences 1 and 2 (2 and 5 tokens after a prompt of 3) are one trajectory, so 9 do not suffice though each
+    sequence fits; nor do 12 where the prompt counts twice.
+    """
+    make_engine(token_budget=9).train_step(batch, SFTObjective())
     with pytest.raises(UserError, match="token_budget"):
-        make_engine(token_budget=12).train_step(batch, _policy())
-    make_engine(token_budget=13).train_step(batch, _policy())
+        make_engine(token_budget=9).train_step(batch, _policy())
+    make_engine(token_budget=10).train_step(batch, _policy())
     with pytest.raises(UserError, match="token_budget"):
-        make_engine("scalar", token_budget=12).train_step(pairs, PairwiseObjective())
+        make_engine(token_budget=12, share_prefixes=False).train_step(batch, _policy())
+    make_engine(token_budget=13, share_prefixes=False).train_step(batch, _policy())
+    with pytest.raises(UserError, match="token_budget"):
+        make_engine("scalar", token_budget=10).train_step(pairs, PairwiseObjective())
+    make_engine("scalar", token_budget=11).train_step(pairs, PairwiseObjective())
 
 
 def test_compute_keeps_gradients_only_where_enabled(batch, make_engine):

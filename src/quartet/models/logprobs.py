@@ -1,0 +1,265 @@
+"""Log-probabilities and entropies of selected rows, by chunks, with a hand-written backward.
+
+Shapes: M selected rows, D hidden, V vocabulary, C rows of a chunk, B rows of a block.
+
+With raw logits ``r = h Wᵀ + b``, capped ones ``c = cap · tanh(scale · r / cap)`` and tempered ones
+``z = c / temperature``, the log-sum-exp ``lse`` over the vocabulary, ``log p = z − lse`` and the entropy
+``H = −Σ p log p``:
+
+    ∂ logprob / ∂z_v = [v = label] − p_v                  ∂H / ∂z_v = −p_v (log p_v + H)
+    ∂z / ∂r = (1 − (c / cap)²) · scale / temperature      ∂h = ∂r W     ∂W = ∂rᵀ h     ∂b = Σ ∂r
+
+Only hidden rows, weights, labels and ``[M]`` numbers are kept for the backward, which computes each chunk's logits
+again: no ``[M, V]`` array exists in either direction.
+
+Rounding: the product runs in the compute dtype and is rounded to it, as ``F.linear`` does (under autocast: bf16);
+everything after it is fp32 (fp64 stays). In the backward ``∂r`` is rounded to the compute dtype before the two
+products; the sum of ``∂W`` over chunks is fp32 whatever the compute dtype.
+
+Two sizes matter. Products, and above all the sum of ``∂W``, want many rows (a *chunk*); what follows a product is bound
+by memory, so it takes as many rows at a time as stay in the cache (a *block*). Blocks do not change a row's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+_CHUNK_BYTES = {"cpu": 1 << 28, "other": 1 << 30}
+"""Most bytes of a chunk's logits, by kind of device."""
+_BLOCK_BYTES = {"cpu": 1 << 19, "other": 1 << 25}
+"""Bytes of a block's logits: half of a common second-level cache, and of an accelerator's."""
+
+
+@dataclass(frozen=True)
+class LogprobRule:
+    """What is computed from a head's product, and in which portions.
+
+    Attributes:
+        compute_dtype: of the product.
+        temperature: logits are divided by it, last.
+        scale: logits are multiplied by it (Cohere, Granite), before the cap.
+        softcap: logits are kept in ``(-softcap, softcap)`` by a tanh (Gemma-2); None for no cap.
+        chunk: most rows whose logits exist at a time; a large vocabulary lowers it.
+        entropy: compute entropies too; with ``entropy_grad`` they carry gradient.
+    """
+
+    compute_dtype: torch.dtype
+    temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+    chunk: int = 1024
+    entropy: bool = False
+    entropy_grad: bool = True
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: LogprobRule
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of ``labels [M]`` after ``hidden [M, D]`` under the head ``weight [V, D], bias [V]``.
+
+    Returns:
+        ``logprobs [M]`` and, where asked for, ``entropies [M]`` in nats (else None); fp32 (fp64 stays).
+    """
+    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, labels, rule)
+    return logprobs, entropies if rule.entropy else None
+
+
+def checkpointed_token_logprobs(
+    logits: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, rule: LogprobRule
+) -> tuple[Tensor, Tensor | None]:
+    """As ``token_logprobs`` for any ``logits: [C, D] → [C, V]`` (capped already), through autograd."""
+
+    def rows(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = logits(h) / rule.temperature
+        log_p = scaled - scaled.logsumexp(-1, keepdim=True)
+        picked = log_p.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        if not rule.entropy:
+            return picked, picked.new_zeros(0)
+        entropies = -(log_p.exp() * log_p).sum(-1)
+        return picked, entropies if rule.entropy_grad else entropies.detach()
+
+    parts = [
+        checkpoint(rows, h, y, use_reentrant=False) if torch.is_grad_enabled() else rows(h, y)
+        for h, y in zip(hidden.split(rule.chunk), labels.split(rule.chunk), strict=True)
+    ]
+    logprobs = torch.cat([part[0] for part in parts])
+    return logprobs, torch.cat([part[1] for part in parts]) if rule.entropy else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, rule: LogprobRule
+    ) -> tuple[Tensor, Tensor]:
+        head = _Head(weight, bias, rule)
+        num_rows = hidden.shape[0]
+        normaliser = torch.empty(num_rows, dtype=head.sum_dtype, device=hidden.device)
+        logprobs = torch.empty_like(normaliser)
+        entropies = torch.empty_like(normaliser) if rule.entropy else normaliser.new_empty(0)
+        for _, _, logits, blocks in head.chunks(hidden):
+            for here, there in blocks:
+                _reduce(
+                    head.tempered(logits[there]),
+                    labels[here],
+                    logprobs[here],
+                    normaliser[here],
+                    entropies[here] if rule.entropy else None,
+                )
+        keeps_entropies = rule.entropy and rule.entropy_grad
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropies if keeps_entropies else None)
+        ctx.rule = rule
+        ctx.set_materialize_grads(False)
+        if not keeps_entropies:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, labels, normaliser, entropies = ctx.saved_tensors
+        rule: LogprobRule = ctx.rule
+        head = _Head(weight, bias, rule)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(normaliser)
+        grads = _HeadGradients(ctx, hidden, head)
+        for span, rows, logits, blocks in head.chunks(hidden):
+            for here, there in blocks:
+                raw = logits[there]
+                gradient = _logit_gradient(
+                    raw,
+                    head,
+                    labels[here],
+                    normaliser[here],
+                    grad_logprobs[here],
+                    None if entropies is None or grad_entropies is None else (entropies[here], grad_entropies[here]),
+                )
+                if gradient.dtype != raw.dtype:
+                    raw.copy_(gradient)
+            grads.add(span, rows, logits)
+        return grads.hidden, grads.weight, grads.bias, None, None
+
+
+class _Head:
+    """A linear head in its compute dtype, and how its rows are cut."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, rule: LogprobRule) -> None:
+        self.rule = rule
+        self.weight = weight.to(rule.compute_dtype)
+        self.bias = None if bias is None else bias.to(rule.compute_dtype)
+        self.sum_dtype = torch.float64 if rule.compute_dtype == torch.float64 else torch.float32
+        row_bytes = weight.shape[0] * self.sum_dtype.itemsize
+        device = "cpu" if weight.device.type == "cpu" else "other"
+        self.chunk = max(1, min(rule.chunk, _CHUNK_BYTES[device] // row_bytes))
+        self.block = max(1, _BLOCK_BYTES[device] // row_bytes)
+
+    def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, list[tuple[slice, slice]]]]:
+        """Per chunk: where it lies in ``hidden [M, D]``, its rows ``[C, D]`` in the compute dtype, its raw logits
+        ``[C, V]`` (one buffer, written anew for each chunk), and its blocks as (rows of all, rows of the chunk).
+
+        Chunks differ by at most one row, so none is too small for a fast product.
+        """
+        num_rows = hidden.shape[0]
+        if num_rows == 0:
+            return
+        num_chunks = -(-num_rows // self.chunk)
+        buffer = self.weight.new_empty(-(-num_rows // num_chunks), self.weight.shape[0])
+        start = 0
+        for part in hidden.tensor_split(num_chunks):
+            rows, logits = part.to(self.rule.compute_dtype), buffer[: len(part)]
+            if self.bias is None:
+                torch.mm(rows, self.weight.T, out=logits)
+            else:
+                torch.addmm(self.bias, rows, self.weight.T, out=logits)
+            stops = [min(first + self.block, len(part)) for first in range(0, len(part), self.block)]
+            there = [slice(first, stop) for first, stop in zip([0, *stops], stops, strict=False)]
+            blocks = [(slice(start + s.start, start + s.stop), s) for s in there]
+            yield slice(start, start + len(part)), rows, logits, blocks
+            start += len(part)
+
+    def tempered(self, raw: Tensor) -> Tensor:
+        """Raw logits ``[B, V]`` → ``z`` in the dtype of the sums, in place where that is theirs."""
+        rule = self.rule
+        logits = raw.to(self.sum_dtype)
+        if rule.scale != 1.0:
+            logits.mul_(rule.scale)
+        if rule.softcap is not None:
+            logits.div_(rule.softcap).tanh_().mul_(rule.softcap)
+        return logits if rule.temperature == 1.0 else logits.div_(rule.temperature)
+
+
+def _reduce(z: Tensor, labels: Tensor, logprobs: Tensor, normaliser: Tensor, entropies: Tensor | None) -> None:
+    """Fills the ``[B]`` results of one block; overwrites ``z [B, V]``."""
+    picked = z.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    largest = z.amax(-1, keepdim=True)
+    z.sub_(largest)
+    weights = z.exp_() if entropies is None else z.exp()
+    total = weights.sum(-1)
+    torch.log(total, out=normaliser)
+    if entropies is not None:
+        torch.sub(normaliser, weights.mul_(z).sum(-1) / total, out=entropies)
+    normaliser.add_(largest.squeeze(-1))
+    torch.sub(picked, normaliser, out=logprobs)
+
+
+def _logit_gradient(
+    raw: Tensor,
+    head: _Head,
+    labels: Tensor,
+    normaliser: Tensor,
+    grad_logprobs: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """``∂r [B, V]`` of one block in the dtype of the sums, from its raw logits, which it may overwrite.
+
+    Args:
+        entropy: entropies ``[B]`` and their gradients, or None where they carry none.
+    """
+    rule = head.rule
+    factor = rule.scale / rule.temperature
+    z = head.tempered(raw)
+    slope = None if rule.softcap is None else z.mul(rule.temperature / rule.softcap).square_().neg_().add_(1.0)
+    grad = (grad_logprobs * factor).unsqueeze(-1)
+    log_p = z.sub_(normaliser.unsqueeze(-1))
+    if entropy is None:
+        result = log_p.exp_().mul_(-grad)
+    else:
+        entropies, grad_entropies = entropy
+        p = log_p.exp()
+        coefficient = (grad_entropies * -factor).unsqueeze(-1)
+        result = log_p.add_(entropies.unsqueeze(-1)).mul_(coefficient).sub_(grad).mul_(p)
+    result.scatter_add_(-1, labels.unsqueeze(-1), grad)
+    return result if slope is None else result.mul_(slope)
+
+
+class _HeadGradients:
+    """Collects the gradients that somebody asked for; those of the head in the dtype of the sums."""
+
+    def __init__(self, ctx: FunctionCtx, hidden: Tensor, head: _Head) -> None:
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
+        self._head = head
+        self.hidden = torch.empty_like(hidden) if for_hidden else None
+        self.weight = torch.zeros_like(head.weight, dtype=head.sum_dtype) if for_weight else None
+        self.bias = None
+        if for_bias and head.bias is not None:
+            self.bias = torch.zeros_like(head.bias, dtype=head.sum_dtype)
+
+    def add(self, span: slice, rows: Tensor, gradient: Tensor) -> None:
+        """One chunk: ``gradient [C, V]`` of its raw logits, in the compute dtype."""
+        if self.hidden is not None:
+            self.hidden[span] = gradient @ self._head.weight
+        if self.weight is not None:
+            if self.weight.dtype == gradient.dtype:
+                self.weight.addmm_(gradient.T, rows)
+            else:
+                self.weight.add_(gradient.T @ rows)
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))

@@ -1,0 +1,107 @@
+"""A token budget that halves when memory runs out, so that the same work is done in smaller parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from quartet.batch.partition import plan_tree_micro_batches
+from quartet.batch.ragged import RaggedBatch
+from quartet.config import UserError
+
+T = TypeVar("T")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an accelerator's or the host's memory ran out; torch's CPU allocator raises a plain RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "DefaultCPUAllocator" in str(error) and "allocate memory" in str(error)
+
+
+def num_computed_tokens(batch: RaggedBatch, sequences: Sequence[int], *, share: bool) -> int:
+    """Tokens of a forward pass over some sequences of ``batch``; shared ancestors count once."""
+    chains = [batch.chain(s) for s in sequences]
+    segments = {k for chain in chains for k in chain} if share else [k for chain in chains for k in chain]
+    return sum(batch.segment_lengths[k] for k in segments)
+
+
+class TokenBudget:
+    """Most tokens of one micro-batch.
+
+    Args:
+        tokens: at the start.
+        key: the recipe key that sets it, for messages.
+
+    Attributes:
+        tokens: now.
+        num_oom: how often memory ran out.
+    """
+
+    def __init__(self, tokens: int, key: str) -> None:
+        self.tokens = tokens
+        self.key = key
+        self.num_oom = 0
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What memory did not allow, in words."""
+        if not self.num_oom:
+            return ()
+        return (f"memory ran out (so far {self.num_oom} ×): {self.key} is {self.tokens} from now on",)
+
+    def run(
+        self,
+        work: Callable[[list[list[int]]], T],
+        batch: RaggedBatch,
+        atoms: Sequence[Sequence[int]],
+        *,
+        share: bool,
+    ) -> T:
+        """``work(parts)`` with the sequences of each micro-batch; from its start with smaller parts where memory ran
+        out. The result is that of the budget which was enough, and the budget stays there.
+
+        Args:
+            work: drops what an earlier call left behind.
+            atoms: sequences that must stay in one part.
+            share: ancestors are computed once per part.
+
+        Raises:
+            UserError: an atom is larger than the budget, or memory ran out at the smallest parts.
+        """
+        while True:
+            parts = plan_tree_micro_batches(batch, atoms, self.tokens, share=share, budget_key=self.key)
+            try:
+                return work(parts)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            # Not before the handler has ended: until then its traceback holds the tensors of the failed attempt.
+            if batch.device.type == "cuda":
+                torch.cuda.empty_cache()
+            largest = max(num_computed_tokens(batch, part, share=share) for part in parts)
+            smallest = max(num_computed_tokens(batch, atom, share=share) for atom in atoms)
+            if largest <= smallest:
+                raise UserError(
+                    f"memory ran out at the smallest micro-batch that {self.key} allows",
+                    found=f"{largest} tokens, {failure}",
+                    remedy="shorten the sequences, or set activation_checkpointing: true or precision: bf16 beside "
+                    f"{self.key}",
+                )
+            self.num_oom += 1
+            self.tokens = max(smallest, min(self.tokens, largest) // 2)
+
+    # State -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, int]:
+        """What a resumed run must know to cut its batches in the same way."""
+        return {"tokens": self.tokens, "num_oom": self.num_oom}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """A budget that memory has lowered stays low; otherwise the recipe's counts."""
+        self.num_oom = int(state["num_oom"])
+        if self.num_oom:
+            self.tokens = min(self.tokens, int(state["tokens"]))

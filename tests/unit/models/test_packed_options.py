@@ -1,0 +1,124 @@
+"""What a packed model is told: to compute layers again in the backward, not to share prompts, to be exact."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from quartet.models.exact import ExactPackedAttention
+from quartet.models.packed import PackedCausalLM, PackedScalarModel
+
+
+def _gradients(packed, hidden):
+    packed.model.zero_grad()
+    weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
+    (hidden * weights).sum().backward()
+    # The head takes no part.
+    return {name: p.grad for name, p in packed.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(torch.float64, "fp32"), (torch.float32, "fp32"), (torch.float32, "bf16")]
+)
+def test_gradients_stay_the_same_bit_for_bit(family, dtype, precision, make_model, sequences, packed_hidden):
+    found = []
+    for recompute in (False, True):
+        packed = PackedCausalLM(make_model(family, dtype), precision, activation_checkpointing=recompute)
+        hidden = packed_hidden(packed, sequences)
+        found.append((hidden.detach(), _gradients(packed, hidden)))
+    (plain, plain_grads), (hidden, grads) = found
+    assert torch.equal(hidden, plain)
+    assert len(grads) > 10 and grads.keys() == plain_grads.keys()
+    assert all(torch.equal(grads[name], grad) for name, grad in plain_grads.items())
+
+
+@pytest.mark.parametrize("in_training_mode", [False, True])
+def test_a_layer_keeps_its_input_alone(in_training_mode, make_model, sequences, packed_hidden):
+    kept = []
+    for recompute in (False, True):
+        packed = PackedCausalLM(make_model("llama", num_hidden_layers=6), activation_checkpointing=recompute)
+        packed.model.train(in_training_mode)
+        sizes: dict[int, int] = {}
+        weights = {p.untyped_storage().data_ptr() for p in packed.model.parameters()}
+
+        def note(tensor, sizes=sizes, weights=weights):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            hidden = packed_hidden(packed, sequences)
+        kept.append(sum(sizes.values()))
+        assert hidden.requires_grad
+    assert kept[1] < kept[0] / 4
+
+
+def _count_calls(model):
+    calls = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def test_only_where_gradients_are_enabled(make_model, sequences, packed_hidden):
+    packed = PackedCausalLM(make_model("llama"), activation_checkpointing=True)
+    calls = _count_calls(packed.model)
+    with torch.no_grad():
+        packed_hidden(packed, sequences)
+    assert len(calls) == 2
+    packed_hidden(packed, sequences).sum().backward()
+    assert len(calls) == 6, "two layers, each twice"
+
+
+def test_released_it_is_off(make_model, sequences):
+    model = make_model("llama")
+    PackedCausalLM(model, activation_checkpointing=True).release()
+    calls = _count_calls(model)
+    model(input_ids=torch.tensor(sequences[:1])).logits.sum().backward()
+    assert len(calls) == 2
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_copy_runs_its_own_layers(make_model, sequences, packed_hidden):
+    """A reference is copied from an actor that is held already."""
+    held = PackedCausalLM(make_model("llama"), activation_checkpointing=True)
+    twin = PackedCausalLM(copy.deepcopy(held.model))
+    before = packed_hidden(twin, sequences)
+    for parameter in held.model.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert torch.equal(packed_hidden(twin, sequences), before)
+
+
+def test_of_a_scalar_model(make_scalar, sequences, packed_hidden):
+    model = make_scalar("llama").plain
+    packed = PackedScalarModel(copy.deepcopy(model), activation_checkpointing=True)
+    calls = _count_calls(packed.model)
+    packed.scalars(packed_hidden(packed, sequences)).sum().backward()
+    assert len(calls) == 4
+
+
+def test_exact_contexts_never_run_few_rows(make_model, sequences):
+    """A short sequence alone has the bits it has among others."""
+    packed = PackedCausalLM(make_model("llama"), numerics="exact")
+    rows = []
+    packed.body.layers[0].register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+
+    def run(chosen):
+        ids = torch.tensor([token for tokens in chosen for token in tokens])
+        positions = torch.cat([torch.arange(len(tokens)) for tokens in chosen])
+        return packed.hidden(ids, positions, ExactPackedAttention([len(tokens) for tokens in chosen]))
+
+    short, together = run(sequences[3:4]), run(sequences)
+    assert len(sequences[3]) == 3 and rows[0] >= 16
+    assert torch.equal(short, together[23:26])
+
+
+def test_an_unshared_model_says_so_once(make_model):
+    packed = PackedCausalLM(make_model("llama"))
+    assert packed.shares_prefixes and packed.remarks == ()
+    packed.shares_prefixes, packed.unshared_because = False, "it counts its tokens"
+    assert packed.remarks == ("LlamaForCausalLM: prompts are computed for every response; it counts its tokens",)
