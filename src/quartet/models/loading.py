@@ -28,7 +28,8 @@ from transformers.utils import logging as transformers_logging
 
 from quartet.config import UserError
 from quartet.models.attention import own_attention
-from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel, Precision
+from quartet.models.exact_check import check_exact
+from quartet.models.packed import Numerics, PackedCausalLM, PackedModel, PackedScalarModel, Precision
 from quartet.models.probe import probe
 from quartet.text.loading import local_or_hub
 
@@ -131,7 +132,7 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
             raise UserError(
                 f"{type(model).__name__} has no sequence-classification class",
                 found=str(error).splitlines()[0],
-                remedy="use an architecture that has one (Llama, Qwen2, Gemma-2, …) for reward model and critic",
+                remedy="use an architecture that has one (docs/models.md lists them) for reward model and critic",
             ) from error
     body = getattr(model, model.base_model_prefix)
     getattr(scalar, scalar.base_model_prefix).load_state_dict(body.state_dict())
@@ -140,7 +141,7 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
         raise UserError(
             f"{type(scalar).__name__} has no scalar head called score",
             found=f"modules {[name for name, _ in scalar.named_children()]}",
-            remedy="use an architecture whose classification head is `score` (Llama, Qwen2, Gemma-2, …)",
+            remedy="use an architecture whose classification head is `score` (docs/models.md lists them)",
         )
     width = head.weight.shape[1]
     with torch.no_grad():
@@ -148,13 +149,30 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     return scalar.float().eval()
 
 
-def packed_causal_lm(model: PreTrainedModel, precision: Precision = "fp32") -> PackedCausalLM:
+def packed_causal_lm(
+    model: PreTrainedModel,
+    precision: Precision = "fp32",
+    *,
+    numerics: Numerics = "fast",
+    activation_checkpointing: bool = False,
+) -> PackedCausalLM:
     """Takes the model over for packed runs, after probing it."""
-    return _probed(PackedCausalLM(model, precision))
+    return _probed(
+        PackedCausalLM(model, precision, numerics=numerics, activation_checkpointing=activation_checkpointing)
+    )
 
 
-def packed_scalar_model(model: PreTrainedModel, precision: Precision = "fp32") -> PackedScalarModel:
-    return _probed(PackedScalarModel(model, precision))
+def packed_scalar_model(
+    model: PreTrainedModel,
+    precision: Precision = "fp32",
+    *,
+    numerics: Numerics = "fast",
+    activation_checkpointing: bool = False,
+) -> PackedScalarModel:
+    """As ``packed_causal_lm``, for a reward model or critic."""
+    return _probed(
+        PackedScalarModel(model, precision, numerics=numerics, activation_checkpointing=activation_checkpointing)
+    )
 
 
 _P = TypeVar("_P", bound=PackedModel)
@@ -163,6 +181,8 @@ _P = TypeVar("_P", bound=PackedModel)
 def _probed(packed: _P) -> _P:
     try:
         probe(packed)
+        if packed.numerics == "exact":
+            check_exact(packed)
     except UserError:
         packed.release()
         raise
@@ -193,17 +213,18 @@ def save_scalar_model(
     """
     pad_id, warning = choose_pad_id(packed.model, tokenizer, seen)
     config = packed.model.config
-    former = config.pad_token_id
-    text_config = config.get_text_config()
-    former_text = text_config.pad_token_id
-    config.pad_token_id = text_config.pad_token_id = pad_id
+    # Multimodal configs may keep it in their text part alone.
+    holders = [c for c in (config.get_text_config(), config) if hasattr(c, "pad_token_id")]
+    former = [holder.pad_token_id for holder in holders]
     try:
+        for holder in holders:
+            holder.pad_token_id = pad_id
         with _quiet():
             packed.model.save_pretrained(path)
             _padding_with(tokenizer, pad_id).save_pretrained(path)
     finally:
-        config.pad_token_id = former
-        text_config.pad_token_id = former_text
+        for holder, own in zip(holders, former, strict=True):
+            holder.pad_token_id = own
     return warning
 
 

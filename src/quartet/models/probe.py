@@ -1,101 +1,303 @@
 """What a model must show before it is trusted on packed sequences.
 
-Some architectures accept an attention function and never call it, others let sequences bleed into each other, and some
-scale or cap the logits after the head. All of that is silent, so it is measured at load with a few tokens.
+Some architectures accept an attention function and never call it, others let sequences bleed into each other, take
+positions from the order of their input, or scale and cap the logits after the head. All of that is silent, so it is
+measured at load with a few tokens: three sequences that share their beginnings run side by side, then as one tree, and
+both are compared with each sequence alone through the unmodified model.
+
+Shapes: P packed tokens, L tokens of one sequence, n sequences, H query heads, Hk key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from quartet.config import UserError
 from quartet.models import attention
-from quartet.models.attention import PackedAttention
+from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, masked_attention, visible
 from quartet.models.packed import PackedCausalLM, PackedModel
 
-_LENGTHS = (5, 7)
-_LENGTH_DEPENDENT_ROPE = ("longrope", "dynamic")
+_LENGTHS = (5, 3, 4, 2, 3)
+_PARENTS = (-1, 0, 0, 2, 2)
+"""A root with two children, of which the second forks once more: sequences of 8, 11 and 12 tokens."""
 
-
-def _refuse(model: PreTrainedModel, found: str) -> UserError:
-    return UserError(
-        f"{type(model).__name__} cannot be trained or sampled on packed sequences",
-        found=found,
-        remedy="use an architecture whose attention goes through transformers' attention interface "
-        "(Llama, Qwen2, Gemma-2 are proven by the tests)",
-    )
+_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+"""Under these names configs keep a factor of the logits; some families multiply by it, others divide."""
 
 
 @torch.no_grad()
 def probe(packed: PackedModel) -> float:
-    """Runs two short sequences packed and alone, and compares hidden states and, of a causal LM, logits.
+    """Compares packed runs with single ones: hidden states and, of a causal LM, logits.
 
     Hidden states show sequences that bleed whatever the head (a fresh one may be near 0); logits show what the
-    model does after its head.
+    model does after its head. Where only the tree is wrong, ``packed`` is told to run without shared prefixes.
+    Positions beyond which the rotary embedding would follow the longest sequence of a pack are refused from here on.
 
     Returns:
-        The largest difference, relative to the largest output.
+        The largest difference among what is used, relative to the largest output.
 
     Raises:
         UserError: the architecture is refused by name, with what was measured.
     """
-    model = packed.model
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope_type = str(rope.get("rope_type", "default"))
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
-        raise _refuse(model, f"{rope_type!r} rotary embedding: one pack's longest sequence would change all the others")
-    sequences = _sequences(int(model.get_input_embeddings().weight.shape[0]), packed.device)
-    precision, packed.precision = packed.precision, "fp32"
-    context = PackedAttention(_LENGTHS)
-    try:
-        positions = torch.cat([torch.arange(len(s), device=packed.device) for s in sequences])
-        hidden = packed.hidden(torch.cat(sequences), positions, context)
-    except (TypeError, RuntimeError) as error:
-        raise _refuse(model, f"its layers do not work with the attention context ({error})") from error
-    finally:
-        packed.precision = precision
-    num_layers = int(config.num_hidden_layers)
-    if context.num_calls != num_layers:
-        raise _refuse(model, f"the attention function was called {context.num_calls} times for {num_layers} layers")
-    # Half-precision weights round differently in the two paths; fp32 leaves only the order of summation.
-    tolerance = 1e-3 if next(model.parameters()).dtype in (torch.float32, torch.float64) else 0.1
-    difference = 0.0
-    for name, ours, theirs in _outputs(packed, hidden, sequences):
-        found = float((ours.float() - theirs.float()).abs().max()) / max(float(theirs.abs().max()), 1e-30)
-        if not found <= tolerance:
-            raise _refuse(
-                model, f"packed and single {name} differ by {found:.3g} of the largest, more than {tolerance:.3g}"
-            )
-        difference = max(difference, found)
+    _bound_positions(packed)
+    chains = _chains()
+    ids, positions = _tokens(packed)
+    sequences = [ids[rows] for rows in chains]
+    rows = torch.cat(chains)
+    side_by_side = PackedAttention([len(chain) for chain in chains])
+    hidden = _packed_run(packed, ids[rows], positions[rows], side_by_side)
+    num_layers = int(packed.model.config.get_text_config().num_hidden_layers)
+    if side_by_side.num_calls != num_layers:
+        raise _refuse(
+            packed, f"the attention function was called {side_by_side.num_calls} times for {num_layers} layers"
+        )
+    alone, logits = _alone(packed, sequences)
+    difference = _difference(hidden, torch.cat(alone))
+    _demand(packed, "hidden states", difference)
+    _check_leak(packed, hidden, ids[rows], positions[rows], [len(chain) for chain in chains])
+    if isinstance(packed, PackedCausalLM) and logits is not None:
+        difference = max(difference, _check_logits(packed, hidden[: len(chains[0])], logits))
+    tree = _difference(_packed_run(packed, ids, positions, PackedAttention(_LENGTHS, _PARENTS))[rows], torch.cat(alone))
+    if tree <= _tolerance(packed, sharing=True):
+        return max(difference, tree)
+    packed.shares_prefixes = False
+    packed.unshared_because = f"with a shared prompt its hidden states differ by {tree:.3g} of the largest"
     return difference
 
 
-def _sequences(vocab_size: int, device: torch.device) -> list[Tensor]:
-    return [(torch.arange(length, device=device) * 7 + 3 + i) % vocab_size for i, length in enumerate(_LENGTHS)]
+@torch.no_grad()
+def check_decoding(packed: PackedModel) -> float:
+    """Whether the model can go on from stored keys and values one token at a time; implied where prefixes are shared.
+
+    Returns:
+        The difference from whole sequences, relative to the largest hidden state.
+
+    Raises:
+        UserError: it cannot, so it can be trained but not sampled.
+    """
+    ids, positions = _tokens(packed)
+    chains = _chains()
+    before = torch.cat([rows[:-1] for rows in chains])
+    last = torch.stack([rows[-1] for rows in chains])
+    prefixes = _Recorded([len(rows) - 1 for rows in chains])
+    _packed_run(packed, ids[before], positions[before], prefixes)
+    hidden = _packed_run(packed, ids[last], positions[last], _Continued(prefixes))
+    alone, _ = _alone(packed, [ids[rows] for rows in chains])
+    difference = _difference(hidden, torch.stack([states[-1] for states in alone]))
+    if not difference <= _tolerance(packed):
+        raise UserError(
+            f"{type(packed.model).__name__} cannot be sampled by the native engine",
+            found=f"continued one token at a time its hidden states differ by {difference:.3g} of the largest from "
+            "those of whole sequences, as if it ignored position_ids",
+            remedy="use an architecture that takes its positions from position_ids",
+        )
+    return difference
 
 
-def _outputs(packed: PackedModel, hidden: Tensor, sequences: list[Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-    """What to compare: name, packed, and each sequence alone through the model's own attention and head."""
-    model, precision = packed.model, packed.precision
-    attention.restore(model, packed.own_attention)
-    packed.precision = "fp32"
+# Positions -----------------------------------------------------------------------------------------------
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Longest sequence in tokens that the model's positions allow in packed runs; None where nothing limits it."""
+    config = model.config.get_text_config()
+    limits = (getattr(config, "max_position_embeddings", None), _stable_positions(config))
+    return min((int(limit) for limit in limits if limit), default=None)
+
+
+def _stable_positions(config: PreTrainedConfig) -> int | None:
+    """Positions for which the rotary frequencies do not depend on the longest sequence of the forward pass.
+
+    "longrope" (Phi-3) changes to its long factors for the whole input as soon as one position passes the original
+    context, "dynamic" stretches its base beyond the context. Within these bounds both are fixed, and ``generate`` and
+    a packed run agree; beyond, one sequence would change all the others of its pack, and itself while it grows.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # Families with local and global layers keep one set for each kind.
+    sets = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
+    limits: list[int] = []
+    for parameters in sets:
+        if parameters.get("rope_type") == "longrope":
+            limits.append(int(parameters.get("original_max_position_embeddings", config.max_position_embeddings)))
+        elif parameters.get("rope_type") == "dynamic":
+            limits.append(int(config.max_position_embeddings))
+    return min(limits, default=None)
+
+
+def _bound_positions(packed: PackedModel) -> None:
+    if _stable_positions(packed.model.config.get_text_config()) is None:
+        return
+    # Copies of a model bring their hooks with them.
+    if _refuse_unstable not in packed.body._forward_pre_hooks.values():
+        packed.body.register_forward_pre_hook(_refuse_unstable, with_kwargs=True)
+
+
+def _refuse_unstable(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A hook of the body; it stays there and lets runs pass that nobody packed."""
+    position_ids = kwargs.get("position_ids")
+    if kwargs.get("quartet_attention") is None or position_ids is None or not isinstance(body, PreTrainedModel):
+        return
+    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    limit = _stable_positions(body.config.get_text_config())
+    longest = int(position_ids.max()) + 1
+    if limit is not None and longest > limit:
+        raise UserError(
+            f"{type(body).__name__} cannot run a sequence of {longest} tokens packed",
+            found=f"its rotary embedding is the same for all sequences only up to {limit} tokens",
+            remedy=f"keep prompt and response within {limit} tokens together (shorter prompts, max_new_tokens)",
+        )
+
+
+# Runs ----------------------------------------------------------------------------------------------------
+
+
+def _chains() -> list[Tensor]:
+    """For each sequence of the tree the rows ``[L]`` of its tokens."""
+    starts = [sum(_LENGTHS[:i]) for i in range(len(_LENGTHS))]
+    rows: list[Tensor] = []
+    for length, start, parent in zip(_LENGTHS, starts, _PARENTS, strict=True):
+        own = torch.arange(start, start + length)
+        rows.append(torch.cat([rows[parent], own]) if parent >= 0 else own)
+    return [chain for i, chain in enumerate(rows) if i not in _PARENTS]
+
+
+def _tokens(packed: PackedModel) -> tuple[Tensor, Tensor]:
+    """Ids and positions ``[P]`` of the tree."""
+    vocab_size = int(packed.model.get_input_embeddings().weight.shape[0])
+    ids = (torch.arange(sum(_LENGTHS)) * 7 + 3) % vocab_size
+    positions = torch.empty_like(ids)
+    for chain in _chains():
+        positions[chain] = torch.arange(len(chain))
+    return ids.to(packed.device), positions.to(packed.device)
+
+
+def _packed_run(packed: PackedModel, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+    """Hidden states in the precision of the weights."""
+    precision, packed.precision = packed.precision, "fp32"
     try:
-        alone = [_alone(packed.body, s).last_hidden_state for s in sequences]
-        found = [("hidden states", hidden, torch.cat(alone, dim=1).squeeze(0))]
-        if isinstance(packed, PackedCausalLM):
-            logits = [_alone(model, s).logits for s in sequences]
-            found.append(("logits", packed.logits(hidden), torch.cat(logits, dim=1).squeeze(0)))
-        return found
+        return packed.hidden(ids, positions, context)
+    except (TypeError, RuntimeError) as error:
+        raise _refuse(packed, f"its layers do not work with the attention context ({error})") from error
     finally:
         packed.precision = precision
-        attention.install(model)
 
 
-def _alone(module: nn.Module, sequence: Tensor) -> Any:
+def _alone(packed: PackedModel, sequences: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+    """Hidden states of each sequence through the model's own attention, and a causal LM's logits of the first."""
+    attention.restore(packed.model, packed.own_attention)
+    try:
+        hidden = [_one(packed.body, sequence).last_hidden_state.squeeze(0) for sequence in sequences]
+        logits = _one(packed.model, sequences[0]).logits.squeeze(0) if isinstance(packed, PackedCausalLM) else None
+        return hidden, logits
+    finally:
+        attention.install(packed.model)
+
+
+def _one(module: nn.Module, sequence: Tensor) -> Any:
     ids = sequence.unsqueeze(0)
     return module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+
+
+def _check_leak(packed: PackedModel, hidden: Tensor, ids: Tensor, positions: Tensor, lengths: list[int]) -> None:
+    """Other tokens in the first sequence must leave the rest as it was, to the bit but for kernels that regroup rows.
+
+    Sharper than the comparison with single runs: a fresh model barely mixes its tokens, and so bleeds below rounding.
+    """
+    first = lengths[0]
+    vocab_size = int(packed.model.get_input_embeddings().weight.shape[0])
+    other = torch.cat([(ids[:first] + vocab_size // 2) % vocab_size, ids[first:]])
+    moved = (_packed_run(packed, other, positions, PackedAttention(lengths)).float() - hidden.float()).abs()
+    leak = float(moved[first:].max()) / max(float(moved[:first].max()), 1e-30)
+    if not leak <= _tolerance(packed) / 100:
+        raise _refuse(packed, f"a packed sequence moves its neighbours by {leak:.3g} of what it moves itself")
+
+
+def _check_logits(packed: PackedCausalLM, hidden: Tensor, theirs: Tensor) -> float:
+    precision, packed.precision = packed.precision, "fp32"
+    try:
+        ours = packed.logits(hidden)
+        if not _difference(ours, theirs) <= _tolerance(packed):
+            packed.logit_scale = _logit_scale(packed.model.config.get_text_config(), ours, theirs)
+            ours = packed.logits(hidden)
+    finally:
+        packed.precision = precision
+    difference = _difference(ours, theirs)
+    _demand(packed, "logits", difference)
+    return difference
+
+
+def _logit_scale(config: PreTrainedConfig, ours: Tensor, theirs: Tensor) -> float:
+    """The factor between ``ours`` and ``theirs`` (measured) as the config states it; 1 where there is none."""
+    measured = float((ours.double() * theirs.double()).sum() / ours.double().square().sum().clamp_min(1e-30))
+    stated = [float(value) for name in _SCALES if (value := getattr(config, name, None))]
+    factors = [*stated, *(1 / value for value in stated)]
+    return min(factors, key=lambda factor: abs(factor - measured), default=1.0)
+
+
+class _Recorded(PackedAttention):
+    """Sequences side by side; keeps the keys and values ``[1, Hk, P, D]`` of every layer."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__(lengths)
+        self.sizes = list(lengths)
+        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        self.stored[layer] = k, v
+        return super().attend(layer, q, k, v, rule)
+
+
+class _Continued:
+    """One new token of each recorded sequence, which sees that sequence and itself."""
+
+    def __init__(self, former: _Recorded) -> None:
+        self._former = former
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        keys, values = (stored.split(self._former.sizes, 2) for stored in self._former.stored[layer])
+        out = []
+        for i, size in enumerate(self._former.sizes):
+            new = slice(i, i + 1)
+            positions = torch.arange(size + 1, device=q.device)
+            mask = visible(positions[-1:], positions, rule)
+            seen_k, seen_v = torch.cat([keys[i], k[:, :, new]], 2), torch.cat([values[i], v[:, :, new]], 2)
+            out.append(masked_attention(q[:, :, new], seen_k, seen_v, mask, rule))
+        return torch.cat(out, 2)
+
+
+# Judgement -----------------------------------------------------------------------------------------------
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest, relative to the largest of ``theirs``; not a number where either is not finite."""
+    return float((ours.float() - theirs.float()).abs().max()) / max(float(theirs.abs().max()), 1e-30)
+
+
+def _tolerance(packed: PackedModel, *, sharing: bool = False) -> float:
+    # Half-precision weights round differently in the two paths; fp32 leaves only the order of summation.
+    if next(packed.model.parameters()).dtype not in (torch.float32, torch.float64):
+        return 0.1
+    # To share wrongly is worse than to run unshared, to refuse wrongly worse than either.
+    return 1e-4 if sharing else 1e-3
+
+
+def _demand(packed: PackedModel, name: str, difference: float) -> None:
+    tolerance = _tolerance(packed)
+    if not difference <= tolerance:
+        raise _refuse(
+            packed, f"packed and single {name} differ by {difference:.3g} of the largest, more than {tolerance:.3g}"
+        )
+
+
+def _refuse(packed: PackedModel, found: str) -> UserError:
+    return UserError(
+        f"{type(packed.model).__name__} cannot be trained or sampled on packed sequences",
+        found=found,
+        remedy="use an architecture whose attention goes through transformers' attention interface "
+        "(docs/models.md lists those that the tests prove)",
+    )

@@ -1,4 +1,4 @@
-"""Tiny random models of three families, each with an unmodified twin, and a tokenizer with chosen special tokens."""
+"""Tiny random models, each with an unmodified twin, and a tokenizer with chosen special tokens."""
 
 from __future__ import annotations
 
@@ -11,50 +11,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 
 VOCAB = 61
-COMMON = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=64, initializer_range=0.2, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
-
-
-def _llama(**options: Any) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": 2, **options}))
-
-
-def _qwen2(**options: Any) -> PreTrainedModel:
-    """Tied embeddings; the second of two layers sees 4 tokens."""
-    own = dict(
-        num_hidden_layers=2, tie_word_embeddings=True, use_sliding_window=True, sliding_window=4, max_window_layers=1
-    )
-    return Qwen2ForCausalLM(Qwen2Config(**{**COMMON, **own, **options}))
-
-
-def _gemma2(**options: Any) -> PreTrainedModel:
-    """Alternating windows of 5 tokens, soft-capped scores and logits, tied embeddings."""
-    own = dict(
-        num_hidden_layers=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=5, attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0, attn_implementation="eager",
-    )  # fmt: skip
-    return Gemma2ForCausalLM(Gemma2Config(**{**COMMON, **own, **options}))
-
-
-_FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {"llama": _llama, "qwen2": _qwen2, "gemma2": _gemma2}
 
 
 @dataclass
@@ -66,14 +29,13 @@ class Twins:
 
 
 @pytest.fixture(scope="session")
-def make_model() -> Callable[..., PreTrainedModel]:
+def make_model(build_architecture: Callable[..., PreTrainedModel]) -> Callable[..., PreTrainedModel]:
     """``make_model(family, dtype=…, seed=…, **config)``: a tiny causal LM."""
 
     def make(
         family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any
     ) -> PreTrainedModel:
-        torch.manual_seed(seed)
-        return _FAMILIES[family](**options).to(dtype).eval()
+        return build_architecture(family, dtype=dtype, seed=seed, **options)
 
     return make
 

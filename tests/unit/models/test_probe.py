@@ -10,25 +10,54 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Cohere2Config,
     FalconConfig,
+    FalconH1Config,
+    GemmaConfig,
+    Glm4Config,
+    GPT2Config,
+    GPTJConfig,
     GptOssConfig,
-    GraniteConfig,
+    GraniteMoeConfig,
+    MinistralConfig,
+    MixtralConfig,
+    Olmo3Config,
+    OPTConfig,
+    PhiConfig,
     PreTrainedModel,
+    Qwen3NextConfig,
+    SmolLM3Config,
     StableLmConfig,
+    Starcoder2Config,
 )
 
+from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
+from quartet.config.recipe import TrainConfig
 from quartet.models import attention
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed import PackedCausalLM
-from quartet.models.probe import probe
+from quartet.models.probe import check_decoding, context_length, probe
+from quartet.train.engine import Needs, TrainEngine
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+DENSE = dict(**SIZES, intermediate_size=48, num_key_value_heads=2, pad_token_id=None, eos_token_id=None)
+GPT = dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+MAMBA = dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
+LINEAR = dict(
+    layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2,
+    linear_key_head_dim=8, linear_value_head_dim=8,
+)  # fmt: skip
+EXPERTS = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=16)
 REFUSED = {
     # Attention of their own.
     "Falcon": (lambda: FalconConfig(**SIZES), "attention interface"),
     "Bloom": (lambda: BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4), "attention interface"),
+    "GPTJ": (lambda: GPTJConfig(**GPT, rotary_dim=4), "attention interface"),
+    # Some layers are no attention, and carry a state from one sequence to the next.
+    "Qwen3Next": (lambda: Qwen3NextConfig(**DENSE, **LINEAR, **EXPERTS, head_dim=8), "called 1 times for 2 layers"),
+    "FalconH1": (lambda: FalconH1Config(**DENSE, **MAMBA), "moves its neighbours"),
     # Keeps keyword arguments from its layers.
     "StableLm": (lambda: StableLmConfig(**SIZES, intermediate_size=48, num_key_value_heads=2), "context"),
     # Adds a learnt column to every softmax.
@@ -38,11 +67,20 @@ REFUSED = {
         ),
         "sinks",
     ),
-    # Divides the logits after its head.
-    "Granite": (
-        lambda: GraniteConfig(**SIZES, intermediate_size=48, num_key_value_heads=2, logits_scaling=8.0),
-        "logits differ",
-    ),
+}
+PASSING = {
+    "Cohere2": lambda: Cohere2Config(**DENSE, sliding_window=4),
+    "GPT2": lambda: GPT2Config(**GPT),
+    "Gemma": lambda: GemmaConfig(**DENSE, head_dim=8),
+    "Glm4": lambda: Glm4Config(**DENSE, head_dim=8),
+    "GraniteMoe": lambda: GraniteMoeConfig(**DENSE, logits_scaling=4.0, num_local_experts=4),
+    "Ministral": lambda: MinistralConfig(**DENSE, head_dim=8, sliding_window=4),
+    "Mixtral": lambda: MixtralConfig(**DENSE, num_local_experts=4),
+    "OPT": lambda: OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32),
+    "Olmo3": lambda: Olmo3Config(**DENSE, sliding_window=4),
+    "Phi": lambda: PhiConfig(**DENSE),
+    "SmolLM3": lambda: SmolLM3Config(**DENSE),
+    "Starcoder2": lambda: Starcoder2Config(**DENSE, sliding_window=4),
 }
 
 
@@ -52,13 +90,20 @@ def _usable(model: PreTrainedModel) -> bool:
     return out.shape[1] > 3
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
-def test_proven_families_pass(family, make_model):
-    packed = packed_causal_lm(make_model(family))
+def test_proven_architectures_pass(architecture, make_model):
+    packed = packed_causal_lm(make_model(architecture))
     assert probe(packed) < 1e-5
-    packed.release()
-    scalar = packed_scalar_model(scalar_model_from(packed.model, seed=0))
-    assert probe(scalar) < 1e-5
+    assert packed.shares_prefixes
+    assert packed.remarks == ()
+
+
+@pytest.mark.parametrize("name", list(PASSING))
+def test_others_that_pass(name):
+    torch.manual_seed(0)
+    packed = packed_causal_lm(AutoModelForCausalLM.from_config(PASSING[name](), attn_implementation="sdpa").eval())
+    assert name.lower() in type(packed.model).__name__.lower()
+    assert packed.shares_prefixes
+    assert probe(packed) < 1e-5
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
@@ -75,38 +120,155 @@ def test_refused_by_name(name):
     assert _usable(model)
 
 
-@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
-def test_rope_that_follows_the_longest_sequence_is_refused(rope_type, make_model):
-    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
-    if rope_type == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
-    model = make_model("llama", rope_parameters=rope)
-    with pytest.raises(UserError, match="Llama") as refused:
-        packed_causal_lm(model)
-    assert rope_type in refused.value.found
-    assert _usable(model)
+# Rotary embeddings that follow the longest sequence -------------------------------------------------------
 
 
-def _one_long_sequence(lengths):
-    return [(1, sum(lengths))]
+def _dynamic(make_model):
+    """Stretches its base beyond its context of 24."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+    return make_model("llama", rope_parameters=rope, max_position_embeddings=24)
+
+
+FOLLOWING = {"longrope": lambda make_model: make_model("phi3_longrope"), "dynamic": _dynamic}
+
+
+def _hidden(packed, *lengths):
+    ids = torch.arange(sum(lengths)) % 61
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.no_grad():
+        return packed.hidden(ids, positions, PackedAttention(lengths))
+
+
+@pytest.mark.parametrize("rope_type", list(FOLLOWING))
+def test_within_the_bound_it_is_right(rope_type, make_model, short_side, close):
+    packed = packed_causal_lm(FOLLOWING[rope_type](make_model))
+    plain = FOLLOWING[rope_type](make_model)
+    assert context_length(packed.model) == short_side
+    ids = (torch.arange(short_side + 5) % 61).unsqueeze(0)
+    with torch.no_grad():
+        ours = packed.logits(_hidden(packed, short_side, 5))
+        theirs = [plain(input_ids=part, use_cache=False).logits[0] for part in ids.split([short_side, 5], 1)]
+        close(ours, torch.cat(theirs))
+
+
+@pytest.mark.parametrize("rope_type", list(FOLLOWING))
+def test_beyond_the_bound_it_is_refused(rope_type, make_model, short_side):
+    packed = packed_causal_lm(FOLLOWING[rope_type](make_model))
+    with pytest.raises(UserError, match=f"{short_side + 1} tokens") as refused:
+        _hidden(packed, 5, short_side + 1)
+    assert f"up to {short_side} tokens" in refused.value.found
+    with pytest.raises(UserError, match="tokens"):
+        _hidden(packed_causal_lm(copy.deepcopy(packed.model)), short_side + 1)
+
+
+@pytest.mark.parametrize("rope_type", list(FOLLOWING))
+def test_beyond_the_bound_a_released_model_runs(rope_type, make_model, short_side):
+    model = packed_causal_lm(FOLLOWING[rope_type](make_model)).release()
+    plain = FOLLOWING[rope_type](make_model)
+    ids = torch.arange(short_side + 3).unsqueeze(0)
+    with torch.no_grad():
+        long = plain(input_ids=ids, use_cache=False).logits
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, long)
+        short = plain(input_ids=ids[:, :10], use_cache=False).logits
+    assert not torch.allclose(long[:, :10], short, atol=1e-2), "the bound is where the frequencies change"
+    assert len(packed_causal_lm(model).body._forward_pre_hooks) == 1, "taken over again, it is bounded once"
+
+
+def test_other_rotary_embeddings_are_bounded_by_the_context_alone(make_model):
+    model = make_model("gemma3")
+    assert context_length(model) == 64
+    assert not packed_causal_lm(model).body._forward_pre_hooks
+
+
+# Sequences that bleed ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("initializer_range", [0.2, 0.02, 0.002])
 @pytest.mark.parametrize("kind", ["causal", "scalar"])
 def test_bleeding_sequences_are_refused(kind, initializer_range, make_model, monkeypatch):
     """Whatever the scale of the outputs: a fresh head is near 0."""
-    attend = PackedAttention.attend
+    build = PackedAttention.__init__
 
-    def bleeding(self, layer, q, k, v, rule):
-        self.runs = _one_long_sequence([n * length for n, length in self.runs])
-        return attend(self, layer, q, k, v, rule)
+    def one_long_sequence(self, lengths, parents=None):
+        build(self, [sum(lengths)])
 
     model = make_model("llama", initializer_range=initializer_range)
     model = scalar_model_from(model, seed=0) if kind == "scalar" else model
-    monkeypatch.setattr(PackedAttention, "attend", bleeding)
+    monkeypatch.setattr(PackedAttention, "__init__", one_long_sequence)
     with pytest.raises(UserError, match="hidden states differ"):
         (packed_scalar_model if kind == "scalar" else packed_causal_lm)(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_faint_convolution_over_the_pack_is_refused(make_model):
+    """It reaches one token back with so little weight that packed and single runs agree within the tolerance."""
+    model = make_model("llama")
+    mlp = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: mlp(x) + 1e-4 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+    with pytest.raises(UserError, match="moves its neighbours"):
+        packed_causal_lm(model)
+
+
+def test_learnt_positions_in_the_order_of_the_input_are_refused(make_model):
+    """Every sequence but the first would get the positions of another place."""
+    model = make_model("llama")
+    table = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    model.model.embed_tokens.register_forward_hook(lambda module, args, out: out + table[: out.shape[1]])
+    with pytest.raises(UserError, match="hidden states differ"):
+        packed_causal_lm(model)
+
+
+# Prefixes that cannot be shared --------------------------------------------------------------------------
+
+
+def _rotary_in_the_order_of_the_input(model):
+    """Distances inside a sequence stay right, so roots do; a second child is further from its parent."""
+    rotary = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: rotary(x, torch.arange(x.shape[1]).unsqueeze(0))
+    return model
+
+
+def test_rotary_positions_in_the_order_of_the_input_unshare(make_model):
+    packed = packed_causal_lm(_rotary_in_the_order_of_the_input(make_model("llama")))
+    assert not packed.shares_prefixes
+    (remark,) = packed.remarks
+    assert "LlamaForCausalLM" in remark and "of the largest" in remark
+    with pytest.raises(UserError, match="cannot be sampled") as refused:
+        check_decoding(packed)
+    assert "position_ids" in refused.value.found
+
+
+def test_attention_that_loses_the_parent_unshares(make_model, monkeypatch):
+    build = PackedAttention.__init__
+    monkeypatch.setattr(PackedAttention, "__init__", lambda self, lengths, parents=None: build(self, lengths))
+    for packed in (packed_causal_lm(make_model()), packed_scalar_model(scalar_model_from(make_model(), seed=0))):
+        assert not packed.shares_prefixes
+        assert len(packed.remarks) == 1
+        assert check_decoding(packed) < 1e-5, "sampling does not need the tree"
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["asked to share", "not asked to"])
+def test_an_unshared_model_trains_right(share, make_model, close):
+    """Where the probe says so, the engine copies the prompt to every response."""
+    batch = RaggedBatch.from_groups([[3, 4, 5]], [[[6, 7], [8, 9, 10]]], ids=["a", "b"])
+    batch = batch.with_token(loss_mask=torch.tensor([False] * 3 + [True] * 5))
+    needs = Needs(logprobs=True)
+    broken = packed_causal_lm(_rotary_in_the_order_of_the_input(make_model("llama")))
+    sound = packed_causal_lm(make_model("llama"))
+    assert (broken.shares_prefixes, sound.shares_prefixes) == (False, True)
+    with torch.no_grad():
+        found, expected = (
+            TrainEngine(packed, TrainConfig(share_prefixes=share), total_steps=1).forward(batch, needs)
+            for packed in (broken, sound)
+        )
+    close(found.token["logprobs"], expected.token["logprobs"])
+
+
+def test_decoding_of_proven_architectures(architecture, make_model):
+    assert check_decoding(packed_causal_lm(make_model(architecture))) < 1e-5
+
+
+# What is refused, and what comes back ---------------------------------------------------------------------
 
 
 def test_an_attention_that_is_never_called_is_refused(make_model):
@@ -133,6 +295,26 @@ def test_probe_leaves_the_model_held_at_its_precision(make_model):
     packed = packed_causal_lm(make_model("llama"), "bf16")
     assert packed.precision == "bf16"
     assert attention.is_installed(packed.model)
+
+
+def test_a_factor_of_the_logits_is_taken_from_the_config(make_model):
+    assert packed_causal_lm(make_model("granite")).logit_scale == 0.25, "it divides by 4"
+    assert packed_causal_lm(make_model("cohere")).logit_scale == 0.25, "it multiplies by a quarter"
+    assert packed_causal_lm(make_model("llama")).logit_scale == 1.0
+
+
+def test_a_factor_that_no_config_states_is_refused(make_model):
+    model = make_model("granite")
+    forward = model.forward
+
+    def scaled(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 3.0
+        return out
+
+    model.forward = scaled
+    with pytest.raises(UserError, match="logits differ"):
+        packed_causal_lm(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
