@@ -1,108 +1,113 @@
-"""Keys and values of running requests: one slot (row) per request in preallocated tensors, one pair per
-layer.
+"""Keys and values of running requests: one slot (row) per request in preallocated tensors, one pair per layer.
 
-Shapes: S slots, B slots in use, Hk key/value heads, C capacity in tokens, D head size, L tokens of one
-request.
+Shapes: S slots, B slots in use, Hk key/value heads, C capacity in tokens, D head size, L tokens of one run.
 
-Running requests occupy the first B slots, so a decode step reads ``[:B]`` views and gathers nothing. A
-prompt is computed once per group and its keys and values are copied into each member's slot: on the CPU one
-attention call over all slots is faster than one per shared prompt, and decode reads a slot once either way.
+Running requests occupy the first B slots, so a decode step reads views of neighbouring slots and gathers nothing.
+What a slot holds starts at its place 0: a whole sequence, or only what follows a prompt that is read from its block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 LENGTH_STEP = 32
-"""Lengths are rounded up to it: below, the attention kernel's summation order (its bits) would depend on the
-length.
-"""
+"""Lengths are rounded up to it: below, the attention kernel's summation order (its bits) would depend on the length."""
 
 
 def round_up(length: int) -> int:
     return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
-@dataclass(frozen=True)
-class KeyValues:
-    """Keys and values of one run of tokens, one ``[Hk, L, D]`` tensor per layer."""
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-
-    def part(self, start: int, end: int) -> KeyValues:
-        """A view of tokens ``start`` to ``end``."""
-        return KeyValues(tuple(k[:, start:end] for k in self.keys), tuple(v[:, start:end] for v in self.values))
-
-    def clone(self) -> KeyValues:
-        return KeyValues(tuple(k.clone() for k in self.keys), tuple(v.clone() for v in self.values))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
-
-
 class KVCache:
     """Slots ``[S, Hk, C, D]`` per layer; dtype, heads and head size are those of the first keys that arrive.
 
-    Slots start as zeros and are never uninitialised: a masked position still enters the product with its
-    values, and 0 · NaN is NaN.
+    Slots start as zeros and are never uninitialised: a masked place still enters the product with its values, and
+    0 · NaN is NaN.
+
+    Attributes:
+        keys, values: by layer; empty until something was written.
     """
 
     def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
         self.num_slots = 0
         self.capacity = 0
 
     @property
-    def num_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
+    def num_tokens(self) -> int:
+        """Places for tokens, used or not."""
+        return self.num_slots * self.capacity
 
-    def reserve(self, num_slots: int, capacity: int) -> None:
-        """Makes room for ``num_slots`` requests of ``capacity`` tokens; what is stored stays. Never
-        shrinks.
-        """
-        num_slots = max(num_slots, self.num_slots)
-        capacity = max(round_up(capacity), self.capacity)
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (*self.keys.values(), *self.values.values()))
+
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Has exactly so many slots and places; what is stored in those that remain stays."""
         if (num_slots, capacity) == (self.num_slots, self.capacity):
             return
+        kept, places = min(num_slots, self.num_slots), min(capacity, self.capacity)
         self.num_slots, self.capacity = num_slots, capacity
         for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
+            for layer, old in tensors.items():
                 new = old.new_zeros(num_slots, old.shape[1], capacity, old.shape[3])
-                new[: old.shape[0], :, : old.shape[2]] = old
+                new[:kept, :, :places] = old[:kept, :, :places]
                 tensors[layer] = new
 
-    def write(self, slots: Sequence[int], run: KeyValues) -> None:
-        """Stores the same run of tokens from position 0 in each of ``slots``."""
-        if not self.keys:
-            self.keys, self.values = self._allocate(run.keys), self._allocate(run.values)
-        index = torch.tensor(slots, device=self.keys[0].device)
-        length = run.keys[0].shape[1]
-        for tensors, parts in ((self.keys, run.keys), (self.values, run.values)):
-            for stored, part in zip(tensors, parts, strict=True):
-                stored[index, :, :length] = part.unsqueeze(0).expand(len(slots), -1, -1, -1)
+    def write(self, slots: Sequence[int], keys: Mapping[int, Tensor], values: Mapping[int, Tensor]) -> None:
+        """Stores the same run of tokens, ``[Hk, L, D]`` per layer, from place 0 on in each of ``slots``."""
+        for tensors, runs in ((self.keys, keys), (self.values, values)):
+            for layer, run in runs.items():
+                stored = tensors.get(layer)
+                if stored is None:
+                    stored = run.new_zeros(self.num_slots, run.shape[0], self.capacity, run.shape[2])
+                    tensors[layer] = stored
+                for slot in slots:
+                    stored[slot, :, : run.shape[1]] = run
 
-    def _allocate(self, like: Sequence[Tensor]) -> list[Tensor]:
-        return [part.new_zeros(self.num_slots, part.shape[0], self.capacity, part.shape[2]) for part in like]
+    def allocate_like(self, keys: Mapping[int, Tensor], values: Mapping[int, Tensor]) -> None:
+        """Makes the slots for layers of which none was written yet, with the heads and dtype of these runs."""
+        self.write((), keys, values)
 
-    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copies ``(source, target, length)``: the first ``length`` tokens of one slot into another."""
-        for source, target, length in moves:
-            for stored in (*self.keys, *self.values):
-                stored[target, :, :length] = stored[source, :, :length]
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copies the first ``length`` tokens of one slot into another."""
+        for stored in (*self.keys.values(), *self.values.values()):
+            stored[target, :, :length] = stored[source, :, :length]
 
     def clear(self, slot: int) -> None:
         """Zeroes a slot whose content is not finite."""
-        for stored in (*self.keys, *self.values):
+        for stored in (*self.keys.values(), *self.values.values()):
             stored[slot].zero_()
 
     def release(self) -> None:
-        """Gives the memory back; the next ``reserve`` and ``write`` allocate anew."""
-        self.keys, self.values = [], []
+        """Gives the memory back."""
+        self.keys, self.values = {}, {}
         self.num_slots = self.capacity = 0
+
+
+def slot_shape(
+    now: tuple[int, int], *, num_rows: int, longest: int, most: int, max_rows: int, limit: int | None
+) -> tuple[int, int]:
+    """Slots and capacity for what runs: growing by a half at a time, within the limit.
+
+    Args:
+        now: slots and capacity as they are; kept where they do.
+        num_rows: slots in use.
+        longest: places that the longest of them needs now; rounded up.
+        most: places it may come to need.
+        max_rows: slots that may ever be in use.
+        limit: places in all; at least ``num_rows * most``.
+    """
+    slots, capacity = now
+    if capacity < longest:
+        capacity = max(longest, min(most, round_up(capacity + capacity // 2)))
+    if slots < num_rows:
+        slots = min(max_rows, max(num_rows, slots + slots // 2))
+    if limit is None or slots * capacity <= limit:
+        return slots, capacity
+    if num_rows * capacity > limit:
+        capacity = max(longest, min(most, capacity))
+    return max(num_rows, min(slots, limit // capacity)), capacity

@@ -1,7 +1,7 @@
 """The native rollout engine: generates with the trainer's own model object, in the trainer's process.
 
-One step: admit → compute again what new weights made stale → decode one token of everything running →
-prefill new prompts → sample a token for all → retire what is done.
+One step: settle the rows → admit → one forward that decodes a token of everything running and fills new prompts →
+sample a token for all → retire what is done.
 """
 
 from __future__ import annotations
@@ -12,16 +12,22 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.cache import KVCache
+from quartet.models.probe import check_decoding, context_length
+from quartet.rollout.admission import Admission, Plan
+from quartet.rollout.cache import KVCache, slot_shape
+from quartet.rollout.compute_weights import ComputeWeights
+from quartet.rollout.contexts import MIN_ROWS
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, Request
-from quartet.rollout.runner import MIN_ROWS, ModelRunner, PreparedPrompt, Rows
-from quartet.rollout.sampler import sample
-from quartet.rollout.scheduler import Group, Response, Scheduler
+from quartet.rollout.rows import Rows
+from quartet.rollout.runner import ModelRunner, choose_contexts
+from quartet.rollout.sampler import SamplingRows, sample
+from quartet.rollout.scheduler import Response, Scheduler
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.rollout.weights import DiscardedWeights, copy_weights
 
@@ -43,9 +49,14 @@ class NativeEngine:
         owns_weights: ``packed`` is this engine's own copy, refreshed by ``update_weights`` and freed by
             ``sleep``.
         max_running: requests decoded together.
-        max_prefill_tokens: prompt tokens of one forward pass; a longer prompt runs alone.
+        max_prefill_tokens: prompt tokens computed in one step; a longer prompt takes several.
+        cache_tokens: tokens whose keys and values may be stored at a time, prompts included; requests wait for
+            room. None: as many as are needed.
         decode: token ids → text, needed for stop strings.
         version: policy version of the weights as they are.
+
+    Raises:
+        UserError: the model cannot go on from stored keys and values.
     """
 
     def __init__(
@@ -54,27 +65,38 @@ class NativeEngine:
         *,
         owns_weights: bool = False,
         max_running: int = 64,
-        max_prefill_tokens: int = 8192,
+        max_prefill_tokens: int = 2048,
+        cache_tokens: int | None = None,
         decode: Decode | None = None,
         version: int = 0,
     ) -> None:
+        if not packed.shares_prefixes:
+            check_decoding(packed)
         self.packed = packed
         self.owns_weights = owns_weights
         self._decode = decode
-        self._scheduler: Scheduler[PreparedPrompt] = Scheduler(max_running, max_prefill_tokens)
-        self._runner = ModelRunner(packed)
+        contexts = choose_contexts(packed)
+        self._scheduler = Scheduler(max_running)
+        self._admission = Admission(
+            self._scheduler,
+            max_prefill_tokens=max_prefill_tokens,
+            cache_tokens=cache_tokens,
+            shares_prefixes=contexts.shares_prefixes,
+            round_up=contexts.slot_length,
+        )
+        self._runner = ModelRunner(packed, contexts)
+        self._weights = ComputeWeights(packed, in_place=owns_weights)
         self._cache = KVCache()
-        self._rows: Rows | None = None
+        self._rows = Rows(max_running, MIN_ROWS, packed.vocab_size, packed.device)
+        self._rows_valid = self._rows_current = False
         self._stats = EngineStats(policy_version=version)
         self._finished: list[Completion] = []
         self._failure: GenerationError | None = None
         self._streams: dict[str, _Stream] = {}
         self._asleep = False
         self._needs_weights = False
-        self._wanted_capacity = 0
         self._discarded: DiscardedWeights | None = None
-        config = packed.model.config.get_text_config()
-        self._context: int | None = getattr(config, "max_position_embeddings", None)
+        self._context = context_length(packed.model)
         self._vocab_size = packed.vocab_size
 
     # ---- requests ----
@@ -83,18 +105,16 @@ class NativeEngine:
         for request in requests:
             self._check(request)
         self._scheduler.check(requests)
-        if not self._scheduler.held:
-            self._wanted_capacity = 0
         for request in requests:
-            sampling = request.sampling
-            limit = sampling.max_new_tokens
-            if self._context is not None:
-                limit = min(limit, self._context - len(request.prompt_ids))
-            self._wanted_capacity = max(self._wanted_capacity, len(request.prompt_ids) + limit)
             matcher = None
-            if sampling.stop_strings and self._decode is not None:
-                matcher = StopStringMatcher(sampling.stop_strings, self._decode)
-            self._scheduler.add(request, limit, matcher)
+            if request.sampling.stop_strings and self._decode is not None:
+                matcher = StopStringMatcher(request.sampling.stop_strings, self._decode)
+            self._scheduler.add(request, self._limit(request), matcher)
+
+    def _limit(self, request: Request) -> int:
+        """Tokens it may get, where the model's context ends included."""
+        limit = request.sampling.max_new_tokens
+        return limit if self._context is None else min(limit, self._context - len(request.prompt_ids))
 
     def _check(self, request: Request) -> None:
         num_prompt = len(request.prompt_ids)
@@ -117,18 +137,26 @@ class NativeEngine:
                 found=f"request {request.request_id!r} with stop strings, engine without decode",
                 remedy="build the engine with decode=tokenizer.decode, or use stop_token_ids",
             )
+        self._admission.check(request, self._limit(request))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         for response in self._drop(request_ids):
             self._hand_over(response.completion(FinishReason.CANCELLED))
 
-    def _drop(self, request_ids: Iterable[str]) -> list[Response[PreparedPrompt]]:
+    def _drop(self, request_ids: Iterable[str]) -> list[Response]:
         """Ends what is still held of ``request_ids``."""
         held = self._scheduler.held
         responses = [held[i] for i in dict.fromkeys(request_ids) if i in held]
-        self._scheduler.retire(responses)
+        self._retire(responses)
         self._stats.num_cancelled += len(responses)
         return responses
+
+    def _retire(self, responses: Sequence[Response]) -> None:
+        self._scheduler.retire(responses)
+        for response in responses:
+            self._admission.release(response)
+        if responses:
+            self._rows_current = False
 
     # ---- driving ----
 
@@ -182,117 +210,155 @@ class NativeEngine:
             raise RuntimeError("the rollout engine has no weights since it slept; call update_weights() first")
         if not self._scheduler.held:
             return
-        schedule = self._scheduler.schedule()
-        self._cache.move(schedule.moves)
-        running = self._scheduler.running
-        # Kept only from one completed step to the next, so an interrupted step leaves nothing half-updated.
-        rows, self._rows = self._rows, None
-        fresh: list[Response[PreparedPrompt]] = []
-        if rows is None or schedule.changed:
-            self._cache.reserve(max(MIN_ROWS, len(running), self._wanted_slots()), self._wanted_capacity)
-            self._recompute([r for r in running if r.token_ids and not r.cached])
-            fresh = [r for r in running if not r.token_ids]
-            rows = Rows(running, self._vocab_size, self.packed.device)
-        logits = self._next_logits(rows, running, fresh)
-        tokens, logprobs = sample(logits, rows.sampling, rows.num_generated)
-        self._record(running, tokens, logprobs)
-        if not fresh:
-            rows.advance(tokens)
-            self._rows = rows
+        running = self._settle()
+        plan = self._admission.plan()
+        if plan.fills:
+            self._fit_slots(running)
+        # True again once the step is complete, so an interrupted one leaves no half-updated rows.
+        self._rows_valid = False
+        with self._weights.active():
+            logits = self._runner.step(self._cache, self._rows if running else None, plan.fills)
+        self._count(plan)
+        self._stats.peak_running = max(self._stats.peak_running, len(running) + len(plan.admitted))
+        if logits is not None:
+            tokens, logprobs = sample(logits, self._rows.sampling, self._rows.num_generated)
+            self._record(running, tokens, logprobs)
+            self._rows.advance(tokens)
+        if plan.admitted:
+            self._begin(plan.admitted)
+        self._rows_valid = True
 
-    def _wanted_slots(self) -> int:
-        return min(self._scheduler.max_running, len(self._scheduler.held))
+    def _settle(self) -> list[Response]:
+        """Makes rows of what runs, and room in the cache for a token of each."""
+        settled = self._scheduler.settle()
+        for source, target, length in settled.moves:
+            self._cache.move(source, target, length)
+        running = self._scheduler.rows
+        if not running:
+            return running
+        current = self._rows_valid and self._rows_current and not settled.changed
+        if not current or self._runner.contexts.slot_length(self._rows.longest) > self._cache.capacity:
+            self._fit_slots(running)
+            for response in settled.placed:
+                self._place(response)
+            shape = (self._cache.num_slots, self._cache.capacity)
+            changed = settled.changed if self._rows_valid else range(len(running))
+            self._rows.load(running, changed, shape)
+            self._rows_current = True
+            self._note_peak()
+            if self._admission.cache_tokens is None:
+                self._admission.prefixes.trim(self._cache.num_tokens, self._scheduler.wanted_prompts())
+        return running
 
-    def _next_logits(
-        self, rows: Rows, running: list[Response[PreparedPrompt]], fresh: list[Response[PreparedPrompt]]
-    ) -> Tensor:
-        """``[B, V]``; decoding comes first because it writes position 0 of rows that have nothing to
-        decode.
-        """
-        if len(fresh) == len(running):
-            return self._first_logits(fresh)
-        logits = self._runner.decode(self._cache, rows)[: len(running)]
-        if fresh:
-            logits[[r.row for r in fresh]] = self._first_logits(fresh)
-        return logits
+    def _fit_slots(self, running: Sequence[Response]) -> None:
+        """Gives the cache room for one more token of each of ``running``, within ``cache_tokens``."""
+        cache, admission = self._cache, self._admission
+        limit = None if admission.cache_tokens is None else admission.cache_tokens - admission.prefixes.num_tokens
+        if not running:
+            if limit is not None and cache.num_tokens > limit:
+                cache.resize(0, 0)
+            return
+        longest = self._runner.contexts.slot_length(max(r.num_stored for r in running) + 1)
+        if (
+            longest > cache.capacity
+            or len(running) > cache.num_slots
+            or (limit is not None and cache.num_tokens > limit)
+        ):
+            cache.resize(
+                *slot_shape(
+                    (cache.num_slots, cache.capacity),
+                    num_rows=len(running),
+                    longest=longest,
+                    most=max(map(admission.slot_tokens, running)),
+                    max_rows=min(self._scheduler.max_running, len(self._scheduler.held)),
+                    limit=limit,
+                )
+            )
 
-    def _first_logits(self, fresh: list[Response[PreparedPrompt]]) -> Tensor:
-        """Fills the slots of ``fresh`` with their prompts, each computed once; logits after the prompt, per
-        response.
-        """
-        groups = list(dict.fromkeys(r.group for r in fresh))
-        missing = [group for group in groups if group.prepared is None]
-        if missing:
-            parts, hidden = self._runner.prefill([group.prompt_ids for group in missing])
-            logits = self._runner.logits(hidden)
-            for i, group in enumerate(missing):
-                group.prepared = PreparedPrompt(parts[i], logits[i])
-                self._count_prefill(group)
-        prepared: list[Tensor] = []
-        for group in groups:
-            prompt = _prepared(group)
-            self._cache.write([r.row for r in fresh if r.group is group], prompt.key_values)
-        for response in fresh:
-            response.cached = True
-            prepared.append(_prepared(response.group).logits)
-        for group in groups:
-            if group.num_waiting == 0:
-                group.prepared = None
-            elif group in missing:
-                # A view would keep the whole pack's keys and values alive.
-                group.prepared = _prepared(group).clone()
-        return torch.stack(prepared)
+    def _place(self, response: Response) -> None:
+        """Fills the slot of a request that got its row from its block, and lets go of what it then has itself."""
+        block = response.block
+        if block is None:
+            raise RuntimeError("a request came to a row without anything computed for it")
+        if block is response.prefix:
+            self._cache.allocate_like(block.keys, block.values)
+            response.block = None
+            return
+        self._cache.write([response.row], block.keys, block.values)
+        prefix = response.prefix
+        if prefix is not None:
+            self._admission.prefixes.hold(prefix)
+        self._admission.prefixes.drop(block)
+        response.block = None
 
-    def _count_prefill(self, group: Group[PreparedPrompt]) -> None:
-        self._stats.prompt_tokens_prefilled += len(group.prompt_ids)
-        if not group.counted:
-            group.counted = True
-            self._stats.distinct_prompt_tokens += len(group.prompt_ids)
+    def _count(self, plan: Plan) -> None:
+        stats = self._stats
+        stats.num_steps += 1
+        stats.prefix_hit_tokens += plan.prefix_hits
+        for fill in plan.fills:
+            if fill.block.again:
+                stats.recomputed_tokens += fill.end - fill.start
+            else:
+                stats.prompt_tokens_prefilled += fill.end - fill.start
+        for response in plan.admitted:
+            if not response.group.counted:
+                response.group.counted = True
+                stats.distinct_prompt_tokens += len(response.request.prompt_ids)
+        if plan.fills:
+            self._note_peak()
 
-    def _recompute(self, stale: list[Response[PreparedPrompt]]) -> None:
-        """Fills the slots of running requests anew, a bounded number of tokens at a time."""
-        while stale:
-            batch = [stale.pop()]
-            num_tokens = batch[0].num_cached
-            while stale and num_tokens + stale[-1].num_cached <= self._scheduler.max_prefill_tokens:
-                num_tokens += stale[-1].num_cached
-                batch.append(stale.pop())
-            parts, _ = self._runner.prefill([(*r.request.prompt_ids, *r.token_ids[:-1]) for r in batch])
-            for response, part in zip(batch, parts, strict=True):
-                self._cache.write([response.row], part)
-                response.cached = True
-            self._stats.recomputed_tokens += num_tokens
+    def _note_peak(self) -> None:
+        self._stats.peak_cache_bytes = max(self._stats.peak_cache_bytes, self._cache_bytes())
+        self._stats.peak_cached_tokens = max(self._stats.peak_cached_tokens, self._cached_tokens())
 
-    def _record(self, running: list[Response[PreparedPrompt]], tokens: Tensor, logprobs: Tensor) -> None:
+    def _begin(self, admitted: Sequence[Response]) -> None:
+        """Samples the next token of requests whose blocks have just become complete."""
+        self._scheduler.admit(admitted)
+        logits = []
+        for response in admitted:
+            block = response.block
+            if block is None or block.logits is None:
+                raise RuntimeError("a request was admitted before its prompt was computed")
+            first = block.chain[0]
+            response.prefix = first if first.shared else None
+            logits.append(block.logits)
+        sampling = SamplingRows.build([r.request.sampling for r in admitted], self._vocab_size, self.packed.device)
+        num_generated = np.array([len(r.token_ids) for r in admitted], dtype=np.uint64)
+        tokens, logprobs = sample(torch.stack(logits), sampling, num_generated)
+        self._record(admitted, tokens, logprobs)
+
+    def _record(self, responses: Sequence[Response], tokens: Tensor, logprobs: Tensor) -> None:
+        """Gives each response its token; retires those that end with it or have none."""
         version = self._stats.policy_version
-        done: list[tuple[Response[PreparedPrompt], FinishReason]] = []
-        failed: list[Response[PreparedPrompt]] = []
-        for response, token, logprob in zip(running, tokens.tolist(), logprobs.tolist(), strict=True):
+        done: list[tuple[Response, FinishReason]] = []
+        failed: list[Response] = []
+        # fp64 holds both, so one copy to the host is enough.
+        columns = torch.stack([tokens.double(), logprobs.double()]).tolist()
+        for response, token, logprob in zip(responses, *columns, strict=True):
             if not math.isfinite(logprob):
                 failed.append(response)
                 continue
-            reason = response.append(token, logprob, version)
+            reason = response.append(int(token), logprob, version)
             if reason is not None:
                 done.append((response, reason))
-        stats = self._stats
-        stats.num_steps += 1
-        stats.generated_tokens += len(running) - len(failed)
-        stats.num_completed += len(done)
-        stats.peak_running = max(stats.peak_running, len(running))
-        stats.peak_cache_bytes = max(stats.peak_cache_bytes, self._cache_bytes())
-        self._scheduler.retire(response for response, _ in done)
-        for response, reason in done:
-            self._hand_over(response.completion(reason))
+        self._stats.generated_tokens += len(responses) - len(failed)
+        self._stats.num_completed += len(done)
         if failed:
             self._fail(failed)
+        self._retire([response for response, _ in done])
+        for response, reason in done:
+            self._hand_over(response.completion(reason))
 
-    def _fail(self, failed: list[Response[PreparedPrompt]]) -> None:
+    def _fail(self, failed: Sequence[Response]) -> None:
         """Drops responses whose logits are not finite, and tells whoever waits for them."""
         for response in failed:
-            self._cache.clear(response.row)
-            response.group.prepared = None
-        self._scheduler.retire(failed)
-        unclaimed: list[Response[PreparedPrompt]] = []
+            if response.row >= 0:
+                self._cache.clear(response.row)
+            prompt = self._admission.prefixes.find(response.request.prompt_ids)
+            if prompt is not None:
+                self._admission.prefixes.discard(prompt)
+        self._retire(failed)
+        unclaimed: list[Response] = []
         for response in failed:
             stream = self._streams.pop(response.request.request_id, None)
             if stream is None:
@@ -316,12 +382,14 @@ class NativeEngine:
                 raise RuntimeError("the rollout engine sleeps; call wake() before update_weights()")
             copy_weights(self.packed.model, source)
             self._needs_weights = False
+        self._weights.refresh()
         self._forget()
         self._stats.policy_version = version
 
     def sleep(self) -> None:
         self._forget()
         self._cache.release()
+        self._weights.release()
         if self.owns_weights and not self._asleep:
             self._discarded = DiscardedWeights(self.packed.model)
         self._asleep = True
@@ -334,29 +402,28 @@ class NativeEngine:
             self._needs_weights = True
 
     def _forget(self) -> None:
-        self._scheduler.invalidate()
-        self._rows = None
+        """Everything computed from the weights; tokens stay."""
+        self._scheduler.preempt_all()
+        self._admission.prefixes.clear()
+        self._rows_valid = self._rows_current = False
 
     def _cache_bytes(self) -> int:
-        groups = self._scheduler.groups.values()
-        return self._cache.num_bytes + sum(g.prepared.num_bytes for g in groups if g.prepared is not None)
+        return self._cache.num_bytes + self._admission.prefixes.num_bytes
+
+    def _cached_tokens(self) -> int:
+        return self._cache.num_tokens + self._admission.prefixes.num_tokens
 
     def stats(self) -> EngineStats:
         return replace(
             self._stats,
             num_running=self._scheduler.num_running,
             num_waiting=len(self._scheduler.waiting),
+            cached_tokens=self._cached_tokens(),
             cache_bytes=self._cache_bytes(),
         )
 
 
-def _prepared(group: Group[PreparedPrompt]) -> PreparedPrompt:
-    if group.prepared is None:
-        raise RuntimeError("a prompt was scheduled but not computed")
-    return group.prepared
-
-
-def _not_finite(responses: Sequence[Response[PreparedPrompt]]) -> GenerationError:
+def _not_finite(responses: Sequence[Response]) -> GenerationError:
     ids = [response.request.request_id for response in responses]
     first = responses[0]
     return GenerationError(

@@ -29,6 +29,7 @@ class SamplingParams:
             1).
         top_p: keeps the most likely tokens whose probabilities reach this sum; 1 keeps all.
         top_k: keeps this many of the most likely tokens, before ``top_p``; 0 keeps all.
+        min_p: drops tokens less likely than this share of the most likely one; 0 keeps all.
         max_new_tokens: tokens generated at most; the model's context may end the request earlier.
         stop_token_ids: each of them ends the request and stays the last token of the completion.
         stop_strings: each of them ends the request as soon as it stands in the generated text.
@@ -38,6 +39,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
@@ -50,6 +52,8 @@ class SamplingParams:
             raise _bad("top_p", self.top_p, "a number above 0 and up to 1 (1 keeps every token)")
         if self.top_k < 0:
             raise _bad("top_k", self.top_k, "0 (keep every token) or a positive count")
+        if not 0 <= self.min_p <= 1:
+            raise _bad("min_p", self.min_p, "a number from 0 (keep every token) to 1 (keep only the most likely)")
         if self.max_new_tokens < 1:
             raise _bad("max_new_tokens", self.max_new_tokens, "1 or more")
         if isinstance(self.stop_strings, str) or any(not s for s in self.stop_strings):
@@ -64,7 +68,7 @@ class SamplingParams:
     @property
     def truncates(self) -> bool:
         """Whether tokens are chosen from less than the whole distribution."""
-        return not self.greedy and (self.top_p < 1 or self.top_k > 0)
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 def _bad(name: str, found: object, remedy: str) -> UserError:
@@ -130,12 +134,14 @@ class EngineStats:
 
     Attributes:
         prompt_tokens_prefilled: prompt tokens that went through the model for newly admitted requests.
-        distinct_prompt_tokens: prompt tokens of the groups admitted, each group once. Equal to the former
-            unless new weights or a late member made a prompt run again.
+        distinct_prompt_tokens: prompt tokens of the groups admitted, each group once.
+        prefix_hit_tokens: prompt tokens of newly admitted requests that did not, because the prompt had been
+            computed for another one.
         recomputed_tokens: tokens of running requests that ran again because the weights changed or the
             engine slept.
         generated_tokens: tokens sampled.
-        cache_bytes: held now by the KV cache and by prompts waiting for members.
+        cached_tokens: places for keys and values that are allocated now, in slots and prompts.
+        cache_bytes: held now by the KV cache: slots, prompts, and the logits that follow prompts.
     """
 
     policy_version: int = 0
@@ -146,9 +152,12 @@ class EngineStats:
     num_cancelled: int = 0
     prompt_tokens_prefilled: int = 0
     distinct_prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
     recomputed_tokens: int = 0
     generated_tokens: int = 0
     peak_running: int = 0
+    cached_tokens: int = 0
+    peak_cached_tokens: int = 0
     cache_bytes: int = 0
     peak_cache_bytes: int = 0
 

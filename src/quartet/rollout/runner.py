@@ -1,112 +1,93 @@
-"""Model calls of the native engine: prompts in packs, running requests one token at a time.
+"""Model calls of the native engine: one forward per step, for new prompt tokens and running requests together.
 
-Shapes: B running requests, R = max(B, 16) rows computed, T packed tokens, V vocabulary.
+Shapes: B running requests, T tokens of blocks to fill, R >= B + T rows computed, D hidden, V vocabulary.
 
-At least 16 rows go through every product: in fp32 on one thread a row's bits then do not depend on how many
-there are, so a request yields the same tokens alone and in any batch.
+A forward costs the same few milliseconds of small operations and the same reading of the weights for few rows as for
+many, so prompts ride along with decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from quartet.models.attention import AttentionContext
+from quartet.models.exact import row_step
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.cache import KeyValues, KVCache
-from quartet.rollout.contexts import DecodeAttention, PrefillAttention
-from quartet.rollout.sampler import SamplingRows
-from quartet.rollout.scheduler import Response
-
-MIN_ROWS = 16
-
-
-@dataclass(frozen=True)
-class PreparedPrompt:
-    """A prompt's keys and values and the logits ``[V]`` that follow it."""
-
-    key_values: KeyValues
-    logits: Tensor
-
-    def clone(self) -> PreparedPrompt:
-        return PreparedPrompt(self.key_values.clone(), self.logits.clone())
-
-    @property
-    def num_bytes(self) -> int:
-        return self.key_values.num_bytes + self.logits.numel() * self.logits.element_size()
+from quartet.rollout.admission import Fill
+from quartet.rollout.cache import KVCache
+from quartet.rollout.contexts import Contexts, FastContexts, StepAttention, begins
+from quartet.rollout.exact_contexts import ExactContexts
+from quartet.rollout.rows import Rows
 
 
-class Rows:
-    """The running requests as columns, updated in place while the same requests run.
-
-    Attributes:
-        tokens, positions: ``[R]`` int64, each row's newest token and its position; 0 for rows without one
-            yet.
-        num_generated: ``[B]`` tokens each response has, which is the index of the next.
-        longest: the largest position plus one.
-    """
-
-    def __init__(self, running: Sequence[Response[PreparedPrompt]], vocab_size: int, device: torch.device) -> None:
-        self.num_rows = len(running)
-        padding = [0] * (MIN_ROWS - len(running))
-        started = [bool(r.token_ids) for r in running]
-        positions = [r.num_cached if s else 0 for r, s in zip(running, started, strict=True)]
-        tokens = [r.token_ids[-1] if s else 0 for r, s in zip(running, started, strict=True)]
-        self.tokens = torch.tensor(tokens + padding, dtype=torch.int64, device=device)
-        self.positions = torch.tensor(positions + padding, dtype=torch.int64, device=device)
-        self.num_generated: NDArray[np.uint64] = np.array([len(r.token_ids) for r in running], dtype=np.uint64)
-        self.longest = max(positions) + 1
-        self.sampling = SamplingRows.build([r.request.sampling for r in running], vocab_size, device)
-
-    def advance(self, tokens: Tensor) -> None:
-        """Takes ``tokens [B]`` as the newest of their rows. Not for rows that just got their first."""
-        self.tokens[: self.num_rows] = tokens
-        self.positions[: self.num_rows] += 1
-        self.num_generated += np.uint64(1)
-        self.longest += 1
+def choose_contexts(packed: PackedCausalLM) -> Contexts:
+    """The attention of an engine that generates with ``packed``."""
+    if packed.numerics == "exact":
+        return ExactContexts(row_step(packed.body))
+    return FastContexts(shares_prefixes=packed.shares_prefixes)
 
 
 class ModelRunner:
-    def __init__(self, packed: PackedCausalLM) -> None:
+    def __init__(self, packed: PackedCausalLM, contexts: Contexts) -> None:
         self.packed = packed
+        self.contexts = contexts
 
-    def prefill(self, sequences: Sequence[Sequence[int]]) -> tuple[list[KeyValues], Tensor]:
-        """One packed forward.
+    def step(self, cache: KVCache, rows: Rows | None, fills: Sequence[Fill]) -> Tensor | None:
+        """Decodes one token of each of ``rows`` and fills blocks; blocks that are complete then have their logits.
 
         Returns:
-            Keys and values of each sequence (views of the pack's), and the last hidden states' rows ``[n,
-            D]``.
+            ``[B, V]`` logits after each row's newest token, None without rows.
         """
-        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-        lengths = [len(sequences[i]) for i in order]
-        tokens = [token for i in order for token in sequences[i]]
-        ends = torch.tensor(lengths).cumsum(0)
-        if len(tokens) < MIN_ROWS:
-            lengths.append(MIN_ROWS - len(tokens))
-            tokens += [0] * lengths[-1]
+        fills = sorted(fills, key=lambda fill: (not begins(fill), fill.end if begins(fill) else 0))
+        num_rows = 0 if rows is None else rows.num_rows
+        sizes = [fill.end - fill.start for fill in fills]
+        parts: list[tuple[AttentionContext, int]] = []
+        if rows is not None:
+            parts.append((self.contexts.decode(cache, rows), num_rows))
+        if fills:
+            parts.append((self.contexts.fill(fills), sum(sizes)))
+        total = num_rows + sum(sizes)
+        computed = self.contexts.padded_rows(total)
+        tokens, positions = self._inputs(rows, fills, computed)
+        context = parts[0][0] if len(parts) == 1 and computed == total else StepAttention(parts)
+        hidden = self.packed.hidden(tokens, positions, context)
+        ends = torch.tensor(sizes).cumsum(0) + num_rows - 1
+        finished = [(fill, end) for fill, end in zip(fills, ends.tolist(), strict=True) if fill.finishes]
+        for fill in fills:
+            fill.block.done = fill.end
+        if not num_rows and not finished:
+            return None
+        logits = self._logits(hidden, num_rows, [end for _, end in finished])
+        for i, (fill, _) in enumerate(finished):
+            # A view would keep the whole step's logits alive.
+            fill.block.finish(logits[num_rows + i].clone())
+        return logits[:num_rows] if rows is not None else None
+
+    def _inputs(self, rows: Rows | None, fills: Sequence[Fill], computed: int) -> tuple[Tensor, Tensor]:
+        """Tokens and positions ``[R]``: rows, then fills, then zeros."""
+        if rows is not None and not fills and computed <= len(rows.tokens):
+            return rows.tokens[:computed], rows.positions[:computed]
         device = self.packed.device
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        context = PrefillAttention(lengths)
-        hidden = self.packed.hidden(torch.tensor(tokens, device=device), positions, context)
-        whole = context.key_values()
-        parts: list[KeyValues] = [whole] * len(order)
-        for place, end in zip(order, ends.tolist(), strict=True):
-            parts[place] = whole.part(end - len(sequences[place]), end)
-        back = torch.tensor(order).argsort()
-        return parts, hidden[(ends[back] - 1).to(device)]
+        num_rows = 0 if rows is None else rows.num_rows
+        new = [token for fill in fills for token in fill.token_ids]
+        new += [0] * (computed - num_rows - len(new))
+        tokens = torch.tensor(new, device=device)
+        spans = [torch.arange(fill.start, fill.end) + fill.block.start for fill in fills]
+        positions = torch.zeros_like(tokens)
+        positions[: sum(map(len, spans))] = torch.cat(spans).to(device) if spans else 0
+        if rows is None:
+            return tokens, positions
+        return torch.cat([rows.tokens[:num_rows], tokens]), torch.cat([rows.positions[:num_rows], positions])
 
-    def decode(self, cache: KVCache, rows: Rows) -> Tensor:
-        """Feeds every row's newest token; ``[R, V]`` logits of the next."""
-        context = DecodeAttention(cache, rows.positions, rows.longest)
-        return self.packed.logits(self.packed.hidden(rows.tokens, rows.positions, context))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``[n, D] → [n, V]``, computed on at least 16 rows."""
-        num_rows = hidden.shape[0]
-        if num_rows < MIN_ROWS:
-            hidden = torch.cat([hidden, hidden[-1:].expand(MIN_ROWS - num_rows, -1)])
-        return self.packed.logits(hidden)[:num_rows]
+    def _logits(self, hidden: Tensor, num_rows: int, ends: Sequence[int]) -> Tensor:
+        """``[B + finished, V]``, computed on enough rows."""
+        wanted = num_rows + len(ends)
+        computed = self.contexts.padded_rows(wanted)
+        if not ends and hidden.shape[0] == computed:
+            return self.packed.logits(hidden)[:wanted]
+        # Any rows fill up.
+        index = [*range(num_rows), *ends, *[0] * (computed - wanted)]
+        return self.packed.logits(hidden[torch.tensor(index, device=hidden.device)])[:wanted]

@@ -1,8 +1,6 @@
-"""Which requests run, and in which cache slot. Knows no tensors.
+"""Which requests are held, which of them run, and in which row. Knows no tensors.
 
-Requests are admitted first come, first served at every step. A running request's row in the batch is its
-cache slot; ``schedule`` keeps the rows ``0 … B-1`` free of gaps, first with new requests, then by moving the
-last ones.
+A running request's row in the batch is its cache slot. Rows ``0 … B-1`` have no gaps while a step decodes.
 """
 
 from __future__ import annotations
@@ -10,47 +8,48 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from quartet.config import UserError
+from quartet.rollout.placement import close_gaps
+from quartet.rollout.prefix_cache import Block
 from quartet.rollout.protocol import Completion, FinishReason, Request
 from quartet.rollout.stop_strings import StopStringMatcher
 
-Prepared = TypeVar("Prepared")
-
 
 @dataclass(eq=False)
-class Group(Generic[Prepared]):
+class Group:
     """A prompt and its members that are not finished.
 
     Attributes:
-        prepared: what the runner computed for the prompt; kept while members wait.
         counted: whether the prompt stands in the count of distinct prompt tokens.
     """
 
     prompt_ids: tuple[int, ...]
     num_members: int = 0
     num_waiting: int = 0
-    prepared: Prepared | None = None
     counted: bool = False
 
 
 @dataclass(eq=False)
-class Response(Generic[Prepared]):
+class Response:
     """One request with the tokens it has so far.
 
     Attributes:
+        order: its place among all requests ever submitted.
         max_tokens: ``max_new_tokens`` or what the model's context leaves, whichever is less.
-        row: batch row and cache slot, -1 while waiting.
-        cached: the slot holds keys and values of every token but the newest.
+        row: batch row and cache slot, -1 while it has none.
+        block: what holds its keys and values while it has no row: the prompt, or prompt and tokens after new weights.
+        prefix: the shared block it reads beside its slot.
     """
 
     request: Request
-    group: Group[Prepared]
+    group: Group
+    order: int
     max_tokens: int
     matcher: StopStringMatcher | None = None
     row: int = -1
-    cached: bool = False
+    block: Block | None = None
+    prefix: Block | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -60,9 +59,14 @@ class Response(Generic[Prepared]):
         self.stop_token_ids = frozenset(self.request.sampling.stop_token_ids)
 
     @property
-    def num_cached(self) -> int:
-        """Tokens whose keys and values the slot holds once ``cached``."""
-        return len(self.request.prompt_ids) + max(0, len(self.token_ids) - 1)
+    def position(self) -> int:
+        """Of the newest token, whose keys and values come next."""
+        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens that its slot holds between two steps."""
+        return self.position - (0 if self.prefix is None else len(self.prefix))
 
     def append(self, token_id: int, logprob: float, version: int) -> FinishReason | None:
         """Takes the next token; returns why the response ends with it, if it does."""
@@ -90,43 +94,62 @@ class Response(Generic[Prepared]):
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What changed: whether any row did, and slots to copy as ``(source, target, tokens)``, in order."""
+class Settled:
+    """What changed in the rows since the last step.
 
-    changed: bool
-    moves: tuple[tuple[int, int, int], ...]
-
-
-class Scheduler(Generic[Prepared]):
+    Attributes:
+        moves: slots to copy as ``(source, target, tokens)``, in order.
+        placed: requests that came to a row and whose block goes into its slot.
+        changed: rows with another request than before.
     """
+
+    moves: tuple[tuple[int, int, int], ...]
+    placed: tuple[Response, ...]
+    changed: tuple[int, ...]
+
+
+class Scheduler:
+    """Requests wait (first come, first served), then arrive with a first token, then run in a row.
+
     Args:
         max_running: requests that run at once.
-        max_prefill_tokens: new prompt tokens of one step; a longer prompt is admitted alone.
+
+    Attributes:
+        arrivals: running requests that have a token but no row before the next ``settle``.
     """
 
-    def __init__(self, max_running: int, max_prefill_tokens: int) -> None:
-        if max_running < 1 or max_prefill_tokens < 1:
+    def __init__(self, max_running: int) -> None:
+        if max_running < 1:
             raise UserError(
                 "a rollout engine must be able to run something",
-                found=f"max_running = {max_running}, max_prefill_tokens = {max_prefill_tokens}",
-                remedy="use 1 or more for both",
+                found=f"max_running = {max_running}",
+                remedy="use 1 or more",
             )
         self.max_running = max_running
-        self.max_prefill_tokens = max_prefill_tokens
-        self.waiting: deque[Response[Prepared]] = deque()
-        self.groups: dict[str, Group[Prepared]] = {}
-        self.held: dict[str, Response[Prepared]] = {}
-        self._rows: list[Response[Prepared] | None] = []
-        self._holes = False
+        self.waiting: deque[Response] = deque()
+        self.arrivals: list[Response] = []
+        self.groups: dict[str, Group] = {}
+        self.held: dict[str, Response] = {}
+        self._rows: list[Response | None] = []
+        self._gaps = False
+        self._num_submitted = 0
 
     @property
-    def running(self) -> list[Response[Prepared]]:
-        """In row order; index equals row after ``schedule``."""
+    def rows(self) -> list[Response]:
+        """Requests in row order; index equals row after ``settle``."""
         return [response for response in self._rows if response is not None]
+
+    @property
+    def running(self) -> list[Response]:
+        return [*self.rows, *self.arrivals]
 
     @property
     def num_running(self) -> int:
         return len(self.held) - len(self.waiting)
+
+    def wanted_prompts(self) -> set[tuple[int, ...]]:
+        """Of groups that have members waiting."""
+        return {group.prompt_ids for group in self.groups.values() if group.num_waiting}
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises UserError where ``requests`` cannot be added to what is held."""
@@ -153,81 +176,60 @@ class Scheduler(Generic[Prepared]):
         group = self.groups.setdefault(request.group, Group(request.prompt_ids))
         group.num_members += 1
         group.num_waiting += 1
-        response = Response(request, group, max_tokens, matcher)
+        response = Response(request, group, self._num_submitted, max_tokens, matcher)
+        self._num_submitted += 1
         self.held[request.request_id] = response
         self.waiting.append(response)
 
-    def schedule(self) -> Schedule:
-        """Admits what fits and closes gaps; afterwards running request i sits in row i."""
-        holes = [row for row, response in enumerate(self._rows) if response is None] if self._holes else []
-        holes.reverse()
-        changed = bool(holes)
-        for response in self._admissible():
-            changed = True
-            if holes:
-                response.row = holes.pop()
-                self._rows[response.row] = response
-            else:
-                response.row = len(self._rows)
-                self._rows.append(response)
-        moves = self._close(holes)
-        self._holes = False
-        return Schedule(changed, tuple(moves))
+    def admit(self, responses: Sequence[Response]) -> None:
+        """Takes ``responses``, the first of the queue, out of it; they get rows from the next ``settle``."""
+        for response in responses:
+            if self.waiting.popleft() is not response:
+                raise RuntimeError("requests are admitted in the order in which they wait")
+            response.group.num_waiting -= 1
+            self.arrivals.append(response)
 
-    def _admissible(self) -> Iterable[Response[Prepared]]:
-        """Takes from the queue in order until the batch or this step's prefill is full."""
-        budget = self.max_prefill_tokens
-        started: set[int] = set()
-        room = self.max_running - self.num_running
-        while self.waiting and room:
-            group = self.waiting[0].group
-            cost = 0 if group.prepared is not None or id(group) in started else len(group.prompt_ids)
-            if cost > budget and started:
-                return
-            if cost:
-                started.add(id(group))
-                budget -= cost
-            group.num_waiting -= 1
-            room -= 1
-            yield self.waiting.popleft()
+    def settle(self) -> Settled:
+        """Gives every arrival a row and closes gaps; afterwards running request i sits in row i."""
+        if not (self._gaps or self.arrivals):
+            return Settled((), (), ())
+        moves, changed = [], []
+        for response, row in close_gaps(self._rows, self.arrivals, lambda r: r.num_stored):
+            if response.row >= 0:
+                moves.append((response.row, row, response.num_stored))
+            response.row = row
+            changed.append(row)
+        placed, self.arrivals = tuple(self.arrivals), []
+        self._gaps = False
+        return Settled(tuple(moves), placed, tuple(changed))
 
-    def _close(self, holes: list[int]) -> Iterable[tuple[int, int, int]]:
-        """Moves the last rows into ``holes`` (descending); a moved slot is copied only if it holds
-        something.
-        """
-        moves = []
-        while holes:
-            last = self._rows.pop()
-            if last is None:
-                holes.remove(len(self._rows))
-                continue
-            target = holes.pop()
-            if last.cached:
-                moves.append((last.row, target, last.num_cached))
-            last.row = target
-            self._rows[target] = last
-        return moves
-
-    def retire(self, responses: Iterable[Response[Prepared]]) -> None:
-        """Takes responses out, running or waiting; their rows are free from the next ``schedule`` on."""
-        waiting: set[int] = set()
+    def retire(self, responses: Iterable[Response]) -> None:
+        """Takes responses out, running or waiting; their rows are free from the next ``settle`` on."""
+        gone: set[int] = set()
         for response in responses:
             del self.held[response.request.request_id]
             if response.row >= 0:
                 self._rows[response.row] = None
-                self._holes = True
+                self._gaps = True
             else:
-                waiting.add(id(response))
-                response.group.num_waiting -= 1
+                gone.add(id(response))
             response.group.num_members -= 1
             if not response.group.num_members:
                 del self.groups[response.request.group]
-        if waiting:
-            self.waiting = deque(r for r in self.waiting if id(r) not in waiting)
+        if not gone:
+            return
+        self.arrivals = [r for r in self.arrivals if id(r) not in gone]
+        if any(id(r) in gone for r in self.waiting):
+            for response in self.waiting:
+                response.group.num_waiting -= id(response) in gone
+            self.waiting = deque(r for r in self.waiting if id(r) not in gone)
 
-    def invalidate(self) -> None:
-        """Forgets everything computed from the weights; tokens stay."""
-        for response in self.running:
-            response.cached = False
-        for group in self.groups.values():
-            group.prepared = None
+    def preempt_all(self) -> None:
+        """Sends everything running back to the head of the queue, with the tokens it has but no row or block."""
+        running = sorted(self.running, key=lambda r: r.order)
+        for response in running:
+            response.group.num_waiting += 1
+        for response in (*running, *self.waiting):
+            response.row, response.block, response.prefix = -1, None, None
+        self.waiting.extendleft(reversed(running))
+        self.arrivals, self._rows, self._gaps = [], [], False

@@ -23,18 +23,26 @@ def sample_seed(run_seed: int, step: int, prompt_id: str | int, response_index: 
     return int.from_bytes(digest, "big") >> 1
 
 
-def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (seed, position), both ``[B]``: splitmix64 over a mixed seed, 53 bits kept."""
-    with np.errstate(over="ignore"):
-        mixed = _splitmix(_splitmix(seeds) + positions * _GOLDEN)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def seed_keys(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """What ``uniforms`` takes, from seeds ``[B]``; computed once for all positions."""
+    return _splitmix(seeds.copy())
+
+
+def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """One number in [0, 1) per (key, position), both ``[B]``: splitmix64 over a mixed seed, 53 bits kept."""
+    mixed = _splitmix(positions * _GOLDEN + keys)
+    mixed >>= np.uint64(11)
+    return mixed.astype(np.float64) * 2.0**-53
 
 
 def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Output function of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
-    2014).
+    """Output function of splitmix64, in place (Steele, Lea, Flood: Fast splittable pseudorandom number
+    generators, 2014).
     """
-    x = x + _GOLDEN
-    x = (x ^ (x >> np.uint64(30))) * _MIX_1
-    x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
+    x += _GOLDEN
+    x ^= x >> np.uint64(30)
+    x *= _MIX_1
+    x ^= x >> np.uint64(27)
+    x *= _MIX_2
+    x ^= x >> np.uint64(31)
+    return x

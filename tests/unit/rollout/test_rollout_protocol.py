@@ -21,6 +21,9 @@ from quartet.rollout.protocol import Request, SamplingParams
         ("top_p", 1.01),
         ("top_p", float("nan")),
         ("top_k", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("min_p", float("nan")),
         ("max_new_tokens", 0),
         ("stop_strings", ("",)),
         ("stop_strings", "end"),
@@ -46,7 +49,8 @@ def test_an_empty_prompt_is_refused() -> None:
         (SamplingParams(), False),
         (SamplingParams(top_p=0.9), True),
         (SamplingParams(top_k=3), True),
-        (SamplingParams(temperature=0.0, top_k=3, top_p=0.5), False),
+        (SamplingParams(min_p=0.1), True),
+        (SamplingParams(temperature=0.0, top_k=3, top_p=0.5, min_p=0.1), False),
     ],
 )
 def test_greedy_never_truncates(params: SamplingParams, truncates: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,21 +12,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quartet.rollout import sampler
 from quartet.rollout.protocol import SamplingParams
-from quartet.rollout.sampler import SamplingRows, draw, sample, truncate
+from quartet.rollout.sampler import SamplingRows, Truncation, argmax, sample, truncate
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
 V = len(LOGITS)
+CPU = torch.device("cpu")
+BELOW_ONE = 1 - 2**-53
+# Cut into blocks or not, with a shorter last block or without.
+WIDTHS = (50, 512, 1500, 2048)
 
 
 def run(params: Sequence[SamplingParams], logits: Tensor = LOGITS, position: int = 0) -> tuple[Tensor, Tensor]:
-    rows = SamplingRows.build(params, logits.shape[-1], torch.device("cpu"))
+    rows = SamplingRows.build(params, logits.shape[-1], CPU)
     positions = np.full(len(params), position, dtype=np.uint64)
     return sample(logits.expand(len(params), -1).clone(), rows, positions)
 
 
-def keep_by_hand(probabilities: Sequence[float], top_k: int, top_p: float) -> set[int]:
-    """The slow obvious rule: rank, cut to top_k, renormalise, add up until top_p is reached."""
+@pytest.fixture
+def force_draws(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[float]], None]:
+    """``force_draws(numbers)``: they decide the tokens instead of seeds and positions."""
+
+    def force(numbers: Sequence[float]) -> None:
+        monkeypatch.setattr(sampler, "uniforms", lambda keys, positions: np.array(numbers, dtype=np.float64))
+
+    return force
+
+
+def keep_by_hand(probabilities: Sequence[float], top_k: int, top_p: float, min_p: float = 0.0) -> set[int]:
+    """The slow obvious rule: rank, cut to top_k, renormalise, add up until top_p is reached, then min_p."""
     ranked = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i], i))[: top_k or None]
     total = math.fsum(probabilities[i] for i in ranked)
     kept: set[int] = set()
@@ -34,7 +49,7 @@ def keep_by_hand(probabilities: Sequence[float], top_k: int, top_p: float) -> se
         kept.add(i)
         if math.fsum(probabilities[j] for j in kept) >= top_p * total:
             break
-    return kept
+    return {i for i in kept if probabilities[i] >= min_p * max(probabilities)}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +60,9 @@ def keep_by_hand(probabilities: Sequence[float], top_k: int, top_p: float) -> se
         {"temperature": 2.0},
         {"top_k": 3},
         {"top_p": 0.8},
+        {"min_p": 0.2},
         {"top_k": 5, "top_p": 0.7, "temperature": 1.5},
+        {"top_k": 6, "top_p": 0.95, "min_p": 0.3, "temperature": 0.8},
     ],
     ids=str,
 )
@@ -58,7 +75,8 @@ def test_frequencies_match_the_distribution(
     tokens, logprobs = run([SamplingParams(seed=i, **options) for i in range(n)])
     scaled = (LOGITS / options.get("temperature", 1.0)).double()
     full = scaled.softmax(-1)
-    kept = keep_by_hand(full.tolist(), int(options.get("top_k", 0)), options.get("top_p", 1.0))
+    limits = int(options.get("top_k", 0)), options.get("top_p", 1.0), options.get("min_p", 0.0)
+    kept = keep_by_hand(full.tolist(), *limits)
     expected = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(full.tolist())], dtype=torch.float64)
     expected *= n / expected.sum()
     observed = torch.bincount(tokens, minlength=V)
@@ -77,39 +95,123 @@ def test_the_frequency_check_can_fail() -> None:
     assert float(((torch.bincount(tokens, minlength=V) - expected) ** 2 / expected).sum()) > 34
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.4}, {"top_p": 0.6}, {"min_p": 0.02}], ids=str)
+def test_frequencies_over_several_blocks(options: dict[str, float]) -> None:
+    """Chi-square over 1500 tokens, of which those expected less than 10 times count as one."""
+    num_rows, repeats = 1000, 20
+    logits = torch.randn(1500, generator=torch.Generator().manual_seed(3)) * 2
+    observed = torch.zeros(1500, dtype=torch.float64)
+    params = [SamplingParams(seed=i, **options) for i in range(num_rows)]
+    for position in range(repeats):
+        observed += torch.bincount(run(params, logits, position)[0], minlength=1500)
+    full = (logits / options.get("temperature", 1.0)).double().softmax(-1)
+    kept = keep_by_hand(full.tolist(), 0, options.get("top_p", 1.0), options.get("min_p", 0.0))
+    expected = full * torch.tensor([i in kept for i in range(1500)])
+    assert not bool(observed[expected == 0].any())
+    expected *= num_rows * repeats / expected.sum()
+    often = expected >= 10
+    cells = torch.stack([*expected[often], expected[~often].sum()])
+    counts = torch.stack([*observed[often], observed[~often].sum()])
+    cells, counts = cells[cells > 0], counts[cells > 0]
+    freedom = len(cells) - 1
+    assert freedom > 30
+    # Mean and standard deviation of the statistic are freedom and sqrt(2 freedom).
+    assert float(((counts - cells) ** 2 / cells).sum()) < freedom + 5 * math.sqrt(2 * freedom)
+
+
 def test_greedy_takes_the_largest_with_log_probability_at_one() -> None:
     tokens, logprobs = run([SamplingParams(temperature=0.0)])
     assert tokens.tolist() == [0]
     torch.testing.assert_close(logprobs, LOGITS.log_softmax(-1)[:1])
 
 
-def test_rows_do_not_see_each_other() -> None:
-    """A mixed batch gives each row exactly what it gets alone."""
+@pytest.mark.parametrize("width", WIDTHS)
+def test_greedy_takes_the_first_of_equals(width: int) -> None:
+    """Also in a row with a NaN, whose place it is."""
+    logits = torch.randint(0, 40, (64, width), generator=torch.Generator().manual_seed(0)).float()
+    logits[5, width // 2] = torch.nan
+    assert torch.equal(argmax(logits).squeeze(1), logits.argmax(-1))
+    for i, row in enumerate(logits):
+        if i != 5:
+            assert int(argmax(row.unsqueeze(0))) == int((row == row.max()).nonzero()[0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("num_rows", [1, 3, 300])
+def test_log_probabilities_have_the_bits_of_the_plain_formula(width: int, num_rows: int, temperature: float) -> None:
+    """With several chunks of rows, a shorter last one, and without."""
+    logits = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(1)) * 4
+    params = [SamplingParams(seed=i, temperature=temperature) for i in range(num_rows)]
+    tokens, logprobs = sample(logits, SamplingRows.build(params, width, CPU), np.zeros(num_rows, dtype=np.uint64))
+    scaled = logits / temperature
+    plain = scaled - scaled.logsumexp(-1, keepdim=True)
+    assert torch.equal(logprobs, plain.gather(1, tokens.unsqueeze(1)).squeeze(1))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rows_do_not_see_each_other(width: int) -> None:
+    """A mixed batch gives each row exactly what it gets alone, and leaves its logits unchanged."""
     params = [
         SamplingParams(temperature=0.0),
         SamplingParams(seed=3),
         SamplingParams(seed=3, top_k=2),
         SamplingParams(seed=4, top_p=0.5, temperature=1.7),
+        SamplingParams(seed=5, min_p=0.1),
         SamplingParams(seed=2**64 - 1, temperature=0.3),
-    ] * 8
-    logits = torch.randn(len(params), 50, generator=torch.Generator().manual_seed(0)) * 3
+        SamplingParams(seed=6, top_k=40, min_p=0.01, temperature=1.1),
+    ] * 12
+    logits = torch.randn(len(params), width, generator=torch.Generator().manual_seed(0)) * 3
+    before = logits.clone()
     positions = np.arange(len(params), dtype=np.uint64)
-    tokens, logprobs = sample(logits, SamplingRows.build(params, 50, logits.device), positions)
+    tokens, logprobs = sample(logits, SamplingRows.build(params, width, CPU), positions)
+    assert torch.equal(logits, before)
     for i, p in enumerate(params):
-        alone = sample(logits[i : i + 1], SamplingRows.build([p], 50, logits.device), positions[i : i + 1])
+        alone = sample(logits[i : i + 1], SamplingRows.build([p], width, CPU), positions[i : i + 1])
         assert (int(alone[0]), float(alone[1])) == (int(tokens[i]), float(logprobs[i]))
 
 
-def test_a_token_without_probability_is_never_drawn() -> None:
-    """Zeros in front, between and behind, with the extreme draws 0 and the largest double below 1."""
-    weights = torch.tensor([[0.0, 0.0, 0.3, 0.0, 0.7, 0.0, 0.0]], dtype=torch.float64)
-    extremes = torch.tensor([0.0, 1 - 2**-53, 0.3, 0.29999, 0.5], dtype=torch.float64)
-    tokens = draw(weights.expand(5, -1).contiguous(), extremes)
-    assert tokens[0] == 2
-    assert tokens[1] == 4
-    assert set(tokens.tolist()) == {2, 4}
-    single = torch.tensor([[0.0, 1e-300, 0.0]], dtype=torch.float64)
-    assert draw(single.expand(2, -1).contiguous(), extremes[:2]).tolist() == [1, 1]
+@pytest.mark.parametrize("width", WIDTHS)
+def test_tokens_invert_the_distribution_function(width: int, force_draws: Callable[[Sequence[float]], None]) -> None:
+    """The sum up to a token is above the number drawn, the sum before it is not; both to fp32 rounding."""
+    generator = torch.Generator().manual_seed(2)
+    numbers = torch.rand(200, dtype=torch.float64, generator=generator)
+    logits = torch.randn(200, width, generator=generator) * 3
+    logits[:, -2:] = 9.0
+    force_draws(numbers.tolist())
+    tokens, _ = sample(logits, SamplingRows.build([SamplingParams()] * 200, width, CPU), np.zeros(200, dtype=np.uint64))
+    probabilities = logits.double().softmax(-1)
+    above = probabilities.cumsum(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    below = above - probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert bool((below - 1e-6 <= numbers).all())
+    assert bool((numbers <= above + 1e-6).all())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_extreme_draws_pick_tokens_that_have_weight(width: int, force_draws: Callable[[Sequence[float]], None]) -> None:
+    """The first with weight at 0, the last at the largest number below 1, whatever stands before and behind."""
+    logits = torch.full((4, width), float("-inf"))
+    first, last = torch.tensor([0, 7, 7, width - 1]), torch.tensor([width - 1, 7, width - 9, width - 1])
+    for i in range(4):
+        logits[i, first[i] : last[i] + 1 : max(int(last[i] - first[i]), 1)] = float(i)
+    rows = SamplingRows.build([SamplingParams()] * 4, width, CPU)
+    positions = np.zeros(4, dtype=np.uint64)
+    force_draws([0.0] * 4)
+    assert torch.equal(sample(logits, rows, positions)[0], first)
+    force_draws([BELOW_ONE] * 4)
+    assert torch.equal(sample(logits, rows, positions)[0], last)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_tokens_too_unlikely_for_a_number_are_never_drawn(
+    width: int, force_draws: Callable[[Sequence[float]], None]
+) -> None:
+    """exp(-200) is 0 in fp32: those tokens have no weight, even at the ends of blocks."""
+    logits = torch.full((100, width), -200.0)
+    logits[:, 20] = logits[:, 30] = 0.0
+    force_draws([0.0, BELOW_ONE, 0.5, 0.4999999, 0.25] * 20)
+    tokens, _ = sample(logits, SamplingRows.build([SamplingParams()] * 100, width, CPU), np.zeros(100, dtype=np.uint64))
+    assert tokens[:5].tolist() == [20, 30, 30, 20, 20]
 
 
 def test_masked_logits_are_never_sampled() -> None:
@@ -120,30 +222,67 @@ def test_masked_logits_are_never_sampled() -> None:
     assert bool(logprobs.isfinite().all())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=150)
 @given(
-    weights=st.lists(st.sampled_from([0.0, 0.1, 0.1, 0.25, 1.0, 3.0]), min_size=2, max_size=9).filter(any),
-    top_k=st.integers(0, 10),
+    weights=st.lists(st.sampled_from([0.0, 0.1, 0.1, 0.25, 1.0, 3.0]), min_size=2, max_size=12).filter(any),
+    top_k=st.integers(0, 13),
     top_p=st.sampled_from([0.01, 0.3, 0.55, 0.83, 0.99, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.2, 1.0]),
+    candidates=st.sampled_from([1, 2, 5, 256]),
 )
-def test_truncation_equals_the_slow_rule(weights: list[float], top_k: int, top_p: float) -> None:
-    probabilities = torch.tensor([weights], dtype=torch.float64) / sum(weights)
-    limit = torch.tensor([min(top_k or len(weights), len(weights))])
-    kept = truncate(probabilities, limit, torch.tensor([top_p], dtype=torch.float64))[0]
-    expected = {i for i in keep_by_hand(probabilities[0].tolist(), top_k, top_p) if weights[i] > 0}
-    assert set(kept.nonzero().squeeze(1).tolist()) == expected
-    assert torch.equal(kept[kept > 0], probabilities[0][kept > 0])
+def test_truncation_equals_the_slow_rule(
+    weights: list[float], top_k: int, top_p: float, min_p: float, candidates: int
+) -> None:
+    """Whether the most likely few suffice or the whole row is needed; other rows with other rules stand beside."""
+    row = torch.tensor(weights) / max(weights)
+    others = [SamplingParams(min_p=0.001), SamplingParams(top_k=1), SamplingParams(top_p=0.2)]
+    params = [SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p), *others]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "_CANDIDATES", candidates)
+        truncation = Truncation.build(params, len(weights), CPU)
+    assert truncation is not None
+    kept = truncate(row.repeat(len(truncation.rows), 1), truncation)
+    for place, i in enumerate(truncation.rows.tolist()):
+        p = params[i]
+        expected = {j for j in keep_by_hand(row.tolist(), p.top_k, p.top_p, p.min_p) if weights[j] > 0}
+        assert set(kept[place].nonzero().squeeze(1).tolist()) == expected
+        assert torch.equal(kept[place][kept[place] > 0], row[kept[place] > 0])
 
 
-@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("temperature", [0.3, 3.0])
+@pytest.mark.parametrize("options", [{"top_k": 300}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.5}], ids=str)
+def test_truncation_of_a_wide_row(options: dict[str, float], temperature: float) -> None:
+    """Peaked rows need few candidates, flat ones more than are looked at first."""
+    logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(4)) / temperature
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    truncation = Truncation.build([SamplingParams(**options)] * 6, 1500, CPU)
+    assert truncation is not None
+    kept = truncate(weights.clone(), truncation)
+    for row, original in zip(kept, weights, strict=True):
+        expected = keep_by_hand(original.tolist(), int(options.get("top_k", 0)), options.get("top_p", 1.0))
+        assert set(row.nonzero().squeeze(1).tolist()) == expected
+
+
+def test_equal_weights_rank_by_token() -> None:
+    tokens, _ = run([SamplingParams(seed=i, top_k=3) for i in range(200)], torch.zeros(2000))
+    assert set(tokens.tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("width", [V, 1500])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3, "min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("bad", ["nan", "inf", "all_masked"])
-def test_unusable_logits_give_no_finite_log_probability(bad: str, greedy: bool) -> None:
-    logits = LOGITS.clone()
+def test_unusable_logits_give_no_log_probability(bad: str, options: dict[str, float], width: int) -> None:
+    """Each such row has a token and NaN; the rows beside it are as they would be without."""
+    logits = LOGITS.repeat(-(-width // V))[:width].repeat(20, 1)
     if bad == "all_masked":
-        logits[:] = float("-inf")
+        logits[::2] = float("-inf")
     else:
-        logits[4] = float(bad)
-    params = [SamplingParams(temperature=0.0 if greedy else 1.0, seed=i) for i in range(50)]
-    tokens, logprobs = run(params, logits)
-    assert not bool(logprobs.isfinite().any())
-    assert bool(((tokens >= 0) & (tokens < V)).all())
+        logits[::2, 4] = float(bad)
+    params = [SamplingParams(seed=i, **options) for i in range(20)]
+    positions = np.zeros(20, dtype=np.uint64)
+    tokens, logprobs = sample(logits, SamplingRows.build(params, width, CPU), positions)
+    assert bool(logprobs[::2].isnan().all())
+    assert bool(((tokens >= 0) & (tokens < width)).all())
+    rest = sample(logits[1::2], SamplingRows.build(params[1::2], width, CPU), positions[1::2])
+    assert torch.equal(tokens[1::2], rest[0])
+    assert torch.equal(logprobs[1::2], rest[1])

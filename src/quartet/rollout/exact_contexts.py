@@ -1,0 +1,130 @@
+"""The engine's attention under ``numerics: exact``: the trainer's bits for every prompt piece and decode step.
+
+Shapes: T tokens of the step, B decode rows, H query heads, Hk key/value heads, D head size, K keys.
+
+Every slot and block holds its sequence from position 0 on, so keys stand where they stand in a training pack, and a
+query's output is that of ``quartet.models.exact`` whatever else the step computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quartet.models.attention import AttentionContext, LayerRule
+from quartet.models.exact import (
+    CALL_ROWS,
+    VECTOR,
+    ExactContext,
+    ExactPackedAttention,
+    additive_mask,
+    decode_attention,
+    key_length,
+    masked_attention,
+    padded_rows,
+)
+from quartet.rollout.admission import Fill
+from quartet.rollout.cache import KVCache
+from quartet.rollout.contexts import DecodeAttention, begins
+from quartet.rollout.rows import Rows
+
+
+class ExactContexts:
+    """
+    Args:
+        row_step: of which number the rows of a step must be a multiple (``quartet.models.exact.row_step``).
+    """
+
+    shares_prefixes = False
+
+    def __init__(self, row_step: int) -> None:
+        self._row_step = row_step
+
+    def padded_rows(self, num_rows: int) -> int:
+        return padded_rows(num_rows, self._row_step)
+
+    def slot_length(self, num_tokens: int) -> int:
+        return key_length(num_tokens)
+
+    def decode(self, cache: KVCache, rows: Rows) -> AttentionContext:
+        return ExactDecodeAttention(cache, rows)
+
+    def fill(self, fills: Sequence[Fill]) -> AttentionContext:
+        return ExactFillAttention(fills)
+
+
+class ExactDecodeAttention(DecodeAttention):
+    """One token of each row against its slot."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        self._store(keys, k)
+        self._store(values, v)
+        queries = q.squeeze(0).transpose(0, 1)
+        mask = self._mask(rule.window)
+        parts = []
+        for stretch in self.rows.stretches:
+            span, num_keys = slice(stretch.start, stretch.end), key_length(stretch.longest)
+            stored = keys[span, :, :num_keys], values[span, :, :num_keys]
+            parts.append(decode_attention(queries[span], *stored, mask[span, None, None, :num_keys], rule))
+        return torch.cat(parts).transpose(0, 1).unsqueeze(0)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """``[B, K]`` additive; the rows' own where the window cuts nothing off."""
+        rows = self.rows
+        if window is None or window >= rows.longest:
+            return rows.mask
+        mask = self._masks.get(window)
+        if mask is None:
+            left = torch.arange(key_length(rows.longest)) <= rows.places[: rows.num_rows].unsqueeze(1) - window
+            mask = rows.mask[: rows.num_rows, : left.shape[1]].masked_fill(left, float("-inf"))
+            self._masks[window] = mask
+        return mask
+
+
+class ExactFillAttention(ExactContext):
+    """Tokens of blocks, of which each is a whole sequence from its beginning.
+
+    Args:
+        fills: in the order of the tokens, those that begin a sequence first.
+    """
+
+    def __init__(self, fills: Sequence[Fill]) -> None:
+        self.fills = fills
+        self._sizes = [fill.end - fill.start for fill in fills]
+        self._beginnings = [fill.end for fill in fills if begins(fill)]
+        self._whole = ExactPackedAttention(self._beginnings)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        for fill, new_k, new_v in zip(self.fills, k[0].split(self._sizes, 1), v[0].split(self._sizes, 1), strict=True):
+            fill.block.store(layer, fill.start, new_k, new_v)
+        first = sum(self._beginnings)
+        parts = []
+        if first:
+            parts.append(self._whole.attend(layer, q[:, :, :first], k[:, :, :first], v[:, :, :first], rule))
+        for fill in self.fills[len(self._beginnings) :]:
+            last = first + fill.end - fill.start
+            parts.append(self._continue(layer, fill, q[:, :, first:last], rule))
+            first = last
+        return torch.cat(parts, 2)
+
+    def _continue(self, layer: int, fill: Fill, q: Tensor, rule: LayerRule) -> Tensor:
+        """``[1, H, t, D]`` of tokens that follow others of their block."""
+        parts = []
+        for offset in range(0, q.shape[2], CALL_ROWS):
+            rows = q[:, :, offset : offset + CALL_ROWS]
+            start = fill.start + offset
+            stop = start + rows.shape[2]
+            num_keys, missing = key_length(stop), -rows.shape[2] % VECTOR
+            keys, values = (
+                F.pad(stored[layer][None, :, :stop], (0, 0, 0, num_keys - stop))
+                for stored in (fill.block.keys, fill.block.values)
+            )
+            positions = torch.arange(start, stop + missing)
+            mask = additive_mask(positions, num_keys, rule, q.dtype)[None, None]
+            out = masked_attention(F.pad(rows, (0, 0, 0, missing)), keys, values, mask, rule)
+            parts.append(out[:, :, : rows.shape[2]])
+        return torch.cat(parts, 2)
