@@ -6,19 +6,23 @@ BIN := $(VENV)/bin
 # One thread: equal sums on every run, and no waiting at barriers on a machine that others use, too.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: quickstart test test-fast test-slow lint format types clean
+.PHONY: quickstart test test-fast test-slow test-gpu lint format types clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
 
 test: $(VENV)/.installed-test lint types
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-fast: $(VENV)/.installed-test
-	$(PYTEST) tests/unit -m "not slow"
+	$(PYTEST) tests/unit -m "not slow and not gpu"
 
 test-slow: $(VENV)/.installed-test
-	$(PYTEST) -m "slow"
+	$(PYTEST) -m "slow and not gpu"
+
+# Needs one GPU; runs with whatever python has torch, without the virtual environment.
+test-gpu:
+	$(PYTHON) -m pytest -q tests/gpu -m gpu
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

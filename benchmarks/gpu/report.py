@@ -1,0 +1,81 @@
+"""The results of ``run.py`` as markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]
+
+
+def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| " + " | ".join(name for name, _ in columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(row) for _, cell in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def text(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: str(row[key])
+
+
+def yes(key: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: "yes" if row[key] else "no"
+
+
+def number(key: str, scale: float = 1.0, digits: int = 1) -> Callable[[Mapping[str, Any]], str]:
+    def cell(row: Mapping[str, Any]) -> str:
+        value = row.get(key)
+        return "–" if value is None else f"{value * scale:,.{digits}f}"
+
+    return cell
+
+
+MEMORY: Column = ("peak GB", number("peak_bytes", 1e-9))
+TRAINING: list[Column] = [
+    ("model", text("model")), ("batch", text("layout")), ("fused", yes("fused")),
+    ("tokens", number("useful_tokens", 1, 0)), ("ms", number("seconds", 1e3, 0)), ("MFU %", number("mfu", 100)),
+    ("% of GEMM rate", number("share_of_gemm_rate", 100)), MEMORY,
+]  # fmt: skip
+ROLLOUT: list[Column] = [
+    ("model", text("model")), ("graphs", yes("graphs")), ("fused", yes("fused")),
+    ("tokens/s", number("tokens_per_s", 1, 0)), ("ms/step", number("step_s", 1e3, 2)),
+    ("bound ms", number("bound_s", 1e3, 2)), ("% of bound", number("share_of_bound", 100)),
+    ("x generate", number("times_generate", 1, 2)), MEMORY,
+]  # fmt: skip
+STEP: list[Column] = [
+    ("model", text("model")), ("fused", yes("fused")), ("s/step", number("seconds", 1, 2)),
+    ("generate s", number("generate_s", 1, 2)), ("update s", number("update_s", 1, 2)),
+    ("samples/s", number("samples_per_s")), ("x TRL", number("times_trl", 1, 2)),
+    ("mean log-prob difference", number("logprob_diff_mean", 1, 5)),
+    ("largest", number("logprob_diff_max", 1, 5)), MEMORY,
+]  # fmt: skip
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    machine = ", ".join(f"{key} {value}" for key, value in results["machine"].items() if value is not None)
+    peak = results["peak_flops"]
+    rates = [
+        f"GEMM {results['gemm_flops'] / 1e12:.1f} TFLOP/s bf16 measured",
+        f"peak {peak / 1e12:.0f} by data sheet" if peak else "no data sheet for this device",
+        f"copy {results['bandwidth'] / 1e12:.2f} TB/s measured",
+    ]
+    parts = ["# One GPU", machine + ".", "; ".join(rates) + "."]
+    if results["smoke"]:
+        parts.append("A smoke run on a tiny model: the figures mean nothing.")
+    found = results["parts"]
+    if found.get("training"):
+        parts += ["## Training", table(TRAINING, found["training"])]
+    if found.get("rollout"):
+        parts += ["## Rollout", table(ROLLOUT, [row for entry in found["rollout"] for row in entry["engine"]])]
+        lines = [f"{g['model']}: {g['tokens_per_s']:,.0f} tokens/s" for g in (e["generate"] for e in found["rollout"])]
+        parts.append("`generate`: " + "; ".join(lines) + ".")
+    if found.get("step"):
+        parts += ["## Whole GRPO steps", table(STEP, [row for entry in found["step"] for row in entry["ours"]])]
+        parts.append("TRL: " + "; ".join(_trl(entry["trl"]) for entry in found["step"]) + ".")
+    return "\n\n".join(parts) + "\n"
+
+
+def _trl(found: Mapping[str, Any]) -> str:
+    if "not_run" in found:
+        return f"{found['model']}: {found['not_run']}"
+    return f"{found['model']}: {found['samples_per_s']:.1f} samples/s, {found['seconds']:.2f} s per step"

@@ -1,0 +1,94 @@
+"""Training, rollout and whole steps on one GPU, each beside what bounds it.
+
+    python benchmarks/gpu/run.py --out results [--models 0.5B 1.5B] [--parts training rollout step]
+
+Writes ``results/gpu.json`` and ``results/gpu.md``. ``--smoke --device cpu`` runs all of it on a tiny model, to see that
+it runs; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from packages import ensure_packages
+
+PARTS = ("training", "rollout", "step")
+
+
+def arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", nargs="+", default=["0.5B", "1.5B"], choices=["0.5B", "1.5B"])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true")
+    found = parser.parse_args(argv)
+    if found.smoke:
+        found.models, found.repeats = ["smoke"], 1
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    # These import quartet, which may need packages that were just made importable.
+    import machine
+    import rollout
+    import step
+    import training
+
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device; --smoke --device cpu tries the scripts without one")
+    results: dict[str, Any] = {
+        "machine": machine.description(device),
+        "smoke": args.smoke,
+        "gemm_flops": machine.gemm_flops(device, smoke=args.smoke),
+        "bandwidth": machine.bandwidth(device, smoke=args.smoke),
+        "peak_flops": machine.peak_flops(device),
+        "parts": {part: [] for part in args.parts},
+    }
+    for name in args.models:
+        for part in args.parts:
+            print(f"{part} {name}", file=sys.stderr, flush=True)
+            if part == "training":
+                results["parts"][part] += training.measure(
+                    name, device, peak=results["peak_flops"], gemm=results["gemm_flops"], smoke=args.smoke,
+                    repeats=args.repeats,
+                )  # fmt: skip
+            elif part == "rollout":
+                results["parts"][part].append(
+                    rollout.measure(name, device, rate=results["bandwidth"], smoke=args.smoke)
+                )
+            else:
+                results["parts"][part].append(
+                    step.measure(name, device, smoke=args.smoke, repeats=max(1, args.repeats // 2))
+                )
+            write(args.out, results)
+    return results
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    """After every part: a run that is cut short leaves what it has."""
+    from report import markdown
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gpu.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    (folder / "gpu.md").write_text(markdown(results), encoding="utf-8")
+
+
+def main(argv: list[str]) -> None:
+    ensure_packages()
+    args = arguments(argv)
+    results = measure(args)
+    from report import markdown
+
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

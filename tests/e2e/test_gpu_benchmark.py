@@ -1,0 +1,40 @@
+"""The GPU benchmark runs from end to end where there is no GPU, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "run.py"
+
+
+def test_smoke_run_on_the_cpu_writes_every_part(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--smoke", "--device", "cpu", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    assert found["smoke"]
+    training, rollout, step = (found["parts"][part] for part in ("training", "rollout", "step"))
+    assert [(row["layout"], row["fused"]) for row in training] == [
+        ("sequences of 1024", False),
+        ("prompt 512, 8 x 448", False),
+        ("sequences of 1024", True),
+        ("prompt 512, 8 x 448", True),
+    ]
+    assert all(row["seconds"] > 0 and row["useful_tokens"] == 256 for row in training)
+    assert [row["graphs"] for row in rollout[0]["engine"]] == [False, True, True]
+    assert all(row["times_generate"] > 0 for row in rollout[0]["engine"])
+    assert all(row["logprob_diff_max"] < 0.1 for row in step[0]["ours"])
+    report = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert "the figures mean nothing" in report
+    assert all(heading in report for heading in ("## Training", "## Rollout", "## Whole GRPO steps"))
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path)]
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.returncode == 1
+    assert "no CUDA device" in done.stderr

@@ -1,0 +1,49 @@
+"""Compiled decoder layers compute what plain ones do; with the compiler's graphs run as they are, for speed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from quartet.config import UserError
+from quartet.models.attention import PackedAttention
+from quartet.models.cuda_fusion import fuse_layers
+from quartet.models.packed import PackedCausalLM
+
+PACKS = (((5, 3, 4), (-1, 0, 0)), ((9,), (-1,)), ((3, 6, 2, 7), (-1, -1, -1, 2)))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_outputs_and_gradients_are_those_of_plain_layers(
+    checkpointing: bool, make_model: Callable[..., nn.Module], close: Callable[..., None]
+) -> None:
+    model = make_model("qwen2")
+    plain = PackedCausalLM(copy.deepcopy(model))
+    fused = PackedCausalLM(copy.deepcopy(model), activation_checkpointing=checkpointing)
+    names = set(fused.model.state_dict())
+    undo = fuse_layers(fused, backend="eager")
+    for lengths, parents in PACKS:
+        num_tokens = sum(lengths)
+        ids, positions = torch.arange(num_tokens) * 7 % 61, torch.arange(num_tokens)
+        hidden = [p.hidden(ids, positions, PackedAttention(lengths, parents)) for p in (plain, fused)]
+        close(hidden[1], hidden[0])
+        for packed, h in zip((plain, fused), hidden, strict=True):
+            packed.model.zero_grad()
+            h.square().sum().backward()
+        for ours, theirs in zip(fused.model.parameters(), plain.model.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None and theirs.grad is not None:
+                close(ours.grad, theirs.grad)
+    assert set(fused.model.state_dict()) == names
+    undo()
+    assert all(m._compiled_call_impl is None for m in fused.model.modules())
+
+
+def test_a_model_without_decoder_layers_is_refused(make_model: Callable[..., nn.Module]) -> None:
+    packed = PackedCausalLM(make_model("llama", num_hidden_layers=0))
+    with pytest.raises(UserError, match="cannot be compiled"):
+        fuse_layers(packed)
