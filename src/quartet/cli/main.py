@@ -90,6 +90,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus; 1 keeps every token.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 keeps every token.", min=0)] = 0,
+    min_p: Annotated[float, typer.Option(help="Least share of the likeliest token's probability.")] = 0.0,
     num: Annotated[int, typer.Option(help="Answers per prompt.", min=1)] = 1,
     seed: Annotated[int, typer.Option(help="Same seed, same answer.", min=0)] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
@@ -105,6 +106,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
         max_new_tokens=max_new_tokens,
         stop_strings=tuple(stop or ()),
     )

@@ -288,7 +288,7 @@ class RLRecipe(Recipe):
     chunk_size: int = Field(8, ge=1, description="Groups that are scored together.")
     numerics: Literal["fast", "exact"] = Field(
         "fast",
-        description="exact: sampler and trainer agree to the last bit (CPU, fp32, one thread; prompts are not shared).",
+        description="exact: sampler and trainer agree to the last bit (CPU, fp32, one thread; slower).",
     )
     canary_tolerance: float | None = Field(None, gt=0, description="Default by precision: 1e-3 fp32, 0.25 bf16.")
 

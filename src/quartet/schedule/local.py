@@ -29,6 +29,7 @@ from quartet.rollout.protocol import (
 )
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.leases import Arbiter, Mode, PoolSpec, RoleSpec
+from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs, TrainEngine, forward_only
 
 POOL = "local"
@@ -352,8 +353,10 @@ class FrozenScorer:
     model: PackedModel
     needs: Needs
     column: str
-    token_budget: int
+    budget: TokenBudget
     render: Callable[[RaggedBatch], RaggedBatch] | None = None
+    logprob_chunk: int = 1024
+    share_prefixes: bool = True
 
     async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
         batch = self.render(chunk.data) if self.render is not None else chunk.data
@@ -361,7 +364,9 @@ class FrozenScorer:
             self.role,
             "forward",
             self.column,
-            lambda: forward_only(self.model, batch, self.needs, self.token_budget),
+            lambda: forward_only(
+                self.model, batch, self.needs, self.budget, self.logprob_chunk, share=self.share_prefixes
+            ),
             step=chunk.step,
             chunk=chunk.index,
             tokens=batch.num_tokens,

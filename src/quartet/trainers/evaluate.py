@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quartet.config.recipe import EvalRecipe, RLRecipe
+from quartet.config.recipe import EvalRecipe, TrainConfig
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
@@ -75,8 +75,7 @@ class Evaluator:
         self.functions = reward_functions(recipe.rewards, rewards)
         for function in self.functions:
             function.reward.check_columns(sorted({name for item in self.prompts.items for name in item.columns}))
-        budget = RLRecipe().actor.train.forward_token_budget
-        self.models = reward_models(recipe.rewards, rewards, self.codec, budget)
+        self.models = reward_models(recipe.rewards, rewards, self.codec, TrainConfig())
         self.weights = reward_weights(self.models, self.functions)
         self.packed = packed_causal_lm(causal)
 

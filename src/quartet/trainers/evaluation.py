@@ -45,6 +45,7 @@ def sampling_params(config: SamplingConfig, codec: TextCodec, seed: int) -> Samp
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+        min_p=config.min_p,
         max_new_tokens=config.max_new_tokens,
         stop_token_ids=tuple(sorted(codec.eos_ids)),
         stop_strings=config.stop_strings,

@@ -85,7 +85,9 @@ class RewardModelTrainer:
         longest = max(2 * len(i.prompt_ids) + len(i.chosen_ids) + len(i.rejected_ids) for i in self.data.items)
         check_budget(longest, recipe.train.token_budget, "train.token_budget")
         self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), recipe.pairs_per_step)
-        self.packed = packed_scalar_model(scalar, recipe.train.precision)
+        self.packed = packed_scalar_model(
+            scalar, recipe.train.precision, activation_checkpointing=recipe.train.activation_checkpointing
+        )
         self.engine = TrainEngine(self.packed, recipe.train, total_steps=self.steps)
 
     def _scalar_model(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:

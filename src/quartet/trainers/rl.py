@@ -112,7 +112,7 @@ class RLTrainer:
         progress: Progress | None = None,
         shuffle_scores: bool = False,
     ) -> None:
-        use_threads(recipe.threads)
+        use_threads(1 if recipe.numerics == "exact" else recipe.threads)
         self.recipe = recipe
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("rl")
         self.progress = progress if progress is not None else Progress()
@@ -195,6 +195,8 @@ class RLTrainer:
             "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),
             "memory/rss_bytes": resident_bytes(),
             "optim/skipped_steps": float(sum(e.num_skipped for e in self.cast.engines().values())),
+            "train/token_budget": float(min(e.budget.tokens for e in self.cast.engines().values())),
+            "train/num_oom": float(self.cast.num_oom),
         }
         self._adapt_kl(result.experience, step)
         if step % recipe.log.rollouts_every == 0 or done == recipe.steps:

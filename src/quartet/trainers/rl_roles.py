@@ -37,6 +37,7 @@ from quartet.schedule.leases import RoleSpec
 from quartet.schedule.local import CanaryProbe, EngineScorer, FrozenScorer, LocalRollout, Worker, role_spec
 from quartet.text.loading import load_generation_config, load_tokenizer
 from quartet.text.tokenizer import TextCodec, check_vocabulary
+from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs, TrainEngine
 from quartet.trainers.advantages import REWARD_PREFIX
 from quartet.trainers.generate import completion_text
@@ -59,7 +60,7 @@ class RewardModelRole:
 
     name: str
     model: PackedScalarModel
-    token_budget: int
+    budget: TokenBudget
     codec: TextCodec | None
     weight: float
 
@@ -109,6 +110,7 @@ class Cast:
     actor: TrainEngine[PackedCausalLM]
     critic: TrainEngine[PackedScalarModel] | None
     reference: PackedCausalLM | None
+    reference_budget: TokenBudget
     reward_models: list[RewardModelRole]
     reward_functions: list[RewardFunctionRole]
     reward_weights: dict[str, float]
@@ -116,6 +118,12 @@ class Cast:
 
     def engines(self) -> dict[str, TrainEngine[Any]]:
         return {"actor": self.actor, **({"critic": self.critic} if self.critic is not None else {})}
+
+    @property
+    def num_oom(self) -> int:
+        """How often memory ran out since the run began."""
+        frozen = [self.reference_budget, *(role.budget for role in self.reward_models)]
+        return sum(e.num_oom for e in self.engines().values()) + sum(budget.num_oom for budget in frozen)
 
     def models(self) -> list[PackedModel]:
         found: list[PackedModel] = [engine.packed for engine in self.engines().values()]
@@ -127,9 +135,7 @@ class Cast:
         held_out = self.evaluation_prompts.remarks if self.evaluation_prompts is not None else ()
         found = [f"data: {remark}" for remark in self.prompts.remarks]
         found += [f"held-out data: {remark}" for remark in held_out]
-        return found + [
-            f"{role}: {remark}" for role, engine in self.engines().items() for remark in engine.packed.remarks
-        ]
+        return found + [f"{role}: {remark}" for role, engine in self.engines().items() for remark in engine.remarks]
 
     @contextlib.contextmanager
     def released_at_end(self) -> Iterator[None]:
@@ -160,6 +166,7 @@ class Cast:
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
                     top_k=sampling.top_k,
+                    min_p=sampling.min_p,
                     max_new_tokens=sampling.max_new_tokens,
                     stop_token_ids=tuple(sorted(self.codec.eos_ids)),
                     stop_strings=sampling.stop_strings,
@@ -183,7 +190,14 @@ class Cast:
     ) -> LocalRollout:
         config = self.recipe.rollout
         actor = self.actor.packed
-        engine = NativeEngine(actor, max_running=config.max_running, decode=self.codec.decode, version=version)
+        engine = NativeEngine(
+            actor,
+            max_running=config.max_running,
+            max_prefill_tokens=config.max_prefill_tokens,
+            cache_tokens=config.cache_tokens,
+            decode=self.codec.decode,
+            version=version,
+        )
         tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.recipe.actor.train.precision]
         prompt_ids = tuple(self.prompts.item(0).token_ids)
         room = max(1, min(CANARY_TOKENS, context_length(actor.model) - len(prompt_ids)))
@@ -207,8 +221,18 @@ class Cast:
         policy = Needs(logprobs=True, mask="action_mask", temperature=recipe.rollout.sampling.temperature)
         found: list[FrozenScorer | FunctionScorer | EngineScorer] = [*self.reward_scorers(worker)]
         if self.reference is not None:
-            budget = recipe.actor.train.forward_token_budget
-            found.append(FrozenScorer(worker, "reference", self.reference, policy, "ref_logprobs", budget))
+            train = recipe.actor.train
+            frozen = FrozenScorer(
+                worker,
+                "reference",
+                self.reference,
+                policy,
+                "ref_logprobs",
+                self.reference_budget,
+                logprob_chunk=train.logprob_chunk,
+                share_prefixes=train.share_prefixes,
+            )
+            found.append(frozen)
         if needs_old_logprobs(recipe):
             found.append(EngineScorer(worker, "actor", self.actor, policy, "old_logprobs"))
         if self.critic is not None:
@@ -226,7 +250,7 @@ def reward_scorers(
             role.model,
             Needs(scores=True),
             REWARD_PREFIX + role.name,
-            role.token_budget,
+            role.budget,
             render=_renderer(role.codec) if role.codec is not None else None,
         )
         for role in models
@@ -301,10 +325,15 @@ def build_cast(
     _check_budgets(recipe, longest)
     with contextlib.ExitStack() as taken:
         # When a later model does not fit, those taken over are given back as they were.
-        actor = packed_causal_lm(actor_model, recipe.actor.train.precision)
+        actor = packed_causal_lm(
+            actor_model,
+            recipe.actor.train.precision,
+            numerics=recipe.numerics,
+            activation_checkpointing=recipe.actor.train.activation_checkpointing,
+        )
         taken.callback(actor.release)
         reference = _reference(recipe, actor_model)
-        models = reward_models(recipe.rewards, rewards, codec, recipe.actor.train.forward_token_budget)
+        models = reward_models(recipe.rewards, rewards, codec, recipe.actor.train)
         for role in models:
             taken.callback(role.model.release)
             if role.codec is None:
@@ -323,7 +352,8 @@ def build_cast(
             check_context(critic_engine.packed.model, longest, "critic")
         taken.pop_all()
     resting = recipe.critic.warmup_steps if recipe.algorithm.name == "ppo" else 0
-    engine = TrainEngine(actor, recipe.actor.train, total_steps=max(1, recipe.steps - resting) * updates)
+    total_steps = max(1, recipe.steps - resting) * updates
+    engine = TrainEngine(actor, recipe.actor.train, total_steps=total_steps, name="actor.train")
     return Cast(
         recipe=recipe,
         codec=codec,
@@ -332,6 +362,7 @@ def build_cast(
         actor=engine,
         critic=critic_engine,
         reference=reference,
+        reference_budget=_forward_budget(recipe.actor.train),
         reward_models=models,
         reward_functions=functions,
         reward_weights=weights,
@@ -365,7 +396,7 @@ def reward_models(
     configs: Sequence[RewardConfig],
     rewards: Sequence[Callable[..., Any] | PreTrainedModel],
     codec: TextCodec,
-    token_budget: int,
+    train: TrainConfig,
 ) -> list[RewardModelRole]:
     """The recipe's reward models, then those passed from Python (which share the policy's tokenizer)."""
     roles: list[RewardModelRole] = []
@@ -376,13 +407,18 @@ def reward_models(
             packed = packed_scalar_model(load_scalar_model(config.path))
             check_vocabulary(own, int(packed.model.get_input_embeddings().weight.shape[0]))
             foreign = None if same else TextCodec.of(own, load_generation_config(config.path))
-            roles.append(RewardModelRole(config.name, packed, config.forward_token_budget, foreign, config.weight))
+            budget = TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}")
+            roles.append(RewardModelRole(config.name, packed, budget, foreign, config.weight))
     models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
     for i, reward in enumerate(models):
         check_vocabulary(codec.tokenizer, int(reward.get_input_embeddings().weight.shape[0]))
         name = "reward_model" if len(models) == 1 and not roles else f"reward_model_{i + 1}"
-        roles.append(RewardModelRole(name, packed_scalar_model(reward), token_budget, None, 1.0))
+        roles.append(RewardModelRole(name, packed_scalar_model(reward), _forward_budget(train), None, 1.0))
     return roles
+
+
+def _forward_budget(train: TrainConfig) -> TokenBudget:
+    return TokenBudget(train.forward_token_budget, "actor.train.forward_token_budget")
 
 
 def reward_weights(models: Sequence[RewardModelRole], functions: Sequence[RewardFunctionRole]) -> dict[str, float]:
@@ -426,7 +462,7 @@ def _reference(recipe: RLRecipe, actor: PreTrainedModel) -> PackedCausalLM | Non
             found=f"{held} and {needed} ids",
             remedy="use a reference with the actor's tokenizer, or leave reference.path out",
         )
-    return packed_causal_lm(model, recipe.actor.train.precision)
+    return packed_causal_lm(model, recipe.actor.train.precision, numerics=recipe.numerics)
 
 
 def _critic(
@@ -457,4 +493,5 @@ def _critic(
             remedy="use a critic with the actor's tokenizer, or leave critic.path out",
         )
     config: TrainConfig = recipe.critic.train
-    return TrainEngine(packed_scalar_model(model, config.precision), config, total_steps=recipe.steps * updates)
+    packed = packed_scalar_model(model, config.precision, activation_checkpointing=config.activation_checkpointing)
+    return TrainEngine(packed, config, total_steps=recipe.steps * updates, name="critic.train")

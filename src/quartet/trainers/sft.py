@@ -76,7 +76,9 @@ class SFTTrainer:
             max(len(item.input_ids) for item in self.data.items), recipe.train.token_budget, "train.token_budget"
         )
         self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), recipe.examples_per_step)
-        self.packed = packed_causal_lm(model, recipe.train.precision)
+        self.packed = packed_causal_lm(
+            model, recipe.train.precision, activation_checkpointing=recipe.train.activation_checkpointing
+        )
         self.engine = TrainEngine(self.packed, recipe.train, total_steps=self.steps)
 
     def train(self) -> SFTResult:

@@ -12,6 +12,7 @@ from quartet.config.recipe import DataConfig, ModelConfig
 from quartet.data.datasets import PreferenceData, PromptData, SFTData
 from quartet.data.formats import demonstrations, preferences, prompts
 from quartet.data.readers import Row, read_rows
+from quartet.models.probe import context_length as positions_limit
 from quartet.text.loading import load_tokenizer
 from quartet.text.tokenizer import TextCodec
 
@@ -47,8 +48,8 @@ def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizer
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Longest sequence the model's positions allow, in tokens."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or UNLIMITED)
+    """Longest sequence the model's positions allow in packed runs, in tokens."""
+    return positions_limit(model) or UNLIMITED
 
 
 def check_context(model: PreTrainedModel, longest: int, what: str) -> None:

@@ -67,6 +67,8 @@ class SupervisedLoop:
                 "optim/lr": found["lr"],
                 "optim/grad_norm": found["grad_norm"],
                 "optim/skipped_steps": float(self.engine.num_skipped),
+                "train/token_budget": float(self.engine.budget.tokens),
+                "train/num_oom": float(self.engine.num_oom),
                 "tokens/useful": float(batch.num_tokens),
                 "time/step_s": watch.seconds,
                 "data/epoch": (step + 1) * self.rows_per_step / self.num_rows,
@@ -105,7 +107,7 @@ def run_supervised(
         What ``summary.json`` holds.
     """
     watch = Stopwatch()
-    notes = [*(f"data: {remark}" for remark in remarks), *loop.engine.packed.remarks]
+    notes = [*(f"data: {remark}" for remark in remarks), *loop.engine.remarks]
     for note in notes:
         progress.print(note)
     with run, run.stoppable():

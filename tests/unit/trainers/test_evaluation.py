@@ -94,9 +94,18 @@ def test_the_held_out_score_is_the_weighted_sum_that_training_maximises() -> Non
 
 
 def test_sampling_follows_the_recipe_and_stops_at_the_models_ends(codec: TextCodec) -> None:
-    config = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=3, stop_strings=(";",))
+    config = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, max_new_tokens=3, stop_strings=(";",))
     found = sampling_params(config, codec, 11)
-    assert found == SamplingParams(0.7, 0.9, 5, 3, tuple(sorted(codec.eos_ids)), (";",), 11)
+    assert found == SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        max_new_tokens=3,
+        stop_token_ids=tuple(sorted(codec.eos_ids)),
+        stop_strings=(";",),
+        seed=11,
+    )
 
 
 def test_generation_depends_on_the_seed_alone_and_reports_its_progress(causal_lm: Any, codec: TextCodec) -> None:
