@@ -12,14 +12,12 @@ with another and none is computed twice.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
-from common import DTYPES, MODELS, Group, markdown, model_config, step_groups
+from common import DTYPES, MODELS, Group, arguments, markdown, model_config, step_groups, write_results
 from rates import Product, Rates
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -348,15 +346,32 @@ def table(floor: Floor) -> str:
     return markdown(["phase", "operation", "calls", "GFLOP", "MB", "GFLOP/s", "ms", "bound by"], rows)
 
 
+def summary_table(parts: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for part in parts:
+        update, decode, memory = part["update"], part["decode"], part["bytes_per_s"]
+        rows.append(
+            [
+                part["model"],
+                part["dtype"],
+                f"{update['peak_flops_per_s'] / 1e9:,.0f}",
+                f"{memory['read'] / 1e9:,.0f} / {memory['copy'] / 1e9:,.0f}",
+                str(part["tokens"]),
+                f"{update['seconds'] * 1e3:,.0f}",
+                f"{update['useful_flops_at_peak_s'] * 1e3:,.0f}",
+                f"{decode['seconds'] * 1e3:,.2f}",
+            ]
+        )
+    head = ["model", "dtype", "GEMM GFLOP/s", "read / copy GB/s", "useful tokens", "update ms", "its FLOPs alone ms"]
+    return markdown([*head, "decode step ms"], rows)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--longest", type=int, default=64, help="tokens of the longest response")
     parser.add_argument("--prompt", type=int, help="tokens of every prompt; 16 to 30 when left out")
-    parser.add_argument("--smoke", action="store_true", help="short measurements")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rates = Rates(budget_s=0.01, working_sets=(2**18, 2**22)) if args.smoke else Rates()
@@ -368,11 +383,18 @@ def main() -> None:
     decode = floor_of(decode_operations(shapes, contexts, dtype, shared=shared), rates, dtype)
     print(f"{args.model}: {shapes.num_parameters / 1e6:.2f} M parameters, {args.dtype}, {args.threads} threads")
     print(f"update: {useful_tokens(groups)} useful tokens ({unshared_tokens(groups)} unshared)\n\n{table(update)}\n")
-    print(f"floor {update.seconds * 1e3:,.1f} ms; useful FLOPs alone at {update.peak_flops_per_s / 1e9:,.0f} GFLOP/s "
-          f"{update.product_seconds * 1e3:,.1f} ms")  # fmt: skip
-    print(f"\ndecode step: {len(contexts)} running\n\n{table(decode)}\n\nfloor {decode.seconds * 1e3:,.2f} ms")
-    if args.json:
-        args.json.write_text(json.dumps({"update": update.as_dict(), "decode": decode.as_dict()}))
+    print(f"decode step: {len(contexts)} running\n\n{table(decode)}\n")
+    largest = rates.working_sets[-1]
+    part = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "tokens": useful_tokens(groups),
+        "bytes_per_s": {"read": rates.read_bytes_per_s(largest), "copy": rates.copy_bytes_per_s(largest)},
+        "update": update.as_dict(),
+        "decode": decode.as_dict(),
+    }
+    print(summary_table([part]))
+    write_results(args, {"floor": [part]})
 
 
 if __name__ == "__main__":

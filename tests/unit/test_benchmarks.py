@@ -1,0 +1,254 @@
+"""The benchmarks' own arithmetic, and every one of our sides run for a few tokens."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+class Modules:
+    """The benchmarks' modules, which are scripts beside each other and no package."""
+
+    def __getattr__(self, name: str) -> Any:
+        return importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Modules]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUARTET_BENCH_ROOT", str(tmp_path_factory.mktemp("bench")))
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield Modules()
+
+
+# The floor -----------------------------------------------------------------------------------------------
+
+
+def test_tracing_finds_every_linear_of_the_model(bench: Modules) -> None:
+    shapes, model = bench.floor.trace(bench.common.model_config("tiny")), bench.common.build_model("tiny")
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert shapes.linear_parameters == sum(module.weight.numel() for module in linears)
+    assert shapes.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(shapes.norms.values()) == 2 * shapes.layers + 1
+    assert shapes.activations == {512: shapes.layers}
+
+
+def test_models_have_the_sizes_that_the_page_names(bench: Modules) -> None:
+    sizes = {name: bench.floor.trace(bench.common.model_config(name)).num_parameters for name in bench.common.MODELS}
+    assert sizes["tiny"] == pytest.approx(1.8e6, rel=0.02)
+    assert sizes["small"] == pytest.approx(27.8e6, rel=0.01)
+
+
+def test_attention_pairs_are_those_of_a_mask(bench: Modules) -> None:
+    group = bench.common.Group(5, (3, 1, 4))
+    pairs = 5 * 6 // 2
+    for response in group.responses:
+        visible = torch.ones(5 + response, 5 + response).tril()
+        pairs += int(visible[5:].sum())
+    assert bench.floor.attention_pairs([group]) == pairs
+    assert bench.floor.useful_tokens([group]) == 13
+    assert bench.floor.unshared_tokens([group]) == 23
+
+
+def test_linears_take_two_flops_per_weight_and_token_and_twice_that_backward(bench: Modules) -> None:
+    floor, groups = bench.floor, [bench.common.Group(4, (3, 5))]
+    shapes = floor.trace(bench.common.model_config("tiny"))
+    operations = floor.update_operations(shapes, groups, torch.float32)
+    head = shapes.hidden * shapes.vocab
+    once = 2.0 * ((shapes.linear_parameters - head) * 12 + head * 8)
+    linear = {phase: 0.0 for phase in ("forward", "backward")}
+    for operation in operations:
+        if operation.product is not None and operation.name != "attention":
+            linear[operation.phase] += operation.flops * operation.count
+    assert linear == {"forward": once, "backward": 2 * once}
+
+
+def test_the_optimizer_streams_its_state_once(bench: Modules) -> None:
+    floor = bench.floor
+    shapes = floor.trace(bench.common.model_config("tiny"))
+    fp32, bf16 = (
+        {o.name: o for o in floor.update_operations(shapes, [bench.common.Group(4, (3,))], dtype)}
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    adam = fp32["AdamW"]
+    assert (adam.read + adam.written) / shapes.num_parameters == 28
+    assert "weights cast" not in fp32 and bf16["weights cast"].read == 4 * shapes.linear_parameters
+
+
+def test_decode_reads_a_shared_prompt_once(bench: Modules) -> None:
+    floor = bench.floor
+    shapes = floor.trace(bench.common.model_config("tiny"))
+
+    def attention(shared: int) -> Any:
+        operations = floor.decode_operations(shapes, [20, 30], torch.float32, shared=shared)
+        return next(o for o in operations if o.name == "attention")
+
+    assert attention(0).read - attention(15).read == 15 * 2 * shapes.kv_heads * shapes.head_dim * 4
+    assert attention(0).flops == attention(15).flops
+
+
+def test_a_floor_takes_the_slower_of_flops_and_bytes(bench: Modules) -> None:
+    floor, rates = bench.floor, bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
+    product = bench.rates.Product(8, 8, 8)
+    operations = [
+        floor.Operation("a", "forward", 1e6, 0.0, 0.0, 3, product),
+        floor.Operation("b", "forward", 0.0, 1e6, 1e6),
+    ]
+    found = floor.floor_of(operations, rates, torch.float32)
+    rate = rates.flops_per_s(product, torch.float32)
+    assert found.lines[0].seconds == pytest.approx(3e6 / rate)
+    assert found.lines[1].seconds == pytest.approx(2e6 / rates.copy_bytes_per_s(2e6))
+    assert found.seconds == pytest.approx(found.lines[0].seconds + found.lines[1].seconds)
+    assert floor.table(found).count("\n") == 3
+
+
+# Prompts, lengths, schedules -----------------------------------------------------------------------------
+
+
+def test_lengths_are_spread_evenly_and_reach_their_ends(bench: Modules) -> None:
+    lengths = bench.common.varied_lengths(64, 128)
+    assert (min(lengths), max(lengths)) == (16, 128)
+    assert sum(lengths) / 64 == pytest.approx(72, abs=1)
+    assert lengths != sorted(lengths) and lengths == bench.common.varied_lengths(64, 128)
+
+
+def test_text_and_token_ids_say_the_same(bench: Modules) -> None:
+    tokenizer = bench.common.build_tokenizer(512)
+    ids = bench.common.prompt_ids([bench.common.Group(20, (1,))], 512)[0]
+    assert tokenizer(tokenizer.decode(ids))["input_ids"] == ids
+    assert min(ids) >= 3
+
+
+@pytest.mark.parametrize("name", ["mixed", "shared"])
+def test_the_floors_schedule_serves_everybody_within_the_cache(bench: Modules, name: str) -> None:
+    rollout = bench.rollout
+    groups = rollout.scenario(name, False)
+    steps = rollout._contexts_per_step(groups)
+    assert sum(len(contexts) for contexts, _ in steps) == sum(sum(group.responses) for group in groups)
+    assert max(len(contexts) for contexts, _ in steps) == rollout.RUNNING
+    # All but the tail: no slot stays empty while somebody waits.
+    assert len(steps) < sum(sum(group.responses) for group in groups) / rollout.RUNNING + 257
+    assert max(sum(contexts) - shared for contexts, shared in steps) <= rollout.cache_budget(groups)
+    if name == "shared":
+        assert all(shared == 0 or shared % 512 == 0 for _, shared in steps)
+
+
+# Sides ---------------------------------------------------------------------------------------------------
+
+SIDE = """
+from peers.turns import Turns
+turns = Turns()
+print("noise on standard output")
+turns.report()
+n = 0
+while turns.wait():
+    n += 1
+    if n == turns.job["fails_at"]:
+        raise SystemExit("broken on purpose")
+    with open(turns.job["trace"], "a") as file:
+        file.write(turns.job["name"])
+    turns.report(seconds=float(n), tokens=n)
+"""
+
+
+def test_sides_take_turns_and_one_failure_stays_alone(bench: Modules, tmp_path: Path) -> None:
+    script, trace = tmp_path / "side.py", tmp_path / "trace"
+    script.write_text(SIDE)
+    specs = [
+        bench.sides.SideSpec(name, str(script), {"name": name, "trace": str(trace), "fails_at": at, "threads": 1})
+        for name, at in (("a", 0), ("b", 2), ("c", 0))
+    ]
+    found = bench.sides.take_turns(specs, tmp_path / "logs", repeats=3)
+    assert trace.read_text() == "abcacac"
+    assert [len(found[name].answers) for name in "abc"] == [3, 1, 3]
+    assert "broken on purpose" in str(found["b"].failure) and found["a"].failure is None
+    summary = bench.sides.summary(found["a"])
+    assert (summary["seconds"], summary["turns"], summary["environment"]) == (2.0, 3, None)
+    assert summary["peak_bytes"] > 2**20
+
+
+def test_a_side_gets_no_more_turns_than_patience_allows(bench: Modules, tmp_path: Path) -> None:
+    script = tmp_path / "side.py"
+    script.write_text(SIDE)
+    job = {"name": "a", "trace": str(tmp_path / "trace"), "fails_at": 0, "threads": 1}
+    found = bench.sides.take_turns([bench.sides.SideSpec("a", str(script), job)], tmp_path, repeats=9, patience_s=2.5)
+    assert [answer["seconds"] for answer in found["a"].answers] == [1.0, 2.0]
+
+
+@pytest.fixture(scope="module")
+def options() -> Any:
+    """What the command line gives for a smoke run of our own sides."""
+
+    class Options:
+        smoke, threads, repeats, patience, sides, token_budget = True, 1, 1, 60.0, ("native",), None
+
+    return Options()
+
+
+def test_the_update_is_timed_and_taken_apart(bench: Modules, options: Any) -> None:
+    part = bench.update.measure("tiny", 8, "fp32", options)
+    assert part["side"].get("seconds", 0) > 0, part
+    assert part["kinds"]["products"] > 0 and part["kinds"]["attention"] > 0
+    assert "failed" not in bench.update.table([part]) + bench.update.kind_table([part])
+
+
+def test_native_rollout_generates_what_was_asked(bench: Modules, options: Any) -> None:
+    rates = bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
+    part = bench.rollout.measure("tiny", "mixed", "fp32", options, rates)
+    assert part["sides"]["native"].get("tokens") == 80, part
+    assert "failed" not in bench.rollout.table([part])
+
+
+def test_native_step_trains_on_the_given_lengths(bench: Modules, options: Any) -> None:
+    rates = bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
+    part = bench.rl_step.measure("tiny/rloo/8", "fp32", options, rates)
+    native = part["sides"]["native"]
+    assert native.get("tokens") == sum(sum(g.responses) for g in bench.common.step_groups(2, 2, 8)), part
+    assert {"generate", "train_actor", "ref_logprobs"} <= set(native["phases"])
+
+
+# The page ------------------------------------------------------------------------------------------------
+
+
+def test_rendering_replaces_only_the_figures(bench: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {"factor": 1, "tokens": 10, "before_bytes": 2**20, "peak_bytes": 2**21, "seconds": 1.5}
+    results = {"machine": bench.common.machine(1), "memory": [part, {**part, "factor": 64}]}
+    (tmp_path / "memory.json").write_text(json.dumps(results))
+    (tmp_path / "update.partial.json").write_text(json.dumps({"machine": results["machine"], "update": []}))
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{bench.render.BEGIN}\nold\n{bench.render.END}\nafter\n")
+    monkeypatch.setattr("sys.argv", ["render.py", str(tmp_path), "--into", str(page)])
+    bench.render.main()
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| 64 | 10 | 1.5 | 2 | 1.000 | 1 |" in text
+    assert "incomplete: update" in text and "## Update" not in text
+
+
+def test_smoke_runs_are_not_rendered(bench: Modules, tmp_path: Path) -> None:
+    args = bench.common.arguments("").parse_args(["--smoke", "--json", str(tmp_path / "memory.json")])
+    bench.common.write_results(args, {"memory": []})
+    with pytest.raises(SystemExit, match=r"memory\.json is a smoke run"):
+        bench.render.render(tmp_path)
+
+
+def test_the_page_has_its_markers(bench: Modules) -> None:
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert page.count(bench.render.BEGIN) == page.count(bench.render.END) == 1
+
+
+def test_every_part_names_a_script_and_options_it_has(bench: Modules) -> None:
+    for part in bench.run_all.SETS["all"]:
+        script = BENCHMARKS / part.command[0]
+        source = script.read_text(encoding="utf-8") + (BENCHMARKS / "common.py").read_text(encoding="utf-8")
+        for option in (word for word in part.command[1:] if word.startswith("--")):
+            assert f'"{option}"' in source, (part.name, option)
