@@ -22,7 +22,7 @@ torch.set_num_threads(job["threads"])
 precision = {"float32": "fp32", "bfloat16": "bf16"}[job["dtype"]]
 model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
 engine = NativeEngine(
-    PackedCausalLM(model, precision),
+    PackedCausalLM(model, precision, numerics=job.get("numerics", "fast")),
     max_running=job["max_running"],
     max_prefill_tokens=job["prefill_tokens"],
     cache_tokens=job["cache_tokens"],

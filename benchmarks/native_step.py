@@ -70,6 +70,7 @@ recipe = quartet.RLRecipe(
         )
     ),
     algorithm=algorithm,
+    numerics=job.get("numerics", "fast"),
     rollout={  # type: ignore[arg-type]
         "sampling": {"max_new_tokens": max(job["lengths"])},
         **job.get("rollout", {}),

@@ -3,7 +3,8 @@
     python benchmarks/run_all.py [--out DIR] [--only PART ...] [--set core|extra|all] [--threads 2] [--smoke]
     python benchmarks/render.py DIR [--into docs/benchmarks.md]
 
-Makes the peers' environments first, where they are missing. A part writes ``DIR/<part>.json`` as it goes; run again, finished parts are skipped (``--again`` measures them anew).
+Makes the peers' environments first, where they are missing. A part writes ``DIR/<part>.json`` as it goes; run again,
+finished parts are skipped (``--again`` measures them anew).
 What a part had when its time was up stays there, marked as incomplete. Use an idle machine: nothing else may run.
 """
 

@@ -129,7 +129,8 @@ def force_lengths(owner: Any) -> None:
         forced = ForcedLengths(job["lengths"], input_ids.shape[1], tokenizer.eos_token_id)
         out = inner(input_ids=input_ids, logits_processor=[forced], **kwargs)
         completions = out[:, input_ids.shape[1] :]
-        step.lengths = ((completions != tokenizer.pad_token_id).sum(1)).tolist()
+        # Up to the forced end: the random model may well have sampled the padding token on the way.
+        step.lengths = ((completions == tokenizer.eos_token_id).int().argmax(1) + 1).tolist()
         return out
 
     owner.generate = generate

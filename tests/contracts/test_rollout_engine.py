@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
+from quartet.rollout.cuda_engine import CudaEngine
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
 
@@ -47,9 +49,9 @@ class Case:
     set_weights: Callable[[PreTrainedModel, int], None]
 
 
-def native_shared(model: PreTrainedModel) -> Case:
+def native_shared(model: PreTrainedModel, kind: type[NativeEngine] = NativeEngine) -> Case:
     packed = PackedCausalLM(copy.deepcopy(model))
-    engine = NativeEngine(packed, max_running=8, decode=decode)
+    engine = kind(packed, max_running=8, decode=decode)
 
     def set_weights(other: PreTrainedModel, version: int) -> None:
         with torch.no_grad():
@@ -60,15 +62,18 @@ def native_shared(model: PreTrainedModel) -> Case:
     return Case(engine, set_weights)
 
 
-def native_own(model: PreTrainedModel) -> Case:
+def native_own(model: PreTrainedModel, kind: type[NativeEngine] = NativeEngine) -> Case:
     packed = PackedCausalLM(copy.deepcopy(model))
-    engine = NativeEngine(packed, owns_weights=True, max_running=8, decode=decode)
+    engine = kind(packed, owns_weights=True, max_running=8, decode=decode)
     return Case(engine, lambda other, version: engine.update_weights(other.named_parameters(), version))
 
 
 ENGINES: dict[str, Callable[[PreTrainedModel], Case]] = {
     "native shared": native_shared,
     "native own": native_own,
+    # On the CPU: the same paged bookkeeping, with plain formulas for kernels.
+    "paged shared": partial(native_shared, kind=CudaEngine),
+    "paged own": partial(native_own, kind=CudaEngine),
 }
 
 
@@ -207,7 +212,10 @@ def test_stats_count_what_happened(case: Case) -> None:
     stats = case.engine.stats()
     assert stats.generated_tokens == 30
     assert (stats.num_running, stats.num_waiting, stats.num_completed, stats.num_cancelled) == (0, 0, 6, 0)
-    assert stats.prompt_tokens_prefilled == stats.distinct_prompt_tokens == 6
+    # Two groups of one prompt; whoever does not compute it finds it computed.
+    assert stats.distinct_prompt_tokens == 6
+    assert stats.prompt_tokens_prefilled + stats.prefix_hit_tokens == 6 * 3
+    assert stats.prompt_tokens_prefilled <= 6
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,10 @@ def test_evaluation_is_not_counted_as_the_steps_generation(pipeline: Path) -> No
 def test_a_prompt_is_prefilled_once_for_all_its_responses(pipeline: Path, metrics_of: Callable[[Path], Any]) -> None:
     for row in metrics_of(pipeline / "rl")[1:]:
         records = read_step(pipeline / "rl" / "rollouts", int(row["step"]))
-        groups = {record.group: len(record.prompt_ids) for record in records}
+        groups = {record.group: tuple(record.prompt_ids) for record in records}
         assert len(records) == 2 * len(groups)
-        assert row["rollout/prefill_tokens"] == sum(groups.values())
+        # A prompt that occurs twice in a step is read back from the cache.
+        assert row["rollout/prefill_tokens"] == sum(map(len, set(groups.values())))
         assert row["rollout/tokens"] == sum(len(record.response_ids) for record in records)
 
 

@@ -127,13 +127,15 @@ class Admission:
         again = bool(response.token_ids)
         prompt = found = self.prefixes.find(prompt_ids)
         if prompt is None:
-            prompt = Block(prompt_ids, shared=self._is_shared(response), again=again)
+            prompt = Block(prompt_ids, again=again)
+        # A block that others copied may still be read in place by those who come now.
+        prompt.shared = prompt.shared or self._is_shared(response)
         block = prompt
         if again:
             parent = prompt if prompt.shared else None
             tokens = tuple(response.token_ids) if prompt.shared else (*prompt_ids, *response.token_ids)
             block = Block(tokens, parent, reusable=False, again=True)
-        response.block = block
+        response.block, response.group.block = block, prompt
         self.prefixes.hold(block)
         if not self._fits(response, plan):
             self.prefixes.drop(block)
@@ -155,7 +157,7 @@ class Admission:
         with_slots = [*self.scheduler.running, *plan.admitted, response]
         slots = len(with_slots) * max(map(self.slot_tokens, with_slots))
         excess = slots + self.prefixes.num_tokens - self.cache_tokens
-        return self.prefixes.evict(excess, self.scheduler.wanted_prompts() if excess > 0 else ())
+        return self.prefixes.evict(excess, self.scheduler.wanted_blocks)
 
     def release(self, response: Response) -> None:
         """Takes ``response`` off its blocks: it ended, or its slot holds all it needs."""

@@ -120,9 +120,10 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule
 
 def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
     """One output from two partial ones ``[..., D]`` with log-sum-exps ``[...]``; -inf contributes nothing."""
-    share = torch.sigmoid(other_lse - lse).unsqueeze(-1)
-    dtype = torch.promote_types(out.dtype, share.dtype)
-    return out.to(dtype).lerp(other.to(dtype), share.to(dtype)).to(out.dtype)
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    # In fp64, because how fp32 exponentials round depends on how many there are.
+    share = torch.sigmoid((other_lse - lse).double()).to(dtype).unsqueeze(-1)
+    return out.to(dtype).lerp(other.to(dtype), share).to(out.dtype)
 
 
 class DecodeAttention:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.cuda_admission import PagedAdmission, Prefill
 from quartet.rollout.cuda_runner import CudaRunner
@@ -23,6 +24,29 @@ from quartet.rollout.stop_strings import Decode
 PAGE_SIZE = 16
 
 
+def engine_for(
+    packed: PackedCausalLM,
+    *,
+    max_running: int,
+    max_prefill_tokens: int = 2048,
+    cache_tokens: int | None = None,
+    owns_weights: bool = False,
+    decode: Decode | None = None,
+    version: int = 0,
+) -> NativeEngine:
+    """The engine of the device that the model is on."""
+    kind = CudaEngine if packed.device.type == "cuda" else NativeEngine
+    return kind(
+        packed,
+        max_running=max_running,
+        max_prefill_tokens=max_prefill_tokens,
+        cache_tokens=cache_tokens,
+        owns_weights=owns_weights,
+        decode=decode,
+        version=version,
+    )
+
+
 class CudaEngine(NativeEngine):
     """
     Args:
@@ -31,6 +55,9 @@ class CudaEngine(NativeEngine):
         graphs: replay decode steps as CUDA graphs. On a device without them every step runs as it is.
 
     The others are those of ``NativeEngine``, and so are requests, streams and weights.
+
+    Raises:
+        UserError: the model asks for exact numerics.
     """
 
     def __init__(
@@ -46,6 +73,12 @@ class CudaEngine(NativeEngine):
         page_size: int = PAGE_SIZE,
         graphs: bool = True,
     ) -> None:
+        if packed.numerics == "exact":
+            raise UserError(
+                "exact numerics need the CPU",
+                found=f"a model on {packed.device}, and products there whose bits depend on the number of rows",
+                remedy="run on the CPU in fp32, or set numerics: fast",
+            )
         super().__init__(
             packed,
             owns_weights=owns_weights,

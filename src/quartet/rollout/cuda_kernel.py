@@ -139,7 +139,7 @@ def paged_decode(
     """Attention of one new token per row over what its pages hold, its own key and value included.
 
     Args:
-        q: ``[B, H, Dk]``, contiguous in the last dimension.
+        q: ``[B, H, Dk]``.
         k_pages, v_pages: ``[N, Hk, P, Dk]`` and ``[N, Hk, P, Dv]``, contiguous, in the dtype of ``q``.
         tables: ``[B, W]`` int32, pages of each row.
         positions: ``[B]`` int64 of the new tokens; a row sees positions 0 up to its own.
@@ -147,6 +147,8 @@ def paged_decode(
     Returns:
         ``[B, H, Dv]``; softmax and sums in fp32.
     """
+    if q.stride(2) != 1:
+        q = q.contiguous()
     num_rows, num_heads, size_k = q.shape
     num_kv, page_size, size_v = k_pages.shape[1], k_pages.shape[2], v_pages.shape[3]
     num_splits = triton.cdiv(tables.shape[1] * page_size, SPLIT)

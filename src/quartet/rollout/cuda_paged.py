@@ -69,12 +69,22 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def write(pages: Tensor, new: Tensor, page: Tensor, offset: Tensor) -> None:
-    """Stores ``new [1, Hk, T, D]`` at ``offset [T]`` of ``page [T]``; both int64."""
-    _, num_kv, page_size, size = pages.shape
-    head = torch.arange(num_kv, device=pages.device)
-    place = (page.unsqueeze(1) * num_kv + head) * page_size + offset.unsqueeze(1)
-    pages.view(-1, size).index_copy_(0, place.flatten(), new.squeeze(0).transpose(0, 1).reshape(-1, size))
+class Places:
+    """Where tokens are stored: ``offset [T]`` of ``page [T]``, both int64; the same for all layers."""
+
+    def __init__(self, page: Tensor, offset: Tensor, page_size: int) -> None:
+        self._page, self._offset, self._page_size = page, offset, page_size
+        self._rows: dict[int, Tensor] = {}
+
+    def store(self, pages: Tensor, new: Tensor) -> None:
+        """Writes ``new [1, Hk, T, D]`` into ``pages [N, Hk, P, D]``."""
+        num_kv, size = pages.shape[1], pages.shape[3]
+        rows = self._rows.get(num_kv)
+        if rows is None:
+            head = torch.arange(num_kv, device=pages.device)
+            rows = (self._page.unsqueeze(1) * num_kv + head) * self._page_size + self._offset.unsqueeze(1)
+            rows = self._rows[num_kv] = rows.flatten()
+        pages.view(-1, size).index_copy_(0, rows, new.squeeze(0).transpose(0, 1).reshape(-1, size))
 
 
 class PagedPrefill(PackedAttention):
@@ -94,12 +104,13 @@ class PagedPrefill(PackedAttention):
         page = torch.cat(
             [torch.tensor(p).repeat_interleave(size)[: run.length] for p, run in zip(used, runs, strict=True)]
         )
-        self._page, self._offset = to_device(torch.stack((page, token % size)), device)
+        page, offset = to_device(torch.stack((page, token % size)), device)
+        self._places = Places(page, offset, size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
         k_pages, v_pages = self._pages.layer(layer, k, v)
-        write(k_pages, k, self._page, self._offset)
-        write(v_pages, v, self._page, self._offset)
+        self._places.store(k_pages, k)
+        self._places.store(v_pages, v)
         return super().attend(layer, q, k, v, rule)
 
 
@@ -115,14 +126,14 @@ class PagedDecode:
         self._cache = cache
         self._tables = tables
         self._positions = positions
-        block = (positions // cache.page_size).unsqueeze(1)
-        self._page = tables.gather(1, block).squeeze(1).long()
-        self._offset = positions % cache.page_size
+        size = cache.page_size
+        page = tables.gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
+        self._places = Places(page, positions % size, size)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
         k_pages, v_pages = self._cache.layer(layer, k, v)
-        write(k_pages, k, self._page, self._offset)
-        write(v_pages, v, self._page, self._offset)
+        self._places.store(k_pages, k)
+        self._places.store(v_pages, v)
         decode = _paged_decode if q.is_cuda else gathered_decode
         out = decode(q.squeeze(0).transpose(0, 1), k_pages, v_pages, self._tables, self._positions, rule)
         return out.transpose(0, 1).unsqueeze(0)

@@ -217,15 +217,17 @@ class NativeEngine:
         # True again once the step is complete, so an interrupted one leaves no half-updated rows.
         self._rows_valid = False
         with self._weights.active():
-            logits = self._runner.step(self._cache, self._rows if running else None, plan.fills)
+            wanted = [r.block for r in plan.admitted if r.block is not None]
+            rows = self._rows if running else None
+            logits, first_logits = self._runner.step(self._cache, rows, plan.fills, wanted)
         self._count(plan)
         self._stats.peak_running = max(self._stats.peak_running, len(running) + len(plan.admitted))
-        if logits is not None:
+        if running:
             tokens, logprobs = sample(logits, self._rows.sampling, self._rows.num_generated)
             self._record(running, tokens, logprobs)
             self._rows.advance(tokens)
         if plan.admitted:
-            self._begin(plan.admitted)
+            self._begin(plan.admitted, first_logits)
         self._rows_valid = True
 
     def _settle(self) -> list[Response]:
@@ -247,7 +249,7 @@ class NativeEngine:
             self._rows_current = True
             self._note_peak()
             if self._admission.cache_tokens is None:
-                self._admission.prefixes.trim(self._cache.num_tokens, self._scheduler.wanted_prompts())
+                self._admission.prefixes.trim(self._cache.num_tokens, self._scheduler.wanted_blocks)
         return running
 
     def _fit_slots(self, running: Sequence[Response]) -> None:
@@ -311,20 +313,15 @@ class NativeEngine:
         self._stats.peak_cache_bytes = max(self._stats.peak_cache_bytes, self._cache_bytes())
         self._stats.peak_cached_tokens = max(self._stats.peak_cached_tokens, self._cached_tokens())
 
-    def _begin(self, admitted: Sequence[Response]) -> None:
-        """Samples the next token of requests whose blocks have just become complete."""
+    def _begin(self, admitted: Sequence[Response], logits: Tensor) -> None:
+        """Samples the next token of requests whose blocks are complete, from ``[A, V]`` logits."""
         self._scheduler.admit(admitted)
-        logits = []
         for response in admitted:
-            block = response.block
-            if block is None or block.logits is None:
-                raise RuntimeError("a request was admitted before its prompt was computed")
-            first = block.chain[0]
-            response.prefix = first if first.shared else None
-            logits.append(block.logits)
+            first = response.block and response.block.chain[0]
+            response.prefix = first if first and first.shared else None
         sampling = SamplingRows.build([r.request.sampling for r in admitted], self._vocab_size, self.packed.device)
         num_generated = np.array([len(r.token_ids) for r in admitted], dtype=np.uint64)
-        tokens, logprobs = sample(torch.stack(logits), sampling, num_generated)
+        tokens, logprobs = sample(logits, sampling, num_generated)
         self._record(admitted, tokens, logprobs)
 
     def _record(self, responses: Sequence[Response], tokens: Tensor, logprobs: Tensor) -> None:

@@ -1,21 +1,22 @@
 """Keys and values of prompts: computed once, read or copied by every response, kept for requests to come.
 
-Shapes: Hk key/value heads, L tokens of a block, D head size, T packed tokens, V vocabulary.
+Shapes: Hk key/value heads, L tokens of a block, D head size, D' hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-MIN_SHARED_TOKENS = 384
+MIN_SHARED_TOKENS = 1536
 """From this many prompt tokens that members of a group would store over again, they read the prompt's own block.
 
 Reading a shared block costs one more kernel call per prompt and layer and joining two partial results; a copied
-prompt is read from each member's slot. On two cores the two are equal at 250 to 450 repeated tokens
-(``benchmarks/shared_prefix.py``).
+prompt is read from each member's slot. The two are equally quick at 1000 to 1900 repeated tokens
+(``benchmarks/engine_costs.py``).
 """
 
 
@@ -29,10 +30,9 @@ class Block:
         reusable: a whole prompt, which later requests may have, too; not a response's own tokens.
         again: computed for requests that were running before, after new weights or sleep.
         keys, values: ``[Hk, L, D]`` by layer; the first ``done`` tokens are there.
-        logits: ``[V]`` after the last token, once all are done.
+        last_hidden: ``[D']`` of the last token, once all are done; it gives the logits of what follows.
         num_bytes: of all of these tensors.
         num_users: requests that rely on it now.
-        last_used: the step, for eviction.
     """
 
     token_ids: tuple[int, ...]
@@ -43,10 +43,9 @@ class Block:
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     done: int = 0
-    logits: Tensor | None = None
+    last_hidden: Tensor | None = None
     num_bytes: int = 0
     num_users: int = 0
-    last_used: int = 0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -71,10 +70,15 @@ class Block:
                 self.num_bytes += stored.numel() * stored.element_size()
             stored[:, start:end] = new
 
-    def finish(self, logits: Tensor) -> None:
-        """Takes the logits ``[V]`` after the last token."""
-        self.logits = logits
-        self.num_bytes += logits.numel() * logits.element_size()
+    def empty(self) -> None:
+        """Gives its memory back, whoever still knows the block."""
+        self.keys, self.values, self.last_hidden = {}, {}, None
+        self.done = self.num_bytes = 0
+
+    def finish(self, last_hidden: Tensor) -> None:
+        """Takes the hidden state ``[D']`` of the last token."""
+        self.last_hidden = last_hidden
+        self.num_bytes += last_hidden.numel() * last_hidden.element_size()
 
 
 class PrefixCache:
@@ -82,25 +86,22 @@ class PrefixCache:
 
     Attributes:
         num_tokens: of all blocks, filled or about to be.
+        idle_tokens: of those that nobody uses.
     """
 
     def __init__(self) -> None:
-        self._prompts: dict[tuple[int, ...], Block] = {}
+        # The least recently used first.
+        self._prompts: OrderedDict[tuple[int, ...], Block] = OrderedDict()
         self._others: set[Block] = set()
-        self._clock = 0
         self.num_tokens = 0
+        self.idle_tokens = 0
 
     def __len__(self) -> int:
         return len(self._prompts) + len(self._others)
 
     @property
-    def blocks(self) -> Iterable[Block]:
-        yield from self._prompts.values()
-        yield from self._others
-
-    @property
     def num_bytes(self) -> int:
-        return sum(block.num_bytes for block in self.blocks)
+        return sum(block.num_bytes for block in (*self._prompts.values(), *self._others))
 
     def find(self, token_ids: tuple[int, ...]) -> Block | None:
         """The block of exactly this prompt, complete or not."""
@@ -109,71 +110,84 @@ class PrefixCache:
     def hold(self, block: Block) -> None:
         """Counts one more user of ``block`` and of what it follows; takes in blocks that are new."""
         for link in block.chain:
-            self._clock += 1
-            link.last_used = self._clock
+            if link.num_users == 0:
+                self._wake(link)
             link.num_users += 1
-            if link.num_users == 1 and self._prompts.get(link.token_ids) is not link and link not in self._others:
-                self.num_tokens += len(link)
-                if link.reusable and link.token_ids not in self._prompts:
-                    self._prompts[link.token_ids] = link
-                else:
-                    self._others.add(link)
+            if link.reusable and link not in self._others:
+                self._prompts.move_to_end(link.token_ids)
+
+    def _wake(self, block: Block) -> None:
+        if self._prompts.get(block.token_ids) is block:
+            self.idle_tokens -= len(block)
+            return
+        self.num_tokens += len(block)
+        if block.reusable and block.token_ids not in self._prompts:
+            self._prompts[block.token_ids] = block
+        else:
+            self._others.add(block)
 
     def drop(self, block: Block) -> None:
         """Takes a user away. An idle block stays if later requests can use it: a prompt, complete."""
         for link in block.chain:
             link.num_users -= 1
-            if not link.num_users and (link in self._others or link.done < len(link)):
-                self._remove(link)
+            if link.num_users == 0:
+                self.idle_tokens += len(link)
+                if link in self._others or link.done < len(link):
+                    self._remove(link)
 
     def discard(self, block: Block) -> None:
         """Lets nobody find the block any more; it goes with its last user."""
-        if self._prompts.get(block.token_ids) is block:
-            if block.num_users:
-                del self._prompts[block.token_ids]
-                self._others.add(block)
-            else:
-                self._remove(block)
+        if self._prompts.get(block.token_ids) is not block:
+            return
+        if block.num_users:
+            del self._prompts[block.token_ids]
+            self._others.add(block)
+        else:
+            self._remove(block)
 
-    def evict(self, num_tokens: int, wanted: Collection[tuple[int, ...]] = ()) -> bool:
+    def evict(self, num_tokens: int, wanted: Callable[[], Collection[Block]]) -> bool:
         """Gives back at least ``num_tokens`` by idle prompts, the least recently used first.
 
         Args:
-            wanted: prompts of waiting requests, which go last.
+            wanted: blocks that waiting requests will use, which go last.
 
         Returns:
             Whether that many could be given back; if not, nothing is.
         """
         if num_tokens <= 0:
             return True
-        idle = [block for block in self._prompts.values() if not block.num_users]
-        if sum(map(len, idle)) < num_tokens:
+        if self.idle_tokens < num_tokens:
             return False
-        for block in sorted(idle, key=lambda b: (b.token_ids in wanted, b.last_used)):
+        keep = wanted()
+        idle = [block for block in self._prompts.values() if not block.num_users]
+        for block in sorted(idle, key=lambda b: b in keep):
             if num_tokens <= 0:
                 break
             num_tokens -= len(block)
             self._remove(block)
         return True
 
-    def trim(self, limit: int, wanted: Collection[tuple[int, ...]]) -> None:
-        """Evicts idle prompts that nobody waits for until those left hold at most ``limit`` tokens."""
-        idle = [b for b in self._prompts.values() if not b.num_users and b.token_ids not in wanted]
-        excess = sum(map(len, idle)) - limit
-        for block in sorted(idle, key=lambda b: b.last_used):
-            if excess <= 0:
+    def trim(self, limit: int, wanted: Callable[[], Collection[Block]]) -> None:
+        """Evicts idle prompts that nobody waits for while idle ones hold more than ``limit`` tokens."""
+        if self.idle_tokens <= limit:
+            return
+        keep = wanted()
+        for block in list(self._prompts.values()):
+            if self.idle_tokens <= limit:
                 break
-            excess -= len(block)
-            self._remove(block)
+            if not block.num_users and block not in keep:
+                self._remove(block)
 
     def clear(self) -> None:
         """Forgets all blocks, also those in use: the weights they were computed with are gone."""
         self._prompts.clear()
         self._others.clear()
-        self.num_tokens = 0
+        self.num_tokens = self.idle_tokens = 0
 
     def _remove(self, block: Block) -> None:
+        block.empty()
         self.num_tokens -= len(block)
+        self.idle_tokens -= len(block)
         self._others.discard(block)
         if self._prompts.get(block.token_ids) is block:
             del self._prompts[block.token_ids]

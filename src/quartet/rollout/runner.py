@@ -1,6 +1,7 @@
 """Model calls of the native engine: one forward per step, for new prompt tokens and running requests together.
 
-Shapes: B running requests, T tokens of blocks to fill, R >= B + T rows computed, D hidden, V vocabulary.
+Shapes: B running requests, T tokens of blocks to fill, R >= B + T rows computed, D hidden,
+V vocabulary.
 
 A forward costs the same few milliseconds of small operations and the same reading of the weights for few rows as for
 many, so prompts ride along with decoding.
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quartet.models.attention import AttentionContext
@@ -20,6 +22,7 @@ from quartet.rollout.admission import Fill
 from quartet.rollout.cache import KVCache
 from quartet.rollout.contexts import Contexts, FastContexts, StepAttention, begins
 from quartet.rollout.exact_contexts import ExactContexts
+from quartet.rollout.prefix_cache import Block
 from quartet.rollout.rows import Rows
 
 
@@ -35,36 +38,44 @@ class ModelRunner:
         self.packed = packed
         self.contexts = contexts
 
-    def step(self, cache: KVCache, rows: Rows | None, fills: Sequence[Fill]) -> Tensor | None:
-        """Decodes one token of each of ``rows`` and fills blocks; blocks that are complete then have their logits.
+    def step(
+        self, cache: KVCache, rows: Rows | None, fills: Sequence[Fill], wanted: Sequence[Block]
+    ) -> tuple[Tensor, Tensor]:
+        """Decodes one token of each of ``rows`` and fills blocks.
+
+        Args:
+            wanted: blocks whose following logits are asked for, complete after this step; repeats cost nothing.
 
         Returns:
-            ``[B, V]`` logits after each row's newest token, None without rows.
+            ``[B, V]`` logits after each row's newest token, and ``[W, V]`` after each wanted block.
         """
         fills = sorted(fills, key=lambda fill: (not begins(fill), fill.end if begins(fill) else 0))
         num_rows = 0 if rows is None else rows.num_rows
         sizes = [fill.end - fill.start for fill in fills]
+        total = num_rows + sum(sizes)
+        hidden = self._forward(cache, rows, fills, total) if total else None
+        end = num_rows
+        for fill, size in zip(fills, sizes, strict=True):
+            end += size
+            fill.block.done = fill.end
+            if fill.finishes and hidden is not None:
+                # A view would keep the whole step's hidden states alive.
+                fill.block.finish(hidden[end - 1].clone())
+        blocks = list(dict.fromkeys(wanted))
+        logits = self._logits(hidden, num_rows, blocks)
+        place = {block: num_rows + i for i, block in enumerate(blocks)}
+        return logits[:num_rows], logits[[place[block] for block in wanted]]
+
+    def _forward(self, cache: KVCache, rows: Rows | None, fills: Sequence[Fill], total: int) -> Tensor:
+        """``[R, D]`` hidden states: rows, then fills, then others."""
+        computed = self.contexts.padded_rows(total)
         parts: list[tuple[AttentionContext, int]] = []
         if rows is not None:
-            parts.append((self.contexts.decode(cache, rows), num_rows))
+            parts.append((self.contexts.decode(cache, rows), rows.num_rows))
         if fills:
-            parts.append((self.contexts.fill(fills), sum(sizes)))
-        total = num_rows + sum(sizes)
-        computed = self.contexts.padded_rows(total)
-        tokens, positions = self._inputs(rows, fills, computed)
+            parts.append((self.contexts.fill(fills), sum(fill.end - fill.start for fill in fills)))
         context = parts[0][0] if len(parts) == 1 and computed == total else StepAttention(parts)
-        hidden = self.packed.hidden(tokens, positions, context)
-        ends = torch.tensor(sizes).cumsum(0) + num_rows - 1
-        finished = [(fill, end) for fill, end in zip(fills, ends.tolist(), strict=True) if fill.finishes]
-        for fill in fills:
-            fill.block.done = fill.end
-        if not num_rows and not finished:
-            return None
-        logits = self._logits(hidden, num_rows, [end for _, end in finished])
-        for i, (fill, _) in enumerate(finished):
-            # A view would keep the whole step's logits alive.
-            fill.block.finish(logits[num_rows + i].clone())
-        return logits[:num_rows] if rows is not None else None
+        return self.packed.hidden(*self._inputs(rows, fills, computed), context)
 
     def _inputs(self, rows: Rows | None, fills: Sequence[Fill], computed: int) -> tuple[Tensor, Tensor]:
         """Tokens and positions ``[R]``: rows, then fills, then zeros."""
@@ -82,12 +93,15 @@ class ModelRunner:
             return tokens, positions
         return torch.cat([rows.tokens[:num_rows], tokens]), torch.cat([rows.positions[:num_rows], positions])
 
-    def _logits(self, hidden: Tensor, num_rows: int, ends: Sequence[int]) -> Tensor:
-        """``[B + finished, V]``, computed on enough rows."""
-        wanted = num_rows + len(ends)
+    def _logits(self, hidden: Tensor | None, num_rows: int, blocks: Sequence[Block]) -> Tensor:
+        """``[B + blocks, V]``, computed on enough rows."""
+        wanted = num_rows + len(blocks)
         computed = self.contexts.padded_rows(wanted)
-        if not ends and hidden.shape[0] == computed:
+        if hidden is not None and not blocks and hidden.shape[0] == computed:
             return self.packed.logits(hidden)[:wanted]
-        # Any rows fill up.
-        index = [*range(num_rows), *ends, *[0] * (computed - wanted)]
-        return self.packed.logits(hidden[torch.tensor(index, device=hidden.device)])[:wanted]
+        if not wanted:
+            return torch.zeros(0, self.packed.vocab_size, device=self.packed.device)
+        picked = [] if hidden is None else [hidden[:num_rows]]
+        picked += [block.last_hidden.unsqueeze(0) for block in blocks if block.last_hidden is not None]
+        states = F.pad(torch.cat(picked), (0, 0, 0, computed - wanted))
+        return self.packed.logits(states)[:wanted]

@@ -21,12 +21,14 @@ class Group:
     """A prompt and its members that are not finished.
 
     Attributes:
+        block: the prompt's, once a member has come to its turn.
         counted: whether the prompt stands in the count of distinct prompt tokens.
     """
 
     prompt_ids: tuple[int, ...]
     num_members: int = 0
     num_waiting: int = 0
+    block: Block | None = None
     counted: bool = False
 
 
@@ -147,9 +149,9 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self.held) - len(self.waiting)
 
-    def wanted_prompts(self) -> set[tuple[int, ...]]:
-        """Of groups that have members waiting."""
-        return {group.prompt_ids for group in self.groups.values() if group.num_waiting}
+    def wanted_blocks(self) -> set[Block]:
+        """Prompts of groups that have members waiting."""
+        return {g.block for g in self.groups.values() if g.num_waiting and g.block is not None}
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises UserError where ``requests`` cannot be added to what is held."""
@@ -231,5 +233,6 @@ class Scheduler:
             response.group.num_waiting += 1
         for response in (*running, *self.waiting):
             response.row, response.block, response.prefix = -1, None, None
+            response.group.block = None
         self.waiting.extendleft(reversed(running))
         self.arrivals, self._rows, self._gaps = [], [], False

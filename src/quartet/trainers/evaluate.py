@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.config.recipe import EvalRecipe, TrainConfig
 from quartet.models.loading import load_causal_lm, packed_causal_lm
+from quartet.rollout.cuda_engine import engine_for
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 from quartet.schedule.local import FrozenScorer, Worker, local_arbiter, role_spec
@@ -86,7 +87,7 @@ class Evaluator:
             specs = [role_spec(role.name, [role.model], ("forward",)) for role in self.models]
             worker = Worker(local_arbiter(specs, version=0), run.recorder)
             scorers: list[FrozenScorer | FunctionScorer] = reward_scorers(worker, self.models, self.functions)
-            engine = NativeEngine(self.packed, max_running=self.recipe.max_running, decode=self.codec.decode)
+            engine = engine_for(self.packed, max_running=self.recipe.max_running, decode=self.codec.decode)
             try:
                 metrics, answers = asyncio.run(
                     evaluate_prompts(

@@ -29,7 +29,7 @@ from quartet.models.loading import (
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.observe.metrics import METRICS, check_names
 from quartet.rewards.functions import FunctionReward, load_function
-from quartet.rollout.engine import NativeEngine
+from quartet.rollout.cuda_engine import engine_for
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.iteration import Chunk
@@ -190,7 +190,7 @@ class Cast:
     ) -> LocalRollout:
         config = self.recipe.rollout
         actor = self.actor.packed
-        engine = NativeEngine(
+        engine = engine_for(
             actor,
             max_running=config.max_running,
             max_prefill_tokens=config.max_prefill_tokens,

@@ -89,11 +89,13 @@ def test_blocks_hold_every_visible_pair(seed: int, window: int | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 255, 256, 257])
+@pytest.mark.parametrize("parent", [-1, 0])
 @pytest.mark.parametrize("first", [255, 256, 257])
-def test_blocks_at_their_borders(first: int, window: int | None) -> None:
-    """A segment that ends one token before, at, or one after the end of a block; its child; a ragged end."""
-    full = assert_blocks_are_right((first, 200, 130), (-1, 0, -1), window)
-    assert bool(full.any()) == (window is None or (first > 255 and window > 255) or window > 255)
+def test_blocks_at_their_borders(first: int, parent: int, window: int | None) -> None:
+    """A segment that ends one token before, at, or one after the end of a block, with and without a child behind it."""
+    full = assert_blocks_are_right((first, 200, 130), (-1, parent, -1), window)
+    reaches = first >= 256 or parent == 0
+    assert bool(full[1, 0]) == (reaches and (window is None or window > 255))
 
 
 def test_block_mask_lists_the_blocks_of_each_row() -> None:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quartet.config import UserError
-from quartet.models.attention import PackedAttention
+from quartet.models.attention import NAME, PackedAttention
 from quartet.models.cuda_fusion import fuse_layers
 from quartet.models.packed import PackedCausalLM
 
@@ -41,6 +43,26 @@ def test_outputs_and_gradients_are_those_of_plain_layers(
     assert set(fused.model.state_dict()) == names
     undo()
     assert all(m._compiled_call_impl is None for m in fused.model.modules())
+
+
+def test_new_packs_compile_nothing_new(make_model: Callable[..., nn.Module]) -> None:
+    """What differs between packs is their attention, which stays outside."""
+    packed = PackedCausalLM(make_model("llama"))
+    fuse_layers(packed, backend="eager")
+
+    def run(first: int) -> None:
+        lengths, parents = (first, 4, 4, 6), (-1, 0, 0, -1)
+        num_tokens = sum(lengths)
+        packed.hidden(torch.arange(num_tokens), torch.arange(num_tokens), PackedAttention(lengths, parents))
+
+    for first in (5, 9):
+        run(first)
+    before = counters["stats"]["unique_graphs"]
+    for first in (7, 11, 20):
+        run(first)
+    assert before > 0
+    assert ALL_ATTENTION_FUNCTIONS[NAME]._torchdynamo_disable
+    assert counters["stats"]["unique_graphs"] == before
 
 
 def test_a_model_without_decoder_layers_is_refused(make_model: Callable[..., nn.Module]) -> None:

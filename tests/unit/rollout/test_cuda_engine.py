@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.rollout.cuda_engine import CudaEngine
+from quartet.models.packed import PackedCausalLM
+from quartet.rollout import cuda_engine
+from quartet.rollout.cuda_engine import CudaEngine, engine_for
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, GenerationError, Request
 
@@ -158,6 +160,20 @@ def test_a_request_that_never_fits_is_refused(tiny: object, make_request: Callab
     with pytest.raises(UserError, match=r"raise rollout\.cache_tokens"):
         engine.submit([make_request("r", length=30, max_new_tokens=40)])
     assert not engine.has_work
+
+
+def test_exact_numerics_are_refused(tiny: object) -> None:
+    exact = PackedCausalLM(tiny.twin, numerics="exact")
+    with pytest.raises(UserError, match="need the CPU"):
+        CudaEngine(exact)
+
+
+def test_the_device_decides_which_engine_runs(tiny: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_running": 4, "max_prefill_tokens": 100}
+    assert type(engine_for(tiny.packed, **options)) is NativeEngine
+    monkeypatch.setattr(cuda_engine, "CudaEngine", lambda packed, **options: ("cuda", options["max_running"]))
+    monkeypatch.setattr(PackedCausalLM, "device", torch.device("cuda"))
+    assert engine_for(tiny.packed, **options) == ("cuda", 4)
 
 
 def test_sleep_gives_pages_back_and_wake_resumes(

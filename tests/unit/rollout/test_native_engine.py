@@ -50,16 +50,13 @@ def test_each_prompt_is_prefilled_once(tiny: Any, make_request: Make, run_all: R
     assert stats.peak_running == min(max_running, 18)
 
 
-def test_prompts_kept_for_waiting_members_are_counted_and_freed(tiny: Any, make_request: Make) -> None:
+def test_the_bytes_of_slots_and_prompts_are_counted(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     engine = tiny.engine(max_running=1)
-    engine.submit(group_of(make_request, "g", 2, 20, max_new_tokens=2))
-    engine.step()
-    kept = engine.stats().cache_bytes
-    while engine.has_work:
-        engine.step()
-    # Two layers, keys and values, 2 heads of size 8 over 20 tokens; and one row of 97 logits.
-    assert kept - engine.stats().cache_bytes == 4 * (2 * 2 * 2 * 8 * 20 + 97)
-    assert engine.stats().peak_cache_bytes == kept
+    run_all(engine, group_of(make_request, "g", 2, 20, max_new_tokens=2))
+    stats = engine.stats()
+    # Two layers, keys and values, 2 heads of size 8: a slot of 32 places, a prompt of 20; and its last hidden state.
+    assert stats.cached_tokens == stats.peak_cached_tokens == 32 + 20
+    assert stats.cache_bytes == stats.peak_cache_bytes == 4 * (2 * 2 * 2 * 8 * (32 + 20) + 32)
 
 
 def test_one_step_adds_one_token_to_everything_running(tiny: Any, make_request: Make) -> None:
@@ -191,12 +188,8 @@ def test_new_weights_in_the_middle_carry_their_version_and_their_numbers(
             torch.testing.assert_close(torch.tensor(ours.logprobs)[mine], expected[mine], atol=atol, rtol=rtol)
     stats = engine.stats()
     assert stats.policy_version == 5
-    # The prompt for the two that waited, and three running sequences of 6 + 4 cached tokens.
-    assert (stats.distinct_prompt_tokens, stats.prompt_tokens_prefilled, stats.recomputed_tokens) == (
-        6,
-        12,
-        30,
-    )
+    # The prompt for the two that waited, and three running sequences of 6 + 5 tokens.
+    assert (stats.distinct_prompt_tokens, stats.prompt_tokens_prefilled, stats.recomputed_tokens) == (6, 12, 33)
 
 
 def test_recomputing_respects_the_prefill_budget(tiny: Any, make_request: Make, run_all: RunAll) -> None:

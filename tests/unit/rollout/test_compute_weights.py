@@ -1,0 +1,117 @@
+"""Copies for engine steps: the same numbers, always of the present weights, never seen outside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.models.attention import PackedAttention
+from quartet.models.packed import PackedCausalLM
+from quartet.rollout.compute_weights import ComputeWeights
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.protocol import Completion, Request
+
+Make = Callable[..., Request]
+RunAll = Callable[..., dict[str, Completion]]
+TOKENS = torch.arange(3, 43)
+
+
+def logits(packed: PackedCausalLM) -> torch.Tensor:
+    with torch.no_grad():
+        hidden = packed.hidden(TOKENS, torch.arange(40), PackedAttention([40]))
+        return packed.logits(hidden)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_logits_have_the_same_bits_with_copies(family: Any, precision: Any) -> None:
+    """Under bf16 the copies are those that autocast makes; in fp32 on one thread a transposed weight sums alike."""
+    family.packed.release()
+    packed = PackedCausalLM(copy.deepcopy(family.twin), precision)
+    expected = logits(packed)
+    weights = ComputeWeights(packed)
+    with weights.active():
+        assert torch.equal(logits(packed), expected)
+    assert weights.num_bytes > 0
+    assert torch.equal(logits(packed), expected)
+
+
+def test_only_what_autocast_would_cast_is_copied(build_tiny: Callable[..., Any]) -> None:
+    """All linear weights and biases, the tied head's too; neither embedding nor norms."""
+    packed = PackedCausalLM(copy.deepcopy(build_tiny("qwen2").twin), "bf16")
+    weights = ComputeWeights(packed)
+    with weights.active():
+        halved = {n for n, p in packed.model.named_parameters(remove_duplicate=False) if p.dtype == torch.bfloat16}
+    linear = {n for n, m in packed.model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert {n.rpartition(".")[0] for n in halved} == linear
+    assert "lm_head.weight" in halved
+    assert all(p.dtype == torch.float32 for p in packed.model.parameters())
+
+
+def test_the_model_is_itself_again_after_an_error(tiny: Any) -> None:
+    before = {n: p for n, p in tiny.packed.model.named_parameters()}
+    weights = ComputeWeights(tiny.packed)
+    with pytest.raises(ZeroDivisionError), weights.active():
+        assert any(p is not before[n] for n, p in tiny.packed.model.named_parameters())
+        _ = 1 / 0
+    assert all(p is before[n] for n, p in tiny.packed.model.named_parameters())
+
+
+@pytest.mark.parametrize("how", ["in place", "behind autograd's back", "released"])
+def test_copies_follow_the_weights(tiny: Any, how: str) -> None:
+    weights = ComputeWeights(tiny.packed)
+    with weights.active():
+        old = logits(tiny.packed)
+    places = [c.copy.data_ptr() for c in weights._copies or ()]
+    with torch.no_grad():
+        for parameter in tiny.packed.model.parameters():
+            if how == "in place":
+                parameter.mul_(1.1)
+            else:
+                parameter.data.mul_(1.1)
+    if how == "released":
+        weights.release()
+    elif how != "in place":
+        weights.refresh()
+    expected = logits(tiny.packed)
+    with weights.active():
+        assert torch.equal(logits(tiny.packed), expected)
+    assert not torch.equal(old, expected)
+    if how != "released":
+        assert [c.copy.data_ptr() for c in weights._copies or ()] == places
+
+
+def test_own_weights_are_not_held_twice(build_tiny: Callable[..., Any], make_request: Make, run_all: RunAll) -> None:
+    """An engine with a model of its own changes the form of its weights; a tied head alone is copied."""
+    for name, num_copied in (("llama", 0), ("qwen2", 97 * 48 * 2)):
+        shared = NativeEngine(PackedCausalLM(copy.deepcopy(build_tiny(name).twin), "bf16"))
+        own = NativeEngine(PackedCausalLM(copy.deepcopy(build_tiny(name).twin), "bf16"), owns_weights=True)
+        requests = [make_request(f"r{i}", length=9 + i, seed=i, max_new_tokens=9) for i in range(5)]
+        expected = run_all(shared, requests)
+        assert run_all(own, requests) == expected
+        assert own._weights.num_bytes == num_copied
+        # The engine casts what it is given to what it computes with.
+        own.update_weights(build_tiny(name).twin.named_parameters(), 0)
+        assert run_all(own, requests) == expected
+        own.sleep()
+        own.wake()
+        own.update_weights(build_tiny(name).twin.named_parameters(), 0)
+        assert run_all(own, requests) == expected
+
+
+def test_sleep_gives_copies_back(tiny: Any, make_request: Make, run_all: RunAll) -> None:
+    engine = tiny.engine()
+    run_all(engine, [make_request("r", max_new_tokens=3)])
+    assert engine._weights.num_bytes > 0
+    engine.sleep()
+    assert engine._weights.num_bytes == 0
+
+
+def test_exact_numerics_compute_with_the_trainers_own_weights(tiny: Any) -> None:
+    tiny.packed.numerics = "exact"
+    weights = ComputeWeights(tiny.packed)
+    with weights.active():
+        assert weights.num_bytes == 0

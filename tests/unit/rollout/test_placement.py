@@ -1,0 +1,120 @@
+"""Rows without gaps, in bands by falling length; stretches that read little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.rollout.cache import round_up
+from quartet.rollout.placement import BAND, CALL_TOKENS, close_gaps, stretches
+
+
+@dataclass(eq=False)
+class Item:
+    length: int
+
+
+def length(item: Item) -> int:
+    return item.length
+
+
+def lengths(rows: list[Item | None]) -> list[int]:
+    return [item.length for item in rows if item is not None]
+
+
+def test_arrivals_take_gaps_without_moving_anybody() -> None:
+    kept = [Item(9), Item(7)]
+    rows: list[Item | None] = [kept[0], None, kept[1], None]
+    arrivals = [Item(1), Item(2)]
+    changes = close_gaps(rows, arrivals, length)
+    assert {row for _, row in changes} == {1, 3}
+    assert rows[0] is kept[0]
+    assert rows[2] is kept[1]
+
+
+def test_the_last_rows_close_gaps_that_stay() -> None:
+    items = [Item(n) for n in (5, 4, 3, 2)]
+    rows: list[Item | None] = [None, items[1], None, items[3]]
+    changes = close_gaps(rows, [], length)
+    assert changes == [(items[3], 0)]
+    assert rows == [items[3], items[1]]
+
+
+def test_a_gap_in_a_long_band_draws_the_longest_of_the_next() -> None:
+    rows: list[Item | None] = [Item(1000 - i) for i in range(3 * BAND)]
+    rows[2] = None
+    newcomer = Item(1)
+    longest = {band: rows[band * BAND] for band in (1, 2)}
+    changes = close_gaps(rows, [newcomer], length)
+    assert [(item, row) for item, row in changes] == [(longest[1], 2), (longest[2], BAND), (newcomer, 2 * BAND)]
+
+
+def test_a_long_arrival_goes_to_the_front_and_a_short_row_makes_room() -> None:
+    rows: list[Item | None] = [Item(100 - i) for i in range(BAND)]
+    short = rows[-1]
+    close_gaps(rows, [Item(500)], length)
+    assert rows[BAND] is short
+    assert 500 in lengths(rows[:BAND])
+
+
+@given(
+    present=st.lists(st.one_of(st.none(), st.integers(0, 400)), max_size=80),
+    coming=st.lists(st.integers(0, 400), max_size=40),
+)
+def test_nobody_is_lost_and_copies_come_in_a_safe_order(present: list[int | None], coming: list[int]) -> None:
+    """A model of the slots: each copy reads a slot that still holds its request."""
+    rows = [None if n is None else Item(n) for n in present]
+    arrivals = [Item(n) for n in coming]
+    slots = {row: item for row, item in enumerate(rows) if item is not None}
+    where = {item: row for row, item in slots.items()}
+    everybody = {*slots.values(), *arrivals}
+    changes = close_gaps(rows, arrivals, length)
+    for item, row in changes:
+        if item in where:
+            assert slots[where[item]] is item
+        slots[row] = item
+    assert set(rows) == everybody
+    assert len(rows) == len(everybody)
+    assert all(slots[row] is item for row, item in enumerate(rows))
+    touched = [row for _, row in changes]
+    assert len(touched) == len(set(touched))
+
+
+@given(st.lists(st.lists(st.integers(1, 300), max_size=6), min_size=1, max_size=40))
+def test_bands_stay_nearly_sorted_under_churn(waves: list[list[int]]) -> None:
+    """After each change the requests of a filled gap belong in its band."""
+    rows: list[Item | None] = []
+    for wave in waves:
+        for row in range(0, len(rows), 3):
+            rows[row] = None
+        changes = close_gaps(rows, [Item(n) for n in wave], length)
+        ranked = sorted(lengths(rows), reverse=True)
+        for item, row in changes:
+            band = ranked[row // BAND * BAND : (row // BAND + 1) * BAND]
+            assert band[-1] <= item.length <= band[0]
+
+
+def cost(cuts: list[int], sizes: list[int]) -> int:
+    ends = [*cuts, len(sizes)]
+    starts = [0, *cuts]
+    return sum(
+        CALL_TOKENS + (end - start) * round_up(max(sizes[start:end])) for start, end in zip(starts, ends, strict=True)
+    )
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=5 * BAND))
+def test_stretches_are_the_cheapest_of_all(sizes: list[int]) -> None:
+    found = stretches(sizes, round_up)
+    assert [s.start for s in found] == [0, *[s.end for s in found[:-1]]]
+    assert found[-1].end == len(sizes)
+    assert all(s.longest == max(sizes[s.start : s.end]) for s in found)
+    places = range(BAND, len(sizes), BAND)
+    every_cut = [[p for i, p in enumerate(places) if bits >> i & 1] for bits in range(1 << len(places))]
+    assert cost([s.start for s in found[1:]], sizes) == min(cost(cuts, sizes) for cuts in every_cut)
+
+
+def test_equal_lengths_are_one_stretch() -> None:
+    assert [(s.start, s.end, s.longest) for s in stretches([64] * 60, round_up)] == [(0, 60, 64)]
+    assert len(stretches([2000] * BAND + [10] * BAND, round_up)) == 2
