@@ -9,7 +9,8 @@ log-probabilities, computed before the first step.
 
 TRL updates in micro-batches of 4 pairs without gradient checkpointing, its fastest setting here; ``trl-default`` is
 ``per_device_train_batch_size`` 8 with checkpointing, as it comes. Tokens are those that go through the model in one
-step: TRL computes a prompt for each answer, and pads.
+step: TRL computes a prompt for each answer, and pads. The floor is that of the update (floor.py) on distinct tokens;
+a scalar head's is not counted.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from common import (
     DTYPES,
+    Group,
     arguments,
     build_tokenizer,
     markdown,
@@ -28,6 +31,8 @@ from common import (
     varied_lengths,
     write_results,
 )
+from floor import floor_of, trace, update_operations
+from rates import Rates
 from rollout import TORCH_NAMES
 from sides import SideSpec, peer_versions, summary, take_turns, work_folder
 
@@ -86,15 +91,30 @@ def specs(case: str, dtype: str, args: Any) -> list[SideSpec]:
     return [known[side] for side in args.sides]
 
 
-def measure(case: str, dtype: str, args: Any) -> dict[str, Any]:
+def update_floor(case: str, rows: Sequence[dict[str, str]], dtype: str, rates: Rates) -> float:
+    """Seconds of an update on the pairs, each prompt computed once."""
+    model, job, _ = case.split("/")
+    groups = [
+        Group(len(row["prompt"].split()), tuple(len(row[side].split()) + 1 for side in ("chosen", "rejected")))
+        for row in rows
+    ]
+    operations = update_operations(trace(model_config(model)), groups, DTYPES[dtype])
+    if job == "reward":
+        operations = [o for o in operations if not o.name.startswith(("head", "log-softmax"))]
+    return floor_of(operations, rates, DTYPES[dtype]).seconds
+
+
+def measure(case: str, dtype: str, args: Any, rates: Rates) -> dict[str, Any]:
     folder = work_folder("logs/preference-" + case.replace("/", "-") + f"-{dtype}")
-    taken = take_turns(specs(case, dtype, args), folder, repeats=args.repeats, patience_s=args.patience)
+    wanted = specs(case, dtype, args)
+    taken = take_turns(wanted, folder, repeats=args.repeats, patience_s=args.patience)
     results = {}
     for name, side in taken.items():
         results[name] = summary(side)
         if side.answers:
             results[name]["pairs_per_s"] = len(side.spec.job["rows"]) / results[name]["seconds"]
-    return {"case": case, "dtype": dtype, "sides": results}
+    floor = update_floor(case, wanted[0].job["rows"], dtype, rates)
+    return {"case": case, "dtype": dtype, "sides": results, "floor": floor}
 
 
 def table(parts: Sequence[dict[str, Any]]) -> str:
@@ -103,7 +123,7 @@ def table(parts: Sequence[dict[str, Any]]) -> str:
         native = part["sides"].get("native", {})
         for name, found in part["sides"].items():
             if "seconds" not in found:
-                rows.append([part["case"], part["dtype"], name, "failed", "", "", "", "", "", ""])
+                rows.append([part["case"], part["dtype"], name, "failed", "", "", "", "", "", "", ""])
                 continue
             ratio = memory = ""
             if name != "native" and "seconds" in native:
@@ -117,13 +137,24 @@ def table(parts: Sequence[dict[str, Any]]) -> str:
                     f"{found['seconds']:.2f}",
                     f"{found['pairs_per_s']:.2f}",
                     ratio,
+                    f"{part['floor'] / found['seconds']:.0%}",
                     f"{found['tokens']:.0f}",
                     f"{found['peak_bytes'] / 2**30:.2f}",
                     memory,
                     str(found["turns"]),
                 ]
             )
-    head = ["case", "dtype", "side", "s/step", "pairs/s", "native over it", "tokens computed", "peak GiB"]
+    head = [
+        "case",
+        "dtype",
+        "side",
+        "s/step",
+        "pairs/s",
+        "native over it",
+        "of the floor",
+        "tokens computed",
+        "peak GiB",
+    ]
     return markdown([*head, "native's peak over it", "turns"], rows)
 
 
@@ -135,10 +166,12 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=60.0, help="seconds of turns after which a side gets no more")
     parser.add_argument("--token-budget", type=int, help="the native side's micro-batches; the recipe's default if not")
     args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rates = Rates(budget_s=0.01, working_sets=(2**20, 2**24)) if args.smoke else Rates(budget_s=0.05)
     parts = []
     for dtype in args.dtypes:
         for case in args.cases:
-            parts.append(measure(case, dtype, args))
+            parts.append(measure(case, dtype, args, rates))
             write_results(args, {"preference": parts, "peers": peer_versions(parts)})
     print(table(parts))
 

@@ -19,7 +19,7 @@ from common import MODELS, arguments, markdown, model_config, write_results
 from floor import trace
 from torch import Tensor
 
-from quartet.rollout.compute_weights import PackedProduct, transposed
+from quartet.rollout.weight_copies import PackedProduct, transposed
 
 FORMS = ("as it is", "transposed", "packed")
 

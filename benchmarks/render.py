@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import decode_step
 import exact
 import floor
 import memory
@@ -79,6 +80,12 @@ SECTIONS: tuple[tuple[str, str, str, Tables], ...] = (
         "products",
         "`benchmarks/products.py`: GFLOP/s by the form of the weight.",
         lambda parts: (products.table(parts),),
+    ),
+    (
+        "Decode step",
+        "decode_step",
+        "`benchmarks/decode_step.py`: decoder layers merged and as they are.",
+        lambda parts: (decode_step.table(parts),),
     ),
     (
         "Floors",

@@ -232,12 +232,20 @@ def test_states_with_adapters_are_accounted_for(bench: Modules, options: Any) ->
 
 @pytest.mark.parametrize("job", ["dpo", "reward"])
 def test_native_preference_steps_compute_a_prompt_once(bench: Modules, options: Any, job: str) -> None:
-    part = bench.preference.measure(f"tiny/{job}/256", "fp32", options)
+    rates = bench.rates.Rates(budget_s=0.0, working_sets=(2**16,))
+    part = bench.preference.measure(f"tiny/{job}/256", "fp32", options, rates)
     rows = bench.preference.pairs_of(512, 5, 4, 3, 6)
     assert part["sides"]["native"].get("tokens") == sum(
         5 + sum(len(row[side].split()) + 1 for side in ("chosen", "rejected")) for row in rows
     ), part
     assert "failed" not in bench.preference.table([part])
+    assert (part["floor"] > 0) and part["sides"]["native"]["seconds"] > part["floor"]
+
+
+def test_decode_steps_of_both_kinds_are_timed(bench: Modules) -> None:
+    part = bench.decode_step.measure("tiny", 4, True)
+    assert part["merged"] > 0 and part["apart"] > 0
+    assert "tiny" in bench.decode_step.table([part])
 
 
 # The page ------------------------------------------------------------------------------------------------

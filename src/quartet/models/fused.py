@@ -216,6 +216,23 @@ def _build_rotary(module: nn.Module) -> Forward | None:
     return forward
 
 
+class SignedSin:
+    """``sin [..., Dh]`` with its first half negated, computed once for all layers of a pass."""
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+    def __call__(self, sin: Tensor) -> Tensor:
+        last = self._last
+        if last is not None and last[0]() is sin and last[1] == sin._version:
+            return last[2]
+        half = sin.shape[-1] // 2
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        if not sin.is_inference():
+            self._last = weakref.ref(sin), sin._version, signed
+        return signed
+
+
 class _Rotary:
     """``x * cos + rotate_half(x) * sin`` for queries and keys; the model's own function where it is not on the CPU.
 
@@ -225,7 +242,7 @@ class _Rotary:
     def __init__(self, own: Callable[..., tuple[Tensor, Tensor]]) -> None:
         self._own = own
         self._keeps_dtype = False
-        self._signed: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._signed_sin = SignedSin()
 
     def agrees(self) -> bool:
         """Compares with the model's own function and takes over whether results have the dtype of the arguments."""
@@ -262,17 +279,6 @@ class _Rotary:
         needs_grad = torch.is_grad_enabled() and x.requires_grad
         turned = _Turn.apply(x, cos, signed) if needs_grad else _turn(x, cos, signed)
         return turned.to(x.dtype) if self._keeps_dtype else turned
-
-    def _signed_sin(self, sin: Tensor) -> Tensor:
-        """``sin`` with its first half negated, computed once for all layers of a pass."""
-        last = self._signed
-        if last is not None and last[0]() is sin and last[1] == sin._version:
-            return last[2]
-        half = sin.shape[-1] // 2
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-        if not sin.is_inference():
-            self._signed = weakref.ref(sin), sin._version, signed
-        return signed
 
 
 def _turn(x: Tensor, cos: Tensor, signed: Tensor, out: Tensor | None = None) -> Tensor:

@@ -1,0 +1,232 @@
+"""A decoder layer of the common kind as few operations, for engine steps in fp32 on the CPU.
+
+Shapes: R rows (tokens), D hidden, H query heads, Hk key/value heads, Dh head size, I inner width of the MLP.
+
+With a few dozen rows a layer's products take hundreds of microseconds and everything else, some hundred calls of a few
+microseconds, as much again. ``MergedLayer`` gives a decoder layer a forward with one product for queries, keys and
+values, one for gate and up-projection, the rotary embedding of queries and keys at once, and everything after a product
+in its memory. Attention stays the context's.
+
+What is recognised is decided by names (those of Llama, which most families follow) and then by computing: a copy of the
+layer with random weights must agree with its own forward. Other layers stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quartet.models.attention import AttentionContext, LayerRule, PackedAttention
+from quartet.models.fused import SignedSin
+from quartet.models.lora import AdaptedLayer
+from quartet.rollout.weight_copies import Source, WeightCopy, product_for
+
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+class MergedLayers:
+    """Finds layers of the common kind; each kind is compared with its own forward once."""
+
+    def __init__(self) -> None:
+        self._agrees: dict[Hashable, bool] = {}
+        self._signed_sin = SignedSin()
+
+    def merge(self, layer: nn.Module, num_rows: int, adapted: Mapping[nn.Module, AdaptedLayer]) -> MergedLayer | None:
+        """None where ``layer`` is of another kind.
+
+        Args:
+            num_rows: rows that most products have.
+            adapted: adapters by the linear layer that they add to; they are out of the model now.
+        """
+        if not _has_the_parts(layer):
+            return None
+        rule = _rule_of(layer)
+        if rule is None:
+            return None
+        key = (rule, *((name, type(part), part.extra_repr()) for name, part in layer.named_modules()))
+        if key not in self._agrees:
+            self._agrees[key] = self._compare(layer, rule)
+        return MergedLayer(layer, rule, num_rows, adapted, self._signed_sin) if self._agrees[key] else None
+
+    @torch.no_grad()
+    def _compare(self, layer: nn.Module, rule: LayerRule) -> bool:
+        """Whether a copy with random weights gives the same merged and on its own."""
+        twin = copy.deepcopy(layer)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in twin.parameters():
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+            parameter.normal_(generator=generator).mul_(scale)
+        hidden, angles = _example(twin, 7, generator)
+        expected = _own(twin, hidden, angles, PackedAttention([7]))
+        merged = MergedLayer(twin, rule, 7, {}, self._signed_sin)
+        merged.put_in()
+        try:
+            found = _own(twin, hidden, angles, PackedAttention([7]))
+        finally:
+            merged.take_out()
+        return torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+class MergedLayer(WeightCopy):
+    """Holds the layer's weights in the forms of its products; the layer gets another forward."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        rule: LayerRule,
+        num_rows: int,
+        adapted: Mapping[nn.Module, AdaptedLayer],
+        signed_sin: SignedSin,
+    ) -> None:
+        self._layer: Any = layer
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
+        self._rule = rule
+        self._signed_sin = signed_sin
+        self._head_size = int(attention.head_dim)
+        self._parts: tuple[list[nn.Linear], ...] = (
+            [attention.q_proj, attention.k_proj, attention.v_proj],
+            [attention.o_proj],
+            [mlp.gate_proj, mlp.up_proj],
+            [mlp.down_proj],
+        )
+        self.linears = [linear for part in self._parts for linear in part]
+        self._products = [
+            product_for(sum(linear.weight.numel() for linear in part), part[0].in_features, num_rows)
+            for part in self._parts
+        ]
+        self._biases: list[Tensor | None] = [None] * len(self._parts)
+        self._num_heads = [attention.q_proj.out_features // self._head_size]
+        self._num_heads += [attention.k_proj.out_features // self._head_size] * 2
+        self._former: Any = None
+        sources = [Source(_parameter(linear.weight), adapted.get(linear)) for linear in self.linears]
+        sources += [Source(_parameter(linear.bias)) for linear in self.linears if linear.bias is not None]
+        super().__init__(*sources)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(product.num_bytes for product in self._products)
+
+    def _take(self, weights: list[Tensor]) -> None:
+        left = iter(weights)
+        for product, part in zip(self._products, self._parts, strict=True):
+            own = [next(left) for _ in part]
+            product.take(own[0] if len(own) == 1 else torch.cat(own))
+        for i, part in enumerate(self._parts):
+            if part[0].bias is not None:
+                self._biases[i] = torch.cat([next(left) for _ in part])
+
+    def put_in(self) -> None:
+        # Activation checkpointing puts a forward of its own on the instance.
+        self._former = vars(self._layer).get("forward")
+        self._layer.forward = self._forward
+
+    def take_out(self) -> None:
+        if self._former is None:
+            del self._layer.forward
+        else:
+            self._layer.forward = self._former
+
+    def _forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        quartet_attention: AttentionContext,
+        **_: Any,
+    ) -> Tensor:
+        """``[1, R, D] → [1, R, D]``"""
+        layer, hidden = self._layer, hidden_states.squeeze(0)
+        attended = self._attend(layer.input_layernorm(hidden), position_embeddings, quartet_attention)
+        hidden = self._product(1, attended).add_(hidden)
+        gate, up = self._product(2, layer.post_attention_layernorm(hidden)).tensor_split(2, -1)
+        return self._product(3, F.silu(gate).mul_(up)).add_(hidden).unsqueeze(0)
+
+    def _product(self, i: int, x: Tensor) -> Tensor:
+        return self._products[i](x, self._biases[i])
+
+    def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
+        """``[R, D] → [R, H Dh]``"""
+        attention, heads = self._layer.self_attn, self._num_heads
+        qkv = self._product(0, x).view(len(x), sum(heads), self._head_size)
+        qk = qkv[:, : heads[0] + heads[1]]
+        if hasattr(attention, "q_norm"):
+            q, k = qk.split(heads[:2], 1)
+            qk = torch.cat([attention.q_norm(q), attention.k_norm(k)], 1)
+        cos, signed = angles[0].transpose(0, 1), self._signed_sin(angles[1]).transpose(0, 1)
+        qk = (qk * cos).addcmul_(qk.roll(self._head_size // 2, -1), signed)
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (*qk.split(heads[:2], 1), qkv[:, -heads[2] :]))
+        out = context.attend(attention.layer_idx, q, k, v, self._rule)
+        return out.squeeze(0).transpose(0, 1).reshape(len(x), -1)
+
+
+# Recognition ---------------------------------------------------------------------------------------------
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    assert isinstance(tensor, nn.Parameter)
+    return tensor
+
+
+def _has_the_parts(layer: Any) -> bool:
+    """Whether the layer has the parts of the common kind, and nothing else."""
+    if {name for name, _ in layer.named_children()} != _LAYER:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    own = {name for name, _ in attention.named_children()}
+    if own not in (_ATTENTION, _ATTENTION | _HEAD_NORMS) or {name for name, _ in mlp.named_children()} != _MLP:
+        return False
+    linears = [getattr(attention, name) for name in sorted(_ATTENTION)]
+    linears += [getattr(mlp, name) for name in sorted(_MLP - {"act_fn"})]
+    groups = ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj])
+    return (
+        all(type(linear) is nn.Linear and "forward" not in vars(linear) for linear in linears)
+        and all(p.dtype == torch.float32 and p.device.type == "cpu" for p in layer.parameters())
+        and all(len({linear.bias is None for linear in group}) == 1 for group in groups)
+        and isinstance(getattr(attention, "head_dim", None), int)
+        and isinstance(getattr(attention, "layer_idx", None), int)
+    )
+
+
+class _RuleSeen(PackedAttention):
+    """Keeps the rule that a layer attends by."""
+
+    rule: LayerRule | None = None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        self.rule = rule
+        return super().attend(layer, q, k, v, rule)
+
+
+@torch.no_grad()
+def _rule_of(layer: nn.Module) -> LayerRule | None:
+    """What the layer asks of its context; None where it cannot be called as layers of the common kind are."""
+    context = _RuleSeen([1])
+    try:
+        _own(layer, *_example(layer, 1, torch.Generator().manual_seed(0)), context)
+    except (RuntimeError, TypeError):
+        return None
+    return context.rule
+
+
+def _example(layer: Any, num_rows: int, generator: torch.Generator) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Random hidden states ``[1, R, D]`` and angles ``[1, R, Dh]`` twice alike, as a rotary embedding gives them."""
+    hidden = torch.randn(1, num_rows, layer.self_attn.q_proj.in_features, generator=generator)
+    half = torch.randn(1, num_rows, layer.self_attn.head_dim // 2, generator=generator)
+    angles = torch.cat((half, half), -1)
+    return hidden, (angles.cos(), angles.sin())
+
+
+def _own(layer: nn.Module, hidden: Tensor, angles: tuple[Tensor, Tensor], context: PackedAttention) -> Tensor:
+    out: Tensor = layer(
+        hidden_states=hidden, attention_mask=None, position_embeddings=angles, quartet_attention=context
+    )
+    return out

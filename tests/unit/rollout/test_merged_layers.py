@@ -1,0 +1,196 @@
+"""Decoder layers as few operations: what they are found in, that they agree, and that nothing of them stays behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from quartet.models.attention import PackedAttention
+from quartet.models.packed import PackedCausalLM
+from quartet.rollout import merged_layers, weight_copies
+from quartet.rollout.compute_weights import ComputeWeights
+from quartet.rollout.merged_layers import MergedLayer, MergedLayers
+from quartet.rollout.protocol import Completion, Request
+
+Build = Callable[..., Any]
+COMMON = ("llama", "qwen2", "qwen3", "mistral")
+OTHERS = {"gemma2": 0, "gemma3": 0, "gpt_neox": 0, "olmo2": 0, "phi3": 0, "qwen3_moe": 1}
+"""How many layers are merged all the same: a mixture of experts has a dense one."""
+TOKENS = torch.arange(3, 43)
+
+
+def hidden(packed: PackedCausalLM) -> torch.Tensor:
+    with torch.no_grad():
+        return packed.hidden(TOKENS, torch.arange(40), PackedAttention([9, 31]))
+
+
+def decoder_layers(packed: PackedCausalLM) -> list[nn.Module]:
+    return [m for m in packed.body.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def num_merged(weights: ComputeWeights) -> int:
+    return sum(isinstance(one, MergedLayer) for one in weights._copies or ())
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("name", COMMON)
+def test_common_layers_are_merged_and_agree(
+    name: str, blocked: bool, build_architecture: Build, tolerances: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if blocked:
+        monkeypatch.setattr(weight_copies, "MIN_PACKED", 1)
+    packed = PackedCausalLM(build_architecture(name))
+    expected = hidden(packed)
+    weights = ComputeWeights(packed)
+    with weights.active():
+        found = hidden(packed)
+    assert num_merged(weights) == len(decoder_layers(packed)) > 0
+    atol, rtol = tolerances[torch.float32]
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+    assert torch.equal(hidden(packed), expected), "outside of steps the model is itself"
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_stay_as_they_are(name: str, build_architecture: Build, tolerances: Any) -> None:
+    packed = PackedCausalLM(build_architecture(name))
+    expected = hidden(packed)
+    weights = ComputeWeights(packed)
+    with weights.active():
+        found = hidden(packed)
+    assert num_merged(weights) == OTHERS[name]
+    atol, rtol = tolerances[torch.float32]
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+
+
+def _scaled_residual(layer: nn.Module) -> None:
+    """The names of the common kind, another computation."""
+    own = type(layer).forward
+    changed = type("Scaled", (type(layer),), {"forward": lambda self, *a, **k: 0.5 * own(self, *a, **k)})
+    layer.__class__ = changed
+
+
+def _other_activation(layer: Any) -> None:
+    layer.mlp.act_fn = nn.GELU()
+
+
+def _half_rotated(layer: Any) -> None:
+    attention = layer.self_attn
+    own = type(attention).forward
+
+    def forward(self: Any, hidden_states: Any, position_embeddings: Any, *args: Any, **kwargs: Any) -> Any:
+        cos, sin = position_embeddings
+        return own(self, hidden_states, (cos, -sin), *args, **kwargs)
+
+    attention.__class__ = type("Turned", (type(attention),), {"forward": forward})
+
+
+@pytest.mark.parametrize("change", [_scaled_residual, _other_activation, _half_rotated])
+def test_a_layer_that_computes_otherwise_is_not_merged(change: Any, build_architecture: Build) -> None:
+    packed = PackedCausalLM(build_architecture("llama"))
+    layers = decoder_layers(packed)
+    for layer in layers:
+        assert MergedLayers().merge(layer, 16, {}) is not None
+        # The instance's quicker forward of the fused rotary embedding goes with the class.
+        change(layer)
+        vars(layer.self_attn).pop("forward", None)
+    assert all(MergedLayers().merge(layer, 16, {}) is None for layer in layers)
+
+
+def test_weights_of_zero_do_not_hide_a_difference(build_architecture: Build) -> None:
+    """Recognition draws its own weights: those at hand may be zero now and learned later."""
+    packed = PackedCausalLM(build_architecture("llama"))
+    layer: Any = decoder_layers(packed)[0]
+    with torch.no_grad():
+        layer.mlp.down_proj.weight.zero_()
+    _other_activation(layer)
+    assert MergedLayers().merge(layer, 16, {}) is None
+    assert not layer.mlp.down_proj.weight.any()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_they_follow_every_weight_and_bias(name: str, build_architecture: Build, tolerances: Any) -> None:
+    packed = PackedCausalLM(build_architecture(name))
+    weights = ComputeWeights(packed)
+    with weights.active():
+        hidden(packed)
+    atol, rtol = tolerances[torch.float32]
+    layer = decoder_layers(packed)[0]
+    for parameter in layer.parameters():
+        with torch.no_grad():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        expected = hidden(packed)
+        with weights.active():
+            torch.testing.assert_close(hidden(packed), expected, atol=atol, rtol=rtol)
+
+
+def test_a_forward_of_the_layers_own_comes_back(build_architecture: Build) -> None:
+    """Activation checkpointing keeps its forward on the instance."""
+    packed = PackedCausalLM(build_architecture("llama"), activation_checkpointing=True)
+    before = [vars(layer)["forward"] for layer in decoder_layers(packed)]
+    weights = ComputeWeights(packed)
+    with pytest.raises(ZeroDivisionError), weights.active():
+        assert num_merged(weights) == len(before)
+        _ = 1 / 0
+    assert [vars(layer)["forward"] for layer in decoder_layers(packed)] == before
+
+
+def test_a_windowed_layer_keeps_its_window(build_architecture: Build) -> None:
+    packed = PackedCausalLM(build_architecture("mistral", sliding_window=8))
+    layer = decoder_layers(packed)[0]
+    merged = MergedLayers().merge(layer, 16, {})
+    assert merged is not None and merged._rule.window == 8
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_only_fast_fp32_is_merged(precision: Any, numerics: Any, build_architecture: Build) -> None:
+    if precision == "bf16" and numerics == "exact":
+        pytest.skip("refused by the recipe")
+    packed = PackedCausalLM(build_architecture("llama"), precision, numerics=numerics)
+    weights = ComputeWeights(packed)
+    with weights.active():
+        pass
+    assert (num_merged(weights) > 0) == (precision == "fp32" and numerics == "fast")
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_request_gets_the_same_bits_in_any_company(
+    blocked: bool,
+    tiny: Any,
+    make_request: Callable[..., Request],
+    run_all: Callable[..., dict[str, Completion]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if blocked:
+        monkeypatch.setattr(weight_copies, "MIN_PACKED", 1)
+    requests = [make_request(f"r{i}", length=5 + 3 * i, seed=i, max_new_tokens=6 + i) for i in range(9)]
+    engine = tiny.engine()
+    together = run_all(engine, requests)
+    assert num_merged(engine._weights) > 0
+    for request in requests:
+        assert run_all(tiny.engine(), [request])[request.request_id] == together[request.request_id]
+
+
+def test_layers_of_one_kind_are_compared_once(build_architecture: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PackedCausalLM(build_architecture("llama", num_hidden_layers=3))
+    compared = []
+    compare = merged_layers.MergedLayers._compare
+    monkeypatch.setattr(MergedLayers, "_compare", lambda *a: compared.append(1) or compare(*a))
+    weights = ComputeWeights(packed)
+    with weights.active():
+        pass
+    assert (num_merged(weights), len(compared)) == (3, 1)
+
+
+def test_copies_of_the_model_hold_their_own_weights(build_architecture: Build) -> None:
+    packed = PackedCausalLM(build_architecture("llama"))
+    with ComputeWeights(packed).active():
+        pass
+    twin = copy.deepcopy(packed.model)
+    assert all("forward" not in vars(layer) for layer in decoder_layers(PackedCausalLM(twin)))
