@@ -105,6 +105,12 @@ SOURCES: dict[str, Build] = {
     "code": lambda serve: case(
         CodeReward(timeout_s=20), "tests", beside=True, applies=[test is not None for test in TESTS]
     ),
+    "code in a process": lambda serve: case(
+        CodeReward(timeout_s=20, isolation="process"),
+        "tests",
+        beside=True,
+        applies=[test is not None for test in TESTS],
+    ),
     "http": lambda serve: case(
         HTTPReward(url=serve(scores_of_lengths).url, batch_size=2), None, beside=True, applies=HAS_ANSWER
     ),
@@ -121,7 +127,7 @@ SOURCES: dict[str, Build] = {
 def build(name: str, serve: Any) -> Case:
     if name == "math" and importlib.util.find_spec("math_verify") is None:
         pytest.skip("math-verify is missing")
-    if name == "code" and sys.platform != "linux":
+    if name.startswith("code") and sys.platform != "linux":
         pytest.skip("the sandbox is made of Linux' namespaces")
     return SOURCES[name](serve)
 

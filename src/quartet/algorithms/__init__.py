@@ -20,7 +20,8 @@ Dr. GRPO               ``advantages.group_relative`` (without std)    the same, 
                                                                       ``sequence_mean_token_sum_norm``
 GSPO                   ``advantages.group_relative`` (with std)       ``policy_losses.gspo_loss``
 CISPO                  ``advantages.group_relative`` (with std)       ``policy_losses.cispo_loss``
-GPG                    ``advantages.group_relative`` (without std)    ``policy_losses.reinforce_loss``
+GPG                    ``advantages.group_relative`` (without std),   ``policy_losses.reinforce_loss``
+                       ``advantages.rescaled_by_variance``
 RLOO, published        ``rewards.completion_rewards``,                ``policy_losses.sequence_policy_loss``
                        ``advantages.leave_one_out``
 RLOO, token            the same                                       ``policy_losses.policy_loss``
@@ -53,6 +54,7 @@ from quartet.algorithms.advantages import (
     leave_one_out,
     length_weighted,
     less_baseline,
+    rescaled_by_variance,
     teacher_advantages,
     whitened_unless_equal,
 )
@@ -117,6 +119,7 @@ __all__ = [
     "penalise_missing_eos",
     "policy_loss",
     "reinforce_loss",
+    "rescaled_by_variance",
     "sequence_policy_loss",
     "sft_loss",
     "teacher_advantages",

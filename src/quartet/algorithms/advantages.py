@@ -4,8 +4,8 @@ Shape suffixes: T stored tokens, A action tokens, N trajectories.
 
 Per token: ``gae`` (PPO), ``discounted_returns`` (REINFORCE++ after whitening), ``less_baseline`` (ReMax),
 ``teacher_advantages`` (distillation). Per trajectory, then spread by ``broadcast_to_tokens``: ``group_relative``
-(GRPO and its variants), ``leave_one_out`` (RLOO), ``length_weighted`` (OPO), and ``whitened_unless_equal`` on top
-(REINFORCE++-baseline).
+(GRPO and its variants), ``leave_one_out`` (RLOO), ``length_weighted`` (OPO), and on top ``rescaled_by_variance`` (GPG)
+or ``whitened_unless_equal`` (REINFORCE++-baseline).
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ def gae(
     trajectory_T: Tensor,
     gamma: float,
     gae_lambda: float,
+    *,
+    bootstrap_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al., 2016, eq. 16) over action tokens only.
 
     The action tokens of a trajectory follow one another whatever stands between them, also across its
     sequences: ``delta = reward + gamma * value of the next action token - value``, and
     ``advantage = delta + gamma * gae_lambda * advantage of the next``. After a trajectory's last action token
-    both are 0, also where the episode was truncated.
+    the advantage is 0, and so is the value unless ``bootstrap_N`` says otherwise.
 
     Args:
         token_rewards_T: ``[T]``; ignored where no action.
@@ -53,6 +55,8 @@ def gae(
         trajectory_T: ``[T]`` int64 owner index; tokens in time order.
         gamma: discount per action token, in [0, 1].
         gae_lambda: in [0, 1].
+        bootstrap_N: ``[N]`` value of the state behind each trajectory's last action token, 0 where the trajectory
+            ended there. Default: 0 for all, also where the episode was truncated.
 
     Returns:
         Advantages and returns (``advantages + values``), each ``[T]`` fp32 (fp64 if either input is), 0
@@ -64,7 +68,10 @@ def gae(
     rewards_A, values_A = token_rewards_T[order_A].to(dtype), values_T[order_A].to(dtype)
     next_values_A = torch.zeros_like(values_A)
     next_values_A[:-1] = values_A[1:]
-    deltas_A = rewards_A + gamma * continues_A * next_values_A - values_A
+    next_values_A = continues_A * next_values_A
+    if bootstrap_N is not None:
+        next_values_A += (1 - continues_A) * bootstrap_N.to(dtype)[trajectory_T[order_A]]
+    deltas_A = rewards_A + gamma * next_values_A - values_A
     advantages_A = reverse_linear_scan(deltas_A, gamma * gae_lambda * continues_A)
     num_tokens = trajectory_T.shape[0]
     return _scattered(advantages_A, order_A, num_tokens), _scattered(advantages_A + values_A, order_A, num_tokens)
@@ -137,6 +144,23 @@ def group_relative(
         std_N = gather_owner(segment_std(scores, member_N, num_groups), member_N)
         relative_N = relative_N / (std_N + STD_EPSILON)
     return _zero_equal_groups(relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups)
+
+
+@torch.no_grad()
+def rescaled_by_variance(advantages_N: Tensor, group_N: Tensor, scores_N: Tensor) -> Tensor:
+    """``[N]`` advantages times ``N / trajectories in groups whose scores differ`` (GPG's alpha; Chu et al., 2025).
+
+    Groups of equal scores have no gradient, yet they count in the denominator of a mean: this takes them out of it.
+    Where all groups are such, the advantages stay as they are.
+
+    Args:
+        scores_N: ``[N]`` the scores that decide which groups are equal.
+    """
+    member_N, num_groups = _group_index(group_N)
+    varies_N = ~segment_is_constant(scores_N, member_N, num_groups)[member_N]
+    num_varying = varies_N.sum()
+    rescaled_N = advantages_N * len(advantages_N) / num_varying.clamp(min=1)
+    return torch.where(num_varying > 0, rescaled_N, advantages_N)
 
 
 @torch.no_grad()

@@ -97,7 +97,7 @@ def iterated_reward_model(recipe: RecipePath, overrides: Overrides = None, resum
 
 
 @app.command(name="eval")
-def evaluate(recipe: RecipePath, overrides: Overrides = None) -> None:
+def evaluate(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
     """Answers to held-out prompts, scored by rewards; win rate against another model."""
     from quartet.cli.show import show_evaluation
     from quartet.config.load import load_recipe
@@ -105,7 +105,8 @@ def evaluate(recipe: RecipePath, overrides: Overrides = None) -> None:
     from quartet.trainers.evaluate import Evaluator
 
     with Progress() as progress:
-        found = Evaluator(load_recipe("eval", recipe, overrides or ()), progress=progress).run()  # type: ignore[arg-type]
+        loaded = load_recipe("eval", recipe, overrides or ())
+        found = Evaluator(loaded, resume=resume, progress=progress).run()  # type: ignore[arg-type]
     show_evaluation(found)
 
 

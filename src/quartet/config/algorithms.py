@@ -155,6 +155,9 @@ class PPO(RewardedAlgorithm):
     gae_lambda: float = Field(0.95, ge=0, le=1)
     value_clip: float | None = Field(0.2, gt=0)
     whiten_advantages: bool = True
+    bootstrap_truncated: bool = Field(
+        False, description="Where a response was cut off, the value of the state behind it stands for what is missing."
+    )
 
 
 class GroupAlgorithm(RewardedAlgorithm):
@@ -171,9 +174,10 @@ class GroupRelative(GroupAlgorithm):
 
 
 class GRPO(GroupRelative):
-    """Shao et al. 2024: advantages relative to the group."""
+    """Shao et al. 2024: advantages relative to the group; every response weighs the same, however long."""
 
     name: Literal["grpo"] = "grpo"
+    aggregation: Aggregation = "sequence_mean_token_mean"
 
 
 class DrGRPO(GroupRelative):
@@ -213,6 +217,9 @@ class GPG(GroupRelative):
     name: Literal["gpg"] = "gpg"
     policy_loss: PolicyLossConfig = ReinforceLoss()
     normalise_std: bool = False
+    rescale: bool = Field(
+        True, description="Advantages grow by the step's responses over those in groups with variance (their alpha)."
+    )
 
 
 class RLOO(GroupAlgorithm):

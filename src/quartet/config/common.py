@@ -148,3 +148,16 @@ class Recipe(Strict):
     threads: int | None = Field(None, ge=1, description="CPU threads of torch; all when left out.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+
+class SupervisedRecipe(Recipe):
+    """What every job has that trains one model on rows."""
+
+    job: str
+    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
+    data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
+    evaluation_data: DataConfig | None = None
+    evaluate_every_steps: int = Field(50, ge=1)
+    train: TrainConfig = TrainConfig()
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
+    epochs: int = Field(1, ge=1)

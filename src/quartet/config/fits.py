@@ -1,6 +1,6 @@
 """What of an RL recipe does not fit together: one small check per reason.
 
-A check returns the reason, or None. All reasons are reported at once.
+A check returns the reason, or None. All reasons are reported at once. What fits and yet does nothing is a remark.
 """
 
 from __future__ import annotations
@@ -246,3 +246,24 @@ CHECKS: tuple[Check, ...] = (
 def misfits(recipe: RLRecipe) -> list[str]:
     """Every reason why the recipe's parts do not fit together."""
     return [reason for check in CHECKS if (reason := check(recipe)) is not None]
+
+
+# Without effect ------------------------------------------------------------------------------------------
+
+
+def without_effect(recipe: RLRecipe) -> list[str]:
+    """What the recipe says and its method does not read, or what cannot do what it is there for, in words.
+
+    It is not refused: one line of a recipe picks another method, and the sections of the former one may stay.
+    """
+    algorithm, critic, kl = recipe.algorithm, recipe.critic, kl_term(recipe.algorithm)
+    found = []
+    if algorithm.name != "ppo" and critic != type(critic)():
+        found.append(f"critic: not read, {algorithm.name} has none")
+    if algorithm.name == "ppo" and critic.warmup_steps >= recipe.steps:
+        found.append(f"critic: its {critic.warmup_steps} warm-up steps leave no step in which the actor learns")
+    if recipe.reference.path is not None and not reads_reference(algorithm):
+        found.append(f"reference: not loaded, {algorithm.name} reads none with these settings (see algorithm.kl.coef)")
+    if kl.coef > 0 and kl.place == "loss" and kl.estimator == "k1":
+        found.append("kl: in the loss the gradient of k1 is 0 on average and holds nothing back; use k2 or k3")
+    return found

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quartet.config.common import DataConfig, ModelConfig, Recipe, Strict, TrainConfig
+from quartet.config.common import Strict, SupervisedRecipe
 
 DoubtfulPairs = Literal["keep", "skip", "error"]
 """What happens to pairs with an empty answer, or whose chosen answer is the beginning of the rejected one. Pairs of two
@@ -111,20 +111,13 @@ class CachedReferenceConfig(Strict):
     )
 
 
-class PreferenceRecipe(Recipe):
+class PreferenceRecipe(SupervisedRecipe):
     """Preference training of a causal LM on pairs (or judged answers), without sampling."""
 
     job: Literal["preference"] = "preference"
-    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
     loss: PreferenceLossConfig = DPOLoss()
     reference: CachedReferenceConfig = CachedReferenceConfig()
-    data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
-    evaluation_data: DataConfig | None = None
-    evaluate_every_steps: int = Field(50, ge=1)
     doubtful_pairs: DoubtfulPairs = Field("keep", description="An empty answer, or one that begins the other.")
-    train: TrainConfig = TrainConfig()
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
-    epochs: int = Field(1, ge=1)
     pairs_per_step: int = Field(32, ge=1, description="Pairs, or judged answers.")
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quartet.config.common import DataConfig, ModelConfig, Recipe, Strict, TrainConfig
+from quartet.config.common import Strict, SupervisedRecipe
 
 # Combination ---------------------------------------------------------------------------------------------
 
@@ -36,16 +36,9 @@ CombineConfig = Annotated[SumSteps | MinSteps | DiscountedSteps, Field(discrimin
 # Training ------------------------------------------------------------------------------------------------
 
 
-class ProcessRewardRecipe(Recipe):
+class ProcessRewardRecipe(SupervisedRecipe):
     """Process reward model from step-labelled answers."""
 
     job: Literal["process-reward"] = "process-reward"
-    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
-    data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
     separator: str = Field("\n\n", min_length=1, description="Ends every step but the last, which may have none.")
-    evaluation_data: DataConfig | None = None
-    evaluate_every_steps: int = Field(50, ge=1)
-    train: TrainConfig = TrainConfig()
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
-    epochs: int = Field(1, ge=1)
     answers_per_step: int = Field(32, ge=1)

@@ -13,7 +13,16 @@ from pydantic import Field, model_validator
 
 from quartet.config.algorithms import PPO, AlgorithmConfig
 from quartet.config.common import CheckpointConfig as CheckpointConfig
-from quartet.config.common import DataConfig, ModelConfig, OptimConfig, Recipe, SamplingConfig, Strict, TrainConfig
+from quartet.config.common import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    Recipe,
+    SamplingConfig,
+    Strict,
+    SupervisedRecipe,
+    TrainConfig,
+)
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.environments import EnvironmentConfig
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
@@ -24,31 +33,17 @@ from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.config.rewards import RewardConfig
 
 
-class SFTRecipe(Recipe):
+class SFTRecipe(SupervisedRecipe):
     """Supervised fine-tuning on demonstrations; only the demonstrator's tokens carry loss."""
 
     job: Literal["sft"] = "sft"
-    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
-    data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
-    evaluation_data: DataConfig | None = None
-    evaluate_every_steps: int = Field(50, ge=1)
-    train: TrainConfig = TrainConfig()
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
-    epochs: int = Field(1, ge=1)
     examples_per_step: int = Field(32, ge=1)
 
 
-class RewardModelRecipe(Recipe):
+class RewardModelRecipe(SupervisedRecipe):
     """Pairwise (Bradley-Terry) reward model."""
 
     job: Literal["reward-model"] = "reward-model"
-    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
-    data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
-    evaluation_data: DataConfig | None = None
-    evaluate_every_steps: int = Field(50, ge=1)
-    train: TrainConfig = TrainConfig()
-    steps: int | None = Field(None, ge=1)
-    epochs: int = Field(1, ge=1)
     pairs_per_step: int = Field(32, ge=1)
     centring: float = Field(0.0, ge=0, description="Weight of (chosen + rejected)², keeps scores near 0.")
     margin_scale: float = Field(1.0, ge=0, description="Factor of the data's column `margin`; 0 ignores it.")

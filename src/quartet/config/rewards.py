@@ -27,6 +27,7 @@ from quartet.config.common import Strict
 from quartet.config.process_reward import CombineConfig, MinSteps
 
 OnError = Literal["stop", "leave_out"]
+Isolation = Literal["namespaces", "process"]
 
 
 def _compiled(pattern: str, key: str) -> re.Pattern[str]:
@@ -221,6 +222,10 @@ class CodeReward(Fallible):
     name: str = "code"
     column: str = Field("tests", description="Asserts, or pairs of input and output.")
     score: Literal["fraction", "all"] = Field("fraction", description="Share of tests passed, or 1 only for all.")
+    isolation: Isolation = Field(
+        "namespaces",
+        description="process: weaker, for machines that refuse user namespaces; docs/rewards.md says what it lacks.",
+    )
     timeout_s: float = Field(5.0, gt=0, description="Most seconds for one run of the code.")
     cpu_s: int = Field(5, ge=1, description="Most processor seconds of each process.")
     memory_mb: int = Field(512, ge=64, description="Most address space of each process.")
@@ -259,7 +264,7 @@ class RemoteSource(Fallible):
     api_key_env: str | None = Field(
         None, description="Environment variable whose value is sent as `Authorization: Bearer …`; never logged."
     )
-    timeout_s: float = Field(30.0, gt=0, description="Most seconds of silence in one attempt.")
+    timeout_s: float = Field(30.0, gt=0, description="Most seconds of one attempt, the whole answer included.")
     retry: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()
     concurrency: int = Field(8, ge=1, description="Requests under way at a time.")
@@ -338,7 +343,7 @@ class JudgeReward(RemoteSource):
     method: JudgeMethod = PointwiseJudge()
     temperature: float = Field(0.0, ge=0)
     max_tokens: int = Field(512, ge=1)
-    timeout_s: float = Field(60.0, gt=0, description="Most seconds of silence in one attempt.")
+    timeout_s: float = Field(60.0, gt=0, description="Most seconds of one attempt, the whole answer included.")
 
 
 RewardConfig = Annotated[

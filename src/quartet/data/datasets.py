@@ -10,6 +10,7 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
+from quartet.data.fields import placed
 from quartet.data.formats import Parsed
 from quartet.data.order import draws
 from quartet.text.examples import Conversation, Demonstration, Prompt, PromptText
@@ -60,7 +61,8 @@ class SFTData:
         """Tokenises; a sequence longer than ``max_tokens`` is an error or is left out."""
         items = []
         for example in parsed.items:
-            ids, mask = codec.encode_example(example)
+            with placed(example.place):
+                ids, mask = codec.encode_example(example)
             items.append(SFTItem(tuple(ids), tuple(mask), example.place))
         lengths = [len(item.input_ids) for item in items]
         kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence")
@@ -96,11 +98,8 @@ class PromptData:
         """Tokenises; a prompt longer than ``max_tokens`` is an error or is left out."""
         encoded = []
         for index, row in enumerate(parsed.items):
-            try:
+            with placed(row.place):
                 ids = tuple(codec.encode_prompt(row.prompt))
-            except UserError as error:
-                found = f"{row.place}: {error.found}" if row.place else error.found
-                raise UserError(error.problem, found=found, remedy=error.remedy) from None
             encoded.append(PromptItem(f"p{index}", ids, row.prompt, row.columns, row.place))
         lengths = [len(item.token_ids) for item in encoded]
         kept, remark = fitting(encoded, lengths, [i.place for i in encoded], max_tokens, overlong, "prompt")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,16 @@ from quartet.text.examples import Messages
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+
+
+@contextlib.contextmanager
+def placed(place: str) -> Iterator[None]:
+    """What the tokenizer or the chat template refuses is reported with its row."""
+    try:
+        yield
+    except UserError as error:
+        found = f"{place}: {error.found}" if place else error.found
+        raise UserError(error.problem, found=found, remedy=error.remedy) from None
 
 
 @dataclass

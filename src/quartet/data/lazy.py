@@ -18,6 +18,7 @@ from typing import Protocol
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import DataConfig
 from quartet.data.datasets import Overlength, Overlong, SFTData, SFTItem
+from quartet.data.fields import placed
 from quartet.data.formats import Parsed, demonstrations
 from quartet.data.order import draws
 from quartet.data.readers import Row, iter_rows, no_rows, not_utf8, parse_line
@@ -171,7 +172,8 @@ class LazyDemonstrations:
                 notes[note] = notes.get(note, 0) + count
                 shown = places.setdefault(note, [])
                 shown += [row.place][: _SHOWN_PLACES - len(shown)]
-            length = len(self._codec.encode_example(parsed.items[0])[0])
+            with placed(row.place):
+                length = len(self._codec.encode_example(parsed.items[0])[0])
             if length <= max_tokens:
                 self._kept.append(number)
                 self.longest = max(self.longest, length)

@@ -15,6 +15,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.config.preference import DoubtfulPairs
 from quartet.data.datasets import Overlong, fitting
+from quartet.data.fields import placed
 from quartet.data.formats import BEGINNING, SAME, Parsed, note_place, refuse_doubtful
 from quartet.data.order import draws
 from quartet.text.examples import Judgement, Preference
@@ -79,7 +80,8 @@ class PreferenceData:
         notes: dict[str, int] = {}
         places: dict[str, list[str]] = {}
         for pair in parsed.items:
-            prompt, chosen, rejected = codec.encode_pair(pair)
+            with placed(pair.place):
+                prompt, chosen, rejected = codec.encode_pair(pair)
             found = _doubt(chosen, rejected)
             if found == SAME or (found is not None and doubtful != "keep"):
                 note_place(found, pair.place, skipped, places)
@@ -164,7 +166,8 @@ class JudgedData:
         """Tokenises; a sequence longer than ``max_tokens`` is an error or is left out."""
         items = []
         for row in parsed.items:
-            prompt, answer = codec.encode_judgement(row)
+            with placed(row.place):
+                prompt, answer = codec.encode_judgement(row)
             items.append(JudgedItem(tuple(prompt), tuple(answer), row.label, row.place))
         lengths = [len(item.prompt_ids) + len(item.answer_ids) for item in items]
         kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence")

@@ -160,6 +160,11 @@ class ProcessItem:
     labels: tuple[float, ...]
     place: str
 
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The prompt and its answer."""
+        return self.prompt_ids, self.completion_ids
+
 
 @dataclass(frozen=True)
 class ProcessData:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from quartet.config.errors import UserError
+from quartet.config.scores import as_score
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import Action, EpisodeSequence, Transcript
 from quartet.text.examples import PromptText
@@ -131,7 +131,7 @@ class _Player:
             self._action = text
             result = self._checked(await self.call("step", partial(environment.step, text)))
             if result.reward is not None:
-                rewards.append(float(result.reward))
+                rewards.append(result.reward)
                 transcript.earn(rewards[-1])
             self._turn += 1
             if result.done:
@@ -157,7 +157,13 @@ class _Player:
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await work()
-        except Exception as error:  # User code may raise anything; it is passed on with its cause.
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Something inside was cancelled, and not this episode: nobody would ever hear of it.
+            raise self._error(method, "raised CancelledError") from error
+        except (Exception, SystemExit) as error:  # User code may raise anything; it is passed on with its cause.
             if isinstance(error, TimeoutError) and limit.expired():
                 raise self._error(method, f"took longer than environment.timeout_s, {seconds:g} s") from error
             raise self._error(method, f"raised {type(error).__name__}: {error}") from error
@@ -181,10 +187,12 @@ class _Player:
     def _checked(self, result: Any) -> StepResult:
         if not isinstance(result, StepResult):
             raise self._error("step", f"returned {_shown(result)}, not a StepResult")
-        reward = result.reward
-        if reward is not None and (not isinstance(reward, (int, float)) or not math.isfinite(reward)):
-            raise self._error("step", f"returned the reward {_shown(reward)}, which is no finite number")
-        return result
+        if result.reward is None:
+            return result
+        reward = as_score(result.reward)
+        if isinstance(reward, str):
+            raise self._error("step", f"returned the reward {reward}, which is no finite number")
+        return replace(result, reward=reward)
 
     def _error(self, method: str, what: str) -> EpisodeError:
         return EpisodeError(

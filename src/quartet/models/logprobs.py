@@ -35,6 +35,8 @@ _CHUNK_BYTES = {"cpu": 1 << 28, "other": 1 << 30}
 """Most bytes of a chunk's logits, by kind of device."""
 _BLOCK_BYTES = {"cpu": 1 << 19, "other": 1 << 25}
 """Bytes of a block's logits: half of a common second-level cache, and of an accelerator's."""
+_LEAST = -1e30
+"""Log-probabilities are at least this before they meet their probability: 0 · -inf is no number, 0 times this is 0."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def checkpointed_token_logprobs(
         picked = log_p.gather(-1, y.unsqueeze(-1)).squeeze(-1)
         if not rule.entropy:
             return picked, picked.new_zeros(0)
-        entropies = -(log_p.exp() * log_p).sum(-1)
+        entropies = -(log_p.exp() * log_p.clamp(min=_LEAST)).sum(-1)
         return picked, entropies if rule.entropy_grad else entropies.detach()
 
     parts = [
@@ -205,7 +207,7 @@ def _reduce(z: Tensor, labels: Tensor, logprobs: Tensor, normaliser: Tensor, ent
     total = weights.sum(-1)
     torch.log(total, out=normaliser)
     if entropies is not None:
-        torch.sub(normaliser, weights.mul_(z).sum(-1) / total, out=entropies)
+        torch.sub(normaliser, weights.mul_(z.clamp_(min=_LEAST)).sum(-1) / total, out=entropies)
     normaliser.add_(largest.squeeze(-1))
     torch.sub(picked, normaliser, out=logprobs)
 
@@ -235,7 +237,7 @@ def _logit_gradient(
         entropies, grad_entropies = entropy
         p = log_p.exp()
         coefficient = (grad_entropies * -factor).unsqueeze(-1)
-        result = log_p.add_(entropies.unsqueeze(-1)).mul_(coefficient).sub_(grad).mul_(p)
+        result = log_p.clamp_(min=_LEAST).add_(entropies.unsqueeze(-1)).mul_(coefficient).sub_(grad).mul_(p)
     result.scatter_add_(-1, labels.unsqueeze(-1), grad)
     return result if slope is None else result.mul_(slope)
 

@@ -33,8 +33,8 @@ _ROWS = (
     Metric(
         "loss/policy",
         "1",
-        "Loss the actor's optimizer minimises, averaged over the step's updates. For clipped objectives its "
-        "value says little: it is near 0 by construction when advantages are whitened.",
+        "Policy loss of the actor without its KL, entropy and demonstration terms, mean over the step's updates. For "
+        "clipped objectives its value says little: it is near 0 by construction when advantages are whitened.",
         "NaN or infinite; growing steadily in size while the score falls.",
     ),
     Metric(
@@ -76,37 +76,47 @@ _ROWS = (
     Metric(
         "loss/entropy",
         "nats/token",
-        "Entropy bonus as it enters the actor's loss, before its coefficient.",
+        "Entropy as it enters the actor's loss (where entropy_coef is above 0), before its coefficient; per token with "
+        "token_mean, else as algorithm.aggregation says.",
         "Larger than the policy loss once multiplied: the bonus steers the training.",
     ),
     Metric(
         "loss/kl",
         "nats/token",
-        "KL penalty to the reference as a term of the actor's loss (0 where KL is part of the reward).",
+        "KL penalty to the reference as a term of the actor's loss (kl.place: loss), before its coefficient; per token "
+        "with token_mean, else as algorithm.aggregation says.",
         "Larger than the policy loss once multiplied, while the score falls.",
     ),
     Metric(
         "policy/approx_kl",
         "nats/token",
-        "KL between the policy that began the step and the policy after its updates, k3 estimate.",
-        "Above about 0.05: the step is too large for the clipped objective.",
+        "KL of the policy that began the step to the one before each of its updates (0 at the first), k3 estimate, "
+        "mean over the updates. Per response, not per token, with policy_loss sequence_clipped.",
+        "Above about 0.05 per token: the step is too large for the clipped objective.",
     ),
     Metric(
         "policy/clip_frac",
         "fraction",
-        "Loss tokens whose ratio was clipped, over all mini-batches.",
+        "Loss tokens whose ratio was clipped, mean over the step's updates; responses with sequence_clipped. For cispo "
+        "those whose weight was bounded.",
         "Above 0.3: most of the gradient is thrown away. Exactly 0 over many steps: steps are timid.",
     ),
     Metric(
         "policy/clip_frac_numerical",
         "fraction",
-        "Clipped loss tokens in the step's first mini-batch, where the ratio must be exactly 1.",
+        "Clipped loss tokens (or responses) in the step's first mini-batch, where the ratio must be exactly 1.",
         "Anything but 0: trainer and old log-probabilities disagree.",
+    ),
+    Metric(
+        "policy/dual_clip_frac",
+        "fraction",
+        "Loss tokens of negative advantage that the dual clip holds, mean over the step's updates (where it is on).",
+        "Above 0.01: ratios run far above 1; fewer updates per step or a smaller learning rate.",
     ),
     Metric(
         "policy/clip_frac_drift",
         "fraction",
-        "Clipped loss tokens in the later mini-batches, where the policy has really moved.",
+        "Clipped loss tokens (or responses) in the later mini-batches, where the policy has really moved.",
         "Above 0.3: fewer epochs or a smaller learning rate.",
     ),
     Metric(
@@ -118,13 +128,14 @@ _ROWS = (
     Metric(
         "policy/ratio_mean",
         "1",
-        "Mean of exp(policy_logprobs − old_logprobs) over loss tokens.",
+        "Mean of exp(policy_logprobs − old_logprobs) over loss tokens; with gspo and sequence_clipped of the "
+        "responses' ratios.",
         "Away from 1 by more than a few per cent.",
     ),
     Metric(
         "policy/ratio_max",
         "1",
-        "Largest ratio of any loss token in the step.",
+        "Largest ratio of any loss token in the step, or of any response with gspo and sequence_clipped.",
         "Hundreds: single tokens moved by orders of magnitude.",
     ),
     Metric(
@@ -204,7 +215,7 @@ _ROWS = (
         "kl/coef",
         "1",
         "Coefficient of the KL penalty in force.",
-        "An adaptive coefficient that runs to its bound.",
+        "An adaptive coefficient that grows or falls all the time: its target is out of reach.",
     ),
     Metric(
         "reward/score_mean",
@@ -221,7 +232,8 @@ _ROWS = (
     Metric(
         "reward/with_kl_mean",
         "reward",
-        "Mean per trajectory of score minus KL penalties: what the algorithm maximises.",
+        "Mean per trajectory of the score less the penalties for length and a missing end, and less KL where that is "
+        "part of the reward: what the algorithm maximises.",
         "Falls while reward/score_mean rises: the penalty eats the gain.",
     ),
     Metric(
@@ -233,7 +245,7 @@ _ROWS = (
     Metric(
         "reward/not_applicable",
         "rollouts",
-        "Rollouts for which no reward source gave a number; they are left out of the update.",
+        "Rollouts for which no reward source gave a number; they are left out of the update (but for distillation).",
         "More than a few: the reward does not fit the data.",
     ),
     Metric(
@@ -287,7 +299,8 @@ _ROWS = (
     Metric(
         "groups/zero_variance",
         "fraction",
-        "Groups whose responses all have the same score, so that group-relative advantages are 0.",
+        "Groups whose responses all have the same score after penalties (or of which fewer than two have one), so "
+        "that group-relative advantages are 0.",
         "Above 0.5: prompts too easy or too hard, most of the generation teaches nothing.",
     ),
     Metric(
@@ -299,7 +312,8 @@ _ROWS = (
     Metric(
         "groups/rejected_frac",
         "fraction",
-        "Sampled groups that were rejected because their responses all have the same score.",
+        "Sampled groups that were rejected because their responses all have the same score (or fewer than two have "
+        "one).",
         "Above 0.7: most of the generation is thrown away; change the prompts.",
     ),
     *(Metric(*row) for row in ROLLOUT_ROWS),
@@ -444,7 +458,7 @@ _ROWS = (
     Metric(
         "reference/age",
         "steps",
-        "Updates since the reference took over the actor's weights (iterative DPO).",
+        "Steps since the reference took over the actor's weights (iterative DPO).",
         "Never 0: refresh_steps is larger than the run.",
     ),
     Metric(

@@ -95,6 +95,11 @@ class SpanRecorder:
         with self._lock:
             return sorted((s for s in self._spans if s.step == step), key=lambda s: s.start_s)
 
+    def spans(self) -> list[Span]:
+        """All ended spans that are still in memory, in order of their start."""
+        with self._lock:
+            return sorted(self._spans, key=lambda s: s.start_s)
+
     def drop_through(self, step: int) -> None:
         """Forgets the spans of all steps up to ``step``, and those without a step; the file keeps them."""
         with self._lock:

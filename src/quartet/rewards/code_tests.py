@@ -11,12 +11,21 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from quartet.config.errors import UserError
-from quartet.config.rewards import CodeReward
+from quartet.config.rewards import CodeReward, Isolation
 from quartet.rewards.sandbox.run import Check, Limits, SandboxError, check_sandbox, run_program, run_tests
 from quartet.rewards.source import RewardError, Threads, check_column
 from quartet.text.examples import PromptText
 
-_FENCED = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# White space before and behind the language stands in one place each: a long run of it is read once.
+_FENCED = re.compile(r"```[ \t]*(?:py(?:thon3?)?[ \t]*)?\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+_REMEDIES: dict[Isolation, str] = {
+    "namespaces": "allow unprivileged user namespaces (in a container: the seccomp profile and /proc unmasked, or "
+    "--privileged; Linux 5.14 or newer); or score code by a server with type: http; or set isolation: process, which "
+    "keeps less from the code: see docs/rewards.md",
+    "process": "score code by a server with type: http, or on another machine",
+}
 
 
 @dataclass(frozen=True)
@@ -47,15 +56,15 @@ class CodeSource:
             memory_bytes=config.memory_mb << 20,
             disk_bytes=config.disk_mb << 20,
             processes=config.processes,
+            isolation=config.isolation,
         )
         try:
-            check_sandbox()
+            check_sandbox(config.isolation)
         except SandboxError as error:
             raise UserError(
                 f"the reward {self.name!r} needs a sandbox that this machine does not allow",
                 found=str(error),
-                remedy="allow unprivileged user namespaces (in a container: the seccomp profile and "
-                "/proc unmasked, or --privileged; Linux 5.14 or newer), or score code by a server with type: http",
+                remedy=_REMEDIES[config.isolation],
             ) from error
         self._threads = Threads(config.concurrency, self.name)
 

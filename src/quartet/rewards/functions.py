@@ -8,13 +8,14 @@ its list of messages, a completion ``[{"role": "assistant", "content": …}]``.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
+from quartet.config.scores import as_score
 from quartet.config.targets import load_target
 from quartet.rewards.source import RewardError, Threads
 from quartet.text.examples import PromptText
@@ -67,8 +68,8 @@ class FunctionReward:
             columns: the data's other columns, one entry per completion.
 
         Raises:
-            RewardError: the function raised, or returned a wrong count, NaN, an infinity or something not a
-                number.
+            RewardError: the function raised, or returned a wrong count, NaN, an infinity, a number too large for
+                float32 or something not a number.
             UserError: the function asks for a column that is not there.
         """
         chat = [not isinstance(prompt, str) for prompt in prompts]
@@ -88,7 +89,13 @@ class FunctionReward:
                 result = self.function(**arguments)
             if inspect.isawaitable(result):
                 result = await result
-        except Exception as error:  # User code may raise anything; it is passed on with its cause.
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Something inside was cancelled, and not this call: nobody would ever hear of it.
+            raise self._error("raised CancelledError", prompts, completions, 0) from error
+        except (Exception, SystemExit) as error:  # User code may raise anything; it is passed on with its cause.
             what = f"raised {type(error).__name__}: {error}"
             raise self._error(what, prompts, completions, 0) from error
         return self._validated(result, prompts, completions)
@@ -132,7 +139,7 @@ class FunctionReward:
             )
         scores: list[float | None] = []
         for n, value in enumerate(values):
-            number = _number(value)
+            number = None if value is None else as_score(value)
             if isinstance(number, str):
                 raise self._error(f"returned {number} for sample {n}", prompts, completions, n)
             scores.append(number)
@@ -156,17 +163,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return None
-
-
-def _number(value: Any) -> float | str | None:
-    """A score as a float; a description of what it is where it is no finite number."""
-    if value is None:
-        return None
-    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        value = value.item()  # a scalar of numpy or torch
-    if not isinstance(value, (int, float)):
-        return f"{_excerpt(value)} ({type(value).__name__})"
-    return float(value) if math.isfinite(value) else f"{value}"
 
 
 def _excerpt(value: Any) -> str:

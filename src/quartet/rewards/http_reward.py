@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quartet.config.rewards import HTTPReward
+from quartet.config.scores import as_score
 from quartet.rewards.remote import JSONClient, RemoteError
 from quartet.rewards.source import RewardError, Threads
 from quartet.text.examples import PromptText
@@ -63,11 +63,12 @@ def _scores(answer: Any, num: int) -> list[float | None]:
         raise ValueError('not {"scores": [...]}')
     if len(scores) != num:
         raise ValueError(f"{len(scores)} scores for {num} completions")
-    wrong = [score for score in scores if not (score is None or _is_number(score))]
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} among the scores, where a finite number or null belongs")
-    return [None if score is None else float(score) for score in scores]
+    return [None if score is None else _score(score) for score in scores]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _score(value: Any) -> float:
+    score = as_score(value)
+    if isinstance(score, str) or isinstance(value, bool):
+        shown = value if isinstance(value, bool) else score
+        raise ValueError(f"{shown} among the scores, where a finite number or null belongs")
+    return score

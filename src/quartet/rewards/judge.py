@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
@@ -17,8 +18,10 @@ from quartet.config.rewards import JudgeReward, PairwiseJudge, PointwiseJudge
 from quartet.rewards.builtin import text_of
 from quartet.rewards.http_reward import remote_failure
 from quartet.rewards.remote import JSONClient, RemoteError
-from quartet.rewards.source import GuardedReward, RewardError, RewardSource, Threads, check_column
+from quartet.rewards.source import GuardedReward, RewardSource, Threads, check_column
 from quartet.text.examples import PromptText
+
+T = TypeVar("T")
 
 POINTWISE = """You judge the answer of an assistant to a user.
 
@@ -63,7 +66,7 @@ _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 class _Endpoint:
-    """Asks the model one question, and reads a number out of what it says."""
+    """Asks the model one question, and reads a score or a verdict out of what it says."""
 
     def __init__(self, config: JudgeReward) -> None:
         self.name = config.name
@@ -71,15 +74,16 @@ class _Endpoint:
         self._client = JSONClient(config, "/chat/completions")
         self._threads = Threads(config.concurrency, self.name)
 
-    async def ask(self, question: str, pattern: re.Pattern[str]) -> str:
-        """The group of the pattern's last match in the judge's answer.
+    async def ask(self, question: str, read: Callable[[str], T]) -> T:
+        """What ``read`` makes of the judge's answer; it raises ValueError where the answer will not do, and the judge
+        is asked again.
 
         Raises:
-            RewardError: no answer, or none with a match.
+            RewardError: no answer that will do after all attempts.
         """
-        return await self._threads.run(self._ask, question, pattern)
+        return await self._threads.run(self._ask, question, read)
 
-    def _ask(self, question: str, pattern: re.Pattern[str]) -> str:
+    def _ask(self, question: str, read: Callable[[str], T]) -> T:
         body = {
             "model": self._config.model,
             "messages": [{"role": "user", "content": question}],
@@ -87,9 +91,10 @@ class _Endpoint:
             "max_tokens": self._config.max_tokens,
         }
         try:
-            return str(self._client.post(body, lambda answer: _last_match(_content(answer), pattern)))
+            found: T = self._client.post(body, lambda answer: read(_content(answer)))
         except RemoteError as error:
             raise remote_failure(self.name, error) from error
+        return found
 
     def close(self) -> None:
         self._client.close()
@@ -106,7 +111,7 @@ def _content(answer: Any) -> str:
     return content
 
 
-def _last_match(text: str, pattern: re.Pattern[str]) -> str:
+def _last_match(pattern: re.Pattern[str], text: str) -> str:
     matches = pattern.findall(text)
     if not matches:
         raise ValueError(f"nothing in the judge's answer matches {pattern.pattern!r}")
@@ -138,23 +143,16 @@ class PointwiseSource:
         method = self._method
         own = {"rubric": method.rubric, "lowest": f"{method.lowest:g}", "highest": f"{method.highest:g}"}
         question = _filled(self._template, {**row, **own, "prompt": transcript(prompt), "completion": completion})
-        return _on_scale(self.name, await self._endpoint.ask(question, self._pattern), method)
+        return await self._endpoint.ask(question, lambda text: _on_scale(_last_match(self._pattern, text), method))
 
     def close(self) -> None:
         self._endpoint.close()
 
 
-def _on_scale(name: str, text: str, method: PointwiseJudge) -> float:
-    try:
-        share = (float(text) - method.lowest) / (method.highest - method.lowest)
-    except ValueError:
-        share = -1.0
+def _on_scale(text: str, method: PointwiseJudge) -> float:
+    share = (float(text) - method.lowest) / (method.highest - method.lowest)
     if not 0 <= share <= 1:
-        raise RewardError(
-            f"the judge {name!r} gave a score that is not on its scale",
-            found=f"{text!r}, the scale goes from {method.lowest:g} to {method.highest:g}",
-            remedy="say the scale in the template, or set lowest, highest and pattern to what the judge writes",
-        )
+        raise ValueError(f"the score {text} is not on the scale from {method.lowest:g} to {method.highest:g}")
     return share
 
 
@@ -188,9 +186,10 @@ class PairwiseSource:
     async def verdict(self, prompt: PromptText, ours: str, theirs: str, row: Mapping[str, Any]) -> float:
         """1 where the first answer wins in both places, -1 where the second does, 0 or ±0.5 in between."""
         fields = {**row, "rubric": self._rubric, "prompt": transcript(prompt)}
+        verdict = partial(_last_match, self._pattern)
         as_a, as_b = await asyncio.gather(
-            self._endpoint.ask(_filled(self._template, {**fields, "a": ours, "b": theirs}), self._pattern),
-            self._endpoint.ask(_filled(self._template, {**fields, "a": theirs, "b": ours}), self._pattern),
+            self._endpoint.ask(_filled(self._template, {**fields, "a": ours, "b": theirs}), verdict),
+            self._endpoint.ask(_filled(self._template, {**fields, "a": theirs, "b": ours}), verdict),
         )
         return ({"A": 1, "B": -1}.get(as_a, 0) - {"A": 1, "B": -1}.get(as_b, 0)) / 2
 

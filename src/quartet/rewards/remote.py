@@ -6,10 +6,12 @@ and a run waits as it did before. These functions wait; call them in threads.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import random
+import re
 import socket
 import ssl
 import threading
@@ -30,10 +32,10 @@ Kind = Literal["unreachable", "silent", "refused", "malformed", "resting", "stop
 
 
 class RemoteError(Exception):
-    """No usable answer. ``kind`` says why: ``unreachable`` (no connection, or it broke), ``silent`` (timeout),
-    ``refused`` (an HTTP status), ``malformed`` (no such answer as agreed), ``resting`` (the circuit breaker is open),
-    ``stopped`` (the run ends). ``again``: another attempt may succeed, after ``wait_s`` where the server says so;
-    ``about_content``: what was sent may be at fault, not the server.
+    """No usable answer. ``kind`` says why: ``unreachable`` (no connection, or it broke), ``silent`` (no whole answer in
+    time), ``refused`` (an HTTP status), ``malformed`` (no such answer as agreed), ``resting`` (the circuit breaker is
+    open), ``stopped`` (the run ends). ``again``: another attempt may succeed, after ``wait_s`` where the server says
+    so; ``about_content``: what was sent may be at fault, not the server.
     """
 
     def __init__(
@@ -101,7 +103,8 @@ class JSONClient:
         self._timeout_s, self._retry = config.timeout_s, config.retry
         self._headers = {"Content-Type": "application/json", "Accept": "application/json", **_authorization(config)}
         self._breaker = CircuitBreaker(config.breaker)
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[_Connection] = []
+        self._in_use: set[_Connection] = set()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
@@ -127,10 +130,13 @@ class JSONClient:
                 raise RemoteError("stopped", "the run ends")
 
     def close(self) -> None:
-        """Ends waits between attempts, and the connections that are not in use."""
+        """Ends waits between attempts, attempts under way, and the connections."""
         self._stopped.set()
         with self._lock:
             idle, self._idle = self._idle, []
+            in_use = list(self._in_use)
+        for connection in in_use:
+            connection.break_off()
         for connection in idle:
             connection.close()
 
@@ -157,31 +163,38 @@ class JSONClient:
             raise RemoteError("malformed", f"{error}; the answer is {_excerpt(text)}", again=True) from error
 
     def _exchange(self, data: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        connection, is_used = self._connection()
+        connection = self._take()
+        is_used = connection.wire is not None
         try:
             try:
                 return self._send(connection, data)
             except (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError):
-                if not is_used:
+                if not is_used or connection.is_broken_off:
                     raise
                 # The server had closed it while it was idle: no failure, only an old connection.
                 connection.close()
-                connection = self._new_connection()
                 return self._send(connection, data)
-        except TimeoutError as error:
-            connection.close()
-            raise RemoteError("silent", f"no answer within {self._timeout_s} s", again=True) from error
         except (OSError, http.client.HTTPException) as error:
             connection.close()
+            if isinstance(error, TimeoutError) or connection.is_broken_off:
+                raise RemoteError("silent", f"no answer within {self._timeout_s} s", again=True) from error
             raise RemoteError("unreachable", f"{type(error).__name__}: {error}", again=True) from error
+        finally:
+            with self._lock:
+                self._in_use.discard(connection)
 
-    def _send(self, connection: http.client.HTTPConnection, data: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        connection.request("POST", self._path, data, self._headers)
-        response = connection.getresponse()
-        text = response.read(MAX_ANSWER_BYTES + 1)
+    def _send(self, connection: _Connection, data: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
+        with connection.broken_off_after(self._timeout_s):
+            connection.request("POST", self._path, data, self._headers)
+            response = connection.getresponse()
+            text = response.read(MAX_ANSWER_BYTES + 1)
+        if connection.is_broken_off:
+            raise TimeoutError
         if len(text) > MAX_ANSWER_BYTES:
             connection.close()
             raise RemoteError("malformed", f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+        if response.length:
+            raise http.client.IncompleteRead(text, response.length)
         if response.isclosed() and not response.will_close:
             with self._lock:
                 self._idle.append(connection)
@@ -189,23 +202,52 @@ class JSONClient:
             connection.close()
         return response.status, response.headers, text
 
-    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
+    def _take(self) -> _Connection:
+        kind = _TLSConnection if self._is_tls else _Connection
         with self._lock:
-            if self._idle:
-                return self._idle.pop(), True
-        return self._new_connection(), False
-
-    def _new_connection(self) -> http.client.HTTPConnection:
-        if self._is_tls:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout_s)
-        return _PlainConnection(self._host, self._port, timeout=self._timeout_s)
+            connection = self._idle.pop() if self._idle else kind(self._host, self._port, timeout=self._timeout_s)
+            self._in_use.add(connection)
+        return connection
 
 
-class _PlainConnection(http.client.HTTPConnection):
+class _Connection(http.client.HTTPConnection):
+    """``wire`` is its socket, also while only an answer still reads from it; None before the first request."""
+
+    wire: socket.socket | None = None
+    is_broken_off = False
+
     def connect(self) -> None:
         super().connect()
+        if self.is_broken_off:
+            raise TimeoutError
+        self.wire = self.sock
         # Headers and body go out as two writes; without this the second waits for the first's acknowledgement.
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def break_off(self) -> None:
+        """From another thread: whoever reads or writes gets an error, and no request is sent again."""
+        self.is_broken_off = True
+        if self.wire is not None:
+            with contextlib.suppress(OSError):
+                # Not the method of a TLS socket, which would take the encryption away under a reader's feet.
+                socket.socket.shutdown(self.wire, socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def broken_off_after(self, seconds: float) -> Iterator[None]:
+        """The limit of the whole exchange. A socket's own timeout counts silence alone: a server that sends a byte now
+        and then would hold a thread for ever.
+        """
+        timer = threading.Timer(seconds, self.break_off)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+class _TLSConnection(_Connection, http.client.HTTPSConnection):
+    pass
 
 
 def waits_s(config: RetryConfig, request: bytes) -> Iterator[float]:
@@ -230,7 +272,7 @@ def _authorization(config: RemoteSource) -> dict[str, str]:
 
 def _seconds(text: str | None) -> float | None:
     """Retry-After in seconds; its other form, a date, is not understood and the usual wait holds."""
-    return float(text) if text is not None and text.isdigit() else None
+    return float(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text) else None
 
 
 def _excerpt(text: bytes) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
@@ -203,17 +203,60 @@ class GuardedReward:
 
 
 class Threads:
-    """A few threads in which calls wait or compute beside the event loop."""
+    """A few threads in which calls wait or compute beside the event loop.
+
+    They keep no process alive: the end of a run does not wait for a call that never comes back.
+    """
 
     def __init__(self, concurrency: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix=f"reward-{name}")
+        self._most, self._name = concurrency, f"reward-{name}"
+        self._started: list[threading.Thread] = []
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, partial(function, *arguments, **keywords))
+        waiting: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if not waiting.done():
+                waiting.set_result((result, error))
+
+        def call() -> None:
+            if waiting.cancelled():
+                return
+            result, error = None, None
+            try:
+                result = function(*arguments, **keywords)
+            except BaseException as raised:  # Whatever it is, it is raised where the call is waited for.
+                error = raised
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
+                loop.call_soon_threadsafe(settle, result, error)
+
+        self._calls.put(call)
+        self._start_another()
+        result, error = await waiting
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Calls that are under way end by themselves, those that have not begun never begin."""
+        self._is_closed = True
+        for _ in self._started:
+            self._calls.put(None)
+
+    def _start_another(self) -> None:
+        with self._lock:
+            if len(self._started) < self._most:
+                name = f"{self._name}_{len(self._started)}"
+                self._started.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._started[-1].start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None and not self._is_closed:
+            call()
 
 
 def check_column(name: str, column: str, columns: Sequence[str]) -> None:

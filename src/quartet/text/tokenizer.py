@@ -238,7 +238,17 @@ class TextCodec:
     def _tokenize(self, text: str, *, special: bool) -> list[int]:
         # verbose=False: lengths are checked against the model's context, not the tokenizer's own notion of
         # one.
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        try:
+            return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        except TypeError:
+            lone = next((n for n, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+            if lone is None:
+                raise
+            raise UserError(
+                "text holds half a character (a lone surrogate), which no tokenizer knows",
+                found=f"{text[max(0, lone - 20) : lone + 20]!r}",
+                remedy="write the whole character; text that was cut in the middle of one ends so",
+            ) from None
 
     def _plain(self, text: str) -> list[int]:
         return self._tokenize(text, special=False)

@@ -274,6 +274,8 @@ class PolicyObjective:
             sums.add("policy/clip_frac", out.num_clipped, out.num_units)
             kind = "numerical" if self.is_first else "drift"
             sums.add(f"policy/clip_frac_{kind}", out.num_clipped, out.num_units)
+        if isinstance(self.config.policy_loss, ClippedLoss) and self.config.policy_loss.dual_clip is not None:
+            sums.add("policy/dual_clip_frac", out.num_dual_clipped, out.num_units)
         sums.add("policy/ratio_mean", out.ratio_sum, out.num_units)
         sums.add("policy/approx_kl", out.approx_kl_sum, out.num_units)
         sums.maximum("policy/ratio_max", out.ratios, torch.ones_like(out.ratios, dtype=torch.bool))

@@ -112,7 +112,8 @@ class Assembler:
 
         kl_T, kl_metrics = self._kl(batch, action_mask_T)
         in_reward = self._kl_coef() if kl_term(self.config).place == "reward" else 0.0
-        shaped_N = shaped_scores(self.config, scores_N, batch.sequence["ended"][final_N], length_N, self.max_new_tokens)
+        ended_N = batch.sequence["ended"][final_N]
+        shaped_N = shaped_scores(self.config, scores_N, ended_N, length_N, self.max_new_tokens)
         scored = Scored(
             batch=batch,
             trajectory_T=trajectory_T,
@@ -123,6 +124,7 @@ class Assembler:
             kl_coef=in_reward,
             group_N=group_N,
             length_N=length_N,
+            ended_N=ended_N,
             baseline_N=batch.sequence[BASELINE][final_N] if BASELINE in batch.sequence else None,
             step_rewards_T=self._step_rewards(batch, final_N, trajectory_T),
         )
@@ -223,7 +225,7 @@ class Assembler:
             if spread > 0:
                 found["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
         group_N = _dense(scored.group_N)
-        if len(scores_N) > int(group_N.max()) + 1:
+        if self.weights and len(scores_N) > int(group_N.max()) + 1:
             scored_N = torch.where(applies_N, group_N, -1)
             is_constant = segment_is_constant(scored.shaped_N, scored_N, int(group_N.max()) + 1)
             found["groups/zero_variance"] = float(is_constant.float().mean())

@@ -12,8 +12,9 @@ from torch import Tensor
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.config.algorithms import ReMax, Selection, keeps_trajectories_whole, kl_term
+from quartet.config.algorithms import PPO, ReMax, Selection, keeps_trajectories_whole, kl_term
 from quartet.config.environments import EnvironmentConfig
+from quartet.config.fits import without_effect
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.data.order import epoch_order
@@ -84,7 +85,8 @@ class Cast:
     def remarks(self) -> list[str]:
         """What was left out of the data or converted, and what was changed about the models, in words."""
         held_out = self.evaluation_prompts.remarks if self.evaluation_prompts is not None else ()
-        found = [f"data: {remark}" for remark in self.prompts.remarks]
+        found = without_effect(self.recipe)
+        found += [f"data: {remark}" for remark in self.prompts.remarks]
         found += [f"held-out data: {remark}" for remark in held_out]
         actor, critic = (part.train.optim.lr for part in (self.recipe.actor, self.recipe.critic))
         if self.critic is not None and critic <= actor:
@@ -240,8 +242,18 @@ class Cast:
         if needs_old_logprobs(recipe):
             found.append(EngineScorer(worker, "actor", self.actor, policy, "old_logprobs"))
         if self.critic is not None:
-            found.append(EngineScorer(worker, "critic", self.critic, Needs(values=True, mask="action_mask"), "values"))
+            found.append(self._value_scorer(worker, self.critic))
         return found
+
+    def _value_scorer(self, worker: Worker, critic: TrainEngine[PackedScalarModel]) -> EngineScorer:
+        after = needs_next_values(self.recipe)
+        needs = Needs(values=True, step_scores=after, mask="action_mask")
+        return EngineScorer(worker, "critic", critic, needs, "values", {"step_scores": "next_values"} if after else {})
+
+
+def needs_next_values(recipe: RLRecipe) -> bool:
+    """Whether the values of the states behind tokens are read, too."""
+    return isinstance(recipe.algorithm, PPO) and recipe.algorithm.bootstrap_truncated
 
 
 def needs_old_logprobs(recipe: RLRecipe) -> bool:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.config import UserError
-from quartet.config.algorithms import Distillation, reads_reference
+from quartet.config.algorithms import Distillation, OnlineDPO, reads_reference
 from quartet.config.common import TrainConfig
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptData
@@ -92,7 +92,10 @@ def build_cast(
             seed=recipe.seed,
         )
         taken.callback(actor.release)
+        _check_pair_budget(recipe, data, context, share=actor.shares_prefixes and recipe.actor.train.share_prefixes)
         reference = _reference(recipe, actor)
+        if reference is not None:
+            check_context(reference.model, longest, "reference")
         models = reward_models(recipe.rewards, rewards, codec, recipe.actor.train)
         models += process_models(recipe.rewards, codec)
         for role in models:
@@ -170,6 +173,15 @@ def _check_budgets(recipe: RLRecipe, longest: int) -> None:
         check_budget(longest, config.forward_token_budget, f"{role}.train.forward_token_budget")
 
 
+def _check_pair_budget(recipe: RLRecipe, data: PromptData, context: int, *, share: bool) -> None:
+    """Both responses of a pair have to lie in one micro-batch."""
+    if not isinstance(recipe.algorithm, OnlineDPO):
+        return
+    num_new, lengths = recipe.rollout.sampling.max_new_tokens, [len(item.token_ids) for item in data.items]
+    both = [(1 if share else 2) * n + 2 * min(num_new, context - n) for n in lengths]
+    check_budget(max(both), recipe.actor.train.token_budget, "actor.train.token_budget")
+
+
 def _reference(recipe: RLRecipe, actor: PackedCausalLM) -> PackedCausalLM | None:
     """Loaded only where it is read: by a KL term, or as the teacher. The default is the actor as it starts: a copy, or
     the actor itself where it is that without its adapters."""
@@ -198,6 +210,12 @@ def _critic(
     updates: int,
 ) -> TrainEngine[PackedScalarModel] | None:
     if recipe.algorithm.name != "ppo":
+        if critic is not None:
+            raise UserError(
+                "a critic is passed that the method does not have",
+                found=f"algorithm {recipe.algorithm.name}",
+                remedy="leave the critic out, or use ppo",
+            )
         return None
     native = [role.model.model for role in reward_models if role.codec is None]
     if critic is not None:

@@ -14,7 +14,8 @@ import torch
 from quartet.algorithms.evaluation import Interval, bootstrap_interval, win_rate_interval
 from quartet.config import UserError
 from quartet.text.examples import PromptText
-from quartet.trainers.evaluation import Answer
+from quartet.trainers.evaluation import CHUNK, Answer
+from quartet.trainers.finished import Finished
 
 Verdict = Literal["good", "same", "bad"]
 _VALUE: Mapping[Verdict, float] = {"good": 1.0, "same": 0.5, "bad": 0.0}
@@ -110,17 +111,31 @@ def compare_scores(
 
 
 async def compare_by_judge(
-    first: Sequence[Answer], second: Sequence[Answer], judge: AnswerJudge, tie_margin: float
+    first: Sequence[Answer],
+    second: Sequence[Answer],
+    judge: AnswerJudge,
+    tie_margin: float,
+    finished: Finished | None = None,
 ) -> list[Comparison]:
-    """The judge's preference wins, beyond ``tie_margin``."""
+    """The judge's preference wins, beyond ``tie_margin``.
+
+    Args:
+        finished: pairs that it has a preference for are not asked about again; those of the others are kept there.
+    """
     pairs = _pairs(first, second)
-    found = await judge.compare(
-        [a.item.prompt for a, _ in pairs], [a.text for a, _ in pairs], [b.text for _, b in pairs]
-    )
-    return [
-        _decided(a, b, math.nan if preference is None else preference, tie_margin)
-        for (a, b), preference in zip(pairs, found, strict=True)
-    ]
+    known = dict(finished.preferences) if finished is not None else {}
+    missing = [n for n in range(len(pairs)) if str(n) not in known]
+    for start in range(0, len(missing), CHUNK):
+        part = missing[start : start + CHUNK]
+        asked = [pairs[n] for n in part]
+        found = await judge.compare(
+            [a.item.prompt for a, _ in asked], [a.text for a, _ in asked], [b.text for _, b in asked]
+        )
+        for n, preference in zip(part, found, strict=True):
+            known[str(n)] = math.nan if preference is None else preference
+            if finished is not None and preference is not None:
+                finished.keep_preference(str(n), preference)
+    return [_decided(a, b, known[str(n)], tie_margin) for n, (a, b) in enumerate(pairs)]
 
 
 def win_rate(comparisons: Sequence[Comparison], confidence: float, seed: int) -> WinRate:

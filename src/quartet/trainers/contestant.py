@@ -21,6 +21,7 @@ from quartet.schedule.local import Worker, local_arbiter, role_spec
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.answers import StoredAnswer, matched
 from quartet.trainers.evaluation import Answer, RewardScorer, answer_prompts, as_completion, score_completions
+from quartet.trainers.finished import Finished
 from quartet.trainers.generate import run_to_end
 from quartet.trainers.process_roles import process_models
 from quartet.trainers.reward_roles import (
@@ -40,9 +41,10 @@ class _Direct:
 
     engine: RolloutEngine
     on_done: Callable[[int], None] | None = None
+    keep: Callable[[Sequence[Completion]], None] | None = None
 
     async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        return run_to_end(self.engine, requests, self.on_done)
+        return run_to_end(self.engine, requests, self.on_done, self.keep)
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,18 @@ class Contestant:
         seed: int,
         max_running: int,
         on_done: Callable[[int], None] | None = None,
+        finished: Finished | None = None,
     ) -> list[Answer]:
-        """``samples`` answers to every prompt, scored. ``on_done`` is told how many each engine step finishes."""
+        """``samples`` answers to every prompt, scored. ``on_done`` is told how many each engine step finishes.
+
+        Args:
+            finished: what an evaluation before this one has; this one's work is kept there.
+        """
         engine = engine_for(self.packed, max_running=max_running, decode=self.codec.decode)
+        if finished is not None and on_done is not None:
+            on_done(len(finished.completions))
         return await answer_prompts(
-            _Direct(engine, on_done),
+            _Direct(engine, on_done, finished.keep_completions if finished is not None else None),
             self.prompts,
             self.codec,
             sampling,
@@ -129,9 +138,12 @@ class Contestant:
             seed=seed,
             step=0,
             samples=samples,
+            finished=finished,
         )
 
-    async def score_stored(self, stored: Sequence[StoredAnswer], recorder: SpanRecorder) -> list[Answer]:
+    async def score_stored(
+        self, stored: Sequence[StoredAnswer], recorder: SpanRecorder, finished: Finished | None = None
+    ) -> list[Answer]:
         """Answers of an earlier evaluation to the same prompts, scored by these rewards."""
         samples = matched(stored, self.prompts.items)
         items = [item for item in self.prompts if item.prompt_id in samples]
@@ -141,7 +153,7 @@ class Contestant:
             for item, group in zip(items, groups, strict=True)
         ]
         texts = [[answer.text for answer in group] for group in groups]
-        return await score_completions(items, completions, texts, self._scorers(recorder), step=0)
+        return await score_completions(items, completions, texts, self._scorers(recorder), step=0, finished=finished)
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[RewardScorer]:
         specs = [role_spec(role.name, [role.model], ("forward",)) for role in self.models]

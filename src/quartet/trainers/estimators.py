@@ -6,7 +6,8 @@ Shapes: T stored tokens, N trajectories.
 ``ppo``                    token rewards (score at the end, KL per token), GAE over action tokens, whitening
 ``grpo``, ``dr_grpo``,     score relative to the group, over its standard deviation if asked for
 ``dapo``, ``gspo``,
-``cispo``, ``gpg``
+``cispo``
+``gpg``                    the same, times the step's responses over those in groups with variance
 ``rloo``                   score less the summed KL, less the mean of the group's others
 ``opo``                    score less the mean of the group weighted by length
 ``reinforce_pp``           discounted returns of token rewards, whitened over the batch
@@ -32,13 +33,22 @@ from quartet.algorithms.advantages import (
     leave_one_out,
     length_weighted,
     less_baseline,
+    rescaled_by_variance,
     teacher_advantages,
     whitened_unless_equal,
 )
 from quartet.algorithms.rewards import completion_rewards, overlong_penalty, penalise_missing_eos, token_rewards
-from quartet.algorithms.segments import gather_owner, masked_owner, masked_whiten, segment_is_constant, segment_sum
+from quartet.algorithms.segments import (
+    gather_owner,
+    last_token,
+    masked_owner,
+    masked_whiten,
+    segment_is_constant,
+    segment_sum,
+)
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
+    GPG,
     OPO,
     PPO,
     RLOO,
@@ -62,9 +72,9 @@ class Scored:
 
     ``scores_N`` raw scores (0 where none applies), ``shaped_N`` less the penalties of the recipe, ``kl_T`` the KL to
     the reference per action token (0 without a reference), ``kl_coef`` the coefficient of KL in the reward. ``group_N``
-    labels the groups, ``length_N`` counts action tokens. ``baseline_N`` is the shaped score of the greedy response
-    (ReMax). ``step_rewards_T`` is the part of the scores that is earned before the end, weighted; None: all
-    of it lands on the last action token.
+    labels the groups, ``length_N`` counts action tokens, ``ended_N`` says who ended by itself. ``baseline_N`` is the
+    shaped score of the greedy response (ReMax). ``step_rewards_T`` is the part of the scores that is earned before the
+    end, weighted; None: all of it lands on the last action token.
     """
 
     batch: RaggedBatch
@@ -76,6 +86,7 @@ class Scored:
     kl_coef: float
     group_N: Tensor
     length_N: Tensor
+    ended_N: Tensor
     baseline_N: Tensor | None = None
     step_rewards_T: Tensor | None = None
 
@@ -178,10 +189,11 @@ def _summed(rewards_T: Tensor, scored: Scored) -> Tensor:
 
 
 def _group_relative(config: GroupRelative, scored: Scored) -> Estimate:
-    advantages_N, rewards_N = _within_groups(
-        scored, lambda r, g, raw: group_relative(r, g, config.normalise_std, raw_scores_N=raw)
-    )
-    return _grouped(scored, advantages_N, rewards_N)
+    def relative(rewards_N: Tensor, group_N: Tensor, raw_N: Tensor) -> Tensor:
+        found_N = group_relative(rewards_N, group_N, config.normalise_std, raw_scores_N=raw_N)
+        return rescaled_by_variance(found_N, group_N, raw_N) if isinstance(config, GPG) and config.rescale else found_N
+
+    return _grouped(scored, *_within_groups(scored, relative))
 
 
 def _rloo(scored: Scored) -> Estimate:
@@ -218,10 +230,19 @@ def _ppo(config: PPO, scored: Scored) -> Estimate:
         scored.trajectory_T,
         config.gamma,
         config.gae_lambda,
+        bootstrap_N=_values_behind(scored) if config.bootstrap_truncated else None,
     )
     if config.whiten_advantages:
         advantages_T = masked_whiten(advantages_T, scored.action_mask_T)
     return Estimate(advantages_T, rewards_T, returns_T, _summed(rewards_T, scored))
+
+
+def _values_behind(scored: Scored) -> Tensor:
+    """``[N]`` value of the state behind the last action of each trajectory that did not end by itself, 0 for others."""
+    num = len(scored.scores_N)
+    last_N = last_token(masked_owner(scored.trajectory_T, scored.action_mask_T), num)
+    values_N = scored.batch.token["next_values"][last_N.clamp(min=0)]
+    return torch.where((last_N >= 0) & ~scored.ended_N, values_N, 0.0)
 
 
 def _reinforce_pp(config: ReinforcePlusPlus, scored: Scored) -> Estimate:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quartet.config import UserError
+from quartet.config import Interrupted, UserError
 from quartet.config.common import ModelConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
 from quartet.observe.progress import Progress
@@ -30,8 +30,16 @@ from quartet.trainers.comparison import (
 )
 from quartet.trainers.contestant import Contestant
 from quartet.trainers.evaluation import Answer, weighted_scores
+from quartet.trainers.finished import Finished
 from quartet.trainers.measures import Figure, check_graded, measure, metrics_of
-from quartet.trainers.run import RunDirectory, Stopwatch, default_output_dir, software_versions, use_threads, writing
+from quartet.trainers.run import (
+    RunDirectory,
+    Stopwatch,
+    default_output_dir,
+    software_versions,
+    use_threads,
+    writing,
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Evaluator:
         recipe: model, data, rewards, sampling, comparison. What it leaves out comes as objects:
         model, tokenizer, rewards, prompts: as for ``RLTrainer``.
         judge: who compares pairs of answers in place of a reward, asked in both orders; needs ``recipe.compare``.
+        resume: go on with the evaluation in ``recipe.output_dir``: what it has finished is not computed again.
     """
 
     def __init__(
@@ -70,6 +79,7 @@ class Evaluator:
         rewards: Sequence[Callable[..., Any] | PreTrainedModel] = (),
         prompts: Sequence[Any] | None = None,
         judge: AnswerJudge | None = None,
+        resume: bool = False,
         progress: Progress | None = None,
     ) -> None:
         use_threads(recipe.threads)
@@ -79,7 +89,7 @@ class Evaluator:
         if judge is None and recipe.compare is not None and recipe.compare.judge is not None:
             self.judge = Comparer(recipe.compare.judge)
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("eval")
-        self.run_directory = RunDirectory(self.path, recipe)
+        self.run_directory = RunDirectory(self.path, recipe, resume=resume)
         self._objects: dict[str, Any] = {"rewards": rewards, "prompts": prompts}
         self._contestant: Contestant | None = Contestant.build(
             recipe.model, recipe.data, recipe.rewards, model=model, tokenizer=tokenizer, **self._objects
@@ -124,6 +134,18 @@ class Evaluator:
         return stored
 
     def run(self) -> EvaluationResult:
+        """All answers, scores and figures.
+
+        Raises:
+            Interrupted: Ctrl-C; what is finished is saved, and resumable.
+            UserError: a reward's, or the judge has no verdict at all.
+        """
+        try:
+            return self._run()
+        except KeyboardInterrupt as stop:
+            raise Interrupted(self.path, None) from stop
+
+    def _run(self) -> EvaluationResult:
         watch = Stopwatch()
         with self.run_directory as run:
             run.start(0)
@@ -172,10 +194,12 @@ class Evaluator:
             raise RuntimeError("an evaluation runs once; make another Evaluator")
         compare = self.recipe.compare
         with contestant.released_at_end():
-            answers = self._of(contestant, recorder, "answers")
+            answers = self._of(contestant, recorder, "answers", "answers")
             others: list[Answer] = []
             if compare is not None and compare.is_file:
-                others = asyncio.run(contestant.score_stored(self._stored, recorder))
+                about = [[answer.prompt_id, answer.sample, answer.text] for answer in self._stored]
+                with self._finished("against", about) as finished:
+                    others = asyncio.run(contestant.score_stored(self._stored, recorder, finished))
         self._notes = contestant.remarks()
         del contestant
         if compare is None or compare.is_file:
@@ -187,11 +211,16 @@ class Evaluator:
             **self._objects,
         )
         with other.released_at_end():
-            return answers, self._of(other, recorder, f"answers of {compare.model}")
+            return answers, self._of(other, recorder, "against", f"answers of {compare.model}")
 
-    def _of(self, contestant: Contestant, recorder: SpanRecorder, title: str) -> list[Answer]:
+    def _finished(self, name: str, about: Any) -> contextlib.closing[Finished]:
+        return contextlib.closing(Finished(self.path / "finished" / f"{name}.jsonl", about))
+
+    def _of(self, contestant: Contestant, recorder: SpanRecorder, name: str, title: str) -> list[Answer]:
         recipe = self.recipe
-        with self.progress.stage(title, len(contestant.prompts) * recipe.samples_per_prompt) as bar:
+        about = [[item.prompt_id, list(item.token_ids)] for item in contestant.prompts]
+        total = len(about) * recipe.samples_per_prompt
+        with self._finished(name, about) as finished, self.progress.stage(title, total) as bar:
             work = contestant.answers(
                 recorder,
                 recipe.sampling,
@@ -199,6 +228,7 @@ class Evaluator:
                 seed=recipe.seed,
                 max_running=recipe.max_running,
                 on_done=bar.advance,
+                finished=finished,
             )
             return asyncio.run(work)
 
@@ -223,7 +253,9 @@ class Evaluator:
             with contextlib.ExitStack() as stack:
                 if isinstance(self.judge, Comparer):
                     stack.callback(self.judge.close)
-                return asyncio.run(compare_by_judge(answers, others, self.judge, config.tie_margin))
+                about = [[[a.item.prompt_id, a.sample, a.text] for a in side] for side in (answers, others)]
+                finished = stack.enter_context(self._finished("verdicts", about))
+                return asyncio.run(compare_by_judge(answers, others, self.judge, config.tie_margin, finished))
 
         def scores(found: Sequence[Answer]) -> list[float]:
             if config.source is not None:

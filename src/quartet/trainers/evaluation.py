@@ -12,12 +12,13 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.config.common import SamplingConfig
 from quartet.data.datasets import PromptData, PromptItem
-from quartet.rewards.combine import combine
+from quartet.rewards.combine import LEFT_OUT_PREFIX, combine
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.local import PromptGroup, chunk_of
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import REWARD_PREFIX
+from quartet.trainers.finished import Finished
 from quartet.trainers.generate import completion_text
 
 CHUNK = 64
@@ -67,6 +68,7 @@ async def answer_prompts(
     seed: int,
     step: int,
     samples: int = 1,
+    finished: Finished | None = None,
 ) -> list[Answer]:
     """``samples`` answers to every prompt with the scores of all ``scorers``, prompt after prompt.
 
@@ -74,11 +76,12 @@ async def answer_prompts(
 
     Args:
         step: the step that the spans of scoring belong to.
+        finished: what is there already, and where scores are kept.
     """
     items, params = list(prompts), sampling_params(sampling, codec, 0)
     requests = [
         Request(
-            f"eval.{i}.{r}",
+            _name(i, r),
             f"eval.{i}",
             tuple(item.token_ids),
             replace(params, seed=sample_seed(seed, -1, item.prompt_id, r)),
@@ -86,13 +89,17 @@ async def answer_prompts(
         for i, item in enumerate(items)
         for r in range(samples)
     ]
-    completions = await completer.complete(requests)
+    known = dict(finished.completions) if finished is not None else {}
+    missing = [request for request in requests if request.request_id not in known]
+    made = await completer.complete(missing) if missing else []
+    known.update({request.request_id: completion for request, completion in zip(missing, made, strict=True)})
+    completions = [known[request.request_id] for request in requests]
     grouped = [completions[i * samples : (i + 1) * samples] for i in range(len(items))]
     texts = [
         [completion_text(codec, item.token_ids, completion) for completion in group]
         for item, group in zip(items, grouped, strict=True)
     ]
-    return await score_completions(items, grouped, texts, scorers, step=step)
+    return await score_completions(items, grouped, texts, scorers, step=step, finished=finished)
 
 
 async def score_completions(
@@ -102,35 +109,62 @@ async def score_completions(
     scorers: Sequence[RewardScorer],
     *,
     step: int,
+    finished: Finished | None = None,
 ) -> list[Answer]:
-    """Answers in order, prompt after prompt, each with the scores of all ``scorers``."""
-    answers: list[Answer] = []
+    """Answers in order, prompt after prompt, each with the scores of all ``scorers``.
+
+    Args:
+        finished: samples that it has scores of are not scored again; those of the others are kept there.
+    """
+    rewards: dict[tuple[int, int], dict[str, float]] = {}
     per_chunk = max(1, CHUNK // max(1, max(map(len, completions), default=1)))
     for number, start in enumerate(range(0, len(items), per_chunk)):
-        places = range(start, min(start + per_chunk, len(items)))
-        groups = [PromptGroup(i, items[i], tuple(items[i].token_ids), tuple(completions[i])) for i in places]
-        found = [text for i in places for text in texts[i]]
-        chunk = chunk_of(step, number, groups, _one_after_the_other(found))
-        columns = [await scorer.score(chunk) for scorer in scorers]
-        rewards = {
-            name.removeprefix(REWARD_PREFIX): values.tolist()
-            for column_set in columns
-            for name, values in column_set.sequence.items()
-            if name.startswith(REWARD_PREFIX)
-        }
-        members = [(items[i], r, c) for i in places for r, c in enumerate(completions[i])]
-        answers += [
-            Answer(
-                item,
-                found[k],
-                completion.finish_reason.value,
-                {name: float(values[k]) for name, values in rewards.items()},
-                sample,
-                len(completion.token_ids),
-            )
-            for k, (item, sample, completion) in enumerate(members)
-        ]
-    return answers
+        members = [(i, r) for i in range(start, min(start + per_chunk, len(items))) for r in range(len(completions[i]))]
+        if finished is not None:
+            rewards |= {m: finished.rewards[_name(*m)] for m in members if _name(*m) in finished.rewards}
+            members = [member for member in members if member not in rewards]
+        if members:
+            found = await _scored(items, completions, texts, members, scorers, step=step, number=number)
+            rewards |= {member: scores for member, (scores, _) in found.items()}
+            for member, (scores, is_whole) in found.items():
+                if finished is not None and is_whole:
+                    finished.keep_rewards(_name(*member), scores)
+    return [
+        Answer(item, texts[i][r], completion.finish_reason.value, rewards[i, r], r, len(completion.token_ids))
+        for i, item in enumerate(items)
+        for r, completion in enumerate(completions[i])
+    ]
+
+
+async def _scored(
+    items: Sequence[PromptItem],
+    completions: Sequence[Sequence[Completion]],
+    texts: Sequence[Sequence[str]],
+    members: Sequence[tuple[int, int]],
+    scorers: Sequence[RewardScorer],
+    *,
+    step: int,
+    number: int,
+) -> dict[tuple[int, int], tuple[dict[str, float], bool]]:
+    """Scores by source of some samples, as (place of the prompt, sample); and whether no source left the sample out."""
+    groups = [
+        PromptGroup(i, items[i], tuple(items[i].token_ids), tuple(completions[i][r] for j, r in members if j == i))
+        for i in dict.fromkeys(i for i, _ in members)
+    ]
+    chunk = chunk_of(step, number, groups, _one_after_the_other([texts[i][r] for i, r in members]))
+    columns = [await scorer.score(chunk) for scorer in scorers]
+    values = {name: column.tolist() for found in columns for name, column in found.sequence.items()}
+    scores = {n.removeprefix(REWARD_PREFIX): found for n, found in values.items() if n.startswith(REWARD_PREFIX)}
+    left_out = [found for name, found in values.items() if name.startswith(LEFT_OUT_PREFIX)]
+    return {
+        member: ({name: float(found[k]) for name, found in scores.items()}, not any(found[k] for found in left_out))
+        for k, member in enumerate(members)
+    }
+
+
+def _name(place: int, sample: int) -> str:
+    """Of a sample, in requests and files."""
+    return f"eval.{place}.{sample}"
 
 
 def _one_after_the_other(texts: Sequence[str]) -> Callable[[Sequence[int], Completion], str]:

@@ -52,18 +52,24 @@ def generate(
 
 
 def run_to_end(
-    engine: RolloutEngine, requests: Sequence[Request], on_done: Callable[[int], None] | None = None
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    on_done: Callable[[int], None] | None = None,
+    keep: Callable[[Sequence[Completion]], None] | None = None,
 ) -> list[Completion]:
     """Completions of the requests, in their order, by an engine that nobody else uses meanwhile.
 
     Args:
         on_done: called with the number of completions finished by each engine step that finished any.
+        keep: called with these completions.
     """
     engine.submit(requests)
     found: dict[str, Completion] = {}
     while engine.has_work:
         finished = engine.step()
         found.update({completion.request_id: completion for completion in finished})
+        if finished and keep is not None:
+            keep(finished)
         if finished and on_done is not None:
             on_done(len(finished))
     return [found[request.request_id] for request in requests]

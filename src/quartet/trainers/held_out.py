@@ -143,9 +143,13 @@ class HeldOut:
             return {}
         if not self.alarm.raised_at:
             return {"reward_hacking": {"raised": False}}
-        last = read_rows(self.path / "alarms.jsonl")[-1]
+        steps, path = ", ".join(map(str, self.alarm.raised_at)), self.path / "alarms.jsonl"
+        rows = read_rows(path) if path.is_file() else []
+        if not rows:  # Somebody may have made room, which must not cost the end of the run.
+            text = f"reward hacking? The alarm was raised at step {steps}; {path} is gone"
+            return {"reward_hacking": {"raised": True, "text": text, "raised_at_steps": steps}}
+        last = rows[-1]
         examples = last.pop("examples")
-        steps = ", ".join(map(str, self.alarm.raised_at))
         return {"reward_hacking": {**last, "raised_at_steps": steps}, "reward_hacking_examples": examples}
 
     # Answers -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from statistics import fmean
 from typing import Any
 
 from quartet.config import Interrupted, UserError
+from quartet.config.algorithms import reads_reference
 from quartet.config.common import DataConfig, ModelConfig
 from quartet.config.iterated import CollectConfig
 from quartet.config.recipe import IteratedRecipe, RewardModelRecipe, RLRecipe
@@ -234,7 +235,7 @@ class IteratedTrainer:
             "actor": recipe.actor.model_copy(update={"model": self._policy(number)}),
             "rewards": (trained, *recipe.rewards),
         }
-        if number > 1 and recipe.reference.path is None:
+        if number > 1 and recipe.reference.path is None and reads_reference(recipe.algorithm):
             changes["reference"] = recipe.reference.model_copy(update={"path": first.path})
         return recipe.model_copy(update=changes)
 

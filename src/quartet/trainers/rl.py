@@ -77,7 +77,7 @@ class _ExperienceLearner:
 
 
 class RLTrainer:
-    """PPO, GRPO or RLOO on one process.
+    """Any method of ``quartet.config.algorithms`` on one process.
 
     Args:
         recipe: the run. What it leaves out (model, data, rewards) comes as objects:
@@ -134,9 +134,9 @@ class RLTrainer:
                 taken.callback(owned.release)
             self.held_out = self._held_out()
             self.ptx = build_ptx(recipe, ptx_rows, self.cast.codec, context_length(self.cast.actor.packed.model))
+            self._refresh = self._reference_refresh()
             taken.pop_all()
         self.kl_coef = kl_term(recipe.algorithm).coef
-        self._refresh = self._reference_refresh()
         self._shuffle = _shuffled(recipe.seed) if shuffle_scores else None
         self._bar: Stage | None = None
         self._rollout_bar: Stage | None = None

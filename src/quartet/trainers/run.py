@@ -182,9 +182,7 @@ class RunDirectory:
             raise UserError(
                 f"output_dir {self.path} already holds a run",
                 found=f"job {found['job']}, status {found['status']}, created {found['created']}",
-                remedy="choose another output_dir"
-                if self.job == "eval"
-                else "add --resume to go on with it, or choose another output_dir",
+                remedy="add --resume to go on with it, or choose another output_dir",
             )
         self._check_same_recipe(found)
         return found

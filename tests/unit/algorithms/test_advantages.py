@@ -55,6 +55,23 @@ def test_gae_matches_a_loop(gamma, gae_lambda, num_tokens, make_layout, close):
         close(actual, wanted)
 
 
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.99, 0.9), (0.7, 0.0)])
+def test_gae_with_values_behind_the_end_matches_a_loop(gamma, gae_lambda, make_layout, close):
+    """A value behind the end is a last reward of that value, discounted once; 0 is none."""
+    layout = make_layout(11)
+    rewards, values = layout.normal(0), layout.normal(1)
+    behind = torch.tensor([0.0, 2.0, -3.0] * layout.num_owners, dtype=torch.float64)[: layout.num_owners]
+    ended = rewards.clone()
+    for n in range(layout.num_owners):
+        if layout.tokens_of(n):
+            ended[layout.tokens_of(n)[-1]] += gamma * behind[n]
+    found = gae(rewards, values, layout.mask, layout.owner, gamma, gae_lambda, bootstrap_N=behind)
+    for actual, wanted in zip(found, slow_gae(ended, values, layout, gamma, gae_lambda), strict=True):
+        close(actual, wanted)
+    plain = gae(rewards, values, layout.mask, layout.owner, gamma, gae_lambda)
+    assert not torch.equal(found[0], plain[0])
+
+
 def test_a_final_reward_reaches_the_first_turn_of_another_sequence():
     # Two sequences of one trajectory, with another trajectory's tokens between them.
     trajectory = torch.tensor([0, 1, 1, -1, 0])

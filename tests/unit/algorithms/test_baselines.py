@@ -10,6 +10,7 @@ from quartet.algorithms.advantages import (
     group_relative,
     length_weighted,
     less_baseline,
+    rescaled_by_variance,
     teacher_advantages,
     whitened_unless_equal,
 )
@@ -177,6 +178,31 @@ def test_equal_lengths_give_the_plain_mean(close):
     close(length_weighted(scores, torch.full((4,), 7), group), group_relative(scores, group, normalise_std=False))
 
 
+# Rescaled groups -----------------------------------------------------------------------------------------
+
+
+def test_rescaling_by_hand(close):
+    """Five of nine responses are in groups with variance: the mean of all is that of these five."""
+    group = torch.tensor([4, 4, 7, 7, 7, 2, 2, 9, 9])
+    scores = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 0.1, 0.1, 3.0, 3.0], dtype=torch.float64)
+    plain = group_relative(scores, group, normalise_std=False)
+    found = rescaled_by_variance(plain, group, scores)
+    close(found, plain * 9 / 5)
+    assert torch.all(found[5:] == 0)
+    # The same gradient as a mean over the varying groups alone.
+    slopes = torch.arange(9, dtype=torch.float64)
+    close((found * slopes).mean(), (plain * slopes)[:5].mean())
+
+
+def test_nothing_to_rescale():
+    group = torch.tensor([0, 0, 1, 1])
+    equal = torch.tensor([0.1, 0.1, 0.7, 0.7])
+    assert rescaled_by_variance(torch.zeros(4), group, equal).tolist() == [0.0] * 4
+    varying = torch.tensor([0.0, 1.0, 2.0, 5.0])
+    advantages = group_relative(varying, group, normalise_std=False)
+    assert torch.equal(rescaled_by_variance(advantages, group, varying), advantages)
+
+
 # Whitened groups -----------------------------------------------------------------------------------------
 
 
@@ -233,6 +259,7 @@ def test_baselines_leave_inputs_unchanged_and_are_constants(make_layout, unchang
         (less_baseline, (values, per_owner, layout.mask, layout.owner)),
         (teacher_advantages, (values, values, layout.mask)),
         (length_weighted, (per_owner, torch.ones(layout.num_owners), group)),
+        (rescaled_by_variance, (per_owner, group, torch.arange(layout.num_owners))),
         (whitened_unless_equal, (per_owner, group > 0, layout.mask, layout.owner)),
         (overlong_penalty, (torch.arange(4), 8, 4, 1.0)),
     ]

@@ -9,6 +9,7 @@ import pytest
 
 from quartet.config.algorithms import AlgorithmConfig, kl_term, reads_reference
 from quartet.config.errors import UserError
+from quartet.config.fits import without_effect
 from quartet.config.load import dump_recipe, load_recipe
 from quartet.config.recipe import RLRecipe
 from quartet.config.schema import members, tags
@@ -131,6 +132,51 @@ def test_options_of_one_loss_or_method_belong_to_no_other() -> None:
     assert "'dual_clip' in algorithm.policy_loss" in refused("algorithm.name=gspo", "algorithm.policy_loss.dual_clip=3")
     assert "'kl' in algorithm" in refused("algorithm.name=distillation", "algorithm.kl.coef=0.1", "reference.path=t")
     assert "'dynamic_sampling' in algorithm" in refused("algorithm.name=reinforce_pp", "algorithm.dynamic_sampling={}")
+
+
+@pytest.mark.parametrize(
+    ("name", "aggregation"),
+    [
+        ("grpo", "sequence_mean_token_mean"),
+        ("dr_grpo", "sequence_mean_token_sum_norm"),
+        ("dapo", "token_mean"),
+        ("gspo", "sequence_mean_token_mean"),
+        ("cispo", "token_mean"),
+        ("gpg", "token_mean"),
+    ],
+)
+def test_losses_are_averaged_as_the_papers_do(name: str, aggregation: str) -> None:
+    assert rl(f"algorithm.name={name}").algorithm.aggregation == aggregation
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remark"),
+    [
+        (["algorithm.name=grpo", "critic.warmup_steps=2"], "critic: not read, grpo has none"),
+        (["algorithm.name=rloo", "critic.path=c"], "critic: not read, rloo has none"),
+        (["steps=3", "critic.warmup_steps=3"], "leave no step in which the actor learns"),
+        (["algorithm.name=grpo", "reference.path=r"], "reference: not loaded, grpo reads none"),
+        (["algorithm.name=best_of_n", "reference.path=r"], "reference: not loaded, best_of_n reads none"),
+        (["algorithm.kl.place=loss"], "the gradient of k1 is 0 on average"),
+    ],
+)
+def test_what_does_nothing_is_remarked_on(overrides: list[str], remark: str) -> None:
+    (found,) = without_effect(rl(*overrides))
+    assert remark in found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["critic.warmup_steps=2", "critic.path=c", "reference.path=r"],
+        ["algorithm.name=grpo"],
+        ["algorithm.name=grpo", "algorithm.kl.coef=0.1", "reference.path=r"],
+        ["algorithm.name=distillation", "reference.path=r"],
+        ["algorithm.name=online_dpo", "reference.path=r"],
+    ],
+)
+def test_what_is_read_is_not_remarked_on(overrides: list[str]) -> None:
+    assert without_effect(rl(*overrides)) == []
 
 
 def test_who_reads_a_reference() -> None:

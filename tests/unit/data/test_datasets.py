@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from quartet.config.errors import UserError
 from quartet.data.datasets import PromptData, SFTData
 from quartet.data.formats import Parsed, demonstrations, preferences, prompts
 from quartet.data.order import batch_indices, draws, epoch_order, split_held_out, steps_for
-from quartet.data.preference import PreferenceData
+from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.readers import read_rows
-from quartet.text.examples import Conversation, Demonstration, Preference, Prompt
+from quartet.text.examples import Conversation, Demonstration, Judgement, Preference, Prompt
 from quartet.text.tokenizer import TextCodec
 
 
@@ -201,3 +202,19 @@ def test_real_rows_as_the_story_model_reads_them(realdata: Path) -> None:
     rows = read_rows(DataConfig(path=str(realdata / "gsm8k_test.jsonl"), limit=100))
     prompt_data = PromptData.build(prompts(rows, {"prompt": "question"}), codec, 511)
     assert len(prompt_data) == 100 and set(prompt_data.item(0).columns) == {"answer"}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda codec: SFTData.build(Parsed((Demonstration("a", "b \ud83d", "f:2"),)), codec, 99),
+        lambda codec: PromptData.build(Parsed((Prompt("a \ud83d", {}, "f:2"),)), codec, 99),
+        lambda codec: PreferenceData.build(Parsed((Preference("a", "b \ud83d", "c", None, "f:2"),)), codec, 99),
+        lambda codec: JudgedData.build(Parsed((Judgement("a", "b \ud83d", True, "f:2"),)), codec, 99),
+    ],
+    ids=["sft", "prompts", "preference", "judged"],
+)
+def test_what_no_tokenizer_knows_is_named_with_its_row(codec: TextCodec, build: Any) -> None:
+    with pytest.raises(UserError, match="half a character") as caught:
+        build(codec)
+    assert caught.value.found.startswith("f:2: ")

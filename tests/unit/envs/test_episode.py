@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from quartet.config.environments import EnvironmentConfig
 from quartet.config.errors import UserError
@@ -76,6 +78,12 @@ def test_without_rewards_there_is_none(plain: TextCodec) -> None:
     assert play(Counting(rewards=(0.0,)), Scripted(plain, ["a"] * 3), plain).reward == 0.0
 
 
+@pytest.mark.parametrize("reward", [np.float32(0.5), torch.tensor(0.5), np.array(0.5)])
+def test_a_reward_may_be_a_scalar_of_numpy_or_torch(plain: TextCodec, reward: Any) -> None:
+    episode = play(Failing(StepResult(None, reward=reward, done=True)), Scripted(plain, ["a"]), plain)
+    assert episode.reward == 0.5 and type(episode.reward) is float
+
+
 def test_max_turns_cut_an_episode_off(plain: TextCodec) -> None:
     environment = Counting(turns=9)
     episode = play(environment, Scripted(plain, ["a"] * 9), plain, max_turns=2)
@@ -135,10 +143,13 @@ class Failing(Counting):
 @pytest.mark.parametrize(
     ("result", "problem"),
     [
+        (asyncio.CancelledError(), "`step` raised CancelledError"),
+        (SystemExit(0), "`step` raised SystemExit: 0"),
         (ZeroDivisionError("by zero"), "`step` raised ZeroDivisionError: by zero"),
         (TimeoutError("its own"), "`step` raised TimeoutError: its own"),
         ("text", "returned 'text', not a StepResult"),
         (StepResult("x", reward=float("nan")), "returned the reward nan"),
+        (StepResult("x", reward=10**400), "returned the reward a number beyond what float32 holds"),
         (StepResult("x", reward="1"), "returned the reward '1'"),  # type: ignore[arg-type]
         (StepResult(None), "returned None as observation and is not done"),
         (StepResult(3), "returned 3 as observation"),  # type: ignore[arg-type]
@@ -180,6 +191,12 @@ class Slow(Counting):
     async def step(self, action: str) -> StepResult:
         await asyncio.sleep(30)
         return await super().step(action)
+
+
+def test_a_state_that_no_tokenizer_knows_is_placed(plain: TextCodec) -> None:
+    with pytest.raises(EpisodeError, match="half a character") as caught:
+        play(Failing(StepResult("cut \ud83d")), Scripted(plain, ["a"]), plain)
+    assert "row7" in caught.value.found and "turn 2" in caught.value.found
 
 
 def test_a_step_that_takes_too_long(plain: TextCodec) -> None:

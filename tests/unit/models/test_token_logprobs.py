@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quartet.models import logprobs as logprobs_module
-from quartet.models.logprobs import LogprobRule, token_logprobs
+from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
 from quartet.models.packed import PackedCausalLM
 
 ROWS = 23
@@ -343,3 +344,36 @@ def test_bf16_reduces_in_fp32(rows, make_twins, close):
     close(logprobs, exact[torch.arange(ROWS), labels], torch.bfloat16)
     rounded = (hidden.bfloat16() @ twins.plain.get_output_embeddings().weight.bfloat16().T).float().log_softmax(-1)
     close(logprobs, rounded[torch.arange(ROWS), labels])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_token_that_cannot_be_drawn_is_as_one_that_is_not_there(dtype: torch.dtype) -> None:
+    """A head bias of -inf, as for ids that only fill the vocabulary up: finite entropies and gradients."""
+    stored = torch.float64 if dtype == torch.float64 else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, dtype=stored, generator=generator) for n in (6, 5))
+    labels, kept = torch.tensor([0, 1, 2, 4, 0, 1]), [0, 1, 2, 4]
+    bias = torch.tensor([0.0, 0.3, -0.2, float("-inf"), 0.1], dtype=stored)
+    rule = LogprobRule(dtype, temperature=0.7, entropy=True, entropy_grad=True)
+    factors = torch.arange(6, dtype=stored)
+
+    def run(rows: list[int], own_labels: Tensor) -> list[Tensor]:
+        h, w = hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()
+        logprobs, entropies = token_logprobs(h, w, bias[rows], own_labels, rule)
+        assert entropies is not None
+        ((logprobs + 3 * entropies) * factors).sum().backward()
+        assert h.grad is not None and w.grad is not None
+        return [logprobs.detach(), entropies.detach(), h.grad, w.grad]
+
+    expected = run(kept, torch.tensor([kept.index(int(y)) for y in labels]))
+    *found, grad_weight = run(list(range(5)), labels)
+    assert not grad_weight[3].any()
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-4
+    for one, other in zip([*found, grad_weight[kept]], expected, strict=True):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+    checkpointed = hidden.clone().requires_grad_()
+    _, entropies = checkpointed_token_logprobs(lambda x: x @ weight.T + bias, checkpointed, labels, rule)
+    assert entropies is not None
+    entropies.sum().backward()
+    assert checkpointed.grad is not None and bool(checkpointed.grad.isfinite().all())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from typing import Any
 
 import pytest
 
 from quartet.config import UserError
-from quartet.config.rewards import CodeReward
+from quartet.config.rewards import CodeReward, Isolation
 from quartet.rewards import code_tests
 from quartet.rewards.code_tests import Case, CodeSource, extract_code, read_tests
 from quartet.rewards.sandbox.run import Check, SandboxError
@@ -42,6 +43,13 @@ def score(config: CodeReward, completions: list[str], tests: list[Any]) -> list[
 )
 def test_the_code_of_a_completion(completion: str, code: str) -> None:
     assert extract_code(completion) == code
+
+
+def test_a_long_run_of_spaces_is_no_reason_to_wait() -> None:
+    text = "```" + " " * 100_000 + "x"
+    start = time.monotonic()
+    assert extract_code(text) == text
+    assert time.monotonic() - start < 5
 
 
 def test_forms_of_tests() -> None:
@@ -78,9 +86,10 @@ def test_scores_of_asserts() -> None:
     assert score(CodeReward(score="all"), completions, [tests, tests, tests, None]) == [1.0, 0.0, 0.0, None]
 
 
-def test_scores_of_inputs_and_outputs() -> None:
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
+def test_scores_of_inputs_and_outputs(isolation: Isolation) -> None:
     completions = [DOUBLE, "print(4)", f"{DOUBLE}\nimport os; os._exit(3)", "import sys; sys.exit(0)"]
-    assert score(CodeReward(), completions, [PAIRS] * 4) == [1.0, 0.5, 0.0, 0.0]
+    assert score(CodeReward(isolation=isolation), completions, [PAIRS] * 4) == [1.0, 0.5, 0.0, 0.0]
     spaces = [{"input": "", "output": "a\nb"}]
     assert score(CodeReward(), ["print('a  \\nb \\n\\n')", "print('a b')"], [spaces] * 2) == [1.0, 0.0]
 
@@ -102,13 +111,13 @@ def test_tests_that_cannot_be_read_are_shown() -> None:
 
 
 def test_a_machine_without_sandbox_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+    def refuse(isolation: str) -> None:
         raise SandboxError("unshare: Operation not permitted")
 
     monkeypatch.setattr(code_tests, "check_sandbox", refuse)
     with pytest.raises(UserError, match="user namespaces") as caught:
         CodeSource(CodeReward())
-    assert "Operation not permitted" in caught.value.found
+    assert "Operation not permitted" in caught.value.found and "isolation: process" in caught.value.remedy
 
 
 def test_a_sandbox_that_fails_later_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

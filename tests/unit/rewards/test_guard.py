@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -212,3 +214,47 @@ def test_a_sync_function_in_threads_leaves_the_loop_free() -> None:
     outcome, turns = asyncio.run(both())
     assert outcome.scores == [1.0, 1.0] and turns >= 5
     assert time.monotonic() - start < 0.39, "the two calls ran beside each other"
+
+
+@pytest.mark.parametrize("error", [StopIteration("over"), KeyError("k"), SystemExit(3)])
+def test_whatever_a_thread_raises_is_raised_where_it_is_waited_for(error: BaseException) -> None:
+    """Also what a future of asyncio refuses to hold."""
+
+    def fail(completions: list[str]) -> list[float]:
+        raise error
+
+    source = FunctionReward(fail, threads=1)
+    with pytest.raises(RewardError, match=type(error).__name__):
+        asyncio.run(asyncio.wait_for(source.score(["?"], ["a"], {}), 10))
+    source.close()
+
+
+def test_calls_that_nobody_waits_for_any_more_never_begin() -> None:
+    threads, release, begun = Threads(1, "probe"), threading.Event(), []
+
+    async def stop() -> None:
+        first = asyncio.create_task(threads.run(release.wait, 10))
+        others = [asyncio.create_task(threads.run(begun.append, n)) for n in range(3)]
+        await asyncio.sleep(0.01)
+        others[1].cancel()
+        await asyncio.sleep(0)
+        release.set()
+        await asyncio.gather(first, *others, return_exceptions=True)
+
+    asyncio.run(stop())
+    threads.close()
+    assert begun == [0, 2]
+
+
+def test_a_call_that_never_comes_back_does_not_keep_the_process() -> None:
+    code = """
+import asyncio, time
+from quartet.rewards.functions import FunctionReward
+from quartet.rewards.source import GuardedReward
+def hangs(completions): time.sleep(1e6)
+guarded = GuardedReward(FunctionReward(hangs, threads=1), deadline_s=0.1, on_error="leave_out")
+print(asyncio.run(guarded.score(["?"], ["a"], {})).failed, flush=True)
+guarded.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("[True]\n", 0), done.stderr

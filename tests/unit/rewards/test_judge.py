@@ -62,6 +62,12 @@ def test_an_answer_without_a_score_is_a_failure_and_not_a_low_score(serve: Any, 
     assert (outcome.scores, outcome.failed) == ([None], [True])
 
 
+@pytest.mark.parametrize("first", ["no idea", "Score: 11"])
+def test_a_judge_that_answers_otherwise_than_asked_is_asked_again(serve: Any, first: str) -> None:
+    asked = serve(lambda body: says(first if len(asked.bodies) == 1 else "Score: 5"))
+    assert score(judge(asked.url), ["q"], ["a"]).scores == [0.5]
+
+
 @pytest.mark.parametrize("body", [{}, {"choices": []}, {"choices": [{"text": "Score: 1"}]}, [], "Score: 1"])
 def test_what_is_no_chat_completion_is_named(serve: Any, body: Any) -> None:
     asked = serve(lambda _: (200, body))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -111,6 +113,89 @@ def test_close_ends_a_wait(serve: Any) -> None:
     with pytest.raises(RemoteError) as caught:
         post(client)
     assert caught.value.kind == "stopped" and time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("said", ["\u00b2", "9" * 400, "-1", "tomorrow", ""])
+def test_a_wait_that_is_no_number_of_seconds_is_not_taken(serve: Any, said: str) -> None:
+    asked = serve(lambda body: (503, {}, {"Retry-After": said}) if len(asked.bodies) == 1 else (200, 1))
+    assert post(JSONClient(config(asked.url))) == 1
+
+
+# Servers that do not end what they began -------------------------------------------------------------------
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+def raw() -> Iterator[Callable[..., str]]:
+    """``raw(talk)``: the URL of a server that does with each connection what ``talk`` does, once it has a request."""
+    servers: list[socket.socket] = []
+
+    def start(talk: Callable[[socket.socket], None]) -> str:
+        server = socket.create_server(("127.0.0.1", 0))
+        servers.append(server)
+
+        def serve_one(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                connection.recv(1 << 16)
+                talk(connection)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=serve_one, args=(server.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def trickle(first: bytes, drop: bytes) -> Callable[[socket.socket], None]:
+    def talk(connection: socket.socket) -> None:
+        connection.sendall(first)
+        for _ in range(400):
+            time.sleep(0.05)
+            connection.sendall(drop)
+
+    return talk
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        trickle(HEAD + b"Content-Length: 1000\r\n\r\n", b" "),
+        trickle(HEAD + b"Connection: close\r\n\r\n", b" "),
+        trickle(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        trickle(b"HTTP/1.1 200 OK\r\nX: ", b"y"),
+        trickle(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+    ids=["body", "body without length", "chunks", "headers", "promises"],
+)
+def test_a_server_that_trickles_is_as_good_as_silent(raw: Any, talk: Any) -> None:
+    once = RetryConfig(attempts=1)
+    start = time.monotonic()
+    with pytest.raises(RemoteError, match=r"no answer within 0\.3 s") as caught:
+        post(JSONClient(config(raw(talk), timeout_s=0.3, retry=once)))
+    assert caught.value.kind == "silent" and time.monotonic() - start < 3
+
+
+def test_half_an_answer_is_a_broken_connection_and_says_nothing_about_the_samples(raw: Any) -> None:
+    url = raw(lambda connection: connection.sendall(HEAD + b'Content-Length: 99\r\n\r\n{"scores": [1'))
+    with pytest.raises(RemoteError, match="IncompleteRead") as caught:
+        post(JSONClient(config(url)))
+    assert caught.value.kind == "unreachable" and not caught.value.about_content
+
+
+def test_close_ends_an_attempt_under_way(raw: Any) -> None:
+    client = JSONClient(config(raw(lambda connection: time.sleep(20)), timeout_s=20.0))
+    threading.Timer(0.2, client.close).start()
+    start = time.monotonic()
+    with pytest.raises(RemoteError) as caught:
+        post(client)
+    assert caught.value.kind == "stopped" and time.monotonic() - start < 5
 
 
 # Connections -----------------------------------------------------------------------------------------------
@@ -249,7 +334,9 @@ def test_the_sample_that_the_server_stumbles_over_is_left_out_alone(serve: Any) 
         ({"score": [1.0]}, 'not {"scores"'),
         ({"scores": 1.0}, 'not {"scores"'),
         ({"scores": [1.0, 2.0]}, "2 scores for 1 completions"),
-        ({"scores": ["1.0"]}, "'1.0' among the scores"),
+        ({"scores": ["1.0"]}, "'1.0' (str) among the scores"),
+        (b'{"scores": [1' + b"0" * 400 + b"]}", "beyond what float32 holds"),
+        (b'{"scores": [1e39]}', "beyond what float32 holds"),
         ({"scores": [True]}, "True among the scores"),
         (b'{"scores": [NaN]}', "nan among the scores"),
         (b'{"scores": [1e999]}', "inf among the scores"),

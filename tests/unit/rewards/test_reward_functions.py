@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ def test_results_that_are_taken(result: Any, expected: list[float | None]) -> No
         ([], "returned 0 scores", "'1'"),
         ([1.0, math.nan], "returned nan for sample 1", "22"),
         ([math.inf, 0.0], "returned inf for sample 0", "'1'"),
+        ([10**400, 0.0], "returned a number beyond what float32 holds for sample 0", "'1'"),
+        ([0.0, -1e39], "returned a number beyond what float32 holds for sample 1", "22"),
+        ([np.float64(1e300), 0.0], "returned a number beyond what float32 holds for sample 0", "'1'"),
         ([1.0, "good"], "returned 'good' (str) for sample 1", "22"),
         ([[1.0], [2.0]], "returned [1.0] (list) for sample 0", "'1'"),
         (None, "returned NoneType, not a list", "'1'"),
@@ -107,6 +111,23 @@ def test_a_function_that_raises_is_shown_with_its_cause() -> None:
         score(brittle)
     assert isinstance(caught.value.__cause__, KeyError)
     assert "prompt 'one?', completion '1'" in caught.value.found
+
+
+def test_a_function_that_ends_the_program_has_failed() -> None:
+    """A run that ended so would look as if it were done."""
+    with pytest.raises(RewardError, match="raised SystemExit: 0"):
+        score(lambda completions: sys.exit(0))
+
+
+def test_a_cancelled_part_of_an_async_function_is_a_failure_and_no_cancelled_run() -> None:
+    async def reward(completions: list[str]) -> list[float]:
+        part = asyncio.ensure_future(asyncio.sleep(30))
+        part.cancel()
+        await part
+        return []
+
+    with pytest.raises(RewardError, match="raised CancelledError"):
+        score(reward)
 
 
 def test_missing_columns_are_named_before_any_work() -> None:

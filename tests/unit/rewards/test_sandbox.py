@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.rewards.sandbox.run import Check, Limits, SandboxError, check_sandbox, run_program, run_tests
+from quartet.rewards.sandbox.run import Check, Isolation, Limits, SandboxError, check_sandbox, run_program, run_tests
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made of Linux' namespaces")
 
@@ -144,6 +144,20 @@ CHEATS = {
     " except OSError: pass',)\n"
     "body = pickle.dumps(('ready', Evil()))\nfor fd in range(3, 1024):\n"
     "    try: os.write(fd, struct.pack('>I', len(body)) + body)\n    except OSError: pass",
+    "gives the tests other builtins": """
+import gc, os, pickle, struct
+def text(value): return b"\\x8c" + bytes([len(value)]) + value.encode()
+def reference(kind, value): return text(kind) + value + b"\\x86Q"
+mine = reference("mine", b"K\\x00")
+body = b"\\x80\\x04" + reference("module", text("builtins")) + b"}(" + text("compile") + mine + text("exec") + mine
+body += b"ub0" + text("ready") + text("add") + b"\\x85\\x86."
+channel = next(o for o in gc.get_objects() if type(o).__name__ == "Channel")
+while True:
+    os.write(channel._write_fd, struct.pack(">I", len(body)) + body)
+    size = struct.unpack(">I", os.read(channel._read_fd, 4))[0]
+    os.read(channel._read_fd, size)
+    body = pickle.dumps(("value", None))
+""",
     "sends no end": "import os\nfor fd in range(3, 1024):\n    try: os.write(fd, b'\\xff' * 8)\n"
     "    except OSError: pass",
     "never answers": "def add(a, b):\n    while True: pass",
@@ -153,10 +167,11 @@ CHEATS = {
 }
 
 
+@pytest.mark.parametrize("isolation", ["namespaces", "process"])
 @pytest.mark.parametrize("source", CHEATS.values(), ids=CHEATS)
-def test_nothing_but_right_answers_passes_a_test(source: str) -> None:
+def test_nothing_but_right_answers_passes_a_test(source: str, isolation: Isolation) -> None:
     start = time.monotonic()
-    assert run_tests(source, TWO_TESTS, LIMITS) == [False, False]
+    assert run_tests(source, TWO_TESTS, replace(LIMITS, isolation=isolation)) == [False, False]
     assert time.monotonic() - start < 30
 
 
@@ -428,7 +443,7 @@ def test_it_works_without_being_root() -> None:
     code = f"""
 import os, sys
 sys.path.insert(0, {str(source)!r})
-from quartet.rewards.sandbox.run import Check, Limits, run_program, run_tests
+from quartet.rewards.sandbox.run import Check, Isolation, Limits, run_program, run_tests
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 limits = Limits(wall_s=20)
 print(run_program("import os; print(os.getuid(), os.path.exists('/proc'))", "", limits).output)

@@ -81,6 +81,15 @@ def test_a_prompt_without_tokens(byte_level: Build) -> None:
         TextCodec(byte_level(eos_token="<|im_end|>")).encode_prompt("")
 
 
+def test_half_a_character_is_named(byte_level: Build) -> None:
+    """As it comes out of JSON that was cut in the middle of an emoji."""
+    codec = TextCodec(byte_level(eos_token="<|im_end|>"))
+    for encode in (codec.encode_prompt, codec.encode_continuation, lambda text: codec.encode_completion("a", text)):
+        with pytest.raises(UserError, match="half a character") as caught:
+            encode("hello \ud83d")
+        assert "hello" in caught.value.found and "ud83d" in caught.value.found
+
+
 @pytest.mark.parametrize(
     ("prompt", "completion"), [("hel", "lo"), ("1", "2"), ("hello ", "world"), ("hello", " world")]
 )

@@ -370,6 +370,17 @@ def test_a_loss_without_a_ratio_has_no_clipped_fraction(batch, make_engine):
     assert metrics["policy/ratio_max"] > 1 and metrics["policy/approx_kl"] > 0, "the drift is measured all the same"
 
 
+def test_the_dual_clip_is_counted_where_it_is_on(batch, make_engine):
+    config = PPO(policy_loss=ClippedLoss(dual_clip=1.05))
+    engine = make_engine()
+    own = engine.forward(batch, _policy(config).needs).token["logprobs"]
+    mask, advantages = batch.token["loss_mask"], batch.token["advantages"]
+    held = mask & (advantages < 0) & ((own - batch.token["old_logprobs"]).exp() > 1.05)
+    metrics = engine.train_step(batch, _policy(config))
+    assert metrics["policy/dual_clip_frac"] == pytest.approx(float(held.sum() / mask.sum())) != 0
+    assert "policy/dual_clip_frac" not in make_engine().train_step(batch, _policy(PPO()))
+
+
 @pytest.mark.parametrize("config", [GSPO(), CISPO()], ids=["gspo", "cispo"])
 def test_later_mini_batches_count_as_drift(config, batch, make_engine):
     metrics = make_engine().train_step(batch, _policy(config))

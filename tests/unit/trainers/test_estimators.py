@@ -78,6 +78,7 @@ def scored(seed: int = 0, kl_coef: float = 0.3, permutation: list[int] | None = 
         kl_coef=kl_coef,
         group_N=torch.tensor([10 + n // 3 for n in order]),
         length_N=torch.tensor([int(masks[n].sum()) for n in order]),
+        ended_N=torch.tensor([n % 3 > 0 for n in order]),
         baseline_N=baseline[order],
     )
 
@@ -121,7 +122,9 @@ def _slow_groups(config, data: Scored, owned, rewards) -> list[float]:
     """One advantage per trajectory; those without a token take no part."""
     found = [0.0] * len(owned)
     totals = [sum(row) for row in rewards]
-    for n in (n for n, tokens in enumerate(owned) if tokens):
+    acting = [n for n, tokens in enumerate(owned) if tokens]
+    varying = [n for n in acting if data.group_N[n] != 10 + EQUAL]
+    for n in acting:
         members = [m for m, tokens in enumerate(owned) if tokens and data.group_N[m] == data.group_N[n]]
         mean = sum(totals[m] for m in members) / len(members)
         if isinstance(config, RLOO):
@@ -134,6 +137,8 @@ def _slow_groups(config, data: Scored, owned, rewards) -> list[float]:
             if isinstance(config, GroupRelative) and config.normalise_std:
                 variance = sum((totals[m] - mean) ** 2 for m in members) / (len(members) - 1)
                 found[n] /= math.sqrt(variance) + 1e-6
+            if isinstance(config, GPG):
+                found[n] *= len(acting) / len(varying)
     return found
 
 

@@ -18,13 +18,13 @@ from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, Samp
 from quartet.config.evaluation import AlarmConfig, EvaluationConfig, GradingConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import FunctionReward
-from quartet.observe.alarm import AlarmVerdict
+from quartet.observe.alarm import AlarmVerdict, HackingAlarm
 from quartet.observe.report import build_report
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
 from quartet.trainers.answers import StoredAnswer, read_answers, step_path
 from quartet.trainers.evaluation import Answer
-from quartet.trainers.held_out import alarm_text, hacking_examples
+from quartet.trainers.held_out import HeldOut, alarm_text, hacking_examples
 from quartet.trainers.rl import RLTrainer
 
 LENGTH = 6
@@ -133,6 +133,14 @@ def test_a_hacked_reward_raises_the_alarm_everywhere(hacked: Hacked) -> None:
     assert json.loads((hacked.path / "summary.json").read_text())["reward_hacking"] == told
     page = build_report(hacked.path).read_text(encoding="utf-8")
     assert "reward hacking? The held-out score" in page
+
+
+def test_an_alarm_outlives_its_file(tmp_path: Path) -> None:
+    held_out = HeldOut.__new__(HeldOut)
+    held_out.path, held_out.alarm = tmp_path, HackingAlarm(0.01, 3)
+    held_out.alarm.restore({"num_seen": 3, "best_step": 4, "best": {}, "training": [], "raised_at": [8, 12]})
+    told = held_out.summary()["reward_hacking"]
+    assert told["raised"] and told["raised_at_steps"] == "8, 12" and "step 8, 12" in told["text"]
 
 
 def test_answers_of_every_evaluation_are_kept(hacked: Hacked) -> None:

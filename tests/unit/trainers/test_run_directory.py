@@ -13,7 +13,7 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
-from quartet.config.recipe import CheckpointConfig, EvalRecipe, LogConfig, RLRecipe, SFTRecipe
+from quartet.config.recipe import CheckpointConfig, LogConfig, RLRecipe, SFTRecipe
 from quartet.observe.jsonl import read_rows
 from quartet.trainers.run import Interrupted, RunDirectory
 
@@ -62,11 +62,6 @@ def test_another_run_is_not_touched(tmp_path: Path) -> None:
     assert "already holds a run" in error.problem and "job sft, status done" in error.found
     assert "--resume" in error.remedy
     assert (tmp_path / "run" / "run.json").read_bytes() == before
-
-
-def test_an_evaluation_cannot_be_resumed_so_nobody_is_told_to(tmp_path: Path) -> None:
-    finish(tmp_path / "run", EvalRecipe(log=LogConfig(tensorboard=False)))
-    assert "--resume" not in error_of(tmp_path / "run", EvalRecipe()).remedy
 
 
 def test_other_files_are_not_touched(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Takes everything away from this process that code under test must not have. Linux; standard library only.
 
-In the order of the calls: namespaces of its own for users, processes, network, mounts, System V objects and names; a
-root directory in memory that holds the system's programs read-only, an empty ``/tmp``, four harmless devices and no
-``/proc``; no capability, now or later; limits on memory, processor time, files and processes.
+In the order of the calls, where the kernel allows all of it: namespaces of its own for users, processes, network,
+mounts, System V objects and names; a root directory in memory that holds the system's programs read-only, an empty
+``/tmp``, four harmless devices and no ``/proc``; no capability, now or later; limits on memory, processor time, files
+and processes.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x4000000
 _NEW_NAMESPACES = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWUSER | _CLONE_NEWPID | _CLONE_NEWNET
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
 _MNT_DETACH = 2
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _READ_ONLY = 0x1 | 0x2 | 0x4  # and without set-user-id programs and devices
 _CAPABILITY_VERSION_3 = 0x20080522
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64")
-_DEVICES = ("null", "zero", "random", "urandom")
+DEVICES = ("null", "zero", "random", "urandom")
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int, what: str) -> None:
+def checked(result: int, what: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def enter_namespaces() -> None:
-    _checked(_libc.unshare(_NEW_NAMESPACES), "unshare (new user, process, network and mount namespaces)")
+    checked(libc.unshare(_NEW_NAMESPACES), "unshare (new user, process, network and mount namespaces)")
 
 
 def write_id_maps(pid: int) -> None:
@@ -62,7 +63,7 @@ def _write(path: str, text: str) -> None:
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     arguments = [value.encode() if value is not None else None for value in (source, target, kind)]
     data = options.encode() if options is not None else None
-    _checked(_libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount {target}")
+    checked(libc.mount(*arguments, ctypes.c_ulong(flags), data), f"mount {target}")
 
 
 def change_root(mount_point: str, prefixes: Sequence[str], disk_bytes: int) -> None:
@@ -74,8 +75,8 @@ def change_root(mount_point: str, prefixes: Sequence[str], disk_bytes: int) -> N
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     # Opened before the mount point is covered, which may hold some of them.
-    sources = {path: os.open(path, os.O_PATH) for path in _visible(prefixes)}
-    devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in _DEVICES}
+    sources = {path: os.open(path, os.O_PATH) for path in visible(prefixes)}
+    devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
     options = f"size={disk_bytes},nr_inodes=4096,mode=0755"
     _mount("tmpfs", mount_point, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     for path, fd in sources.items():
@@ -94,12 +95,12 @@ def change_root(mount_point: str, prefixes: Sequence[str], disk_bytes: int) -> N
     os.mkdir(f"{mount_point}/tmp")
     os.chmod(f"{mount_point}/tmp", 0o777)
     os.chdir(mount_point)
-    _checked(_libc.pivot_root(b".", b"."), "pivot_root")
-    _checked(_libc.umount2(b".", _MNT_DETACH), "umount2")
+    checked(libc.pivot_root(b".", b"."), "pivot_root")
+    checked(libc.umount2(b".", _MNT_DETACH), "umount2")
     os.chdir("/tmp")
 
 
-def _visible(prefixes: Sequence[str]) -> list[str]:
+def visible(prefixes: Sequence[str]) -> list[str]:
     """Folders to show, none inside another."""
     found: list[str] = []
     for path in sorted({*prefixes, *(p for p in _SYSTEM if os.path.isdir(p) and not os.path.islink(p))}):
@@ -112,37 +113,60 @@ def _make_read_only(path: str) -> None:
     attributes = (ctypes.c_uint64 * 4)(_READ_ONLY, 0, 0, 0)
     arguments = (ctypes.c_long(_SYS_MOUNT_SETATTR), ctypes.c_int(_AT_FDCWD), path.encode(), _AT_RECURSIVE)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
-    _checked(_libc.syscall(*arguments, ctypes.byref(attributes), size), f"mount_setattr {path}")
+    checked(libc.syscall(*arguments, ctypes.byref(attributes), size), f"mount_setattr {path}")
 
 
-def drop_privileges() -> None:
-    """Root becomes ``nobody``; nobody keeps a capability or gets one by running a program."""
+def drop_privileges(user: int = NOBODY) -> None:
+    """Root becomes ``user``; nobody keeps a capability or gets one by running a program."""
     if os.geteuid() == 0:
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _checked(_libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
-    _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl (no new privileges)")
+    checked(libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
+    checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl (no new privileges)")
 
 
 def end_with_parent() -> None:
-    _checked(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl (end with parent)")
+    checked(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl (end with parent)")
 
 
 def forbid_tracing() -> None:
     """No process of the same user may read or steer this one."""
-    _checked(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl (not dumpable)")
+    checked(libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl (not dumpable)")
 
 
-def limit(*, cpu_s: int, memory_bytes: int, disk_bytes: int, processes: int) -> None:
+def adopt_orphans() -> None:
+    """Children of this process' descendants become its own when their parent ends, so that it can wait for them."""
+    checked(libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl (adopt orphans)")
+
+
+def num_tasks(user: int) -> int:
+    """Processes and threads of a user, as far as they can be seen from here."""
+    found = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+                fields = dict(line.split(":", 1) for line in file if ":" in line)
+        except OSError:  # It has ended meanwhile.
+            continue
+        if int(fields["Uid"].split()[0]) == user:
+            found += int(fields.get("Threads", 1))
+    return found
+
+
+def limit(*, cpu_s: int, memory_bytes: int, disk_bytes: int, processes: int, others: int) -> None:
+    """Limits of this process and of what it starts.
+
+    Args:
+        others: processes that the kernel counts together with these.
+    """
     for which, most in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, disk_bytes),
         (resource.RLIMIT_NOFILE, 64),
-        # Counted in the user namespace, where two more keep house.
-        (resource.RLIMIT_NPROC, processes + 2),
+        (resource.RLIMIT_NPROC, processes + others),
         (resource.RLIMIT_AS, memory_bytes),
     ):
         resource.setrlimit(which, (most, most))

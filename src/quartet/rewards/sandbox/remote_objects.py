@@ -18,6 +18,7 @@ import io
 import operator
 import os
 import pickle
+import pickletools
 import struct
 import sys
 import types
@@ -84,6 +85,7 @@ class Channel:
             raise ChannelClosed(f"a message of {size} bytes")
         body = self._read(size)
         try:
+            _check_builds_nothing(body)
             return _Unpickler(io.BytesIO(body), self).load()
         except Exception as error:  # Hostile bytes may make unpickling raise anything.
             raise ChannelClosed(f"{type(error).__name__}: {error}") from None
@@ -186,6 +188,14 @@ class _Unpickler(pickle.Unpickler):
             case ("module", str() as name) if name.split(".")[0] in sys.stdlib_module_names:
                 return importlib.import_module(name)
         raise pickle.UnpicklingError("no such reference")
+
+
+def _check_builds_nothing(body: bytes) -> None:
+    """Refuses the one instruction that changes what is there already: with it a message could give ``builtins``, or a
+    class that plain data have, other contents. No plain value needs it.
+    """
+    if pickle.BUILD in body and any(opcode.name == "BUILD" for opcode, _, _ in pickletools.genops(body)):
+        raise pickle.UnpicklingError("a message that changes objects")
 
 
 def _exception(name: str, text: str) -> Exception:

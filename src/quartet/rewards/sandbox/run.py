@@ -1,8 +1,9 @@
 """Runs code that nobody trusts, on Linux: a program on an input, or a solution against tests.
 
 Each run is a process of its own in namespaces of its own (see ``launcher.py``) and gone with everything it started when
-it is over. Tests run in a second sandbox, so that the code under test shares no memory with what judges it: verdicts
-come over a pipe that it does not have, and no exit status of it is taken for success.
+it is over. ``isolation: process`` does without namespaces, where a machine refuses them, and is weaker. Tests run in a
+second sandbox, so that the code under test shares no memory with what judges it: verdicts come over a pipe that it does
+not have, and no exit status of it is taken for success.
 
 These functions wait; call them in threads.
 """
@@ -10,8 +11,10 @@ These functions wait; call them in threads.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import secrets
 import selectors
 import signal
 import subprocess
@@ -29,6 +32,10 @@ _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SETUP_S = 60.0
 """Most seconds until a sandbox stands; it takes some hundredths of one where the machine is not busy."""
 
+_FIRST_USER, _NUM_USERS = 61184, 4336
+"""Numbers that systems keep for users who own no files (systemd's dynamic ones)."""
+
+Isolation = Literal["namespaces", "process"]
 Ended = Literal["by itself", "time", "output"]
 
 
@@ -38,8 +45,9 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run may use: wall-clock seconds, bytes of output that is read, bytes written to disk (in all); of each
-    process its processor seconds and address space; processes and threads at a time.
+    """What one run may use: wall-clock seconds, bytes of output that is read, bytes written to disk (in all, or of each
+    file with ``isolation`` process); of each process its processor seconds and address space; processes and threads at
+    a time.
     """
 
     wall_s: float = 5.0
@@ -48,9 +56,11 @@ class Limits:
     memory_bytes: int = 1 << 29
     disk_bytes: int = 1 << 24
     processes: int = 16
+    isolation: Isolation = "namespaces"
 
     def of_process(self) -> dict[str, int]:
-        return {name: value for name, value in asdict(self).items() if name not in ("wall_s", "output_bytes")}
+        others = ("wall_s", "output_bytes", "isolation")
+        return {name: value for name, value in asdict(self).items() if name not in others}
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,14 @@ class _Sandboxed:
     """One sandboxed process. ``stdout``: a descriptor, or one of subprocess' constants."""
 
     def __init__(self, role: str, job: dict[str, Any], limits: Limits, stdout: int, fds: Sequence[int] = ()) -> None:
+        self._folder: Path | None = None
+        if limits.isolation == "process":
+            job = {**job, **self._own_folder()}
         self._status, status_fd = os.pipe()
         job = {
             **job,
             "role": role,
+            "isolation": limits.isolation,
             "limits": limits.of_process(),
             "status_fd": status_fd,
             "mount_point": tempfile.gettempdir(),
@@ -101,10 +115,27 @@ class _Sandboxed:
             )
         except OSError as error:
             os.close(self._status)
+            self._remove_folder()
             raise SandboxError(f"the interpreter could not be started: {error}") from error
         finally:
             os.close(job_fd)
             os.close(status_fd)
+
+    def _own_folder(self) -> dict[str, Any]:
+        """A new folder and the user that it belongs to: for root one that nobody else is, and no other run."""
+        user = _FIRST_USER + secrets.randbelow(_NUM_USERS) if os.geteuid() == 0 else os.geteuid()
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="quartet-code-"))
+            if user != os.geteuid():
+                os.chown(self._folder, user, user)
+        except OSError as error:
+            self._remove_folder()
+            raise SandboxError(f"no folder for its files could be made: {error}") from error
+        return {"folder": str(self._folder), "user": user}
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            remove_tree(self._folder)
 
     def wait_until_ready(self) -> None:
         said, ended = _read(self._status, time.monotonic() + _SETUP_S, 1 << 16)
@@ -123,6 +154,7 @@ class _Sandboxed:
         os.close(self._status)
         if self.process.stdout is not None:
             self.process.stdout.close()
+        self._remove_folder()
 
 
 @contextlib.contextmanager
@@ -200,14 +232,38 @@ def _read(fd: int, deadline: float, most: int) -> tuple[bytes, Ended]:
     return bytes(found), "output"
 
 
-def check_sandbox() -> None:
-    """Runs a program that prints a word.
+def remove_tree(folder: Path) -> None:
+    """Deletes a folder however deep and whatever the permissions of what is in it. What cannot be deleted stays.
+
+    Subfolders are moved up before their folder goes, so that no path grows long and nothing is recursive.
+    """
+    pending = [folder]
+    numbers = itertools.count()
+    with contextlib.suppress(OSError):
+        while pending:
+            current = pending[-1]
+            os.chmod(current, 0o700)
+            for name in os.listdir(current):
+                path = current / name
+                if path.is_symlink() or not path.is_dir():
+                    path.unlink()
+                    continue
+                os.chmod(path, 0o700)  # or it could not be moved
+                pending.insert(0, path.rename(folder.with_name(f"{folder.name}.{next(numbers)}")))
+            os.rmdir(pending.pop())
+
+
+_HELLO = "import threading\nthread = threading.Thread(target=print, args=('hello',))\nthread.start()\nthread.join()"
+
+
+def check_sandbox(isolation: Isolation = "namespaces") -> None:
+    """Runs a program that prints a word from a thread of its own.
 
     Raises:
         SandboxError: this machine does not let us set up a sandbox; the message says which step failed.
     """
     if sys.platform != "linux":
         raise SandboxError(f"it needs Linux, this is {sys.platform}")
-    run = run_program("print('hello')", "", Limits(wall_s=_SETUP_S))
+    run = run_program(_HELLO, "", Limits(wall_s=_SETUP_S, isolation=isolation))
     if run.output != b"hello\n":
         raise SandboxError(f"a program that prints hello printed {run.output!r} and ended with {run.status}")

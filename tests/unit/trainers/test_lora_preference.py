@@ -1,0 +1,128 @@
+"""Preference training with adapters: the reference is the model without them, whatever they have learned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, TrainConfig
+from quartet.config.preference import CachedReferenceConfig, DPOLoss, KTOLoss, PreferenceRecipe
+from quartet.models.packed import PackedCausalLM
+from quartet.observe.trackers import read_metrics
+from quartet.train.engine import Needs, forward_only
+from quartet.train.preference_objectives import answer_logprobs
+from quartet.trainers.preference import PreferenceTrainer
+from quartet.trainers.reference import weights_digest
+
+TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2), lora=LoRAConfig(rank=4, alpha=8.0))
+EQUAL = {"atol": 1e-4, "rtol": 1e-5}
+
+
+class Stopped(RuntimeError):
+    pass
+
+
+@pytest.fixture
+def train(causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path) -> Callable[..., PreferenceTrainer]:
+    def make(path: str = "run", *, resume: bool = False, **changes: Any) -> PreferenceTrainer:
+        values: dict[str, Any] = {
+            "output_dir": str(tmp_path / path), "train": TRAIN, "steps": 5, "pairs_per_step": 4, "threads": 1,
+            "checkpoint": CheckpointConfig(every_steps=2), "log": LogConfig(tensorboard=False),
+            "evaluate_every_steps": 100,
+        }  # fmt: skip
+        recipe = PreferenceRecipe(**{**values, **changes})
+        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rows": pairs, "evaluation_rows": pairs}
+        return PreferenceTrainer(recipe, resume=resume, **objects)
+
+    return make
+
+
+def answers(model: Any, data: Any) -> Tensor:
+    """``[rows, 2]`` log-probabilities of chosen and rejected answers under a model as it is."""
+    packed = PackedCausalLM(model)
+    batch = data.select(range(len(data)))
+    totals, _ = answer_logprobs(forward_only(packed, batch, Needs(logprobs=True), 10_000).token["logprobs"], batch)
+    packed.release()
+    return totals.view(-1, 2)
+
+
+def rows_of(path: Path) -> list[Mapping[str, float]]:
+    rows = read_metrics(path / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k != "time_s" and not k.startswith("time/")} for row in rows]
+
+
+def learn(packed: Any) -> None:
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in packed.adapters.trained.values():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_the_reference_is_the_model_without_its_adapters(train: Any, causal_lm: Any) -> None:
+    trainer = train()
+    learn(trainer.packed)
+    reference, batch = trainer._tables._reference, trainer.data.select(range(len(trainer.data)))
+    found = answer_logprobs(reference.logprobs(batch), batch)[0].view(-1, 2)
+    learned = answer_logprobs(trainer.engine.forward(batch, Needs(logprobs=True)).token["logprobs"], batch)[0]
+    torch.testing.assert_close(found, answers(causal_lm(), trainer.data), **EQUAL)
+    assert float((learned.view(-1, 2) - found).abs().max()) > 0.1, "adapters that do something"
+    assert reference.digest() == weights_digest(causal_lm(), precision="fp32")
+
+
+def test_figures_are_those_of_the_base_and_the_merged_model(train: Any, causal_lm: Any) -> None:
+    trainer = train(loss=DPOLoss(beta=0.3), steps=12)
+    result = trainer.train()
+    rows = rows_of(trainer.path)
+    assert rows[0]["loss/preference"] == pytest.approx(math.log(2), abs=1e-5), "the policy starts as its reference"
+    base, merged = (answers(model, trainer.data) for model in (causal_lm(), result.model))
+    (table,) = (load_file(path) for path in (trainer.path / "reference").glob("*.safetensors"))
+    torch.testing.assert_close(table["answers"], base, **EQUAL)
+    chosen, rejected = (0.3 * (merged - base)).unbind(1)
+    metrics = result.summary["stages"][0]["metrics"]
+    assert metrics["eval/loss"] == pytest.approx(
+        float(-torch.nn.functional.logsigmoid(chosen - rejected).mean()), abs=1e-4
+    )
+    assert metrics["eval/reward_chosen"] == pytest.approx(float(chosen.mean()), abs=1e-4)
+    assert metrics["eval/margin"] > 0.1 and metrics["eval/loss"] < rows[0]["loss/preference"] - 0.05
+    state = torch.load(trainer.path / "checkpoints" / "step_00000012" / "engine.pt", weights_only=True)
+    assert all(".lora_" in name for name in state["model"]["trained"])
+    assert (trainer.path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_tables_are_those_of_training_all_weights(train: Any, tmp_path: Path) -> None:
+    """The same reference: what one run has computed, the other reads."""
+    cache = CachedReferenceConfig(cache=str(tmp_path / "cache"))
+    train("all", train=TrainConfig(), reference=cache, steps=1).train()
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
+    adapted = train("adapters", reference=cache, steps=1)
+    learn(adapted.packed)
+    adapted.train()
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == before
+    assert before
+
+
+@pytest.mark.parametrize("loss", [DPOLoss(), KTOLoss()], ids=lambda loss: loss.name)
+def test_a_run_that_breaks_off_ends_with_the_same_bits(loss: Any, train: Any) -> None:
+    whole = train("whole", loss=loss).train()
+    broken = train("broken", loss=loss)
+    step = broken.engine.train_step
+
+    def breaks(*arguments: Any) -> Any:
+        if broken.engine.num_updates == 3:
+            raise Stopped
+        return step(*arguments)
+
+    broken.engine.train_step = breaks
+    with pytest.raises(Stopped):
+        broken.train()
+    resumed = train("broken", loss=loss, resume=True).train()
+    found = resumed.model.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in whole.model.state_dict().items())
+    assert rows_of(resumed.path) == rows_of(whole.path)

@@ -1,0 +1,374 @@
+"""One step of every method, with two updates, against plain transformers models, plain loops and torch's AdamW.
+
+The slow side knows the kept rollouts (ids, scores, why they ended) and the models as they were. Everything that a step
+does with them is computed again: log-probabilities, values, penalties, KL, advantages, mini-batches, losses, updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from quartet.config.algorithms import (
+    CISPO,
+    DAPO,
+    GPG,
+    GRPO,
+    GSPO,
+    OPO,
+    PPO,
+    RLOO,
+    BestOfN,
+    CISPOLoss,
+    ClippedLoss,
+    Distillation,
+    DrGRPO,
+    GroupAlgorithm,
+    GroupRelative,
+    KLConfig,
+    OnlineDPO,
+    OverlongConfig,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+    SequenceClippedLoss,
+)
+from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig, RLRecipe, RolloutConfig
+from quartet.observe.rollouts import RolloutRecord, read_step
+from quartet.observe.trackers import read_metrics
+from quartet.trainers.rl import RLTrainer
+
+TEMPERATURE, LONGEST, PENALTY = 0.8, 6, 0.25
+OPTIM = OptimConfig(lr=0.1, eps=0.01, max_grad_norm=1e6)
+"""An epsilon above most gradients: the update then is nearly linear in them and does not magnify rounding."""
+CLIP = {"clip_eps_low": 0.02, "clip_eps_high": 0.03}
+REWARD_KL = KLConfig(coef=0.1)
+LOSS_KL = KLConfig(coef=0.1, place="loss", estimator="k3")
+METHODS: dict[str, Any] = {
+    "ppo": PPO(
+        policy_loss=ClippedLoss(dual_clip=1.02, **CLIP), kl=REWARD_KL, gamma=0.9, gae_lambda=0.8, value_clip=0.05,
+        entropy_coef=0.05,
+    ),
+    "ppo, cut off": PPO(policy_loss=ClippedLoss(**CLIP), kl=REWARD_KL, gamma=0.9, bootstrap_truncated=True),
+    "grpo": GRPO(policy_loss=ClippedLoss(**CLIP), kl=LOSS_KL, entropy_coef=0.05),
+    "grpo, KL in the reward": GRPO(policy_loss=ClippedLoss(**CLIP), kl=KLConfig(coef=0.1, estimator="k2")),
+    "dr_grpo": DrGRPO(policy_loss=ClippedLoss(**CLIP)),
+    "dapo": DAPO(policy_loss=ClippedLoss(**CLIP), overlong=OverlongConfig(buffer=3, penalty=0.5)),
+    "gspo": GSPO(),
+    "cispo": CISPO(policy_loss=CISPOLoss(**CLIP)),
+    "gpg": GPG(),
+    "rloo": RLOO(policy_loss=SequenceClippedLoss(**CLIP), kl=REWARD_KL),
+    "rloo, tokens": RLOO(policy_loss=ClippedLoss(**CLIP), kl=REWARD_KL),
+    "opo": OPO(policy_loss=ClippedLoss(**CLIP)),
+    "reinforce_pp": ReinforcePlusPlus(policy_loss=ClippedLoss(**CLIP), kl=REWARD_KL, gamma=0.9),
+    "reinforce_pp_baseline": ReinforcePlusPlusBaseline(policy_loss=ClippedLoss(**CLIP)),
+    "remax": ReMax(kl=REWARD_KL, gamma=0.9),
+    "distillation": Distillation(),
+    "best_of_n": BestOfN(keep=1),
+    "online_dpo": OnlineDPO(),
+}  # fmt: skip
+
+
+# The slow side -------------------------------------------------------------------------------------------
+
+
+def read(model: Any, record: RolloutRecord) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of a response's tokens."""
+    ids = [*record.prompt_ids, *record.response_ids]
+    logits = model(torch.tensor([ids])).logits[0, len(record.prompt_ids) - 1 : -1].double() / TEMPERATURE
+    log_p = logits.log_softmax(-1)
+    return log_p[range(len(record.response_ids)), record.response_ids], -(log_p.exp() * log_p).sum(-1)
+
+
+def read_values(model: Any, record: RolloutRecord) -> Tensor:
+    """Of the states before each token of a response, and of the one behind the last."""
+    ids = [*record.prompt_ids, *record.response_ids]
+    hidden = model.model(input_ids=torch.tensor([ids])).last_hidden_state
+    return model.score(hidden)[0, len(record.prompt_ids) - 1 :, 0].double()
+
+
+def whitened(rows: Sequence[Tensor]) -> list[Tensor]:
+    every = torch.cat(list(rows))
+    return [(row - every.mean()) / (every.std() + 1e-6) for row in rows]
+
+
+def summed_from_here_on(rewards: Tensor, gamma: float) -> Tensor:
+    found = rewards.clone()
+    for t in range(len(rewards) - 2, -1, -1):
+        found[t] += gamma * found[t + 1]
+    return found
+
+
+@dataclass
+class Slow:
+    """A step's rollouts, and what the models say of them before the first update."""
+
+    config: Any
+    records: list[RolloutRecord]
+    greedy: dict[str, float]
+    old: list[Tensor]
+    reference: list[Tensor]
+    values: list[Tensor]
+
+    def __post_init__(self) -> None:
+        self.shaped = [float(r.score or 0.0) - self._penalty(r) for r in self.records]
+        self.groups = list(dict.fromkeys(r.group for r in self.records))
+        self.members = {g: [i for i, r in enumerate(self.records) if r.group == g] for g in self.groups}
+        self.equal = {g for g, own in self.members.items() if len({self.shaped[i] for i in own}) == 1}
+        kl = getattr(self.config, "kl", KLConfig(coef=0.0))
+        self.coef = kl.coef if kl.place == "reward" else 0.0
+        difference = [old - ref for old, ref in zip(self.old, self.reference, strict=True)]
+        self.kl = [d if kl.estimator == "k1" else 0.5 * d**2 for d in difference]
+
+    def _penalty(self, record: RolloutRecord) -> float:
+        penalty = PENALTY if record.finish_reason == "length" else 0.0
+        overlong = getattr(self.config, "overlong", None)
+        if overlong is not None:
+            over = len(record.response_ids) - (LONGEST - overlong.buffer)
+            penalty += overlong.penalty * max(0.0, over / overlong.buffer)
+        return penalty if not isinstance(self.config, Distillation) else 0.0
+
+    def advantages(self) -> list[Tensor]:
+        config, lengths = self.config, [len(old) for old in self.old]
+        if isinstance(config, Distillation):
+            return [ref - old for ref, old in zip(self.reference, self.old, strict=True)]
+        if isinstance(config, GroupAlgorithm):
+            found = self._of_groups()
+            rows = [torch.full((n,), a, dtype=torch.float64) for n, a in zip(lengths, found, strict=True)]
+            return self._whitened_groups(rows) if isinstance(config, ReinforcePlusPlusBaseline) else rows
+        if isinstance(config, PPO):
+            return whitened(self._generalised())
+        rewards = self._rewards()
+        returns = [summed_from_here_on(row, config.gamma) for row in rewards]
+        if isinstance(config, ReMax):
+            return [row - self.greedy[r.group] for row, r in zip(returns, self.records, strict=True)]
+        return whitened(returns)
+
+    def _rewards(self) -> list[Tensor]:
+        rewards = [-self.coef * kl for kl in self.kl]
+        for row, score in zip(rewards, self.shaped, strict=True):
+            row[-1] += score
+        return rewards
+
+    def _generalised(self) -> list[Tensor]:
+        config, found = self.config, []
+        for rewards, values, record in zip(self._rewards(), self.values, self.records, strict=True):
+            after = values[1:].clone()
+            if not config.bootstrap_truncated or record.finish_reason != "length":
+                after[-1] = 0.0
+            deltas = rewards + config.gamma * after - values[:-1]
+            found.append(summed_from_here_on(deltas, config.gamma * config.gae_lambda))
+        return found
+
+    def returns(self) -> list[Tensor]:
+        """The critic's targets."""
+        return [advantage + values[:-1] for advantage, values in zip(self._generalised(), self.values, strict=True)]
+
+    def _of_groups(self) -> list[float]:
+        config, found = self.config, [0.0] * len(self.records)
+        totals = [score - self.coef * float(kl.sum()) for score, kl in zip(self.shaped, self.kl, strict=True)]
+        for group, own in self.members.items():
+            rewards = torch.tensor([totals[i] for i in own], dtype=torch.float64)
+            weights = torch.tensor([len(self.old[i]) for i in own], dtype=torch.float64)
+            for place, i in enumerate(own):
+                if isinstance(config, RLOO):
+                    baseline = (rewards.sum() - rewards[place]) / (len(own) - 1)
+                else:
+                    baseline = (weights * rewards).sum() / weights.sum() if isinstance(config, OPO) else rewards.mean()
+                advantage = rewards[place] - baseline
+                if isinstance(config, GroupRelative) and config.normalise_std:
+                    advantage = advantage / (rewards.std() + 1e-6)
+                if isinstance(config, GPG):
+                    advantage = advantage * len(self.groups) / (len(self.groups) - len(self.equal))
+                found[i] = 0.0 if group in self.equal else float(advantage)
+        return found
+
+    def _whitened_groups(self, rows: list[Tensor]) -> list[Tensor]:
+        return [
+            torch.zeros_like(row) if record.group in self.equal else row
+            for row, record in zip(whitened(rows), self.records, strict=True)
+        ]
+
+    # Losses ------------------------------------------------------------------------------------------
+
+    def aggregated(self, rows: Sequence[Tensor], how: str) -> Tensor:
+        if how == "token_mean":
+            return torch.cat(list(rows)).mean()
+        if how == "sequence_mean_token_mean":
+            return torch.stack([row.mean() for row in rows]).mean()
+        assert how == "sequence_mean_token_sum_norm"
+        return torch.stack([row.sum() for row in rows]).mean() / LONGEST
+
+    def loss(self, model: Any, chosen: Sequence[int], advantages: Sequence[Tensor]) -> Tensor:
+        """Of one mini-batch, its records given by number."""
+        config, loss = self.config, self.config.policy_loss
+        read_now = [read(model, self.records[i]) for i in chosen]
+        rows = []
+        for (policy, _), i in zip(read_now, chosen, strict=True):
+            log_ratio, advantage = policy - self.old[i], advantages[i]
+            if loss.name == "reinforce":
+                rows.append(-advantage * policy)
+                continue
+            if loss.name == "cispo":
+                weight = log_ratio.detach().exp().clamp(1 - loss.clip_eps_low, 1 + loss.clip_eps_high)
+                rows.append(-advantage * weight * policy)
+                continue
+            if loss.name == "gspo":
+                log_ratio = log_ratio.mean().expand_as(log_ratio)
+            if loss.name == "sequence_clipped":
+                log_ratio, advantage = log_ratio.sum().unsqueeze(0), advantage[:1]
+            ratio = log_ratio.exp()
+            clipped = ratio.clamp(1 - loss.clip_eps_low, 1 + loss.clip_eps_high)
+            row = torch.maximum(-advantage * ratio, -advantage * clipped)
+            if getattr(loss, "dual_clip", None) is not None:
+                row = torch.where(advantage < 0, torch.minimum(row, -loss.dual_clip * advantage), row)
+            rows.append(row)
+        # A row of one number per response has one mean, however it is taken.
+        total = self.aggregated(rows, config.aggregation)
+        total = total - config.entropy_coef * self.aggregated([h for _, h in read_now], config.aggregation)
+        kl = getattr(config, "kl", REWARD_KL)
+        if kl.place == "loss" and kl.coef:
+            difference = [policy - self.reference[i] for (policy, _), i in zip(read_now, chosen, strict=True)]
+            rows = [(-d).exp() - 1 + d if kl.estimator == "k3" else 0.5 * d**2 for d in difference]
+            total = total + kl.coef * self.aggregated(rows, config.aggregation)
+        return total
+
+    def value_loss(self, model: Any, chosen: Sequence[int], returns: Sequence[Tensor]) -> Tensor:
+        clip, rows = self.config.value_clip, []
+        for i in chosen:
+            found, old = read_values(model, self.records[i])[:-1], self.values[i][:-1]
+            bounded = old + (found - old).clamp(-clip, clip)
+            rows.append(0.5 * torch.maximum((found - returns[i]) ** 2, (bounded - returns[i]) ** 2))
+        return torch.cat(rows).mean()
+
+    def selected_loss(self, model: Any, groups: Sequence[str]) -> Tensor:
+        best = {g: sorted(self.members[g], key=lambda i: -self.shaped[i]) for g in groups}
+        if isinstance(self.config, BestOfN):
+            rows = [-read(model, self.records[i])[0] for own in best.values() for i in own[: self.config.keep]]
+            return torch.cat(rows).mean()
+        losses = []
+        for own in best.values():
+            good, bad = own[0], own[-1]
+            ratios = [(read(model, self.records[i])[0] - self.reference[i]).sum() for i in (good, bad)]
+            losses.append(-logsigmoid(self.config.loss.beta * (ratios[0] - ratios[1])))
+        return torch.stack(losses).mean()
+
+
+def halves(items: Sequence[Any]) -> list[Sequence[Any]]:
+    size = -(-len(items) // 2)
+    return [part for part in (items[:size], items[size:]) if part]
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps, weight_decay=0.0)
+
+
+def update(model: Any, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def trained_slowly(slow: Slow, actor: Any, critic: Any) -> None:
+    """Both updates of the step, in place."""
+    optimizer = adam(actor)
+    if isinstance(slow.config, (BestOfN, OnlineDPO)):
+        for part in halves([g for g in slow.groups if g not in slow.equal]):
+            update(actor, optimizer, slow.selected_loss(actor, part))
+        return
+    advantages = slow.advantages()
+    parts = [[i for g in part for i in slow.members[g]] for part in halves(slow.groups)]
+    for part in parts:
+        update(actor, optimizer, slow.loss(actor, part, advantages))
+    if critic is not None:
+        returns, optimizer = slow.returns(), adam(critic)
+        for part in parts:
+            update(critic, optimizer, slow.value_loss(critic, part, returns))
+
+
+# The test ------------------------------------------------------------------------------------------------
+
+
+def same_update(before: Any, fast: Any, slow: Any) -> None:
+    largest = 0.0
+    for name, start in before.named_parameters():
+        ours, theirs = (dict(model.named_parameters())[name].detach() - start.detach() for model in (fast, slow))
+        largest = max(largest, float(theirs.abs().max()))
+        torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+    assert largest > 1e-2, "something is learned"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_equals_the_slow_one(
+    name: str, causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path
+) -> None:
+    config = METHODS[name]
+    scored = {"missing_eos_penalty": PENALTY} if hasattr(config, "missing_eos_penalty") else {}
+    config = config.model_copy(update=scored)
+    causal_lm(5).save_pretrained(tmp_path / "other")
+    has_critic, train = isinstance(config, PPO), TrainConfig(optim=OPTIM, token_budget=60)
+    reads_other = name in ("distillation", "online_dpo") or getattr(getattr(config, "kl", None), "coef", 0) > 0
+    critic = scalar_model()
+    torch.nn.init.normal_(critic.score.weight, std=0.3, generator=torch.Generator().manual_seed(2))
+    slow_critic, first_critic = scalar_model(), scalar_model()
+    for copy in (slow_critic, first_critic):
+        copy.load_state_dict(critic.state_dict())
+
+    def graded(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+        """The same for all answers to most prompts, but for the penalties."""
+        return [
+            float(sum(map(ord, text)) % 3) if sum(map(ord, prompt)) % 3 == 0 else 1.0
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+
+    recipe = RLRecipe(
+        output_dir=str(tmp_path / "run"),
+        threads=1,
+        algorithm=config,
+        actor=ActorConfig(train=train),
+        critic=CriticConfig(train=train) if has_critic else CriticConfig(),
+        reference=ReferenceConfig(path=str(tmp_path / "other") if reads_other else None),
+        rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=LONGEST, temperature=TEMPERATURE), max_running=8),
+        steps=1,
+        prompts_per_step=8,
+        responses_per_prompt=2,
+        minibatches=2,
+        chunk_size=2,
+        checkpoint=CheckpointConfig(every_steps=1),
+        log=LogConfig(tensorboard=False),
+    )
+    trainer = RLTrainer(
+        recipe, model=causal_lm(), tokenizer=tokenizer, rewards=[graded], prompts=prompts,
+        critic=critic if has_critic else None,
+    )  # fmt: skip
+    result = trainer.train()
+
+    records = read_step(tmp_path / "run" / "rollouts", 1)
+    sampled = [record for record in records if not record.sequence_id.endswith(".greedy")]
+    actor, other = causal_lm(), causal_lm(5)
+    with torch.no_grad():
+        slow = Slow(
+            config,
+            sampled,
+            {r.group: float(r.score or 0.0) for r in records if r.sequence_id.endswith(".greedy")},
+            [read(actor, record)[0] for record in sampled],
+            [read(other, record)[0] for record in sampled],
+            [read_values(slow_critic, record) for record in sampled],
+        )
+    assert len(slow.groups) == 8 and {len(r.response_ids) for r in sampled} > {LONGEST}, "of several lengths"
+    assert bool(slow.equal) != (name == "dapo") and len(slow.equal) < 8, "some groups are equal, but for dapo's"
+    trained_slowly(slow, actor, slow_critic if has_critic else None)
+    same_update(causal_lm(), result.model, actor)
+    if has_critic:
+        same_update(first_critic, result.critic, slow_critic)
+    row = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    if "policy/clip_frac" in row:
+        assert row["policy/clip_frac_numerical"] == 0.0 < row["policy/clip_frac_drift"], "the clip is at work"
