@@ -66,6 +66,7 @@ def step(num_tokens: int, response_tokens: int, is_split: bool) -> Scored:
         kl_coef=0.05,
         group_N=group,
         length_N=segment_count(torch.where(action, owner, -1), num),
+        ended_N=torch.ones(num, dtype=torch.bool),
         baseline_N=torch.randn(num, generator=generator),
     )
 

@@ -4,9 +4,12 @@
 
 A model of demonstrators who are mostly wrong (as in `quartet quickstart`) answers prompts; each step of its answers is
 labelled by the rule of the task, one label in ten the wrong way round. A process reward model learns from these labels.
+
 PPO then starts three times from the same model: with the outcome alone (the final answer is right), with the process
 reward alone (the worst step), and with both. The source that is not trained on has weight 0, so that every run reports
-both gaps.
+both gaps. Another table shows how far process reward models put right held-out answers above wrong ones, before PPO and
+after it, when the mistakes are others: one with labels on the first policy's answers, and one that has also seen
+labels on the trained policy's.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from common import arguments, markdown, write_results
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from quartet.algorithms.process import CombinationRule, mean_gap, process_rewards, step_scores
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import ModelConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.process_reward import MinSteps, ProcessRewardRecipe
@@ -35,7 +40,7 @@ from quartet.config.recipe import (
     SFTRecipe,
 )
 from quartet.config.rewards import FunctionReward, ProcessModelReward
-from quartet.models.loading import load_causal_lm, packed_causal_lm
+from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, packed_scalar_model
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import recipes, task
 from quartet.quickstart.checker import is_correct
@@ -43,14 +48,18 @@ from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.steps import split_steps
 from quartet.text.tokenizer import TextCodec
+from quartet.train.engine import TrainEngine
 from quartet.trainers.generate import generate
-from quartet.trainers.process_reward import ProcessRewardTrainer
+from quartet.trainers.process_reward import ProcessRewardTrainer, score_steps
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.sources import process_data
 
 WEIGHTS = {"outcome": (1.0, 0.0), "process": (0.0, 1.0), "both": (1.0, 1.0)}
 """Of the outcome and of the process reward."""
 LABEL_ERROR_RATE = 0.1
+RULES: dict[CombinationRule, float] = {"min": 1.0, "sum": 1.0, "discounted": 0.9}
+"""What combines the scores of steps, and its discount."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +127,18 @@ def train_policy(path: Path, size: Size, seed: int) -> Path:
     return path / "sft" / "model"
 
 
-def train_process_model(path: Path, policy: Path, size: Size, seed: int) -> dict[str, float]:
-    rows = []
-    for split, num, error_rate in (
-        ("train", size.labelled_prompts, LABEL_ERROR_RATE),
-        ("held_out", size.held_out, 0.0),
-    ):
-        prompts = task.prompts(seed + 1, num, split)  # type: ignore[arg-type]
-        rows.append(labelled(prompts, sampled(policy, prompts, 1.0, 4, seed), seed, error_rate))
+def step_rows(policy: Path, size: Size, seed: int, split: task.Split) -> list[Any]:
+    """Answers of a policy with labels for their steps; those of the training split have errors."""
+    num, error_rate = (size.labelled_prompts, LABEL_ERROR_RATE) if split == "train" else (size.held_out, 0.0)
+    prompts = task.prompts(seed + 1, num, split)
+    return labelled(prompts, sampled(policy, prompts, 1.0, 4, seed), seed, error_rate)
+
+
+def train_process_model(path: Path, policy: Path, rows: Sequence[Any], seed: int) -> Path:
+    """A process reward model on the body of ``policy``."""
     recipe = ProcessRewardRecipe(
         seed=seed,
-        output_dir=str(path / "process_reward"),
+        output_dir=str(path),
         model=ModelConfig(path=str(policy)),
         separator=task.COLUMN_END,
         train=TrainConfig(optim=OptimConfig(lr=1e-3, warmup_steps=10, schedule="cosine")),
@@ -136,8 +146,42 @@ def train_process_model(path: Path, policy: Path, size: Size, seed: int) -> dict
         epochs=3,
         log=LogConfig(tensorboard=False),
     )
-    result = ProcessRewardTrainer(recipe, rows=rows[0], evaluation_rows=rows[1]).train()
-    return dict(result.summary["stages"][0]["metrics"])
+    ProcessRewardTrainer(recipe, rows=rows).train()
+    return path / "model"
+
+
+def told_apart(model: Path, rows: Sequence[Any]) -> dict[str, Any]:
+    """What a process reward model, and the labels themselves, say of right and wrong answers."""
+    codec = TextCodec.from_pretrained(model)
+    engine = TrainEngine(packed_scalar_model(load_scalar_model(str(model))), TrainConfig(), total_steps=1)
+    data = process_data(None, rows, codec, recipes.MODEL["max_position_embeddings"], task.COLUMN_END, "answers")
+    logits_M, labels_M = score_steps(engine, data)
+    lengths = torch.tensor([len(item.labels) for item in data.items])
+    owner_M = torch.arange(len(lengths)).repeat_interleave(lengths)
+    steps_M = torch.ones_like(owner_M, dtype=torch.bool)
+    right_N = torch.tensor([is_correct(row["prompt"], row["completion"]) for row in rows])
+    found: dict[str, Any] = {
+        "right": int(right_N.sum()),
+        "wrong": int((~right_N).sum()),
+        "step_accuracy": float(((logits_M > 0) == (labels_M > 0.5)).double().mean()),
+    }
+    for rule, gamma in RULES.items():
+        by_model_N, by_labels_N = (
+            process_rewards(scores_M, steps_M, owner_M, len(rows), rule, gamma)
+            for scores_M in (step_scores(logits_M, "probability"), labels_M)
+        )
+        found[rule] = {
+            "gap": float(mean_gap(by_model_N, right_N, torch.ones_like(right_N))),
+            "gap_of_labels": float(mean_gap(by_labels_N, right_N, torch.ones_like(right_N))),
+            "ranked": ranked(by_model_N[right_N], by_model_N[~right_N]),
+        }
+    return found
+
+
+def ranked(right_R: torch.Tensor, wrong_W: torch.Tensor) -> float:
+    """Share of pairs of a right and a wrong answer in which the right one has the larger reward; half where equal."""
+    difference_RW = right_R[:, None] - wrong_W[None, :]
+    return float(((difference_RW > 0).double() + 0.5 * (difference_RW == 0).double()).mean())
 
 
 def train_rl(path: Path, name: str, policy: Path, size: Size, seed: int) -> dict[str, Any]:
@@ -186,26 +230,52 @@ def measured(model: Path, size: Size, seed: int) -> dict[str, float]:
 
 
 def measure(path: Path, size: Size, seed: int) -> dict[str, Any]:
-    policy = train_policy(path, size, seed)
+    start = train_policy(path, size, seed)
+    rows = step_rows(start, size, seed, "train")
+    model = train_process_model(path / "process_reward", start, rows, seed)
     return {
-        "before": measured(policy, size, seed),
-        "process_model": train_process_model(path, policy, size, seed),
-        "runs": [train_rl(path, name, policy, size, seed) for name in WEIGHTS],
+        "before": measured(start, size, seed),
+        "answers": len(rows),
+        "runs": [train_rl(path, name, start, size, seed) for name in WEIGHTS],
+        "models": models(path, start, model, rows, size, seed),
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    def share(value: float) -> str:
-        return f"{100 * value:.1f} %"
+def models(path: Path, start: Path, first: Path, rows: Sequence[Any], size: Size, seed: int) -> dict[str, Any]:
+    """The model of step labels on the first policy's answers, and one that has labels on the trained policy's, too."""
+    trained = path / "process" / "model"
+    early, late = (step_rows(policy, size, seed, "held_out") for policy in (start, trained))
+    fresh = step_rows(trained, size, seed, "train")
+    renewed = train_process_model(path / "process_reward_renewed", start, [*rows, *fresh], seed)
+    return {
+        "first policy | first policy": told_apart(first, early),
+        "policy after PPO with process | first policy": told_apart(first, late),
+        "policy after PPO with process | both": told_apart(renewed, late),
+    }
 
+
+def share(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def models_table(found: dict[str, Any]) -> str:
+    head = ["answers of", "labels on answers of", "right, wrong", "steps told", "gap, min", "the labels' own gap, min"]
+    rows = []
+    for name, figures in found.items():
+        gaps = [f"{figures['min'][key]:.2f}" for key in ("gap", "gap_of_labels")]
+        above = [share(figures[rule]["ranked"]) for rule in RULES]
+        counts = f"{figures['right']}, {figures['wrong']}"
+        rows.append([*name.split(" | "), counts, share(figures["step_accuracy"]), *gaps, *above])
+    return markdown([*head, *(f"right above wrong, {rule}" for rule in RULES)], rows)
+
+
+def runs_table(found: dict[str, Any]) -> str:
     before = found["before"]
     rows = [["before", "", "", share(before["exact_match"]), share(before["right_steps"])]]
     for run in found["runs"]:
-        gaps = run["gaps"]
-        # As process rewards, worst step: one number per answer in [0, 1], like the outcome.
-        first, last = (gaps[0], gaps[-1]) if gaps else (["", ""], ["", ""])
-        shown = [f"{a:.2f} → {b:.2f}" if gaps else "" for a, b in zip(first, last, strict=True)]
-        rows.append([run["rewards"], *shown, share(run["exact_match"]), share(run["right_steps"])])
+        # Both rewards lie in [0, 1]. In the first two steps only the critic learns; few wrong answers are left at last.
+        gaps = [f"{fmean(gap[:2]):.2f} → {fmean(gap[-5:]):.2f}" for gap in zip(*run["gaps"], strict=True)] or ["", ""]
+        rows.append([run["rewards"], *gaps, share(run["exact_match"]), share(run["right_steps"])])
     head = ["PPO with", "gap, outcome", "gap, process", "right answers, greedy", "right steps, greedy"]
     return markdown(head, rows)
 
@@ -218,9 +288,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args.work or Path(folder), SMOKE if args.smoke else FULL, args.seed)
-    print(table(found))
-    figures = {name: round(value, 3) for name, value in found["process_model"].items() if name.startswith("eval/")}
-    print(f"process reward model on held-out steps: {figures}")
+    print(f"{found['answers']} answers with labelled steps\n\n{models_table(found['models'])}\n")
+    print(runs_table(found))
     write_results(args, {"process_rewards": found})
 
 

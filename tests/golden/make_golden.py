@@ -26,28 +26,48 @@ from quartet.config.algorithms import (
     PPO,
     RLOO,
     AlgorithmConfig,
+    BestOfN,
     Distillation,
     DrGRPO,
     KLConfig,
+    OnlineDPO,
     OverlongConfig,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
 )
-from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.environments import EnvironmentConfig
+from quartet.config.preference import (
+    DPOLoss,
+    HingeLoss,
+    IPOLoss,
+    KTOLoss,
+    ORPOLoss,
+    PreferenceLossConfig,
+    PreferenceRecipe,
+    RobustDPOLoss,
+    SimPOLoss,
+)
+from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.config.recipe import (
     ActorConfig,
     CriticConfig,
     LogConfig,
+    PTXConfig,
     ReferenceConfig,
     RewardModelRecipe,
     RLRecipe,
     RolloutConfig,
     SFTRecipe,
 )
+from quartet.config.rewards import ProcessModelReward
+from quartet.envs.protocol import Item, Observation, StepResult
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
 from quartet.quickstart.tokenizer import build_tokenizer
+from quartet.trainers.preference import PreferenceTrainer
+from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer
@@ -55,6 +75,7 @@ from quartet.trainers.sft import SFTTrainer
 PATH = Path(__file__).with_name("golden.json")
 TIMED = ("memory/", "time/", "time_s", "overlap/", "rollout/tokens_per_s")
 TRAIN = TrainConfig(optim=OptimConfig(lr=3e-3, warmup_steps=2, schedule="cosine"))
+ADAPTERS = TRAIN.model_copy(update={"lora": LoRAConfig(rank=4, alpha=8.0)})
 
 Curve = list[dict[str, float]]
 
@@ -99,6 +120,23 @@ def digits(completions: Sequence[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
+class TwoTurns:
+    """The second state is made of the first action alone (``rewrites``), or adds to what stood before it."""
+
+    def __init__(self, rewrites: bool) -> None:
+        self.rewrites = rewrites
+        self.has_acted = False
+
+    async def reset(self, item: Item) -> str:
+        return str(item.prompt)
+
+    async def step(self, action: str) -> StepResult:
+        if self.has_acted:
+            return StepResult(None, reward=digits([action])[0], done=True)
+        self.has_acted = True
+        return StepResult(Observation(f"{action}=" if self.rewrites else "=", rewrites=self.rewrites))
+
+
 def _common(path: Path, name: str) -> dict[str, Any]:
     return {"output_dir": str(path / name), "log": LogConfig(tensorboard=False), "threads": 1}
 
@@ -109,47 +147,94 @@ def _sft(path: Path) -> None:
     SFTTrainer(recipe, model=_model(Qwen2ForCausalLM), tokenizer=build_tokenizer(), rows=rows).train()
 
 
-def _reward_model(path: Path) -> None:
-    recipe = RewardModelRecipe(**_common(path, "reward-model"), train=TRAIN, steps=6, pairs_per_step=6, centring=0.01)
-    rows = [
+def _pairs() -> list[dict[str, str]]:
+    return [
         {"prompt": p, "chosen": task.work(*task.operands(p)), "rejected": task.work(*task.operands(p), "forgetful")}
         for p in task.prompts(0, 40)
     ]
-    RewardModelTrainer(recipe, model=_model(Qwen2ForCausalLM), tokenizer=build_tokenizer(), rows=rows).train()
 
 
-def _rl(name: str, algorithm: AlgorithmConfig) -> Callable[[Path], None]:
+def _reward_model(path: Path) -> None:
+    recipe = RewardModelRecipe(**_common(path, "reward-model"), train=TRAIN, steps=6, pairs_per_step=6, centring=0.01)
+    RewardModelTrainer(recipe, model=_model(Qwen2ForCausalLM), tokenizer=build_tokenizer(), rows=_pairs()).train()
+
+
+def _process_reward(path: Path) -> None:
+    recipe = ProcessRewardRecipe(
+        **_common(path, "process-reward"), train=TRAIN, steps=6, answers_per_step=6, separator=task.COLUMN_END
+    )
+    rows = []
+    for pair in _pairs():
+        right, found = (pair[side].split(task.COLUMN_END) for side in ("chosen", "rejected"))
+        labels = [step == expected for step, expected in zip(found, right, strict=True)]
+        rows.append({"prompt": pair["prompt"], "steps": found, "labels": labels})
+    ProcessRewardTrainer(recipe, model=_model(Qwen2ForCausalLM), tokenizer=build_tokenizer(), rows=rows).train()
+
+
+def _preference(loss: PreferenceLossConfig) -> Callable[[Path], None]:
+    def run(path: Path) -> None:
+        recipe = PreferenceRecipe(**_common(path, loss.name), loss=loss, train=TRAIN, steps=6, pairs_per_step=6)
+        PreferenceTrainer(recipe, model=_model(Qwen2ForCausalLM), tokenizer=build_tokenizer(), rows=_pairs()).train()
+
+    return run
+
+
+def _rl(
+    name: str, algorithm: AlgorithmConfig, *, objects: Mapping[str, Any] | None = None, **sections: Any
+) -> Callable[[Path], None]:
+    """``sections`` of the recipe and ``objects`` of the trainer stand in for those that all runs share."""
+
     def run(path: Path) -> None:
         if isinstance(algorithm, Distillation):
             _model(Qwen2ForCausalLM, seed=1).save_pretrained(path / "teacher")
-        recipe = RLRecipe(
-            **_common(path, name),
-            algorithm=algorithm,
-            actor=ActorConfig(train=TRAIN),
-            critic=CriticConfig(train=TRAIN, warmup_steps=1),
-            reference=ReferenceConfig(path=str(path / "teacher") if isinstance(algorithm, Distillation) else None),
-            rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=6), max_running=8),
-            steps=4,
-            prompts_per_step=4,
-            responses_per_prompt=2,
-            minibatches=2,
-            chunk_size=2,
-        )
+        shared = {
+            "actor": ActorConfig(train=TRAIN),
+            "critic": CriticConfig(train=TRAIN, warmup_steps=1),
+            "reference": ReferenceConfig(path=str(path / "teacher") if isinstance(algorithm, Distillation) else None),
+            "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=6), max_running=8),
+            "steps": 4,
+            "prompts_per_step": 4,
+            "responses_per_prompt": 2,
+            "minibatches": 2,
+            "chunk_size": 2,
+        }
+        recipe = RLRecipe(**_common(path, name), algorithm=algorithm, **{**shared, **sections})
         reward_model = _model(Qwen2ForSequenceClassification, num_labels=1)
+        rewards = [digits, reward_model] if name == "ppo" else [digits]
         RLTrainer(
             recipe,
             model=_model(Qwen2ForCausalLM),
             tokenizer=build_tokenizer(),
-            rewards=[digits, reward_model] if name == "ppo" else [digits],
             prompts=task.prompts(0, 16),
+            **{"rewards": rewards, **(objects or {})},
         ).train()
 
     return run
 
 
+def _process_rl(path: Path) -> None:
+    """Outcome and process reward together, by a process reward model that is trained first."""
+    _process_reward(path)
+    source = ProcessModelReward(path=str(path / "process-reward" / "model"))
+    rollout = RolloutConfig(sampling=SamplingConfig(max_new_tokens=20), max_running=8)
+    _rl("ppo_process", PPO(), rewards=(source,), rollout=rollout)(path)
+
+
+def _episodes(name: str, *, rewrites: bool) -> Callable[[Path], None]:
+    environment = EnvironmentConfig(options={"rewrites": rewrites}, max_turns=2)
+    return _rl(name, PPO(), objects={"rewards": [], "environment": TwoTurns}, environment=environment)
+
+
+LOSSES = (DPOLoss(), RobustDPOLoss(), IPOLoss(), HingeLoss(), SimPOLoss(), ORPOLoss(), KTOLoss())
+PTX = {"ptx": PTXConfig(coef=0.5, examples_per_minibatch=3), "objects": {"ptx_rows": task.demonstrations(0, 32)}}
+LORA = {"actor": ActorConfig(train=ADAPTERS), "critic": CriticConfig(train=ADAPTERS, warmup_steps=1)}
+
+
 RUNS: Mapping[str, Callable[[Path], None]] = {
     "sft": _sft,
     "reward-model": _reward_model,
+    "process-reward": _process_reward,
+    **{loss.name: _preference(loss) for loss in LOSSES},
     "ppo": _rl("ppo", PPO(kl=KLConfig(coef=0.05))),
     "grpo": _rl("grpo", GRPO(kl=KLConfig(coef=0.05, estimator="k3", place="loss"))),
     "rloo": _rl("rloo", RLOO()),
@@ -163,6 +248,13 @@ RUNS: Mapping[str, Callable[[Path], None]] = {
     "reinforce_pp_baseline": _rl("reinforce_pp_baseline", ReinforcePlusPlusBaseline()),
     "remax": _rl("remax", ReMax()),
     "distillation": _rl("distillation", Distillation()),
+    "best_of_n": _rl("best_of_n", BestOfN()),
+    "online_dpo": _rl("online_dpo", OnlineDPO(refresh_steps=2)),
+    "ppo_process": _process_rl,
+    "ppo_ptx": _rl("ppo_ptx", PPO(), **PTX),
+    "ppo_lora": _rl("ppo_lora", PPO(), **LORA),
+    "two_turns_extended": _episodes("two_turns_extended", rewrites=False),
+    "two_turns_rewritten": _episodes("two_turns_rewritten", rewrites=True),
 }
 
 

@@ -68,3 +68,24 @@ def test_precision_is_measured_and_training_clips_nothing(bench: Callable[[str],
     assert (found["tokens"], found["answers"]) == (64, 8)
     assert found["clipped_ppo"] == found["clipped_rloo"] == 0.0
     assert 0 < found["std"] < 0.2 and (found["std"] < 1e-4) == (kind == "fp32")
+
+
+def test_steps_are_right_where_careful_work_has_them(bench: Callable[[str], Any]) -> None:
+    right_steps = bench("process_rewards").right_steps
+    assert right_steps("47+85=", "7+5=12;4+8+1=13;132") == [True, True, True]
+    assert right_steps("47+85=", "7+5=12;4+8+0=12;122") == [True, False, False]
+    assert right_steps("47+85=", "7+5=12;132;132;1") == [True, False, True, False], "compared place by place"
+
+
+def test_labels_are_exchanged_at_the_given_rate(bench: Callable[[str], Any]) -> None:
+    prompts = ["47+85="] * 400
+    answers = [["7+5=12;4+8+1=13;132", ""]] * 400
+    rows = bench("process_rewards").labelled(prompts, answers, 0, 0.1)
+    labels = [label for row in rows for label in row["labels"]]
+    assert len(rows) == 400 and len(labels) == 1200, "an empty answer has no steps"
+    assert 0.07 < labels.count(False) / len(labels) < 0.13
+
+
+def test_ranks_count_ties_as_half(bench: Callable[[str], Any]) -> None:
+    ranked = bench("process_rewards").ranked
+    assert ranked(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 0.5])) == pytest.approx((1 + 1 + 0.5 + 0) / 4)

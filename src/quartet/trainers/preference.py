@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,56 +22,38 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quartet.algorithms.preference import kto_reference_point
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
+from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe
-from quartet.data.order import draws, steps_for
+from quartet.data.order import draws
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.models.loading import load_causal_lm, packed_causal_lm, save_causal_lm
+from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.progress import Progress
-from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs, Objective, Outputs, TrainEngine, forward_only
 from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.trainers.reference import Reference, ReferenceTables, weights_digest
-from quartet.trainers.run import RunDirectory, default_output_dir, use_threads
-from quartet.trainers.sources import (
-    check_budget,
-    context_length,
-    longest_group,
-    pairs_or_judgements,
-    resolve_model,
-    resolve_tokenizer,
-)
-from quartet.trainers.supervised import SupervisedLoop, run_supervised
+from quartet.trainers.run import RunDirectory
+from quartet.trainers.sources import check_budget, longest_group, pairs_or_judgements
+from quartet.trainers.supervised_trainer import CausalTrainer, vocabulary_size
 
 _AT_A_TIME = 128
 """Rows of one forward-only pass."""
 _LOGPROBS = Needs(logprobs=True)
 
 
-@dataclass(frozen=True)
-class PreferenceResult:
-    """Where the run is, the trained model (a Hugging Face object) and what ``summary.json`` holds."""
-
-    path: Path
-    model: PreTrainedModel
-    summary: dict[str, Any]
-
-
-class PreferenceTrainer:
+class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedData]):
     """Trains a causal LM to prefer chosen over rejected answers, without sampling and without a reward model.
 
-    Args:
-        recipe: the run. What it leaves out comes as objects:
-        model, tokenizer: a causal LM (trained in place) and its tokenizer.
-        reference: a causal LM to compare with; default ``recipe.reference.path``, else the model as it starts.
-        rows, evaluation_rows: mappings with ``prompt``, ``chosen``, ``rejected``; for KTO also with ``prompt``,
-            ``completion``, ``label``.
-        resume: go on with the run in ``recipe.output_dir``.
+    Rows have ``prompt``, ``chosen``, ``rejected``; for KTO also ``prompt``, ``completion``, ``label``. Held-out
+    figures: ``eval/loss``, and the mean figures of the rows under ``eval/`` (``accuracy``, ``margin``, …); the
+    reference's log-probabilities that they need are there once ``train`` has begun.
 
-    Raises:
-        UserError: the recipe, the data or the objects do not fit together; nothing has been written then.
+    Args:
+        reference: a causal LM to compare with; default ``recipe.reference.path``, else the model as it starts.
+
+    The other arguments are those of ``SupervisedTrainer``.
     """
 
     def __init__(
@@ -88,48 +68,32 @@ class PreferenceTrainer:
         resume: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        use_threads(recipe.threads)
-        self.recipe = recipe
-        self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("preference")
-        self.progress = progress if progress is not None else Progress()
-        self.run = RunDirectory(self.path, recipe, resume=resume)
-        tokenizer = resolve_tokenizer(recipe.model, tokenizer)
-        model = resolve_model(recipe.model, model, load_causal_lm, "model")
-        check_vocabulary(tokenizer, _vocabulary(model))
-        self.codec = TextCodec.of(tokenizer, model.generation_config)
-        context = context_length(model)
-        self.data = self._data("data", rows, context)
-        self.evaluation: PreferenceData | JudgedData | None = None
-        if recipe.evaluation_data is not None or evaluation_rows is not None:
-            self.evaluation = self._data("evaluation_data", evaluation_rows, context)
-        self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), recipe.pairs_per_step)
-        train = recipe.train
+        super().__init__(
+            recipe,
+            model=model,
+            tokenizer=tokenizer,
+            rows=rows,
+            evaluation_rows=evaluation_rows,
+            resume=resume,
+            progress=progress,
+        )
         with contextlib.ExitStack() as taken:
-            # Where something does not fit after all, the models are given back as they were.
-            self.packed = packed_causal_lm(
-                model,
-                train.precision,
-                activation_checkpointing=train.activation_checkpointing,
-                lora=train.lora,
-                seed=recipe.seed,
-            )
             taken.callback(self.packed.release)
-            self._check_budgets()
-            self.engine = TrainEngine(self.packed, train, total_steps=self.steps)
             self._tables = self._reference_tables(reference)
             taken.pop_all()
 
     # What is compared ------------------------------------------------------------------------------------
 
-    def _data(self, key: str, rows: Sequence[Any] | None, context: int) -> PreferenceData | JudgedData:
-        recipe = self.recipe
-        config = recipe.data if key == "data" else recipe.evaluation_data
-        found = pairs_or_judgements(config, rows, self.codec, context, key, recipe.doubtful_pairs)
-        if isinstance(recipe.loss, KTOLoss):
+    def _read(
+        self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int
+    ) -> PreferenceData | JudgedData:
+        loss = self.recipe.loss
+        found = pairs_or_judgements(config, rows, self.codec, context, key, self.recipe.doubtful_pairs)
+        if isinstance(loss, KTOLoss):
             found.check_mismatched()
         elif isinstance(found, JudgedData):
             raise UserError(
-                f"loss {recipe.loss.name} compares two answers, but the rows of {key} hold one each",
+                f"loss {loss.name} compares two answers, but the rows of {key} hold one each",
                 found="columns completion and label",
                 remedy="use loss.name=kto, or rows with chosen and rejected",
             )
@@ -167,7 +131,7 @@ class PreferenceTrainer:
         return ReferenceTables(reference, data, cache=config.cache, mismatched=isinstance(loss, KTOLoss))
 
     def _other_reference(self, model: PreTrainedModel) -> Reference:
-        held, needed = _vocabulary(model), _vocabulary(self.packed.model)
+        held, needed = vocabulary_size(model), vocabulary_size(self.packed.model)
         if held != needed:
             raise UserError(
                 "reference and model have different vocabularies",
@@ -178,35 +142,21 @@ class PreferenceTrainer:
 
     # Training --------------------------------------------------------------------------------------------
 
-    def train(self) -> PreferenceResult:
-        """Runs to the last step; ``model/`` is then a plain Hugging Face directory.
-
-        Raises:
-            Interrupted: Ctrl-C; saved, and resumable.
-        """
-        loop = SupervisedLoop(
-            name="preference",
-            engine=self.engine,
-            objective=self.objective,
-            batch=self._batch,
-            steps=self.steps,
-            evaluate=self.evaluate if self.evaluation is not None else None,
-            evaluate_every=self.recipe.evaluate_every_steps,
-            num_rows=len(self.data),
-            rows_per_step=self.recipe.pairs_per_step,
-            figures={"loss": "loss/preference", "accuracy": "preference/accuracy", "held-out": "eval/accuracy"},
-            prepare=self._tables.prepare if self._tables is not None else None,
-        )
-        summary = run_supervised(loop, self.run, self.progress, self.data.remarks, self._export)
-        return PreferenceResult(self.path, self.packed.model, summary)
-
     @property
     def objective(self) -> Objective:
         loss = self.recipe.loss
         return KTOObjective(loss) if isinstance(loss, KTOLoss) else PreferenceObjective(loss)
 
+    @property
+    def _rows_per_step(self) -> int:
+        return self.recipe.pairs_per_step
+
+    def _prepare(self, run: RunDirectory, progress: Progress) -> None:
+        if self._tables is not None:
+            self._tables.prepare(run, progress)
+
     def _batch(self, step: int) -> RaggedBatch:
-        drawn = draws(self.recipe.seed, step, len(self.data), self.recipe.pairs_per_step)
+        drawn = draws(self.recipe.seed, step, len(self.data), self._rows_per_step)
         rows, names = [row for row, _ in drawn], [f"row{row}@{epoch}" for row, epoch in drawn]
         batch = self._with_reference("training", self.data.select(rows, names), rows)
         if not isinstance(self.recipe.loss, KTOLoss):
@@ -232,23 +182,7 @@ class PreferenceTrainer:
             ratios.append(totals - known[list(rows[part])].flatten())
         return kto_reference_point(torch.cat(ratios))
 
-    def _export(self, path: Path) -> None:
-        save_causal_lm(self.packed, self.codec.tokenizer, path)
-
-    def evaluate(self) -> dict[str, float]:
-        """``eval/loss``, and the mean figures of held-out rows under ``eval/`` (``accuracy``, ``margin``, …).
-
-        Raises:
-            UserError: there are no evaluation data.
-            RuntimeError: called before ``train`` has read or computed the reference's log-probabilities.
-        """
-        data = self.evaluation
-        if data is None:
-            raise UserError(
-                "there is no evaluation data",
-                found="neither evaluation_data nor evaluation_rows",
-                remedy="set evaluation_data.path, or pass evaluation_rows",
-            )
+    def _measure(self, data: PreferenceData | JudgedData) -> dict[str, float]:
         objective, sums, everything = self.objective, MetricSums(), range(len(data))
         is_kto = isinstance(self.recipe.loss, KTOLoss)
         whole = sum(len(item.parts) - 1 for item in data.items) if is_kto else len(data)
@@ -294,7 +228,3 @@ def _frozen_reference(packed: PackedCausalLM, engine: TrainEngine[PackedCausalLM
 
     digest = cache(lambda: weights_digest(packed.model, precision=packed.precision))
     return Reference(digest, logprobs, is_start=False, release=packed.release)
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])
