@@ -1,0 +1,107 @@
+"""Flat buckets: tensors laid end to end in a few buffers of a fixed size, cut where one is full.
+
+Both ends make the same plan from the announced tensors, so a bucket needs no description of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quartet.weights.digest import bytes_of
+from quartet.weights.manifest import TensorSpec
+from quartet.weights.sink import WeightSink
+
+ALIGNMENT = 16
+"""Bytes; every dtype can then be viewed where its span begins."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of one tensor's elements in a bucket.
+
+    Attributes:
+        start, count: elements of the flattened tensor.
+        offset: bytes from the bucket's beginning.
+    """
+
+    spec: TensorSpec
+    start: int
+    count: int
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.spec.torch_dtype.itemsize
+
+    def view(self, bucket: Tensor) -> Tensor:
+        """Its flat values in ``bucket`` (flat uint8)."""
+        return bucket[self.offset : self.offset + self.num_bytes].view(self.spec.torch_dtype)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    number: int
+    spans: tuple[Span, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.spans[-1].offset + self.spans[-1].num_bytes if self.spans else 0
+
+    def unpack(self, buffer: Tensor, sink: WeightSink) -> None:
+        for span in self.spans:
+            sink.write(span.spec.name, span.start, span.view(buffer))
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Every element of every tensor once, in order. Tensors without elements need no bucket.
+
+    Raises:
+        ValueError: no element fits into a bucket.
+    """
+    if bucket_bytes < ALIGNMENT:
+        raise ValueError(f"buckets of {bucket_bytes} bytes; at least {ALIGNMENT} are needed")
+    buckets: list[Bucket] = []
+    spans: list[Span] = []
+    used = 0
+    for spec in specs:
+        start, size = 0, spec.torch_dtype.itemsize
+        while start < spec.num_elements:
+            offset = -(-used // ALIGNMENT) * ALIGNMENT
+            count = min(spec.num_elements - start, (bucket_bytes - offset) // size)
+            if count <= 0:
+                buckets.append(Bucket(len(buckets), tuple(spans)))
+                spans, used = [], 0
+                continue
+            spans.append(Span(spec, start, count, offset))
+            start, used = start + count, offset + count * size
+    if spans:
+        buckets.append(Bucket(len(buckets), tuple(spans)))
+    return tuple(buckets)
+
+
+class Packer:
+    """Lays tensors into the buckets of a plan as they come."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._places: Iterator[tuple[Bucket, Span, bool]] = (
+            (bucket, span, span is bucket.spans[-1]) for bucket in buckets for span in bucket.spans
+        )
+
+    def spans_of(self, spec: TensorSpec) -> Iterator[tuple[Bucket, Span, bool]]:
+        """The pieces of the next tensor; the last value says whether a piece completes its bucket."""
+        left = spec.num_elements
+        while left:
+            bucket, span, completes = next(self._places)
+            assert span.spec == spec, f"{spec.name} came where {span.spec.name} was planned"
+            left -= span.count
+            yield bucket, span, completes
+
+
+def fill(span: Span, tensor: Tensor, buffer: Tensor) -> None:
+    """Copies a piece of ``tensor`` (contiguous) to its place in ``buffer``."""
+    size = span.spec.torch_dtype.itemsize
+    piece = bytes_of(tensor)[span.start * size : (span.start + span.count) * size]
+    buffer[span.offset : span.offset + span.num_bytes].copy_(piece)

@@ -1,0 +1,201 @@
+"""Digests of tensors: of the whole tensor's bytes, at memory speed, block by block in any order.
+
+The bytes, little-endian and row-major, are read as 64-bit words, the last one filled up with zeros. They lie in blocks
+of 63 rows of 1025 words. Everything is modulo 2^64. Of block ``k`` only sums are taken, since memory speed leaves time
+for no more::
+
+    f_0 … f_1024     the sums of its columns
+    f_1025 … f_1087  the sums of its rows
+    digest = Σ_k P^k · Σ_i (lower half of f_i · a_i + upper half of f_i · b_i)
+
+Two words never share both their row and their column, so one or two changed words of a block always show in ``f``, and
+the odd sides keep regular patterns (every other sign, say) from cancelling. The last line is multilinear hashing
+(Carter and Wegman 1979), which misses a change of ``f`` with a chance of about 2^-32. Its constants are from SplitMix64
+seeded with 0 (Steele et al. 2014): ``a_i`` and ``b_i`` are its numbers ``2 i`` and ``2 i + 1`` made odd, ``P`` is the
+next one made 5 modulo 8, which gives its powers the longest period. The digest finds faults, not forgers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Words = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
+A = TypeVar("A")
+B = TypeVar("B")
+ROWS, COLUMNS = 63, 1025
+BLOCK_WORDS = ROWS * COLUMNS
+BLOCK_BYTES = 8 * BLOCK_WORDS
+_NUM_SUMS = ROWS + COLUMNS
+_PIECE_BYTES = 8 * BLOCK_BYTES
+"""What one thread takes at a time."""
+_DEVICE_PIECE_BLOCKS = 256
+_MASK = 2**64 - 1
+
+
+def _splitmix64(n: int) -> list[int]:
+    numbers, state = [], 0
+    for _ in range(n):
+        state = (state + 0x9E3779B97F4A7C15) & _MASK
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        numbers.append(z ^ (z >> 31))
+    return numbers
+
+
+@cache
+def _constants() -> tuple[Words, Words, int]:
+    """``a``; ``c = b - 2^32 a``, with which ``lower a + upper b = f a + upper c``; and ``P``."""
+    numbers = _splitmix64(2 * _NUM_SUMS + 1)
+    pairs = np.array(numbers[:-1], dtype=np.uint64).reshape(_NUM_SUMS, 2) | np.uint64(1)
+    a = np.ascontiguousarray(pairs[:, 0])
+    return a, pairs[:, 1] - (a << np.uint64(32)), numbers[-1] & ~7 | 5
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor as a flat uint8 view."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def partial_digest(data: Bytes, first_block: int = 0) -> int:
+    """The part of the sum that ``data`` gives, where it begins at block ``first_block`` of its tensor."""
+    starts = range(0, len(data), BLOCK_BYTES)
+    sums = np.empty((len(starts), _NUM_SUMS), dtype=np.uint64)
+    for out, start in zip(sums, starts, strict=True):
+        _sum_up(_words_of(data[start : start + BLOCK_BYTES]), out)
+    return _combine(sums, first_block)
+
+
+def _words_of(data: Bytes) -> Words:
+    whole, rest = divmod(len(data), 8)
+    if not rest:
+        return data.view(np.uint64)
+    filled = np.zeros(whole + 1, dtype=np.uint64)
+    filled.view(np.uint8)[: len(data)] = data
+    return filled
+
+
+def _sum_up(words: Words, out: Words) -> None:
+    """``f`` of at most one block."""
+    rows, rest = divmod(len(words), COLUMNS)
+    block = words[: rows * COLUMNS].reshape(rows, COLUMNS)
+    np.add.reduce(block, axis=0, out=out[:COLUMNS])
+    np.add.reduce(block, axis=1, out=out[COLUMNS : COLUMNS + rows])
+    if rows < ROWS:
+        last = words[rows * COLUMNS :]
+        out[:rest] += last
+        out[COLUMNS + rows :] = 0
+        out[COLUMNS + rows] = np.add.reduce(last)
+
+
+def _combine(sums: Words, first_block: int) -> int:
+    """The last line of the digest's definition, for ``sums [blocks, 1088]``."""
+    a, c, p = _constants()
+    total, power = 0, pow(p, first_block, 2**64)
+    for block_sum in (np.dot(sums, a) + np.dot(sums >> np.uint64(32), c)).tolist():
+        total = (total + block_sum * power) & _MASK
+        power = (power * p) & _MASK
+    return total
+
+
+def _device_digest(data: Tensor) -> int:
+    """The same where the tensor is, in torch's wrapping int64; only the sums travel. ``data`` is flat uint8."""
+    total = 0
+    for start in range(0, data.numel(), _DEVICE_PIECE_BLOCKS * BLOCK_BYTES):
+        piece = data[start : start + _DEVICE_PIECE_BLOCKS * BLOCK_BYTES]
+        num_blocks = -(-piece.numel() // BLOCK_BYTES)
+        if piece.numel() % BLOCK_BYTES or piece.storage_offset() % 8:
+            filled = piece.new_zeros(num_blocks * BLOCK_BYTES)
+            filled[: piece.numel()] = piece
+            piece = filled
+        words = piece.view(torch.int64).view(num_blocks, ROWS, COLUMNS)
+        sums = torch.cat([words.sum(1), words.sum(2)], 1).cpu().numpy().view(np.uint64)
+        total = (total + _combine(sums, start // BLOCK_BYTES)) & _MASK
+    return total
+
+
+def _as_text(total: int) -> str:
+    return f"{total:016x}"
+
+
+class Hasher:
+    """Digests and copies over some threads.
+
+    Args:
+        threads: as many as torch uses when left out.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._threads = threads or torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._threads, "digest") if self._threads > 1 else None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def digest(self, tensor: Tensor) -> str:
+        """16 hex digits. A strided tensor is copied first."""
+        return self.digests([tensor])[0]
+
+    def digests(self, tensors: Sequence[Tensor]) -> list[str]:
+        totals = [0] * len(tensors)
+        jobs: list[tuple[int, Bytes, int]] = []
+        for index, tensor in enumerate(tensors):
+            data = bytes_of(tensor.contiguous())
+            if data.device.type != "cpu":
+                totals[index] = _device_digest(data)
+                continue
+            flat = data.numpy()
+            jobs += [(index, flat[at : at + _PIECE_BYTES], at // BLOCK_BYTES) for at in _pieces(len(flat))]
+        done = self._map(lambda job: (job[0], partial_digest(job[1], job[2])), jobs)
+        for index, part in done:
+            totals[index] = (totals[index] + part) & _MASK
+        return [_as_text(total) for total in totals]
+
+    def copy(self, source: Tensor, target: Tensor) -> str:
+        """Copies the bytes of a contiguous tensor into ``target`` (flat uint8 on the CPU).
+
+        Returns:
+            The digest of ``source``, taken block by block while it is in the cache.
+        """
+        if source.device.type != "cpu":
+            target.copy_(bytes_of(source))
+            return self.digest(source)
+        read, written = bytes_of(source).numpy(), target.numpy()
+
+        def copy_piece(at: int) -> int:
+            end = min(at + _PIECE_BYTES, len(read))
+            starts = range(at, end, BLOCK_BYTES)
+            sums = np.empty((len(starts), _NUM_SUMS), dtype=np.uint64)
+            for out, start in zip(sums, starts, strict=True):
+                block = slice(start, min(start + BLOCK_BYTES, end))
+                _copy(read[block], written[block])
+                _sum_up(_words_of(read[block]), out)
+            return _combine(sums, at // BLOCK_BYTES)
+
+        return _as_text(sum(self._map(copy_piece, _pieces(len(read)))) & _MASK)
+
+    def _map(self, work: Callable[[A], B], jobs: Sequence[A]) -> list[B]:
+        if self._pool is None or len(jobs) < 2:
+            return [work(job) for job in jobs]
+        return list(self._pool.map(work, jobs))
+
+
+def _copy(source: Bytes, target: Bytes) -> None:
+    """For pieces of this size numpy's vector loops are faster than its copy, which calls the C library's."""
+    whole = len(source) // 8 * 8
+    np.positive(source[:whole].view(np.uint64), out=target[:whole].view(np.uint64))
+    target[whole:] = source[whole:]
+
+
+def _pieces(num_bytes: int) -> range:
+    return range(0, num_bytes, _PIECE_BYTES)

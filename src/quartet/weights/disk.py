@@ -1,0 +1,196 @@
+"""Transport ``disk``: a directory per version, for engines that know nothing else.
+
+``version_00000012/`` holds ``model.safetensors``, ``manifest.json`` and, where a template is given, its configuration
+and tokenizer, so that it loads as any Hugging Face model does. It takes its name when all of it is on the disk; half a
+version is never seen. Receivers are not needed: with none, ``send`` publishes and returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quartet.weights.digest import Hasher, bytes_of
+from quartet.weights.errors import WeightSyncError
+from quartet.weights.exchange import Exchange, Link
+from quartet.weights.manifest import Manifest, TensorSpec
+from quartet.weights.session import Inlet, Offer, Outlet
+from quartet.weights.sink import WeightSink
+
+WEIGHTS = "model.safetensors"
+MANIFEST = "manifest.json"
+_PREFIX = "version_"
+_DRAFT = ".draft_"
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
+
+
+class DiskOutlet(Outlet):
+    """
+    Args:
+        folder: made where it is missing; nothing else writes into it.
+        template: a model directory whose files other than weights go beside every version.
+        keep: versions that stay; older ones are deleted.
+    """
+
+    kind = "disk"
+
+    def __init__(
+        self, folder: Path, *, template: Path | None = None, keep: int = 2, hasher: Hasher | None = None
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep = {keep}; at least the newest version stays")
+        self._folder = folder.resolve()
+        self._template = template
+        self._keep = keep
+        self._hasher = hasher or Hasher()
+        self._draft: Path | None = None
+        self._file: BinaryIO | None = None
+        self._offsets: dict[str, int] = {}
+
+    def open(self, specs: Sequence[TensorSpec], exchange: Exchange) -> Offer:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for draft in self._folder.glob(_DRAFT + "*"):
+            shutil.rmtree(draft)  # of a process that was killed
+        draft = self._folder / f"{_DRAFT}{exchange.version:08d}"
+        draft.mkdir()
+        header, self._offsets = _safetensors_header(specs)
+        self._draft, self._file = draft, open(draft / WEIGHTS, "wb")  # noqa: SIM115 (open until ``finish``)
+        self._file.write(header)
+        return {"path": str(self._folder / f"{_PREFIX}{exchange.version:08d}")}
+
+    def put(self, spec: TensorSpec, tensor: Tensor) -> str:
+        assert self._file is not None
+        here = tensor.cpu()
+        self._file.seek(self._offsets[spec.name])
+        self._file.write(bytes_of(here).numpy().data)
+        return self._hasher.digest(here)
+
+    def finish(self, manifest: Manifest) -> None:
+        assert self._file is not None and self._draft is not None
+        _sync_and_close(self._file)
+        with open(self._draft / MANIFEST, "wb") as file:
+            file.write(json.dumps(manifest.to_json(), indent=1).encode())
+            _sync_and_close(file)
+        if self._template is not None:
+            for path in self._template.iterdir():
+                if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                    shutil.copy2(path, self._draft / path.name)
+        target = self._folder / f"{_PREFIX}{manifest.version:08d}"
+        if target.exists():  # the same version once more
+            os.rename(target, self._folder / f"{_DRAFT}replaced")
+        os.rename(self._draft, target)
+        self._draft = None
+        _sync_folder(self._folder)
+        shutil.rmtree(self._folder / f"{_DRAFT}replaced", ignore_errors=True)
+        for old in published(self._folder)[: -self._keep]:
+            shutil.rmtree(old)
+
+    def abort(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._draft is not None:
+            shutil.rmtree(self._draft)
+            self._draft = None
+
+    def close(self) -> None:
+        self.abort()
+        self._hasher.close()
+
+
+class DiskInlet(Inlet):
+    kind = "disk"
+
+    def open(self, offer: Offer, specs: Sequence[TensorSpec], sink: WeightSink, link: Link) -> None:
+        self._path = Path(offer["path"])
+
+    def landed(self, name: str, sink: WeightSink) -> None:
+        pass  # the files have no name yet
+
+    def finish(self, manifest: Manifest, sink: WeightSink) -> None:
+        _bring(self._path, manifest, sink)
+
+    def abort(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def published(folder: Path) -> list[Path]:
+    """Whole versions, oldest first."""
+    return sorted(path for path in folder.glob(_PREFIX + "*") if path.is_dir())
+
+
+def load_published(path: Path, sink: WeightSink) -> Manifest:
+    """Brings a published version to ``sink``, as a sync does: for an engine that starts later, or again.
+
+    Raises:
+        WeightSyncError: it cannot be read, does not fit or is damaged.
+    """
+    try:
+        manifest = Manifest.from_json(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    sink.begin(manifest.tensors, manifest.version)
+    try:
+        _bring(path, manifest, sink)
+        sink.verify(manifest)
+        sink.commit(manifest)
+    except BaseException as error:
+        sink.abort(f"{type(error).__name__}: {error}")
+        raise
+    return manifest
+
+
+def _bring(path: Path, manifest: Manifest, sink: WeightSink) -> None:
+    try:
+        with safe_open(path / WEIGHTS, framework="pt") as file:
+            for spec in manifest.tensors:
+                sink.write(spec.name, 0, file.get_tensor(spec.name).reshape(-1))
+                sink.arrived(spec.name)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> WeightSyncError:
+    return WeightSyncError(
+        "published weights cannot be read",
+        found=f"{path}: {error}",
+        remedy="let both ends see one file system, or publish the version again",
+    )
+
+
+def _safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
+    """The file's beginning, and where in the file each tensor goes: wide dtypes first, so that all are aligned."""
+    ordered = sorted(specs, key=lambda spec: (-spec.torch_dtype.itemsize, spec.name))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, used = {}, 0
+    for spec in ordered:
+        end = used + spec.num_bytes
+        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [used, end]}
+        offsets[spec.name], used = used, end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + offset for name, offset in offsets.items()}
+
+
+def _sync_and_close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)  # the rename itself must survive a crash of the machine
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,54 @@
+"""What a weight sync ends in when it does not end well. Every message names the rank and the tensor."""
+
+from __future__ import annotations
+
+from quartet.config import UserError
+
+
+class WeightSyncError(UserError):
+    """A sync that did not come to its end.
+
+    Attributes:
+        rank: the receiver's or trainer's rank that is to blame; None where it is this process.
+        tensor: the tensor that was under way; None before the first and after the last.
+    """
+
+    def __init__(
+        self, problem: str, *, found: str, remedy: str, rank: int | None = None, tensor: str | None = None
+    ) -> None:
+        self.rank = rank
+        self.tensor = tensor
+        super().__init__(problem, found=found, remedy=remedy)
+
+
+class WeightSyncTimeout(WeightSyncError):
+    """Somebody did nothing for longer than the time allowed."""
+
+
+class WeightsRefused(WeightSyncError):
+    """Names, shapes, dtypes or the version do not fit the sink. Nothing was written, it keeps what it had."""
+
+
+class WeightMismatch(WeightSyncError):
+    """A tensor arrived with other contents than it was sent with.
+
+    Attributes:
+        sent, arrived: the two digests.
+    """
+
+    def __init__(self, name: str, *, sent: str, arrived: str, version: int, rank: int | None = None) -> None:
+        self.sent = sent
+        self.arrived = arrived
+        where = "" if rank is None else f" at rank {rank}"
+        super().__init__(
+            f"the weights of version {version} did not arrive{where} as they were sent",
+            found=f"{name!r} with the digest {arrived}, sent with {sent}",
+            remedy="sync again; if it comes back, something writes into the weights while they are sent or served, "
+            "or the memory or the network is faulty",
+            rank=rank,
+            tensor=name,
+        )
+
+
+class WeightsUnusable(WeightSyncError):
+    """Somebody asks for weights that are not whole, or not of the version that is wanted."""

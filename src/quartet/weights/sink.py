@@ -1,0 +1,286 @@
+"""Where the weights go: checked before the first byte, verified after the last one, served whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quartet.weights.digest import Hasher
+from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
+from quartet.weights.fusion import FusedProjection, split_fused
+from quartet.weights.manifest import Manifest, TensorSpec
+
+
+class WeightSink(Protocol):
+    """What a transport brings weights to. Calls come in the order of the methods, ``abort`` at any point."""
+
+    def begin(self, specs: Sequence[TensorSpec], version: int) -> None:
+        """
+        Raises:
+            WeightsRefused: they do not fit; nothing has changed.
+        """
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Offers memory in which the weights of this sync stand, or will stand when it is through.
+
+        Returns:
+            True: the sink serves from this memory from now on. It is written to by this sync and every later one.
+            False: the weights must be brought by ``write``.
+        """
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Takes elements ``start …`` of a flattened tensor. ``values`` is flat, of its dtype, and reused afterwards."""
+
+    def arrived(self, name: str) -> None:
+        """This tensor is whole: its digest may be taken now, while others are under way."""
+
+    def verify(self, manifest: Manifest) -> None:
+        """
+        Raises:
+            WeightMismatch: a tensor is not what was sent.
+        """
+
+    def commit(self, manifest: Manifest) -> None:
+        """From now on ``manifest.version`` is served."""
+
+    def abort(self, reason: str) -> None:
+        """The sync failed: back to the old version as a whole, or unusable until a sync succeeds."""
+
+
+class Status(StrEnum):
+    EMPTY = "empty"
+    """No version yet."""
+    READY = "ready"
+    RECEIVING = "receiving"
+    UNUSABLE = "unusable"
+
+
+class TensorSink:
+    """Tensors that are refreshed in place: the parameters of an engine's model.
+
+    Args:
+        destinations: by name; two names of one tensor are tied, and one of them is enough. May be strided.
+        fused: destinations that hold several of the tensors that are sent.
+        staged: keeps a second copy and takes a sync over only when all of it is verified; a failing one leaves the
+            old version in service. Otherwise a sync that fails halfway leaves the sink unusable.
+        adopts: takes over memory that a transport offers in place of the destinations' own, zero copies.
+        on_commit: called with the new version: forget what was computed from the old weights.
+    """
+
+    def __init__(
+        self,
+        destinations: Iterable[tuple[str, Tensor]],
+        *,
+        fused: Sequence[FusedProjection] = (),
+        staged: bool = False,
+        adopts: bool = False,
+        on_commit: Callable[[int], None] | None = None,
+        hasher: Hasher | None = None,
+    ) -> None:
+        # Not their memory: an engine that sleeps gives it back, and gets other memory when it wakes.
+        self._owners = dict(destinations)
+        self._fused = tuple(fused)
+        if adopts and (staged or self._views().keys() != self._owners.keys()):
+            raise ValueError("memory can be adopted only where nothing is staged and nothing is fused")
+        self._staged = staged
+        self._adopts = adopts
+        self._staging: dict[int, Tensor] = {}
+        self._targets: dict[str, Tensor] = {}
+        self._ties: dict[str, int] = {}
+        self._found: dict[int, str] = {}
+        self._on_commit = on_commit
+        self._hasher = hasher or Hasher()
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._incoming: int | None = None
+        self._touched = False
+        self._reason: str | None = None
+        self.version: int | None = None
+        """What was committed last; served only while ``status`` is ready."""
+
+    # What is served ---------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> Status:
+        if self._reason is not None:
+            return Status.UNUSABLE
+        if self._touched and not self._staged:
+            return Status.RECEIVING
+        return Status.EMPTY if self.version is None else Status.READY
+
+    def require(self, version: int | None = None) -> None:
+        """What an engine asks before it computes.
+
+        Raises:
+            WeightsUnusable: the weights are not whole, or not of ``version``.
+        """
+        status = self.status
+        if status is Status.READY and version in (None, self.version):
+            return
+        found = {
+            Status.EMPTY: "no weights yet",
+            Status.RECEIVING: f"a sync of version {self._incoming} under way",
+            Status.UNUSABLE: self._reason or "",
+            Status.READY: f"version {self.version}",
+        }[status]
+        raise WeightsUnusable(
+            f"the engine cannot compute with {'these weights' if version is None else f'version {version}'}",
+            found=found,
+            remedy="sync the weights again before anything is generated",
+        )
+
+    def invalidate(self, reason: str) -> None:
+        """The destinations no longer hold the weights (the engine slept, say): unusable until the next sync."""
+        self._reason = reason
+
+    # A sync -----------------------------------------------------------------------------------------------
+
+    def begin(self, specs: Sequence[TensorSpec], version: int) -> None:
+        if self.version is not None and version < self.version:
+            raise _refused(f"version {version} after {self.version}", "send the newest version; start a new engine")
+        views = self._views()
+        self._ties = _ties(views)
+        _check_fit(specs, views, self._ties)
+        self._specs, self._incoming, self._touched = tuple(specs), version, False
+        self._targets = {spec.name: self._staged_copy(views, spec.name) for spec in specs} if self._staged else views
+
+    def _staged_copy(self, views: Mapping[str, Tensor], name: str) -> Tensor:
+        number = self._ties[name]
+        if number not in self._staging:
+            self._staging[number] = torch.empty_like(views[name], memory_format=torch.contiguous_format)
+        return self._staging[number]
+
+    def _views(self) -> dict[str, Tensor]:
+        """The destinations under the names that are sent, in the memory that they have now."""
+        return dict(split_fused(((name, tensor.detach()) for name, tensor in self._owners.items()), self._fused))
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> bool:
+        if not self._adopts:
+            return False
+        if any(tensor.device != self._owners[name].device for name, tensor in tensors.items()):
+            return False
+        self._touched = True
+        for name, tensor in tensors.items():
+            self._owners[name].data = tensor
+        self._targets = self._views()
+        return True
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        self._touched = True
+        _write(self._targets[name], start, values)
+
+    def arrived(self, name: str) -> None:
+        # Of tied names the last one counts: it is what stands there in the end.
+        self._found[self._ties[name]] = self._hasher.digest(self._targets[name])
+
+    @torch.no_grad()
+    def verify(self, manifest: Manifest) -> None:
+        if manifest.version != self._incoming or manifest.tensors != self._specs:
+            raise _refused(
+                f"a manifest of version {manifest.version} with {len(manifest.tensors)} tensors after the announcement "
+                f"of version {self._incoming} with {len(self._specs)}",
+                "sync again",
+            )
+        self._check_contents(manifest, self._targets, self._found)
+
+    def check_served(self, manifest: Manifest) -> None:
+        """Whether what is served now is still what ``manifest`` says; after a wake-up, say.
+
+        Raises:
+            WeightsUnusable, WeightMismatch: it is not; unusable from then on.
+        """
+        self.require(manifest.version)
+        try:
+            self._check_contents(manifest, self._views(), {})
+        except WeightMismatch as error:
+            self._reason = f"{error.problem}: {error.found}"
+            raise
+
+    def _check_contents(self, manifest: Manifest, held: Mapping[str, Tensor], known: Mapping[int, str]) -> None:
+        """``known`` are digests that were taken already, by the numbers of ``_ties``."""
+        places = {self._ties[spec.name]: spec.name for spec in manifest.tensors if self._ties[spec.name] not in known}
+        digests = self._hasher.digests([held[name] for name in places.values()])
+        found = {**known, **dict(zip(places, digests, strict=True))}
+        for spec, sent in zip(manifest.tensors, manifest.digests, strict=True):
+            if sent != (arrived := found[self._ties[spec.name]]):
+                raise WeightMismatch(spec.name, sent=sent, arrived=arrived, version=manifest.version)
+
+    @torch.no_grad()
+    def commit(self, manifest: Manifest) -> None:
+        if self._staged:
+            # A failure in here would be one of this process's memory, so nothing is served after it anyway.
+            self._reason = f"taking over version {manifest.version} failed"
+            views = self._views()
+            for spec in manifest.tensors:
+                views[spec.name].copy_(self._targets[spec.name])
+        if self._on_commit is not None:
+            self._reason = f"the engine failed to take over version {manifest.version}"
+            self._on_commit(manifest.version)
+        self.version, self._reason = manifest.version, None
+        self._end()
+
+    def abort(self, reason: str) -> None:
+        if self._touched and not self._staged and self._reason is None:
+            self._reason = f"the sync of version {self._incoming} broke off halfway: {reason}"
+        self._end()
+
+    def _end(self) -> None:
+        self._incoming, self._touched, self._targets, self._found = None, False, {}, {}
+
+
+def _check_fit(specs: Sequence[TensorSpec], own: Mapping[str, Tensor], ties: Mapping[str, int]) -> None:
+    remedy = "send every parameter of the same architecture under its own name, in the engine's dtype"
+    given: dict[str, TensorSpec] = {}
+    for spec in specs:
+        if spec.name in given:
+            raise _refused(f"{spec.name!r} twice", remedy, spec.name)
+        given[spec.name] = spec
+    if unknown := sorted(given.keys() - own.keys()):
+        raise _refused(f"unknown names, first {unknown[0]!r} ({len(unknown)} in all)", remedy, unknown[0])
+    for name, spec in given.items():
+        needed = TensorSpec.of(name, own[name])
+        if spec != needed:
+            found = f"{name!r} {spec.dtype} {list(spec.shape)}, needed {needed.dtype} {list(needed.shape)}"
+            raise _refused(found, remedy, name)
+    filled = {ties[name] for name in given}
+    if missing := [name for name in own if ties[name] not in filled]:
+        raise _refused(f"nothing for {missing[0]!r} ({len(missing)} names missing)", remedy, missing[0])
+
+
+def _ties(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """A number for each name, the same for all names of one piece of memory."""
+    places: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+    ties = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        ties[name] = places.setdefault(place, number) if tensor.numel() else number
+    return ties
+
+
+def _write(destination: Tensor, start: int, values: Tensor) -> None:
+    """Elements ``start …`` of ``destination``, flattened in row-major order whatever its strides."""
+    if destination.is_contiguous():
+        destination.view(-1)[start : start + values.numel()].copy_(values)
+        return
+    row = destination[0].numel()
+    if destination.dim() == 1 or row == 0:
+        destination[start : start + values.numel()].copy_(values)
+        return
+    at = 0
+    while at < values.numel():
+        index, offset = divmod(start + at, row)
+        num_rows = (values.numel() - at) // row
+        if offset == 0 and num_rows:
+            n = num_rows * row
+            destination[index : index + num_rows].copy_(values[at : at + n].view(num_rows, *destination.shape[1:]))
+        else:
+            n = min(row - offset, values.numel() - at)
+            _write(destination[index], offset, values[at : at + n])
+        at += n
+
+
+def _refused(found: str, remedy: str, tensor: str | None = None) -> WeightsRefused:
+    return WeightsRefused("the new weights do not fit the engine", found=found, remedy=remedy, tensor=tensor)

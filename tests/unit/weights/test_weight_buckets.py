@@ -1,0 +1,142 @@
+"""The plan of buckets, and the promise that a buffer is not filled again before every receiver has confirmed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from quartet.weights import CudaIpcOutlet, TensorSpec
+from quartet.weights.buckets import ALIGNMENT, Packer, fill, plan_buckets
+from quartet.weights.digest import bytes_of
+from quartet.weights.manifest import DTYPES
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+specs_of = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=8).map(
+    lambda rows: [TensorSpec(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(rows)]
+)
+
+
+@given(specs_of, st.integers(ALIGNMENT, 400))
+def test_every_element_has_one_place(specs: list[TensorSpec], bucket_bytes: int) -> None:
+    buckets = plan_buckets(specs, bucket_bytes)
+    assert [bucket.number for bucket in buckets] == list(range(len(buckets)))
+    placed: dict[str, list[tuple[int, int]]] = {spec.name: [] for spec in specs}
+    for bucket in buckets:
+        end = 0
+        for span in bucket.spans:
+            assert span.offset % ALIGNMENT == 0 and span.offset >= end and span.count > 0
+            end = span.offset + span.num_bytes
+            placed[span.spec.name].append((span.start, span.start + span.count))
+        assert bucket.num_bytes == end <= bucket_bytes
+    for spec in specs:
+        edges = placed[spec.name]
+        assert [start for start, _ in edges] == [0, *(end for _, end in edges[:-1])][: len(edges)]
+        assert (edges[-1][1] if edges else 0) == spec.num_elements
+
+
+@given(specs_of, st.integers(ALIGNMENT, 200))
+def test_what_is_packed_comes_out_again(specs: list[TensorSpec], bucket_bytes: int) -> None:
+    tensors = {s.name: torch.randint(0, 2, s.shape).to(s.torch_dtype) for s in specs}
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    packer = Packer(plan_buckets(specs, bucket_bytes))
+    buffer = torch.zeros(bucket_bytes, dtype=torch.uint8)
+    completed = []
+    for spec in specs:
+        for bucket, span, completes in packer.spans_of(spec):
+            fill(span, tensors[spec.name], buffer)
+            if completes:
+                completed.append(bucket.number)
+                for piece in bucket.spans:
+                    found[piece.spec.name].view(-1)[piece.start : piece.start + piece.count] = piece.view(buffer)
+    assert completed == list(range(len(plan_buckets(specs, bucket_bytes))))
+    assert all(torch.equal(bytes_of(found[name]), bytes_of(tensors[name])) for name in tensors)
+
+
+def test_a_bucket_that_holds_no_element_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 16"):
+        plan_buckets([], 8)
+
+
+# A buffer in use -----------------------------------------------------------------------------------------
+
+
+class Handles:
+    """Of buffers in this process; notes how often each was waited for."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+        self.synchronized = 0
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        self.buffers.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        return self.buffers[-1]
+
+    def export(self, buffer: Tensor) -> Mapping[str, Any]:
+        return {"number": next(i for i, own in enumerate(self.buffers) if own is buffer)}
+
+    def open(self, handle: Mapping[str, Any]) -> Tensor:
+        return self.buffers[handle["number"]]
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+class Members:
+    memberships = 2
+    num_receivers = 2
+
+
+class Conversation:
+    """In the place of an exchange: says what was told and asks for confirmations in the order they are waited for."""
+
+    version = 1
+
+    def __init__(self, handles: Handles) -> None:
+        self.hub = Members()
+        self.events: list[tuple[str, int]] = []
+        self._handles = handles
+        self._announced: dict[int, list[int]] = {}
+
+    def tell(self, kind: str, *, number: int) -> None:
+        assert kind == "bucket"
+        assert self._handles.synchronized == number + 1, "announced before the copies into it were through"
+        self._announced[number] = self._handles.buffers[number % 2].tolist()
+        self.events.append(("bucket", number))
+
+    def wait(self, kind: str, number: int, *, doing: str) -> None:
+        assert kind == "taken"
+        # A slow receiver reads only now, right before it confirms.
+        assert self._handles.buffers[number % 2].tolist() == self._announced[number], "filled again before that"
+        self.events.append(("taken", number))
+
+
+def test_no_buffer_is_filled_before_its_last_contents_are_confirmed() -> None:
+    handles = Handles()
+    outlet = CudaIpcOutlet(handles, bucket_bytes=64)
+    conversation: Any = Conversation(handles)
+    spec = TensorSpec("w", "U8", (5 * 64,))
+    offer = outlet.open([spec], conversation)
+    assert offer["buffers"] == {str(rank): [{"number": 0}, {"number": 1}] for rank in range(2)}
+    outlet.put(spec, torch.arange(5 * 64).to(torch.uint8))
+    assert conversation.events == [
+        ("bucket", 0), ("bucket", 1), ("taken", 0), ("bucket", 2), ("taken", 1), ("bucket", 3), ("taken", 2),
+        ("bucket", 4),
+    ]  # fmt: skip
+
+
+def test_after_a_failure_the_old_buffers_are_left_alone() -> None:
+    handles = Handles()
+    outlet = CudaIpcOutlet(handles, bucket_bytes=64)
+    spec = TensorSpec("w", "U8", (64,))
+    conversation: Any = Conversation(handles)
+    outlet.open([spec], conversation)
+    outlet.put(spec, torch.ones(64, dtype=torch.uint8))
+    outlet.abort()
+    offer = outlet.open([spec], conversation)
+    assert [handle["number"] for handle in offer["buffers"]["0"]] == [2, 3]

@@ -1,0 +1,136 @@
+"""Published versions: whole or not at all, readable by others; damaged ones; shared memory without a name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quartet.weights import (
+    DiskOutlet,
+    Manifest,
+    NamedSource,
+    Sender,
+    TensorSink,
+    WeightMismatch,
+    WeightSyncError,
+    load_published,
+    published,
+)
+from quartet.weights.shared_memory import Segment, layout
+
+WEIGHTS = {
+    "w": torch.arange(6.0).view(2, 3),
+    "n": torch.tensor([True, False, True]),
+    "h": torch.tensor(1.5, dtype=torch.bfloat16),
+    "e": torch.empty(0, 2),
+    "d": torch.ones(2, dtype=torch.float64),
+}
+
+
+def publish(folder: Path, version: int, **options: object) -> Manifest:
+    sender = Sender(DiskOutlet(folder, **options), num_receivers=0)  # type: ignore[arg-type]
+    try:
+        return sender.send(NamedSource(lambda: WEIGHTS.items()), version)
+    finally:
+        sender.close()
+
+
+def test_other_programs_read_it_and_the_template_lies_beside(tmp_path: Path) -> None:
+    template = tmp_path / "template"
+    template.mkdir()
+    (template / "config.json").write_text("{}")
+    (template / "model.safetensors").write_text("old weights")
+    publish(tmp_path / "out", 12, template=template)
+    (path,) = published(tmp_path / "out")
+    assert path.name == "version_00000012"
+    assert sorted(p.name for p in path.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
+    found = load_file(path / "model.safetensors")
+    assert found.keys() == WEIGHTS.keys()
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in WEIGHTS.items()
+    )
+
+
+def test_only_the_newest_stay_and_the_same_version_may_come_again(tmp_path: Path) -> None:
+    for version in (1, 2, 2, 3):
+        publish(tmp_path, version)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["version_00000002", "version_00000003"]
+    with pytest.raises(ValueError, match="keep = 0"):
+        DiskOutlet(tmp_path, keep=0)
+
+
+def test_a_version_that_breaks_off_is_never_seen(tmp_path: Path) -> None:
+    class Broken(NamedSource):
+        def tensors(self) -> Iterator[Tensor]:
+            yield from list(super().tensors())[:2]
+            raise RuntimeError("the disk is on fire")
+
+    publish(tmp_path, 1)
+    sender = Sender(DiskOutlet(tmp_path), num_receivers=0)
+    with pytest.raises(RuntimeError, match="on fire"):
+        sender.send(Broken(lambda: WEIGHTS.items()), 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["version_00000001"]
+    # What a killed process leaves is cleared away by the next version.
+    (tmp_path / ".draft_00000002").mkdir()
+    assert [p.name for p in published(tmp_path)] == ["version_00000001"]
+    sender.send(NamedSource(lambda: WEIGHTS.items()), 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["version_00000001", "version_00000002"]
+    sender.close()
+
+
+def test_an_engine_that_starts_later_loads_and_checks_it(tmp_path: Path) -> None:
+    manifest = publish(tmp_path, 4)
+    held = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
+    sink = TensorSink(held.items())
+    assert load_published(published(tmp_path)[-1], sink) == manifest
+    sink.require(4)
+    assert all(torch.equal(held[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_a_damaged_file_is_found(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    (path,) = published(tmp_path)
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+    sink = TensorSink([(name, torch.zeros_like(tensor)) for name, tensor in WEIGHTS.items()])
+    with pytest.raises(WeightMismatch):
+        load_published(path, sink)
+    (path / "model.safetensors").write_bytes(data[:40])
+    with pytest.raises(WeightSyncError, match="cannot be read"):
+        load_published(path, sink)
+    (path / "manifest.json").unlink()
+    with pytest.raises(WeightSyncError, match="cannot be read"):
+        load_published(path, sink)
+
+
+def test_a_segment_has_no_name_and_reaches_only_who_opens_it() -> None:
+    before = set(os.listdir("/dev/shm"))
+    owner = Segment.create(4096)
+    other = Segment(os.open(f"/proc/self/fd/{owner.descriptor}", os.O_RDONLY), 4096, owner=False)
+    owner.bytes[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    assert other.bytes[:4].tolist() == [1, 2, 3, 0]
+    other.bytes[0] = 9  # its own copy of the page from now on
+    assert owner.bytes[0] == 1
+    assert set(os.listdir("/dev/shm")) == before
+    tensor = owner.bytes[:8]
+    owner.close()
+    other.close()
+    assert tensor[1] == 2
+
+
+def test_more_memory_than_there_is_fails_at_once() -> None:
+    with pytest.raises(WeightSyncError, match="no shared memory"):
+        Segment.create(2**60)
+
+
+def test_tensors_begin_at_lines_of_the_cache() -> None:
+    source = NamedSource(lambda: WEIGHTS.items())
+    offsets, num_bytes = layout(source.specs())
+    assert all(offset % 64 == 0 for offset in offsets.values()) and num_bytes == 64 * 4

@@ -1,0 +1,150 @@
+"""The sink's own promises that no transport shows: sleeping engines, strides, ties, what is served when."""
+
+from __future__ import annotations
+
+import itertools
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor, nn
+
+from quartet.weights import (
+    GATE_UP,
+    NamedSource,
+    SharedSender,
+    Status,
+    TensorSink,
+    TensorSpec,
+    WeightMismatch,
+    WeightsRefused,
+    WeightsUnusable,
+)
+from quartet.weights.sink import _write
+
+
+def send(sink: TensorSink, tensors: dict[str, Tensor], version: int) -> None:
+    SharedSender([sink]).send(NamedSource(lambda: tensors.items()), version)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
+def test_pieces_land_where_they_belong_whatever_the_strides(
+    sizes: list[int], random: object, data: st.DataObject
+) -> None:
+    order = data.draw(st.permutations(range(len(sizes))))
+    backing = torch.zeros([2 * sizes[i] for i in order])
+    inverse = [order.index(i) for i in range(len(sizes))]
+    destination = backing.permute(inverse)[tuple(slice(None, None, 2) for _ in sizes)]
+    expected = torch.arange(destination.numel(), dtype=torch.float32) + 1
+    cuts = sorted({0, len(expected), *data.draw(st.lists(st.integers(0, len(expected)), max_size=5))})
+    for start, end in itertools.pairwise(cuts):
+        _write(destination, start, expected[start:end])
+    assert torch.equal(destination.reshape(-1), expected)
+
+
+def test_a_sleeping_engines_memory_is_not_held() -> None:
+    """The engine gives its storage back and later gets another one; the sink fills the one it has then."""
+    parameter = nn.Parameter(torch.zeros(4, 3))
+    sink = TensorSink([("w", parameter)])
+    send(sink, {"w": torch.ones(4, 3)}, 1)
+    parameter.data = torch.empty(0)
+    sink.invalidate("the engine slept")
+    with pytest.raises(WeightsUnusable, match="the engine slept"):
+        sink.require(1)
+    with pytest.raises(WeightsRefused, match=r"\[4, 3\], needed F32 \[0\]"):
+        send(sink, {"w": torch.ones(4, 3)}, 1)
+    parameter.data = torch.zeros(4, 3)
+    assert sink.status is Status.UNUSABLE
+    send(sink, {"w": torch.ones(4, 3)}, 1)
+    assert torch.equal(parameter, torch.ones(4, 3))
+    sink.require(1)
+
+
+def test_writing_needs_no_gradient_and_shows_in_the_version_counter() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    before = parameter._version
+    send(TensorSink([("w", parameter)]), {"w": torch.ones(3)}, 1)
+    assert parameter._version > before and parameter.requires_grad and parameter.is_leaf
+
+
+def test_adopted_memory_is_the_sources_own() -> None:
+    parameter, own = nn.Parameter(torch.zeros(3)), torch.ones(3)
+    send(TensorSink([("w", parameter)], adopts=True), {"w": own}, 1)
+    assert parameter.data_ptr() == own.data_ptr()
+
+
+def test_what_is_served_is_checked_again_on_demand() -> None:
+    weight = torch.zeros(8)
+    sink = TensorSink([("w", weight)])
+    manifest = SharedSender([sink]).send(NamedSource(lambda: {"w": torch.ones(8)}.items()), 1)
+    sink.check_served(manifest)
+    weight[3] = 0.5
+    with pytest.raises(WeightMismatch, match="'w'"):
+        sink.check_served(manifest)
+    with pytest.raises(WeightsUnusable):
+        sink.require()
+    send(sink, {"w": torch.ones(8)}, 2)
+    with pytest.raises(WeightsUnusable, match="version 1"):
+        sink.check_served(manifest)
+
+
+def test_an_engine_asks_for_the_version_it_was_told() -> None:
+    sink = TensorSink([("w", torch.zeros(1))])
+    with pytest.raises(WeightsUnusable, match="no weights yet"):
+        sink.require()
+    send(sink, {"w": torch.ones(1)}, 3)
+    sink.require()
+    sink.require(3)
+    with pytest.raises(WeightsUnusable, match=r"compute with version 4\n.*found: version 3"):
+        sink.require(4)
+
+
+def test_half_a_sync_is_not_served() -> None:
+    spec = TensorSpec("w", "F32", (2,))
+    in_place, staged = (TensorSink([("w", torch.zeros(2))], staged=staged) for staged in (False, True))
+    for sink in (in_place, staged):
+        send(sink, {"w": torch.ones(2)}, 1)
+        sink.begin([spec], 2)
+        sink.require(1)
+        sink.write("w", 0, torch.zeros(1))
+    staged.require(1)
+    with pytest.raises(WeightsUnusable, match="a sync of version 2 under way"):
+        in_place.require()
+    for sink in (in_place, staged):
+        sink.abort("the trainer stopped")
+    staged.require(1)
+    with pytest.raises(WeightsUnusable, match="version 2 broke off halfway: the trainer stopped"):
+        in_place.require()
+
+
+def test_an_engine_that_cannot_take_over_is_unusable() -> None:
+    def fail(version: int) -> None:
+        raise RuntimeError(f"no room for version {version}")
+
+    sink = TensorSink([("w", torch.zeros(1))], on_commit=fail)
+    with pytest.raises(RuntimeError, match="no room for version 1"):
+        send(sink, {"w": torch.ones(1)}, 1)
+    with pytest.raises(WeightsUnusable, match="failed to take over version 1"):
+        sink.require()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_ties_that_differ_are_found(staged: bool) -> None:
+    weight = torch.zeros(2)
+    sink = TensorSink([("embed", weight), ("head", weight)], staged=staged)
+    with pytest.raises(WeightMismatch, match="'embed'"):
+        send(sink, {"embed": torch.ones(2), "head": torch.zeros(2)}, 1)
+    assert sink.status is (Status.EMPTY if staged else Status.UNUSABLE)
+
+
+def test_a_name_twice_is_refused() -> None:
+    sink = TensorSink([("w", torch.zeros(2))])
+    with pytest.raises(WeightsRefused, match="'w' twice"):
+        sink.begin([TensorSpec("w", "F32", (2,))] * 2, 1)
+
+
+@pytest.mark.parametrize("options", [{"staged": True}, {"fused": (GATE_UP,)}])
+def test_memory_is_adopted_only_where_it_can_be(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="adopted only where"):
+        TensorSink([("mlp.gate_up_proj.weight", torch.zeros(4, 2))], adopts=True, **options)  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""Sources: what they announce is what they give; fused parts; a rank that is missing from a gather."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quartet.weights import (
+    GATE_UP,
+    FusedProjection,
+    GatherWatch,
+    NamedSource,
+    WeightSyncTimeout,
+    qkv,
+    take_part,
+)
+
+
+def test_what_is_announced_is_what_comes() -> None:
+    model = nn.ModuleDict({"qkv_proj": nn.Linear(4, 8), "norm": nn.LayerNorm(3), "steps": nn.Linear(1, 1)})
+    source = NamedSource(model.named_parameters, dtype=torch.bfloat16, fused=(qkv(2, 1),))
+    specs, tensors = source.specs(), list(source.tensors())
+    assert [spec.name for spec in specs[:4]] == ["q_proj.weight", "k_proj.weight", "v_proj.weight", "q_proj.bias"]
+    for spec, tensor in zip(specs, tensors, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.torch_dtype) == (spec.shape, torch.bfloat16)
+        assert tensor.is_contiguous() and not tensor.requires_grad
+
+
+def test_nothing_is_copied_that_need_not_be() -> None:
+    fused = torch.randn(6, 2)
+    views = list(NamedSource(lambda: [("gate_up_proj.weight", fused)], fused=(GATE_UP,)).tensors())
+    assert [view.data_ptr() for view in views] == [fused.data_ptr(), fused[3:].data_ptr()]
+
+
+def test_only_a_whole_component_of_a_name_is_fused() -> None:
+    named = {"my_gate_up_proj.weight": torch.zeros(2), "a.gate_up_proj_2.weight": torch.zeros(2)}
+    source = NamedSource(lambda: named.items(), fused=(GATE_UP,))
+    assert [spec.name for spec in source.specs()] == list(named)
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 0), (1, 1, 1)])
+def test_shares_that_make_no_sense(shares: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="one above 0 for each"):
+        FusedProjection("ab", ("a", "b"), shares)
+
+
+def test_taking_part_is_asking_for_every_tensor() -> None:
+    asked = []
+
+    class Counting(NamedSource):
+        def tensors(self) -> Iterator[Tensor]:
+            for tensor in super().tensors():
+                asked.append(tensor)
+                yield tensor
+
+    take_part(Counting(lambda: [(f"t{i}", torch.zeros(2)) for i in range(5)]))
+    assert len(asked) == 5
+
+
+def test_the_rank_that_is_missing_from_a_gather_is_named() -> None:
+    store, gate = dist.HashStore(), threading.Event()
+    watches = [GatherWatch(store, rank, 3, timeout_s=0.5) for rank in range(3)]
+    for watch in watches:
+        watch.begin()
+        assert watch.run("first", lambda: torch.ones(1)).item() == 1
+    watches[2].run("second", lambda: torch.ones(1))
+
+    def hang() -> Tensor:
+        gate.wait(20)
+        return torch.ones(1)
+
+    with pytest.raises(WeightSyncTimeout, match="rank 1 is at 'first'") as caught:
+        watches[0].run("second", hang)
+    assert (caught.value.rank, caught.value.tensor) == (1, "second")
+    gate.set()
+
+
+def test_ranks_that_never_began_or_are_a_sync_behind_are_named() -> None:
+    store = dist.HashStore()
+    early, late = GatherWatch(store, 0, 3, timeout_s=0.2), GatherWatch(store, 1, 3, timeout_s=0.2)
+    gate = threading.Event()
+
+    def hang() -> Tensor:
+        gate.wait(20)
+        return torch.ones(1)
+
+    for watch in (early, late):
+        watch.begin()
+        watch.run("w", lambda: torch.ones(1))
+    early.begin()
+    with pytest.raises(WeightSyncTimeout, match="rank 1 is in an earlier sync; rank 2 has not begun"):
+        early.run("w", hang)
+    gate.set()
+
+
+def test_what_a_gather_raises_comes_through() -> None:
+    watch = GatherWatch(dist.HashStore(), 0, 1, timeout_s=5)
+
+    def fail() -> Tensor:
+        raise RuntimeError("connection reset")
+
+    watch.begin()
+    with pytest.raises(RuntimeError, match="connection reset"):
+        watch.run("w", fail)
