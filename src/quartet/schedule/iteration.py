@@ -3,7 +3,8 @@
 ::
 
     group stream ──► chunk ──► every scorer ──► assemble ──► every learner ──► publish version + 1
-                     (scored as soon as it is complete, while later groups are still generated)
+                     (scored as soon as it is complete,      (side by side; the actor's weights are
+                     while later groups are generated)        published while others still learn)
 
 The same function runs real roles under leases and simulated ones on a virtual clock, because it touches data only
 through chunks and named steps.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 Group = TypeVar("Group")
 Data = TypeVar("Data")
@@ -60,7 +61,8 @@ class Learner(Protocol[Experience_contra]):
 @dataclass(frozen=True)
 class Roles(Generic[Group, Data, Columns, Experience]):
     """What an iteration calls. ``collect(step, index, groups)`` makes a chunk; ``assemble`` computes advantages on the
-    whole step; ``publish(version)`` hands the new weights to the rollout engine."""
+    whole step; ``publish(version)`` waits for the actor's weights of that version and hands them to the rollout engine,
+    be other roles still learning."""
 
     stream: ChunkSource[Group]
     collect: Callable[[int, int, Sequence[Group]], Chunk[Data]]
@@ -89,9 +91,8 @@ async def run_iteration(step: int, roles: Roles[Group, Data, Columns, Experience
         experience = roles.assemble(scored)
         async with asyncio.TaskGroup() as tasks:
             updates = [tasks.create_task(_train(learner, experience, step)) for learner in roles.learners]
+            updates.append(tasks.create_task(_publish(roles, step + 1)))
         metrics = {name: value for task in updates for name, value in task.result().items()}
-        metrics.update(await roles.publish(step + 1))
-        roles.stream.published(step + 1)
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
     return StepResult(experience, metrics)
@@ -113,6 +114,12 @@ async def _score(scorer: Scorer[Data, Columns], chunk: Chunk[Data]) -> Columns:
 
 async def _train(learner: Learner[Experience], experience: Experience, step: int) -> Mapping[str, float]:
     return await learner.train(experience, step)
+
+
+async def _publish(roles: Roles[Any, Any, Any, Any], version: int) -> Mapping[str, float]:
+    metrics = await roles.publish(version)
+    roles.stream.published(version)
+    return metrics
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

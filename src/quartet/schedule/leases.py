@@ -10,7 +10,8 @@ nobody is still promised the version that it would replace. Being open depends o
 to come; what an open request lacks is only held by leases that end by themselves. So only open requests
 compete, and:
 
-* those whose role is resident go first, then those that came first;
+* those of the highest rank go first (a planner's word on what the others wait for; by default all are equal),
+  among equals those whose role is resident, then those that came first;
 * an open request is *passed over* when a later one is granted something that it needs (its role, a state, or
   so much of the pool's slots and bytes that it would not fit beside). After `patience` times it is *urgent*:
   no later request is granted anything that an urgent one needs. So at most `patience` later requests ever
@@ -141,7 +142,9 @@ class Arbiter:
         versions: Mapping[str, int] | None = None,
         mover: Mover | None = None,
         patience: int = 4,
+        ranks: Mapping[tuple[str, Mode], float] | None = None,
     ) -> None:
+        """`ranks` of (role, mode), by default 0: the higher is asked first, within the bound of `patience`."""
         if patience < 0:
             raise UserError("patience is negative", found=f"{patience}", remedy="use 0 (strict order) or above")
         pool_specs, role_specs = list(pools), list(roles)
@@ -151,6 +154,8 @@ class Arbiter:
         self._versions = Versions(versions or {})
         self._mover: Mover = BookkeepingMover() if mover is None else mover
         self._patience = patience
+        self._ranks = dict(ranks or {})
+        self._watchers: list[tuple[str, int, Waiting[None]]] = []
         self._queue: list[_Request] = []
         self._held: list[_Request] = []
         self._tasks: dict[asyncio.Task[Any] | None, _Request] = {}
@@ -203,6 +208,23 @@ class Arbiter:
     def version(self, state: str) -> int:
         return self._versions.current(state)
 
+    async def until(self, state: str, version: int) -> None:
+        """Waits, holding nothing, until `state` has reached `version`."""
+        held = self._tasks.get(asyncio.current_task())
+        if held is not None:
+            raise NestedLease(f"{state!r} at version {version} awaited inside lease ({held.role.name}, {held.mode})")
+        if self._versions.current(state) >= version:
+            return
+        watcher: Waiting[None] = Waiting(
+            lambda: f"waits for {state!r} at version {version}, it is at {self._versions.current(state)}"
+        )
+        entry = (state, version, watcher)
+        self._watchers.append(entry)
+        try:
+            await watcher
+        finally:
+            self._watchers.remove(entry)
+
     def stats(self) -> ArbiterStats:
         pools = self._pools
         return ArbiterStats(
@@ -227,7 +249,8 @@ class Arbiter:
     def is_idle(self) -> bool:
         """True when nothing is held, asked for, moving or reserved."""
         quiet = not any(pool.busy_roles or pool.is_moving for pool in self._pools.values())
-        return quiet and not self._queue and not self._held and not self._tasks and self._versions.is_idle
+        waited_for = self._queue or self._held or self._tasks or self._watchers
+        return quiet and not waited_for and self._versions.is_idle
 
     def resident_bytes(self, pool: str) -> int:
         """Bytes now on `pool`, parts on their way in or out included."""
@@ -247,7 +270,7 @@ class Arbiter:
                 "end the first one before, nothing is awaited inside a lease"
             )
         role = self._role(role_name)
-        self._check_possible(role, mode)
+        self.check_possible(role_name, mode)
         self._versions.check(access)
         request = _Request(task, role, mode, access, self._num_tickets)
         request.wake = Waiting(partial(self._describe_wait, request))
@@ -271,10 +294,12 @@ class Arbiter:
         open_requests = [request for request in waiting if self._is_open(request)]
         urgent = [request for request in open_requests if request.passed_over >= self._patience]
 
-        def preference(request: _Request) -> tuple[bool, bool, int]:
-            is_urgent = request.passed_over >= self._patience
+        def preference(request: _Request) -> tuple[bool, float, bool, int]:
+            if request.passed_over >= self._patience:
+                return (False, 0.0, False, request.ticket)
             resident = self._pools[request.role.pool].is_resident(request.role.name, request.mode)
-            return (not is_urgent, not is_urgent and not resident, request.ticket)
+            rank = self._ranks.get((request.role.name, request.mode), 0.0)
+            return (True, -rank, not resident, request.ticket)
 
         for request in sorted(open_requests, key=preference):
             if self._fits(request) and self._spares(request, urgent):
@@ -376,10 +401,16 @@ class Arbiter:
                 pool.drop(request.move)
             pool.give_back(request.role.name)
             self._versions.end(request.access, advance=clean)
+            self._tell_watchers()
         elif request in self._queue:
             self._queue.remove(request)
         self._fail_missed()
         self._dispatch()
+
+    def _tell_watchers(self) -> None:
+        for state, version, watcher in self._watchers:
+            if self._versions.current(state) >= version and not watcher.done():
+                watcher.set_result(None)
 
     def _fail_missed(self) -> None:
         for request in list(self._queue):
@@ -400,7 +431,9 @@ class Arbiter:
             )
         return self._roles[name]
 
-    def _check_possible(self, role: RoleSpec, mode: Mode) -> None:
+    def check_possible(self, role_name: str, mode: Mode) -> None:
+        """Raises `UserError` for a lease that could never be granted, however long one waits."""
+        role = self._role(role_name)
         if mode not in role.resident_bytes:
             raise UserError(
                 f"role {role.name!r} has no mode {mode!r}",

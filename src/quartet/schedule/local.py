@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM, PackedModel
-from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import (
     Completion,
     FinishReason,
@@ -30,11 +29,12 @@ from quartet.rollout.protocol import (
 )
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.leases import Arbiter, Mode, PoolSpec, RoleSpec
+from quartet.schedule.placement import states_of
+from quartet.schedule.worker import Worker as Worker
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs, TrainEngine, forward_only
 
 POOL = "local"
-_T = TypeVar("_T")
 
 
 def model_bytes(model: PackedModel) -> int:
@@ -55,46 +55,7 @@ def role_spec(name: str, models: Sequence[PackedModel], modes: Iterable[Mode]) -
 
 def local_arbiter(specs: Sequence[RoleSpec], *, version: int) -> Arbiter:
     """One pool with one slot and no byte limit; every trained role and the engine's copy is a state."""
-    states = [spec.name for spec in specs if "train" in spec.resident_bytes or "generate" in spec.resident_bytes]
-    return Arbiter([PoolSpec(POOL, slots=1)], specs, versions=dict.fromkeys(states, version))
-
-
-@dataclass(frozen=True)
-class Worker:
-    """Lease and span around a piece of work."""
-
-    arbiter: Arbiter
-    recorder: SpanRecorder
-
-    async def run(
-        self,
-        role: str,
-        mode: Mode,
-        name: str,
-        work: Callable[[], _T],
-        *,
-        step: int,
-        chunk: int | None = None,
-        tokens: int = 0,
-        nbytes: int = 0,
-        reads: Mapping[str, int | None] | None = None,
-        writes: str | None = None,
-        tokens_of: Callable[[_T], int] | None = None,
-    ) -> _T:
-        async with self.arbiter.lease(role, mode, reads=dict(reads or {}), writes=writes):
-            with self.recorder.span(
-                name,
-                step=step,
-                role=role,
-                mode=mode,
-                chunk=chunk,
-                tokens=tokens or None,
-                nbytes=nbytes or None,
-            ) as span:
-                result = work()
-                if tokens_of is not None:
-                    span.tokens = tokens_of(result)
-                return result
+    return Arbiter([PoolSpec(POOL, slots=1)], specs, versions=dict.fromkeys(states_of(specs), version))
 
 
 # Generation ----------------------------------------------------------------------------------------------
@@ -351,13 +312,18 @@ def chunk_of(
 
 @dataclass(frozen=True)
 class EngineScorer:
-    """Columns of a trained model as the step began: ``old_logprobs`` of the actor, ``values`` of the critic."""
+    """Columns of a trained model as the step began: ``old_logprobs`` of the actor, ``values`` of the critic.
+
+    Args:
+        beside: names of other token columns by the pass's own name for them.
+    """
 
     worker: Worker
     role: str
     engine: TrainEngine[Any]
     needs: Needs
     column: str
+    beside: Mapping[str, str] = field(default_factory=dict)
 
     async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
         found = await self.worker.run(
@@ -370,7 +336,10 @@ class EngineScorer:
             tokens=chunk.num_tokens,
             reads={self.role: chunk.step},
         )
-        return _renamed(found, self.column)
+        token = dict(found.token)
+        beside = {column: token.pop(name) for name, column in self.beside.items()}
+        main = _renamed(ColumnSet(found.ids, token, found.sequence), self.column)
+        return ColumnSet(main.ids, {**main.token, **beside}, main.sequence)
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,70 @@ def test_resident_roles_go_first_until_patience_ends() -> None:
     assert run_virtual(main(3)) == ["a", "a", "a", "a", "b", "a", "a"]
 
 
+def test_the_higher_rank_goes_first_until_patience_ends() -> None:
+    async def main(patience: int, **ranks: float) -> list[str]:
+        wanted: dict[tuple[str, Mode], float] = {(name, "forward"): rank for name, rank in ranks.items()}
+        arbiter = one_pool("a", "b", "c", budget=10, patience=patience, ranks=wanted)
+        log: list[tuple[str, float]] = []
+        await together(*(work(arbiter, name, "forward", 1.0, log) for name in "aabcccc"))
+        assert arbiter.stats().max_passed_over <= patience
+        return [name for name, _ in log]
+
+    # The first comes to an empty pool; then rank before residency, and residency among equals.
+    assert run_virtual(main(9)) == list("aabcccc")
+    assert run_virtual(main(9, c=2.0, b=1.0)) == list("accccba")
+    assert run_virtual(main(2, c=2.0, b=1.0)) == list("accabcc")
+
+
+def test_waiting_for_a_version_holds_nothing() -> None:
+    async def main() -> list[tuple[str, float]]:
+        arbiter = one_pool("actor", "probe")
+        log: list[tuple[str, float]] = []
+
+        async def watch(version: int) -> None:
+            await arbiter.until("actor", version)
+            log.append((f"version {version}", now()))
+
+        await together(
+            watch(0),
+            watch(2),
+            work(arbiter, "actor", "train", 2.0, log, writes="actor"),
+            work(arbiter, "probe", "forward", 1.0, log),
+            work(arbiter, "actor", "train", 2.0, log, writes="actor"),
+        )
+        assert arbiter.is_idle
+        return log
+
+    expected = [("version 0", 0.0), ("actor", 0.0), ("actor", 2.0), ("version 2", 4.0), ("probe", 4.0)]
+    assert sorted(run_virtual(main())) == sorted(expected)
+
+
+def test_a_version_is_not_awaited_inside_a_lease_and_a_cancelled_watcher_leaks_nothing() -> None:
+    async def main() -> None:
+        arbiter = one_pool("actor")
+        async with arbiter.lease("actor", "forward"):
+            with pytest.raises(NestedLease, match="'actor' at version 1 awaited inside lease"):
+                await arbiter.until("actor", 1)
+        watcher = asyncio.create_task(arbiter.until("actor", 1))
+        await asyncio.sleep(1.0)
+        assert not arbiter.is_idle
+        watcher.cancel()
+        await asyncio.wait({watcher})
+        assert arbiter.is_idle
+        with pytest.raises(UserError, match="no state 'actr'"):
+            await arbiter.until("actr", 1)
+
+    run_virtual(main())
+
+
+def test_a_deadlock_names_the_version_that_is_awaited() -> None:
+    async def main() -> None:
+        await one_pool("actor").until("actor", 3)
+
+    with pytest.raises(Deadlock, match="waits for 'actor' at version 3, it is at 0"):
+        run_virtual(main())
+
+
 def test_an_urgent_request_reserves_slots_only_of_its_own_pool() -> None:
     async def main() -> list[tuple[str, float]]:
         roles = [RoleSpec(n, p, {"forward": 1}) for n, p in (("a", "x"), ("b", "x"), ("c", "y"))]

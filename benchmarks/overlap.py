@@ -1,0 +1,470 @@
+"""What overlap is worth: the figures of a published study, placements side by side, and schedules against the optimum.
+
+    python benchmarks/overlap.py [--parts study placements graphs] [--graphs 1000] [--repeats 2] [--ray] [--no-real]
+
+Nothing here computes: roles sleep for the seconds of a cost model; iteration, stream, leases and barriers are the real
+ones. *study*: the stage times of a published study (256 samples, 16 GPUs), whose serial runs take 1376, 456 and 432 s
+and whose overlapped one 295 s, on the virtual clock and, 100 times faster, on the real one. *placements*: every
+placement on 16 GPUs, with stages that a pool's GPUs divide among them and with stages that take the same time on any
+pool. *graphs*: random stage graphs under the arbiter against the optimum found by trying every order. Ends with an
+error where a figure is off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common import arguments, markdown, write_results
+from pydantic import TypeAdapter
+
+from quartet.cluster import BROADCAST, ResourcePool, Worker, WorkerGroup, connect, dispatch
+from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, resolve
+from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
+from quartet.schedule.critical import critical_path, iteration_causes, seconds_on_path
+from quartet.schedule.leases import Arbiter, Mode, PoolSpec, RoleSpec
+from quartet.schedule.simulated import Outcome, Simulation, Sleep, sleep_here
+from quartet.schedule.stage_graph import Plan, StageGraph, StageNode, Times, plan
+
+SAMPLES, GPUS, CHUNK = 256, 16, 32
+KINDS: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout")}
+REAL_SPEED = 100
+"""How many times faster than the study the real clock's workers sleep."""
+
+
+def placed(fragment: Mapping[str, Any]) -> ResolvedPlacement:
+    """A recipe's ``placement`` for a run with all five roles."""
+    return resolve(TypeAdapter(PlacementConfig).validate_python(fragment), KINDS)
+
+
+# The study -----------------------------------------------------------------------------------------------
+
+ONE_POOL = {"type": "full_offload", "pool": {"processes": 8, "nodes": 2}}
+TWO_POOLS = {
+    "type": "pipelined",
+    "pools": {
+        "policy": {"processes": 8, "roles": ("rollout", "actor")},
+        "scores": {"processes": 8, "roles": ("reference", "reward", "critic")},
+    },
+}
+BARRIERS = {"after": {"values": ("reward",), "ref_logprobs": ("values",), "old_logprobs": ("values",)}}
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one step, all samples; ``actor`` and ``critic`` per epoch."""
+
+    generation: float
+    refit: float
+    reward: float = 45.0
+    values: float = 45.0
+    logprobs: float = 20.0
+    reference: float = 10.0
+    actor: float = 64.0
+    critic: float = 64.0
+    epochs: int = 2
+
+    def costs(self) -> CostModel:
+        """An engine that ends ``CHUNK`` groups per burst; passes whose seconds grow with the groups."""
+
+        def per_group(seconds: float) -> Cost:
+            return Cost(group_s=seconds / SAMPLES)
+
+        burst = GenerationCost(Cost(fixed_s=self.generation * CHUNK / SAMPLES), max_running=CHUNK)
+        return CostModel(
+            generation=burst,
+            scoring=(
+                StageCost("reward", "reward", per_group(self.reward)),
+                StageCost("values", "critic", per_group(self.values), reads_own=True),
+                StageCost("ref_logprobs", "reference", per_group(self.reference)),
+                StageCost("old_logprobs", "actor", per_group(self.logprobs), reads_own=True),
+            ),
+            learning=(
+                StageCost("train_critic", "critic", per_group(self.critic * self.epochs)),
+                StageCost("train_actor", "actor", per_group(self.actor * self.epochs)),
+            ),
+            publish_s=self.refit,
+        )
+
+
+FAST_ENGINE = Seconds(60.0, 20.0)
+LESS_MEMORY = replace(FAST_ENGINE, actor=58.0, critic=58.0)
+# Beside each other on one machine the passes are slower: 20 → 25 s, and 58 → 70 s per epoch.
+CONTENDED = replace(LESS_MEMORY, logprobs=25.0, reference=12.5, actor=70.0, critic=70.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """``published_s`` None: no figure to compare with, except ``at_most_s``."""
+
+    name: str
+    seconds: Seconds
+    placement: Mapping[str, Any]
+    published_s: float | None
+    at_most_s: float | None = None
+
+
+CASES = (
+    Case("serial", Seconds(1000.0, 0.0), ONE_POOL, 1376.0),
+    Case("serial, fast engine", FAST_ENGINE, ONE_POOL, 456.0),
+    Case("serial, less memory", LESS_MEMORY, ONE_POOL, 432.0),
+    Case("two pools, the study's barriers", CONTENDED, {**TWO_POOLS, **BARRIERS}, 295.0),
+    Case("two pools, data dependencies only", CONTENDED, TWO_POOLS, None, at_most_s=295.0 * 1.05),
+)
+
+
+def simulated(
+    costs: CostModel,
+    placement: ResolvedPlacement,
+    steps: int = 1,
+    *,
+    run: Callable[[Coroutine[Any, Any, Outcome]], Outcome] = run_virtual,
+    sleep: Sleep = sleep_here,
+) -> Outcome:
+    """A run on the virtual clock, or with ``asyncio.run`` on the real one."""
+
+    async def main() -> Outcome:
+        simulation = Simulation(costs, placement, prompts_per_step=SAMPLES, chunk_size=CHUNK, sleep=sleep)
+        return await simulation.run(steps)
+
+    return run(main())
+
+
+class Sleeper(Worker):
+    """A worker process that does nothing, for as long as it is told."""
+
+    @dispatch(BROADCAST)
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@contextmanager
+def ray_workers(placement: ResolvedPlacement) -> Iterator[Sleep]:
+    """One worker process per pool; roles of a pool with one slot take turns in it."""
+    with connect("ray", num_cpus=1):
+        groups = {pool.name: WorkerGroup(ResourcePool([1], cpus=0.1), Sleeper) for pool in placement.pools}
+
+        async def sleep(role: str, seconds: float) -> None:
+            await asyncio.to_thread(groups[placement.pool_of[role]].sleep, seconds)
+
+        yield sleep
+
+
+def study(case: Case, *, real_runs: int, ray_runs: int = 0) -> dict[str, float]:
+    """Seconds of one iteration in the study's units; on the real clock the least of so many runs."""
+    costs, placement = case.seconds.costs(), placed(case.placement)
+    found = {"virtual_s": simulated(costs, placement).step_s[0]}
+    faster = costs.times(1 / REAL_SPEED)
+    if real_runs:
+        seconds = [simulated(faster, placement, run=asyncio.run).step_s[0] for _ in range(real_runs)]
+        found["real_s"] = min(seconds) * REAL_SPEED
+    if ray_runs:
+        with ray_workers(placement) as sleep:
+            seconds = [simulated(faster, placement, run=asyncio.run, sleep=sleep).step_s[0] for _ in range(ray_runs)]
+        found["ray_s"] = min(seconds) * REAL_SPEED
+    found["samples_per_gpu_s"] = SAMPLES / GPUS / found["virtual_s"]
+    return found
+
+
+def off_by(case: Case, seconds: float) -> str | None:
+    """What is wrong with a figure, or None."""
+    if case.published_s is not None and abs(seconds / case.published_s - 1) > 0.05:
+        return f"{case.name}: {seconds:.1f} s is more than 5 % from {case.published_s:g} s"
+    if case.at_most_s is not None and seconds > case.at_most_s:
+        return f"{case.name}: {seconds:.1f} s is more than {case.at_most_s:g} s"
+    return None
+
+
+def study_table(results: Mapping[str, Mapping[str, float]]) -> str:
+    rows = []
+    for case in CASES:
+        found = results[case.name]
+        rows.append(
+            [
+                case.name,
+                "" if case.published_s is None else f"{case.published_s:g}",
+                f"{found['virtual_s']:.1f}",
+                f"{found['real_s']:.1f}" if "real_s" in found else "",
+                f"{found['ray_s']:.1f}" if "ray_s" in found else "",
+                f"{found['samples_per_gpu_s']:.4f}",
+            ]
+        )
+    head = ["run", "published s", "virtual clock s", "real clock s × 100", "Ray workers s × 100", "samples/GPU/s"]
+    return markdown(head, rows)
+
+
+# Placements side by side -----------------------------------------------------------------------------------
+
+GB = 1_000_000_000
+# 13 B parameters: 2 bytes each to compute with, 16 to train; the engine's cache beside its weights.
+SIZES: dict[str, dict[Mode, int]] = {
+    "rollout": {"generate": 176 * GB},
+    "actor": {"forward": 26 * GB, "train": 208 * GB},
+    "critic": {"forward": 26 * GB, "train": 208 * GB},
+    "reference": {"forward": 26 * GB},
+    "reward": {"forward": 26 * GB},
+}
+BYTES_PER_GPU_S = 20 * GB
+# 16 devices each; budgets are what the largest role needs.
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "separated": {
+        "type": "separated",
+        "rollout": {"processes": 4, "budget_bytes": 176 * GB},
+        "actor": {"processes": 4, "budget_bytes": 208 * GB},
+        "critic": {"processes": 4, "budget_bytes": 208 * GB},
+        "reference": {"processes": 2, "budget_bytes": 26 * GB},
+        "reward": {"processes": 2, "budget_bytes": 26 * GB},
+    },
+    "forward_offload": {
+        "type": "forward_offload",
+        "rollout": {"processes": 4, "budget_bytes": 176 * GB},
+        "actor_reference": {"processes": 6, "budget_bytes": 208 * GB},
+        "critic_reward": {"processes": 6, "budget_bytes": 208 * GB},
+    },
+    "homogeneous": {
+        "type": "homogeneous",
+        "rollout": {"processes": 4, "budget_bytes": 176 * GB},
+        "models": {"processes": 6, "nodes": 2, "budget_bytes": 208 * GB},
+    },
+    "full_offload": {
+        "type": "full_offload",
+        "pool": {"processes": 8, "nodes": 2, "budget_bytes": 208 * GB},
+    },
+    "pipelined": {
+        "type": "pipelined",
+        "pools": {
+            "policy": {"processes": 8, "budget_bytes": 208 * GB, "roles": ["rollout", "actor"]},
+            "scores": {"processes": 8, "budget_bytes": 208 * GB, "roles": ["critic", "reference", "reward"]},
+        },
+    },
+    "asynchronous": {
+        "type": "asynchronous",
+        "max_staleness": 1,
+        "in_flight": "pick_up",
+        "pools": {
+            "rollout": {"processes": 2, "budget_bytes": 176 * GB, "roles": ["rollout"]},
+            "policy": {"processes": 6, "budget_bytes": 208 * GB, "roles": ["actor", "reference"]},
+            "scores": {"processes": 8, "budget_bytes": 208 * GB, "roles": ["critic", "reward"]},
+        },
+    },
+}
+
+
+def on_devices(costs: CostModel, placement: ResolvedPlacement, *, divides: bool) -> CostModel:
+    """Models of ``SIZES``; with ``divides`` seconds on all ``GPUS`` become those on each role's own pool, loss-free."""
+
+    def processes(role: str) -> int:
+        return placement.pool(placement.pool_of[role]).num_processes
+
+    def share(role: str) -> float:
+        return GPUS / processes(role) if divides else 1.0
+
+    def stages(given: Sequence[StageCost]) -> tuple[StageCost, ...]:
+        return tuple(replace(stage, cost=stage.cost.times(share(stage.role))) for stage in given)
+
+    generation = replace(costs.generation, burst=costs.generation.burst.times(share("rollout")))
+    return replace(
+        costs,
+        generation=generation,
+        scoring=stages(costs.scoring),
+        learning=stages(costs.learning),
+        resident_bytes=SIZES,
+        move_bytes_per_s={role: float(BYTES_PER_GPU_S * processes(role)) for role in SIZES},
+    )
+
+
+def side_by_side(name: str) -> dict[str, Any]:
+    """Figures of one placement where stages divide over devices, and the seconds of a step where they do not."""
+    return {**steady(name, divides=True), "undivided_s": steady(name, divides=False)["step_s"]}
+
+
+def steady(name: str, *, divides: bool, steps: int = 6) -> dict[str, Any]:
+    """Figures once iterations repeat: the first is left out."""
+    placement = placed(PLACEMENTS[name])
+    costs = on_devices(LESS_MEMORY.costs(), placement, divides=divides)
+    outcome = simulated(costs, placement, steps)
+    began_s, ended_s, num = outcome.ended_s[0], outcome.ended_s[-1], steps - 1
+    # What runs ahead of the last step when it ends is no part of it.
+    spans = [span for span in outcome.spans if span.end_s <= ended_s]
+    path = critical_path(spans, iteration_causes(costs, placement, spans))
+    later = [link for link in path if link.span.start_s >= began_s]
+    used = sum(
+        (min(span.end_s, ended_s) - span.start_s) * placement.pool(placement.pool_of[str(span.role)]).num_processes
+        for span in outcome.spans
+        if began_s <= span.start_s < ended_s and span.mode is not None
+    )
+    moves = [span for span in outcome.spans if span.start_s >= began_s and span.name in ("onload", "offload")]
+    step_s = (ended_s - began_s) / num
+    return {
+        "step_s": step_s,
+        "busy": used / ((ended_s - began_s) * GPUS),
+        "peak_gb": sum(outcome.stats.peak_bytes.values()) / GB,
+        "moved_gb": sum(span.nbytes for span in moves) / GB / num,
+        "move_s": sum(span.seconds for span in moves) / num,
+        "path": {stage: seconds / num for stage, seconds in seconds_on_path(later).items()},
+    }
+
+
+def placements_table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = []
+    for name, found in results.items():
+        path = sorted(found["path"].items(), key=lambda item: -item[1])
+        rows.append(
+            [
+                f"`{name}`",
+                f"{found['step_s']:.0f}",
+                f"{found['undivided_s']:.0f}",
+                f"{found['busy']:.0%}",
+                f"{found['peak_gb']:.0f}",
+                f"{found['moved_gb']:.0f}",
+                f"{found['move_s']:.0f}",
+                ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in path if seconds >= 0.5),
+            ]
+        )
+    head = "placement|s/step, divided|undivided|GPUs busy|peak GB|GB moved|s moving|critical path, s"
+    return markdown(head.split("|"), rows)
+
+
+# Random stage graphs ---------------------------------------------------------------------------------------
+
+
+def random_graph(seed: int) -> StageGraph:
+    """Up to 8 stages on up to 3 pools with one or two slots, of 1 to 20 s."""
+    draw = random.Random(seed)
+    pools = [f"pool{i}" for i in range(draw.randint(1, 3))]
+    density = draw.choice([0.1, 0.25, 0.5])
+    nodes: dict[str, StageNode] = {}
+    for i in range(draw.randint(2, 8)):
+        after = tuple(name for name in nodes if draw.random() < density)
+        nodes[f"stage{i}"] = StageNode(draw.choice(pools), float(draw.randint(1, 20)), after)
+    return StageGraph(nodes, {pool: draw.choice([1, 1, 2]) for pool in pools})
+
+
+async def play(graph: StageGraph, how: Plan, asked: Sequence[str]) -> float:
+    """The graph under the arbiter; ``asked``: the order in which stages that can start together ask for it."""
+    slots = {node.pool: graph.slots.get(node.pool, 1) for node in graph.nodes.values()}
+    arbiter = Arbiter(
+        [PoolSpec(pool, num) for pool, num in slots.items()],
+        [RoleSpec(name, node.pool, {"forward": 0}) for name, node in graph.nodes.items()],
+        ranks={(name, "forward"): rank for name, rank in how.ranks.items()},
+    )
+    ended = {name: asyncio.Event() for name in graph.nodes}
+
+    async def stage(name: str) -> None:
+        node = graph.nodes[name]
+        for earlier in (*node.after, *how.after.get(name, ())):
+            await ended[earlier].wait()
+        async with arbiter.lease(name, "forward"):
+            await asyncio.sleep(node.seconds)
+        ended[name].set()
+
+    await asyncio.gather(*(stage(name) for name in asked))
+    return now()
+
+
+def optimum(graph: StageGraph, at_most_s: float) -> float:
+    """The least seconds of any schedule, waiting on purpose included: every order in which stages can be placed.
+
+    Orders that cannot beat ``at_most_s`` (which some schedule reaches), or the best so far, are cut off.
+    """
+    tails = graph.upward_ranks()
+    best_s, bound_s = at_most_s, graph.lower_bound()
+    placed_at: Times = {}
+
+    def extend(done_s: float) -> None:
+        nonlocal best_s
+        if len(placed_at) == len(graph.nodes):
+            best_s = min(best_s, done_s)
+            return
+        for name, node in graph.nodes.items():
+            if best_s <= bound_s:
+                return
+            if name in placed_at or any(earlier not in placed_at for earlier in node.after):
+                continue
+            start = graph.earliest(name, placed_at)
+            if start + tails[name] < best_s:
+                placed_at[name] = (start, start + node.seconds)
+                extend(max(done_s, start + node.seconds))
+                del placed_at[name]
+
+    extend(0.0)
+    return best_s
+
+
+def graphs(num: int) -> dict[str, dict[str, float]]:
+    """Seconds over the optimum's, for four ways of ordering what waits."""
+    ways: dict[str, Callable[[StageGraph], Plan]] = {
+        "in order of arrival": lambda graph: Plan({}, {}, 0.0),
+        "upward ranks": lambda graph: Plan(graph.upward_ranks(), {}, 0.0),
+        "the plan's ranks": lambda graph: Plan(plan(graph).ranks, {}, 0.0),
+        "the plan's ranks and edges": plan,
+    }
+    ratios: dict[str, list[float]] = {name: [] for name in ways}
+    for seed in range(num):
+        graph = random_graph(seed)
+        asked = random.Random(seed).sample(list(graph.nodes), len(graph.nodes))
+        seconds = {name: run_virtual(play(graph, how(graph), asked)) for name, how in ways.items()}
+        least_s = optimum(graph, min(seconds.values()))
+        for name, found_s in seconds.items():
+            ratios[name].append(found_s / least_s)
+    return {
+        name: {
+            "median": statistics.median(found),
+            "worst": max(found),
+            "optimal": sum(ratio == 1 for ratio in found) / num,
+        }
+        for name, found in ratios.items()
+    }
+
+
+def graphs_table(results: Mapping[str, Mapping[str, float]]) -> str:
+    rows = [
+        [name, f"{found['median']:.3f}", f"{found['worst']:.3f}", f"{found['optimal']:.1%}"]
+        for name, found in results.items()
+    ]
+    return markdown(["order", "median ÷ optimum", "worst ÷ optimum", "optimal"], rows)
+
+
+def main() -> None:
+    parser = arguments(__doc__, repeats=2)
+    parser.add_argument("--parts", nargs="+", default=["study", "placements", "graphs"])
+    parser.add_argument("--graphs", type=int, default=1000)
+    parser.add_argument("--ray", action="store_true", help="also with workers that are Ray processes, one per pool")
+    parser.add_argument("--no-real", action="store_true", help="the virtual clock only")
+    args = parser.parse_args()
+    results: dict[str, Any] = {}
+    complaints: list[str] = []
+    if "study" in args.parts:
+        real_runs = 0 if args.no_real or args.smoke else args.repeats
+        ray_runs = real_runs if args.ray else 0
+        results["study"] = {case.name: study(case, real_runs=real_runs, ray_runs=ray_runs) for case in CASES}
+        print(study_table(results["study"]), end="\n\n")
+        for case in CASES:
+            figures = [results["study"][case.name].get(clock) for clock in ("virtual_s", "real_s", "ray_s")]
+            complaints += [wrong for s in figures if s is not None and (wrong := off_by(case, s)) is not None]
+    if "placements" in args.parts:
+        results["placements"] = {name: side_by_side(name) for name in PLACEMENTS}
+        print(placements_table(results["placements"]), end="\n\n")
+    if "graphs" in args.parts:
+        started = time.perf_counter()
+        num = 20 if args.smoke else args.graphs
+        results["graphs"] = graphs(num)
+        print(graphs_table(results["graphs"]), f"\n\n{num} graphs in {time.perf_counter() - started:.1f} s")
+        planned = results["graphs"]["the plan's ranks and edges"]
+        if planned["median"] > 1.05 or planned["worst"] > 1.25:
+            complaints.append(f"planned graphs: median {planned['median']:.3f}, worst {planned['worst']:.3f}")
+    write_results(args, results)
+    if complaints:
+        sys.exit("\n".join(complaints))
+
+
+if __name__ == "__main__":
+    main()

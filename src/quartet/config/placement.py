@@ -1,0 +1,368 @@
+"""Placements: which role works on which devices, what shares what, and what may overlap.
+
+One class per placement, each with only its own fields. ``resolve`` turns any of them into the same plain structure
+(pools, role → pool, admission rule, extra edges), so that nothing behind it knows which placement was asked for.
+
+================== ======================================================== ==========================================
+``type``           pools                                                    scoring begins
+================== ======================================================== ==========================================
+separated          one per role                                             when the step's generation has ended
+forward_offload    rollout · actor + reference · critic + reward            when the step's generation has ended
+homogeneous        rollout · all four models                                when the step's generation has ended
+full_offload       one for everything                                       when the step's generation has ended
+pipelined          any, by name                                             chunk by chunk
+asynchronous       any, by name                                             chunk by chunk; generation runs ahead
+================== ======================================================== ==========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from quartet.config.common import Strict
+from quartet.config.errors import UserError
+from quartet.config.packing import packs, shrunk
+
+Role = Literal["actor", "critic", "reference", "reward", "rollout"]
+Stage = Literal["generate", "reward", "ref_logprobs", "old_logprobs", "values", "train_actor", "train_critic"]
+InFlight = Literal["pick_up", "finish_old"]
+
+ROLES: tuple[Role, ...] = get_args(Role)
+ROLE_OF: dict[Stage, Role] = {
+    "generate": "rollout",
+    "reward": "reward",
+    "ref_logprobs": "reference",
+    "old_logprobs": "actor",
+    "values": "critic",
+    "train_actor": "actor",
+    "train_critic": "critic",
+}
+SCORING: tuple[Stage, ...] = ("reward", "ref_logprobs", "old_logprobs", "values")
+LEARNING: tuple[Stage, ...] = ("train_actor", "train_critic")
+Edges = dict[Stage, tuple[Stage, ...]]
+
+
+# What a recipe says --------------------------------------------------------------------------------------
+
+
+class DevicesConfig(Strict):
+    """``nodes`` machines with ``processes`` each, one device per process."""
+
+    processes: int = Field(1, ge=1, description="Processes on each node.")
+    nodes: int = Field(1, ge=1)
+    budget_bytes: int | None = Field(
+        None, ge=1, description="Bytes of models that may be resident, over all processes; no limit when left out."
+    )
+
+
+class PoolConfig(DevicesConfig):
+    """Devices that several roles share."""
+
+    slots: int = Field(1, ge=1, description="Roles that compute at once.")
+
+
+class NamedPoolConfig(PoolConfig):
+    """Devices and the roles on them."""
+
+    roles: tuple[Role, ...] = Field(min_length=1)
+
+
+class ShardingConfig(Strict):
+    """How one copy of a model is cut; the pool holds as many copies as fit."""
+
+    tensor: int = Field(1, ge=1)
+    context: int = Field(1, ge=1)
+
+    @property
+    def processes(self) -> int:
+        return self.tensor * self.context
+
+
+class _Placement(Strict):
+    sharding: dict[Role, ShardingConfig] = Field(
+        default_factory=dict, description="Roles whose model is cut; the others have a copy per process."
+    )
+
+
+class SeparatedPlacement(_Placement):
+    """Every role on devices of its own."""
+
+    type: Literal["separated"] = "separated"
+    actor: DevicesConfig
+    rollout: DevicesConfig
+    critic: DevicesConfig | None = None
+    reference: DevicesConfig | None = None
+    reward: DevicesConfig | None = None
+
+
+class ForwardOffloadPlacement(_Placement):
+    """Two models share devices and take turns in forward passes; actor and critic train at the same time."""
+
+    type: Literal["forward_offload"] = "forward_offload"
+    rollout: DevicesConfig
+    actor_reference: PoolConfig
+    critic_reward: PoolConfig
+
+
+class HomogeneousPlacement(_Placement):
+    """All four models take turns on one pool; the rollout engine has its own."""
+
+    type: Literal["homogeneous"] = "homogeneous"
+    rollout: DevicesConfig
+    models: PoolConfig
+
+
+class FullOffloadPlacement(_Placement):
+    """Everything takes turns on one pool; the engine gives up cache and weights while others work."""
+
+    type: Literal["full_offload"] = "full_offload"
+    pool: PoolConfig
+
+
+class _Pools(_Placement):
+    pools: dict[str, NamedPoolConfig] = Field(min_length=1)
+    after: Edges = Field(
+        default_factory=dict,
+        description="Extra edges, {values: [reward]}: no part of a stage before all of the others of its step.",
+    )
+
+    @model_validator(mode="after")
+    def _each_role_once(self) -> _Pools:
+        for role in ROLES:
+            found = [name for name, pool in self.pools.items() for placed in pool.roles if placed == role]
+            if len(found) > 1:
+                raise ValueError(f"role {role} is on {len(found)} pools ({', '.join(found)}): keep it on one of them")
+        return self
+
+    @field_validator("after")
+    @classmethod
+    def _edges_go_forward(cls, after: Edges) -> Edges:
+        check_edges(after)
+        return after
+
+
+class PipelinedPlacement(_Pools):
+    """Scoring of finished chunks overlaps the generation of later ones."""
+
+    type: Literal["pipelined"] = "pipelined"
+
+
+class AsynchronousPlacement(_Pools):
+    """Generation runs ahead of training by at most ``max_staleness`` versions of the weights."""
+
+    type: Literal["asynchronous"] = "asynchronous"
+    max_staleness: int = Field(1, ge=0, description="Versions that weights may have moved on since a group began.")
+    in_flight: InFlight = Field(
+        "pick_up", description="When weights arrive: responses go on with the new ones, or finish on the old ones."
+    )
+
+
+PlacementConfig = Annotated[
+    SeparatedPlacement
+    | ForwardOffloadPlacement
+    | HomogeneousPlacement
+    | FullOffloadPlacement
+    | PipelinedPlacement
+    | AsynchronousPlacement,
+    Field(discriminator="type"),
+]
+
+
+# What everything else reads ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResolvedPool:
+    """``slots``: roles computing at once. ``budget_bytes`` None: no limit."""
+
+    name: str
+    processes: int
+    nodes: int
+    slots: int
+    budget_bytes: int | None
+
+    @property
+    def num_processes(self) -> int:
+        return self.processes * self.nodes
+
+    @property
+    def processes_per_node(self) -> tuple[int, ...]:
+        return (self.processes,) * self.nodes
+
+
+@dataclass(frozen=True)
+class ResolvedPlacement:
+    """A placement for the roles of one run.
+
+    Args:
+        pool_of: role name → pool name, for every role of the run.
+        copies: role name → how many copies of its model the pool's processes hold.
+        max_staleness: None for synchronous generation.
+        in_flight: what new weights do to responses that are being generated.
+        after: stage → stages of the same step that must have ended wholly before any part of it begins.
+    """
+
+    type: str
+    pools: tuple[ResolvedPool, ...]
+    pool_of: Mapping[str, str]
+    copies: Mapping[str, int]
+    max_staleness: int | None = None
+    in_flight: InFlight = "pick_up"
+    after: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def pool(self, name: str) -> ResolvedPool:
+        return next(pool for pool in self.pools if pool.name == name)
+
+    @property
+    def num_processes(self) -> int:
+        return sum(pool.num_processes for pool in self.pools)
+
+
+def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlacement:
+    """The placement of a run whose roles are ``roles`` (name → kind: there may be several reward models).
+
+    Raises:
+        UserError: a role without a pool, a pool without a role, an edge of a stage that the run does not have, or
+            a model cut into more processes than divide its pool.
+    """
+    home = _homes(config)
+    pools = {pool.name: pool for pool in _pools_of(config)}
+    kinds = set(roles.values())
+    for name, kind in roles.items():
+        if kind not in home:
+            raise _homeless(config, name, kind)
+    for pool in pools.values():
+        _check_used(pool, home, kinds)
+    after: Edges = config.after if isinstance(config, _Pools) else {stage: ("generate",) for stage in SCORING}
+    asynchronous = config if isinstance(config, AsynchronousPlacement) else None
+    return ResolvedPlacement(
+        type=config.type,
+        pools=tuple(pools.values()),
+        pool_of={name: home[kind] for name, kind in roles.items()},
+        copies={name: _copies(pools[home[kind]], name, config.sharding.get(kind)) for name, kind in roles.items()},
+        max_staleness=asynchronous.max_staleness if asynchronous is not None else None,
+        in_flight=asynchronous.in_flight if asynchronous is not None else "pick_up",
+        after=_edges_of_run(after, kinds, is_explicit=isinstance(config, _Pools)),
+    )
+
+
+def check_devices(placement: ResolvedPlacement, devices_per_node: Sequence[int]) -> None:
+    """Raises `UserError` when the pools do not fit on nodes with so many devices each; pools share no device."""
+    wanted = [(pool.processes, pool.nodes) for pool in placement.pools]
+    if packs(wanted, devices_per_node):
+        return
+    asked = ", ".join(f"{pool.name} {pool.nodes} × {pool.processes}" for pool in placement.pools)
+    smaller = shrunk(wanted, devices_per_node)
+    if smaller is None:
+        remedy = f"put the roles on at most {sum(devices_per_node)} pools (full_offload needs one)"
+    else:
+        fitting = zip(placement.pools, smaller, strict=True)
+        remedy = "this would fit: " + ", ".join(
+            f"{pool.name} {nodes} × {processes}" for pool, (processes, nodes) in fitting
+        )
+    raise UserError(
+        "the placement needs more processes than there are devices",
+        found=f"{placement.num_processes} processes (nodes × processes: {asked}); "
+        f"{sum(devices_per_node)} devices on {len(devices_per_node)} nodes of {_list(devices_per_node)}",
+        remedy=remedy,
+    )
+
+
+def check_edges(after: Mapping[Stage, Sequence[Stage]]) -> None:
+    """Raises `ValueError` when an extra edge goes against the flow of data or closes a circle."""
+    rank = {"generate": 0, **dict.fromkeys(SCORING, 1), **dict.fromkeys(LEARNING, 2)}
+    for stage, earlier in after.items():
+        for other in earlier:
+            if rank[other] > rank[stage] or stage == "generate":
+                raise ValueError(f"{stage} cannot come after {other}: {other} needs what {stage} gives, or its update")
+    open_stages = dict(after)
+    while open_stages:
+        ready = [stage for stage, earlier in open_stages.items() if not set(earlier) & set(open_stages)]
+        if not ready:
+            raise ValueError(f"{', '.join(sorted(open_stages))} wait for each other: leave out one of these edges")
+        for stage in ready:
+            del open_stages[stage]
+
+
+def _pools_of(config: PlacementConfig) -> tuple[ResolvedPool, ...]:
+    if isinstance(config, _Pools):
+        return tuple(_resolved(name, pool) for name, pool in config.pools.items())
+    given = {name: getattr(config, name) for name in type(config).model_fields}
+    return tuple(_resolved(name, part) for name, part in given.items() if isinstance(part, DevicesConfig))
+
+
+def _homes(config: PlacementConfig) -> dict[Role, str]:
+    """Kind of role → name of its pool."""
+    match config:
+        case SeparatedPlacement():
+            return {role: role for role in ROLES if getattr(config, role) is not None}
+        case ForwardOffloadPlacement():
+            first, second = "actor_reference", "critic_reward"
+            return {"rollout": "rollout", "actor": first, "reference": first, "critic": second, "reward": second}
+        case HomogeneousPlacement():
+            return {role: "rollout" if role == "rollout" else "models" for role in ROLES}
+        case FullOffloadPlacement():
+            return {role: "pool" for role in ROLES}
+    return {role: name for name, pool in config.pools.items() for role in pool.roles}
+
+
+def _resolved(name: str, config: DevicesConfig) -> ResolvedPool:
+    slots = config.slots if isinstance(config, PoolConfig) else 1
+    return ResolvedPool(name, config.processes, config.nodes, slots, config.budget_bytes)
+
+
+def _homeless(config: PlacementConfig, name: str, kind: Role) -> UserError:
+    placed = ", ".join(f"{role} on {pool}" for role, pool in sorted(_homes(config).items()))
+    if isinstance(config, _Pools):
+        nearest = max(config.pools, key=lambda pool: config.pools[pool].processes * config.pools[pool].nodes)
+        remedy = f"add {kind} to placement.pools.{nearest}.roles, say"
+    else:
+        remedy = f"set placement.{kind}"
+    title = f"role {name!r}" if name == kind else f"role {name!r} (a {kind})"
+    return UserError(f"{title} has no pool", found=f"placement {config.type}: {placed}", remedy=remedy)
+
+
+def _check_used(pool: ResolvedPool, home: Mapping[Role, str], kinds: set[Role]) -> None:
+    meant = [role for role, name in home.items() if name == pool.name]
+    if not kinds & set(meant):
+        raise UserError(
+            f"pool {pool.name!r} would do nothing",
+            found=f"{pool.num_processes} processes for {' and '.join(meant)}, which this run does not have",
+            remedy="leave the pool out, or use a placement without it",
+        )
+
+
+def _edges_of_run(after: Edges, kinds: set[Role], *, is_explicit: bool) -> dict[str, tuple[str, ...]]:
+    """Edges between stages that the run has; one that the recipe wrote about another stage is an error."""
+    named = {stage for stage, earlier in after.items() for stage in (stage, *earlier)}
+    missing = sorted(stage for stage in named if ROLE_OF[stage] not in kinds)
+    if missing and is_explicit:
+        raise UserError(
+            "placement.after names a stage that this run does not have",
+            found=", ".join(f"{stage} (of the {ROLE_OF[stage]})" for stage in missing),
+            remedy="leave these edges out",
+        )
+    return {stage: tuple(earlier) for stage, earlier in after.items() if stage not in missing}
+
+
+def _copies(pool: ResolvedPool, role: str, sharding: ShardingConfig | None) -> int:
+    cut = sharding if sharding is not None else ShardingConfig()
+    if pool.num_processes % cut.processes == 0:
+        return pool.num_processes // cut.processes
+    nearest = max(size for size in range(1, cut.processes + 1) if pool.num_processes % size == 0)
+    below = pool.num_processes // cut.processes * cut.processes
+    sizes = " or ".join(str(size) for size in (below, below + cut.processes) if size)
+    raise UserError(
+        f"role {role!r} cannot be cut that way on pool {pool.name!r}",
+        found=f"tensor {cut.tensor} × context {cut.context} = {cut.processes} processes per copy, "
+        f"which do not divide the pool's {pool.num_processes}",
+        remedy=f"use tensor × context = {nearest}, or give the pool {sizes} processes",
+    )
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(str(number) for number in numbers)

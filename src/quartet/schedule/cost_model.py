@@ -1,0 +1,102 @@
+"""What an iteration costs: seconds of every stage, bytes of every role. The numbers a planner puts in place of models.
+
+Seconds are those on the pool where a role stands; nothing here knows how they change with more devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from quartet.schedule.leases import Mode
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one call on ``groups`` groups: ``fixed_s + group_s · groups``."""
+
+    fixed_s: float = 0.0
+    group_s: float = 0.0
+
+    def seconds(self, groups: int) -> float:
+        return self.fixed_s + self.group_s * groups
+
+    def times(self, factor: float) -> Cost:
+        return Cost(self.fixed_s * factor, self.group_s * factor)
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A scoring pass (one call per chunk) or all updates of a role (one call per step).
+
+    ``reads_own`` marks a scoring pass of a trained role: it needs the weights of its own step.
+    """
+
+    stage: str
+    role: str
+    cost: Cost
+    reads_own: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationCost:
+    """An engine works in bursts; each takes ``burst.seconds(groups that run)`` and moves all of them on.
+
+    Args:
+        bursts: group index → bursts it needs, at least 1.
+        max_running: groups in one burst; further ones queue in the engine.
+    """
+
+    burst: Cost
+    bursts: Callable[[int], int] = lambda index: 1
+    max_running: int = 1_000_000_000
+
+
+def _as_planned(stage: str, step: int, part: int) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """All of an iteration.
+
+    Args:
+        scoring, learning: in the order in which they ask for their leases.
+        publish_s: handing new weights to the engine.
+        resident_bytes: role → mode → bytes on its pool; also says which modes a role has.
+        move_bytes_per_s: role → how fast its parts move in or out; those of other roles take no time.
+        vary: ``(stage, step, chunk) → factor`` on the seconds of that call.
+    """
+
+    generation: GenerationCost
+    scoring: tuple[StageCost, ...]
+    learning: tuple[StageCost, ...]
+    publish_s: float
+    resident_bytes: Mapping[str, Mapping[Mode, int]] = field(default_factory=dict)
+    move_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    vary: Callable[[str, int, int], float] = _as_planned
+
+    def sizes(self) -> dict[str, dict[Mode, int]]:
+        """Bytes of every role in every mode that this iteration uses; 0 where nothing is said."""
+        modes: list[tuple[str, Mode]] = [("rollout", "generate")]
+        modes += [(stage.role, "forward") for stage in self.scoring]
+        modes += [(stage.role, "train") for stage in self.learning]
+        found: dict[str, dict[Mode, int]] = {}
+        for role, mode in modes:
+            found.setdefault(role, {})[mode] = self.resident_bytes.get(role, {}).get(mode, 0)
+        return found
+
+    def times(self, factor: float) -> CostModel:
+        """The same iteration on another clock: all seconds times ``factor``."""
+
+        def slower(stage: StageCost) -> StageCost:
+            return replace(stage, cost=stage.cost.times(factor))
+
+        return replace(
+            self,
+            generation=replace(self.generation, burst=self.generation.burst.times(factor)),
+            scoring=tuple(slower(stage) for stage in self.scoring),
+            learning=tuple(slower(stage) for stage in self.learning),
+            publish_s=self.publish_s * factor,
+            move_bytes_per_s={role: speed / factor for role, speed in self.move_bytes_per_s.items()},
+        )

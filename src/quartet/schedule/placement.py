@@ -1,0 +1,46 @@
+"""From a resolved placement to the arbiter that grants its leases and the rule that admits its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from quartet.config.placement import ResolvedPlacement
+from quartet.schedule.leases import Arbiter, Mode, Mover, PoolSpec, RoleSpec
+from quartet.schedule.stream import AdmissionRule
+
+
+def states_of(roles: Iterable[RoleSpec]) -> list[str]:
+    """Every role whose weights change: those that train, and the engine's copy."""
+    return [role.name for role in roles if "train" in role.resident_bytes or "generate" in role.resident_bytes]
+
+
+def placed_arbiter(
+    placement: ResolvedPlacement,
+    resident_bytes: Mapping[str, Mapping[Mode, int]],
+    *,
+    version: int = 0,
+    mover: Mover | None = None,
+    ranks: Mapping[tuple[str, Mode], float] | None = None,
+    patience: int = 4,
+) -> Arbiter:
+    """The arbiter of a placement.
+
+    Args:
+        resident_bytes: role name → mode → bytes that must be on the role's pool in it; a role of ``resolve`` each.
+        version: that of every state as the run begins.
+
+    Raises:
+        UserError: a role that alone is larger than its pool's budget, with the bytes and what would do.
+    """
+    pools = [PoolSpec(pool.name, pool.slots, pool.budget_bytes) for pool in placement.pools]
+    roles = [RoleSpec(name, placement.pool_of[name], sizes) for name, sizes in resident_bytes.items()]
+    versions = dict.fromkeys(states_of(roles), version)
+    arbiter = Arbiter(pools, roles, versions=versions, mover=mover, patience=patience, ranks=ranks)
+    for role in roles:
+        for mode in role.resident_bytes:
+            arbiter.check_possible(role.name, mode)
+    return arbiter
+
+
+def admission_rule(placement: ResolvedPlacement, prompts_per_step: int) -> AdmissionRule:
+    return AdmissionRule(prompts_per_step, placement.max_staleness)

@@ -1,0 +1,229 @@
+"""Placements as recipes have them: what is refused, and what the others resolve to."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from quartet.config.errors import UserError
+from quartet.config.packing import packs, shrunk
+from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, check_devices, resolve
+
+PPO: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout")}
+GRPO: dict[str, Role] = {role: role for role in ("actor", "reward", "rollout")}
+
+
+def read(**fragment: Any) -> PlacementConfig:
+    return TypeAdapter(PlacementConfig).validate_python(fragment)
+
+
+def resolved(roles: dict[str, Role] = PPO, **fragment: Any) -> ResolvedPlacement:
+    return resolve(read(**fragment), roles)
+
+
+def pools(**roles: list[str]) -> dict[str, Any]:
+    return {name: {"processes": 2, "roles": tuple(placed)} for name, placed in roles.items()}
+
+
+ALL = ["actor", "critic", "reference", "reward", "rollout"]
+FOUR = {"processes": 4}
+EVERY_TYPE: dict[str, dict[str, Any]] = {
+    "separated": {role: FOUR for role in ALL},
+    "forward_offload": {"rollout": FOUR, "actor_reference": FOUR, "critic_reward": FOUR},
+    "homogeneous": {"rollout": FOUR, "models": FOUR},
+    "full_offload": {"pool": FOUR},
+    "pipelined": {"pools": pools(a=["rollout", "actor"], b=["critic", "reference", "reward"])},
+    "asynchronous": {"pools": pools(a=["rollout"], b=["actor", "critic", "reference", "reward"])},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "homes"),
+    [
+        ("separated", {role: role for role in ALL}),
+        (
+            "forward_offload",
+            {
+                "rollout": "rollout",
+                "actor": "actor_reference",
+                "reference": "actor_reference",
+                "critic": "critic_reward",
+                "reward": "critic_reward",
+            },
+        ),
+        ("homogeneous", {role: "rollout" if role == "rollout" else "models" for role in ALL}),
+        ("full_offload", dict.fromkeys(ALL, "pool")),
+        ("pipelined", {role: "a" if role in ("rollout", "actor") else "b" for role in ALL}),
+        ("asynchronous", {role: "a" if role == "rollout" else "b" for role in ALL}),
+    ],
+)
+def test_every_placement_says_where_each_role_works(kind: str, homes: dict[str, str]) -> None:
+    placement = resolved(type=kind, **EVERY_TYPE[kind])
+    assert placement.type == kind and placement.pool_of == homes
+    assert {pool.name for pool in placement.pools} == set(homes.values())
+
+
+def test_only_asynchronous_generation_runs_ahead() -> None:
+    for kind, fields in EVERY_TYPE.items():
+        placement = resolved(type=kind, **fields)
+        assert placement.max_staleness == (1 if kind == "asynchronous" else None)
+    finish = resolved(type="asynchronous", max_staleness=3, in_flight="finish_old", **EVERY_TYPE["asynchronous"])
+    assert (finish.max_staleness, finish.in_flight) == (3, "finish_old")
+
+
+def test_scoring_waits_for_generation_unless_chunks_are_pipelined() -> None:
+    waits = {kind: resolved(type=kind, **fields).after for kind, fields in EVERY_TYPE.items()}
+    for kind in ("separated", "forward_offload", "homogeneous", "full_offload"):
+        assert waits[kind] == dict.fromkeys(("reward", "ref_logprobs", "old_logprobs", "values"), ("generate",))
+    assert waits["pipelined"] == waits["asynchronous"] == {}
+    # Without critic and reference there is nothing of theirs to hold back.
+    fewer = resolved(GRPO, type="full_offload", pool=FOUR)
+    assert fewer.after == {"reward": ("generate",), "old_logprobs": ("generate",)}
+
+
+def test_several_reward_models_share_the_place_of_the_reward() -> None:
+    roles: dict[str, Role] = {**GRPO, "helpful": "reward", "harmless": "reward"}
+    placement = resolved(roles, type="pipelined", pools=pools(a=["rollout", "actor"], b=["reward"]))
+    assert placement.pool_of["helpful"] == placement.pool_of["harmless"] == "b"
+
+
+def test_sizes_and_copies() -> None:
+    pool = {"processes": 8, "nodes": 2, "slots": 2, "budget_bytes": 10}
+    placement = resolved(type="full_offload", pool=pool, sharding={"actor": {"tensor": 2, "context": 4}})
+    (only,) = placement.pools
+    assert (only.num_processes, only.processes_per_node, only.slots, only.budget_bytes) == (16, (8, 8), 2, 10)
+    assert placement.copies == {**dict.fromkeys(ALL, 16), "actor": 2}
+    assert placement.num_processes == 16
+
+
+@pytest.mark.parametrize(
+    ("fragment", "says"),
+    [
+        ({"type": "full_offload", "pool": FOUR, "max_staleness": 1}, "max_staleness"),
+        ({"type": "separated", **EVERY_TYPE["separated"], "actor": {"slots": 2}}, "slots"),
+        ({"type": "pipelined", "pools": pools(a=ALL), "in_flight": "pick_up"}, "in_flight"),
+        ({"type": "pipelined", "pools": pools(a=ALL, b=["actor"])}, r"role actor is on 2 pools \(a, b\)"),
+        ({"type": "pipelined", "pools": pools(a=[])}, "at least 1 item"),
+        ({"type": "pipelined", "pools": {}}, "at least 1 item"),
+        (
+            {"type": "pipelined", "pools": pools(a=ALL), "after": {"reward": ("train_actor",)}},
+            "reward cannot come after train_actor",
+        ),
+        (
+            {"type": "pipelined", "pools": pools(a=ALL), "after": {"reward": ("values",), "values": ("reward",)}},
+            "reward, values wait for each other",
+        ),
+        (
+            {"type": "pipelined", "pools": pools(a=ALL), "after": {"train_actor": ("train_actor",)}},
+            "train_actor wait for each other",
+        ),
+        (
+            {"type": "pipelined", "pools": pools(a=ALL), "after": {"generate": ("reward",)}},
+            "generate cannot come after reward",
+        ),
+        ({"type": "asynchronous", "pools": pools(a=ALL), "max_staleness": -1}, "greater than or equal to 0"),
+        ({"type": "full_offload", "pool": {"processes": 0}}, "greater than or equal to 1"),
+        ({"type": "colocated"}, "separated"),
+    ],
+)
+def test_what_cannot_be_written(fragment: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        read(**fragment)
+
+
+@pytest.mark.parametrize(
+    ("roles", "fragment", "found", "remedy"),
+    [
+        (
+            PPO,
+            {"type": "separated", "actor": FOUR, "rollout": FOUR, "reference": FOUR, "reward": FOUR},
+            "role 'critic' has no pool",
+            "set placement.critic",
+        ),
+        (
+            {**GRPO, "helpful": "reward"},
+            {"type": "pipelined", "pools": pools(a=["rollout", "actor"], b=["critic"])},
+            "role 'reward' has no pool\n  found: placement pipelined: actor on a, critic on b, rollout on a",
+            "add reward to placement.pools.a.roles",
+        ),
+        (
+            GRPO,
+            {"type": "separated", **{role: FOUR for role in ALL}},
+            "pool 'critic' would do nothing\n  found: 4 processes for critic",
+            "leave the pool out",
+        ),
+        (
+            GRPO,
+            {"type": "pipelined", "pools": pools(a=ALL), "after": {"values": ("reward",)}},
+            "values (of the critic)",
+            "leave these edges out",
+        ),
+        (
+            PPO,
+            {"type": "full_offload", "pool": {"processes": 8}, "sharding": {"actor": {"tensor": 2, "context": 3}}},
+            "tensor 2 × context 3 = 6 processes per copy, which do not divide the pool's 8",
+            "use tensor × context = 4, or give the pool 6 or 12 processes",
+        ),
+        (
+            PPO,
+            {"type": "full_offload", "pool": {"processes": 2}, "sharding": {"reward": {"tensor": 4}}},
+            "4 processes per copy, which do not divide the pool's 2",
+            "use tensor × context = 2, or give the pool 4 processes",
+        ),
+    ],
+)
+def test_what_this_run_cannot_have(roles: dict[str, Role], fragment: dict[str, Any], found: str, remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        resolved(roles, **fragment)
+    assert found in str(caught.value) and remedy in str(caught.value), caught.value
+
+
+def test_pools_that_fit_and_pools_that_do_not() -> None:
+    placement = resolved(type="forward_offload", **EVERY_TYPE["forward_offload"])
+    for nodes in ([12], [8, 4], [4, 4, 4], [7, 6, 5]):
+        check_devices(placement, nodes)
+    with pytest.raises(UserError) as caught:
+        check_devices(placement, [8])
+    message = str(caught.value)
+    assert "12 processes (nodes × processes: rollout 1 × 4, actor_reference 1 × 4, critic_reward 1 × 4)" in message
+    assert "8 devices on 1 nodes of 8" in message
+    assert "this would fit: rollout 1 × 2, actor_reference 1 × 3, critic_reward 1 × 3" in message
+    with pytest.raises(UserError, match=r"at most 2 pools \(full_offload needs one\)"):
+        check_devices(placement, [2])
+
+
+def test_devices_must_lie_on_the_nodes_that_are_asked_for() -> None:
+    spread = resolved(type="full_offload", pool={"processes": 4, "nodes": 2})
+    check_devices(spread, [4, 4])
+    with pytest.raises(UserError, match="pool 1 × 4"):
+        check_devices(spread, [8])
+
+
+def placeable(wanted: list[tuple[int, int]], free: list[int]) -> bool:
+    """Every choice of nodes for the first pool, then for the others: slow and obvious."""
+    if not wanted:
+        return True
+    (processes, nodes), rest = wanted[0], wanted[1:]
+    for chosen in itertools.combinations(range(len(free)), nodes):
+        left = [num - processes * (i in chosen) for i, num in enumerate(free)]
+        if min(left) >= 0 and placeable(rest, left):
+            return True
+    return False
+
+
+def test_packing_agrees_with_every_choice_tried() -> None:
+    draw = random.Random(0)
+    answers = []
+    for _ in range(400):
+        free = [draw.randint(1, 5) for _ in range(draw.randint(1, 4))]
+        wanted = [(draw.randint(1, 4), draw.randint(1, 3)) for _ in range(draw.randint(1, 4))]
+        answers.append(packs(wanted, free))
+        assert answers[-1] == placeable(wanted, free), (wanted, free)
+        smaller = shrunk(wanted, free)
+        assert smaller is None or placeable(smaller, free)
+        assert (smaller == wanted) == answers[-1]
+    assert 50 < sum(answers) < 350, "both answers occur"

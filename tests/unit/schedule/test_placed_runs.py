@@ -1,0 +1,421 @@
+"""Thousands of random placements, sizes and delays on the virtual clock: what holds for every one of them.
+
+The real iteration, stream, arbiter and barriers run with roles that only take time. An auditor in the mover's place
+keeps its own account of the bytes. Seeds are fixed, so a failure names the run that shows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from quartet.config.placement import SCORING, PlacementConfig, ResolvedPlacement, Role, Stage, resolve
+from quartet.observe.spans import Span
+from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
+from quartet.schedule.journal import Diverged, Event
+from quartet.schedule.leases import HandOver, Mode
+from quartet.schedule.simulated import Outcome, Simulation
+
+KINDS: dict[Role, str] = {"critic": "values", "reference": "ref_logprobs", "reward": "reward"}
+TYPES = ("separated", "forward_offload", "homogeneous", "full_offload", "pipelined", "asynchronous")
+
+
+class Broken(RuntimeError):
+    pass
+
+
+@dataclass
+class Auditor:
+    """Moves parts in random time, believes nobody about bytes, and notes each movement; breaks at one where told to."""
+
+    placement: ResolvedPlacement
+    sizes: Mapping[str, Mapping[Mode, int]]
+    draw: random.Random
+    breaks_at: int = -1
+    resident: Counter[str] = field(default_factory=Counter)
+    moved: list[HandOver] = field(default_factory=list)
+    num_moves: int = 0
+
+    async def onload(self, role: str, mode: Mode) -> None:
+        more = self.sizes[role][mode] - self.resident[role]
+        assert more > 0, "what is there is not moved in again"
+        self.resident[role] += more
+        self._check(role)
+        try:
+            await self._take_time(role, mode, more)
+        except Broken:
+            self.resident[role] -= more
+            raise
+
+    async def offload(self, role: str) -> None:
+        await self._take_time(role, None, self.resident[role])
+        self.resident[role] = 0
+
+    async def _take_time(self, role: str, mode: Mode | None, num_bytes: int) -> None:
+        self.num_moves += 1
+        if self.num_moves - 1 == self.breaks_at:
+            raise Broken("a movement fails")
+        started_s = now()
+        await asyncio.sleep(self.draw.choice([0, 0, 1, 3]))
+        self.moved.append(HandOver(role, mode, num_bytes, now() - started_s))
+
+    def _check(self, role: str) -> None:
+        pool = self.placement.pool(self.placement.pool_of[role])
+        used = sum(num for name, num in self.resident.items() if self.placement.pool_of[name] == pool.name)
+        assert pool.budget_bytes is None or used <= pool.budget_bytes, f"{used} > {pool.budget_bytes} on {pool.name}"
+
+
+class Delays:
+    """A factor for each call, drawn from (seed, stage, step, part) alone; the call of one number breaks."""
+
+    def __init__(self, seed: int, breaks_at: int = -1) -> None:
+        self.seed = seed
+        self.breaks_at = breaks_at
+        self.num_calls = 0
+
+    def __call__(self, stage: str, step: int, part: int) -> float:
+        self.num_calls += 1
+        if self.num_calls - 1 == self.breaks_at:
+            raise Broken(f"{stage} of step {step} fails")
+        return random.Random(f"{self.seed} {stage} {step} {part}").choice([0.0, 0.5, 1.0, 1.0, 2.0, 7.0])
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All of a random run; ``make`` builds it, with other delays where asked to."""
+
+    seed: int
+    costs: CostModel
+    placement: ResolvedPlacement
+    prompts_per_step: int
+    chunk_size: int
+    num_steps: int
+    patience: int
+    rejects: frozenset[int]
+
+    def make(
+        self, *, delays: Delays | None = None, script: Sequence[Event] = (), move_breaks_at: int = -1
+    ) -> tuple[Simulation, Auditor]:
+        costs = replace(self.costs, vary=delays if delays is not None else Delays(self.seed))
+        auditor = Auditor(self.placement, costs.sizes(), random.Random(self.seed), move_breaks_at)
+        simulation = Simulation(
+            costs,
+            self.placement,
+            prompts_per_step=self.prompts_per_step,
+            chunk_size=self.chunk_size,
+            patience=self.patience,
+            script=script,
+            accept=lambda index: index not in self.rejects,
+            mover=auditor,
+        )
+        return simulation, auditor
+
+
+def random_setup(seed: int, kind: str | None = None) -> Setup:
+    draw = random.Random(seed)
+    kind = kind or draw.choice(TYPES)
+    scorers = [role for role in KINDS if draw.random() < 0.7] or ["reward"]
+    if kind == "forward_offload" and scorers == ["reference"]:
+        scorers.append("reward")  # its second pool is not to be empty
+    roles: list[Role] = ["rollout", "actor", *scorers]
+    sizes: dict[str, dict[Mode, int]] = {}
+    for role in roles:
+        forward = draw.randint(0, 6)
+        sizes[role] = {"generate": forward, "forward": forward, "train": forward + draw.randint(0, 5)}
+    fragment = {"type": kind, **_random_fields(kind, roles, draw)}
+    placement = resolve(TypeAdapter(PlacementConfig).validate_python(fragment), {role: role for role in roles})
+    bursts = [draw.randint(1, 4) for _ in range(7)]
+    scoring = [StageCost(KINDS[role], role, _cost(draw), reads_own=role == "critic") for role in scorers]
+    if draw.random() < 0.8:
+        scoring.append(StageCost("old_logprobs", "actor", _cost(draw), reads_own=True))
+    draw.shuffle(scoring)
+    learning = [StageCost(f"train_{role}", role, _cost(draw)) for role in roles if role in ("critic", "actor")]
+    costs = CostModel(
+        generation=GenerationCost(_cost(draw), lambda index: bursts[index % 7], max_running=draw.randint(1, 6)),
+        scoring=tuple(scoring),
+        learning=tuple(learning),
+        publish_s=draw.choice([0.0, 1.0, 4.0]),
+        resident_bytes=sizes,
+    )
+    budgets = {pool.name: _random_budget(pool.name, placement, costs.sizes(), draw) for pool in placement.pools}
+    return Setup(
+        seed=seed,
+        costs=costs,
+        placement=replace(
+            placement, pools=tuple(replace(pool, budget_bytes=budgets[pool.name]) for pool in placement.pools)
+        ),
+        prompts_per_step=draw.randint(1, 5),
+        chunk_size=draw.randint(1, 6),
+        num_steps=draw.randint(1, 4),
+        patience=draw.randint(0, 4),
+        rejects=frozenset(draw.sample(range(12), draw.choice([0, 0, 2, 4]))),
+    )
+
+
+def _cost(draw: random.Random) -> Cost:
+    return Cost(draw.choice([0.0, 1.0, 2.0]), draw.choice([0.0, 0.5, 1.0]))
+
+
+def _random_fields(kind: str, roles: Sequence[Role], draw: random.Random) -> dict[str, Any]:
+    shared = {"slots": draw.randint(1, 3)}
+    match kind:
+        case "separated":
+            return {role: {} for role in roles}
+        case "forward_offload":
+            return {"rollout": {}, "actor_reference": shared, "critic_reward": shared}
+        case "homogeneous":
+            return {"rollout": {}, "models": shared}
+        case "full_offload":
+            return {"pool": shared}
+    homes = {role: f"pool{draw.randint(0, 2)}" for role in roles}
+    pools = {
+        name: {"slots": draw.randint(1, 3), "roles": tuple(role for role in roles if homes[role] == name)}
+        for name in sorted(set(homes.values()))
+    }
+    fields: dict[str, Any] = {"pools": pools, "after": _random_edges(roles, draw)}
+    if kind == "asynchronous":
+        fields["max_staleness"] = draw.randint(0, 3)
+        fields["in_flight"] = draw.choice(["pick_up", "finish_old"])
+    return fields
+
+
+def _random_edges(roles: Sequence[Role], draw: random.Random) -> dict[Stage, tuple[Stage, ...]]:
+    """From stages to earlier ones in a random order, so that there is no circle."""
+    played: list[Stage] = ["old_logprobs", *(s for s in SCORING if s in {KINDS[r] for r in roles if r in KINDS})]
+    draw.shuffle(played)
+    order: list[Stage] = ["generate", *played]
+    return {
+        stage: tuple(draw.sample(order[:i], draw.randint(1, i)))
+        for i, stage in enumerate(order)
+        if i and draw.random() < 0.3
+    }
+
+
+def _random_budget(
+    pool: str, placement: ResolvedPlacement, sizes: Mapping[str, Mapping[Mode, int]], draw: random.Random
+) -> int | None:
+    largest = max(max(modes.values()) for role, modes in sizes.items() if placement.pool_of[role] == pool)
+    return draw.choice([None, largest + draw.randint(0, 4), largest + draw.randint(0, 8)])
+
+
+def run(setup: Setup, **options: Any) -> tuple[Outcome, Simulation, Auditor]:
+    """To the end; nothing is left behind."""
+
+    async def main() -> tuple[Outcome, Simulation, Auditor]:
+        simulation, auditor = setup.make(**options)
+        outcome = await simulation.run(setup.num_steps)
+        check_nothing_left(simulation)
+        return outcome, simulation, auditor
+
+    return run_virtual(main())
+
+
+def check_nothing_left(simulation: Simulation) -> None:
+    assert simulation.arbiter.is_idle, simulation.arbiter.describe()
+    assert simulation.stream.num_running == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# What holds ------------------------------------------------------------------------------------------------
+
+
+def check_groups(setup: Setup, outcome: Outcome) -> None:
+    """Accepted groups in order, each once; none older than the rule says, none from the future."""
+    size, placement = setup.prompts_per_step, setup.placement
+    accepted = [i for i in range(100) if i not in setup.rejects]
+    lag = placement.max_staleness or 0
+    for step, groups in enumerate(outcome.steps):
+        assert [index for index, _ in groups] == accepted[step * size : (step + 1) * size]
+        for index, versions in groups:
+            seen = [version for version, _ in versions]
+            assert seen == sorted(seen) and step - lag <= seen[0] and seen[-1] <= step, (step, seen)
+            assert sum(parts for _, parts in versions) == setup.costs.generation.bursts(index)
+            assert len(seen) == 1 or placement.in_flight == "pick_up"
+    assert len(outcome.steps) == setup.num_steps
+
+
+def check_chunks(setup: Setup, outcome: Outcome) -> None:
+    """Every scorer sees every chunk once, every learner every step once; then the step's weights go out once."""
+    num_chunks = -(-setup.prompts_per_step // setup.chunk_size)
+    worked = Counter(
+        (span.name, span.step, span.chunk) for span in outcome.spans if span.mode not in (None, "generate")
+    )
+    expected = Counter(
+        (stage.stage, step, chunk)
+        for step in range(setup.num_steps)
+        for stage in setup.costs.scoring
+        for chunk in range(num_chunks)
+    )
+    expected.update((stage.stage, step, None) for step in range(setup.num_steps) for stage in setup.costs.learning)
+    assert worked == expected
+    assert [s.step for s in outcome.spans if s.name == "publish"] == list(range(setup.num_steps))
+
+
+def check_edges(setup: Setup, outcome: Outcome) -> None:
+    """Extra edges hold in every step, and so does what needs no edge: learning after all scores."""
+    for step in range(setup.num_steps):
+        spans = [span for span in outcome.spans if span.step == step]
+        for stage, earlier in setup.placement.after.items():
+            known = [e for e in earlier if e != "generate" or setup.placement.max_staleness is None]
+            assert _first(spans, [stage]) >= _last(spans, known), (step, stage, earlier)
+        scoring, learning = ([s.stage for s in stages] for stages in (setup.costs.scoring, setup.costs.learning))
+        assert _first(spans, learning) >= _last(spans, scoring)
+        assert _first(spans, ["publish"]) >= _last(spans, ["train_actor"])
+
+
+def _first(spans: Sequence[Span], names: Sequence[str]) -> float:
+    return min((span.start_s for span in spans if span.name in names), default=float("inf"))
+
+
+def _last(spans: Sequence[Span], names: Sequence[str]) -> float:
+    return max((span.end_s for span in spans if span.name in names), default=0.0)
+
+
+def check_slots(setup: Setup, outcome: Outcome) -> None:
+    """At no moment do more roles work on a pool than it has slots."""
+    for pool in setup.placement.pools:
+        work = [s for s in outcome.spans if s.mode is not None and setup.placement.pool_of[str(s.role)] == pool.name]
+        for moment in {span.start_s for span in work}:
+            busy = {span.role for span in work if span.start_s <= moment < span.end_s}
+            assert len(busy) <= pool.slots, (pool, moment, busy)
+
+
+def check_moves(setup: Setup, outcome: Outcome, auditor: Auditor) -> None:
+    """Every movement is on record with its bytes and seconds, and nothing else is; peaks are within budgets."""
+    assert Counter(outcome.hand_overs) == Counter(auditor.moved)
+    assert outcome.stats.onloaded_bytes == sum(m.moved_bytes for m in auditor.moved if m.mode is not None)
+    assert outcome.stats.offloaded_bytes == sum(m.moved_bytes for m in auditor.moved if m.mode is None)
+    for pool in setup.placement.pools:
+        assert pool.budget_bytes is None or outcome.stats.peak_bytes[pool.name] <= pool.budget_bytes
+    assert outcome.stats.max_passed_over <= setup.patience
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_random_run_ends_as_it_should(kind: str) -> None:
+    """No deadlock (the clock raises one), no starvation, and all of the above: 150 runs of each placement."""
+    moved, stale, swapped = 0, 0, 0
+    for seed in range(150):
+        setup = random_setup(seed, kind)
+        outcome, _, auditor = run(setup)
+        check_groups(setup, outcome)
+        check_chunks(setup, outcome)
+        check_edges(setup, outcome)
+        check_slots(setup, outcome)
+        check_moves(setup, outcome, auditor)
+        moved += bool(auditor.moved)
+        stale += any(v[0][0] < step for step, groups in enumerate(outcome.steps) for _, v in groups)
+        swapped += any(len(v) > 1 for groups in outcome.steps for _, v in groups)
+    assert moved > 75
+    assert (stale > 40 and swapped > 10) == (kind == "asynchronous"), "the bounds are reached, and elsewhere not met"
+
+
+def test_a_failure_anywhere_comes_out_and_leaves_nothing() -> None:
+    failed = 0
+
+    async def main(setup: Setup, number: int) -> None:
+        nonlocal failed
+        in_move = bool(number % 3 == 0)
+        simulation, _ = setup.make(
+            delays=Delays(setup.seed, -1 if in_move else number), move_breaks_at=number // 3 if in_move else -1
+        )
+        try:
+            await simulation.run(setup.num_steps)
+        except Broken:
+            failed += 1
+        check_nothing_left(simulation)
+
+    for seed in range(500):
+        run_virtual(main(random_setup(seed), random.Random(seed).randint(0, 40)))
+    assert failed > 250
+
+
+def test_cancelling_at_any_moment_leaves_nothing() -> None:
+    cancelled = 0
+
+    async def main(setup: Setup, seconds: int, turns: int) -> None:
+        nonlocal cancelled
+        simulation, _ = setup.make()
+        task = asyncio.create_task(simulation.run(setup.num_steps))
+        await asyncio.sleep(seconds)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        cancelled += task.cancelled()
+        assert task.cancelled() or task.exception() is None, task.exception()
+        check_nothing_left(simulation)
+
+    for seed in range(500):
+        draw = random.Random(seed)
+        run_virtual(main(random_setup(seed), draw.randint(0, 60), draw.randint(0, 12)))
+    assert cancelled > 250
+
+
+@pytest.mark.parametrize("in_flight", ["pick_up", "finish_old"])
+def test_generation_goes_on_while_the_actor_trains(in_flight: str) -> None:
+    """Engines that finish on old weights stop for new ones when these exist, not when their training begins."""
+    pools = {"a": {"roles": ("rollout",)}, "b": {"roles": ("actor", "reward")}}
+    fragment = {"type": "asynchronous", "pools": pools, "max_staleness": 2, "in_flight": in_flight}
+    roles: dict[str, Role] = {"rollout": "rollout", "actor": "actor", "reward": "reward"}
+    costs = CostModel(
+        generation=GenerationCost(Cost(1.0), lambda index: 3, max_running=2),
+        scoring=(StageCost("reward", "reward", Cost(0.5)),),
+        learning=(StageCost("train_actor", "actor", Cost(10.0)),),
+        publish_s=0.5,
+    )
+
+    async def main() -> Outcome:
+        placement = resolve(TypeAdapter(PlacementConfig).validate_python(fragment), roles)
+        return await Simulation(costs, placement, prompts_per_step=4, chunk_size=4).run(3)
+
+    outcome = run_virtual(main())
+    training = next(s for s in outcome.spans if s.name == "train_actor")
+    bursts = [s for s in outcome.spans if s.name == "generate" and training.start_s <= s.start_s < training.end_s]
+    assert len(bursts) >= 9, "all the time"
+    lengths = {len(versions) for groups in outcome.steps for _, versions in groups}
+    assert (lengths == {1}) == (in_flight == "finish_old")
+
+
+# Journals --------------------------------------------------------------------------------------------------
+
+
+def decided(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if event.kind != "consume"]
+
+
+def consumed(events: Sequence[Event]) -> list[tuple[Any, ...]]:
+    """What the training got; at which burst it came is the business of the second run's own seconds."""
+    return [(event.number, event.chunk, event.groups) for event in events if event.kind == "consume"]
+
+
+@pytest.mark.parametrize("kind", ["asynchronous", "pipelined"])
+def test_a_run_that_follows_a_journal_trains_on_the_same_groups_and_versions(kind: str) -> None:
+    differ = 0
+    for seed in range(80):
+        setup = random_setup(seed, kind)
+        first, _, _ = run(setup)
+        other = Delays(seed + 10_000)
+        free, _, _ = run(setup, delays=other)
+        followed, _, _ = run(setup, delays=other, script=first.events)
+        assert consumed(followed.events) == consumed(first.events)
+        done = decided(followed.events)
+        assert done == decided(first.events)[: len(done)] or decided(first.events) == done[: len(decided(first.events))]
+        differ += consumed(free.events) != consumed(first.events)
+    assert (differ > 10) == (kind == "asynchronous"), "left alone, other seconds lead to other versions"
+
+
+def test_a_journal_of_another_run_is_refused() -> None:
+    setup = next(setup for setup in (random_setup(seed, "asynchronous") for seed in range(50)) if setup.num_steps > 2)
+    events = list(run(setup)[0].events)
+    at = max(i for i, event in enumerate(events) if event.kind == "consume")
+    changed = replace(events[at], groups=tuple((index, ((99, 1),)) for index, _ in events[at].groups))
+    with pytest.raises(Diverged, match=r"\(99, 1\)"):
+        run(setup, script=[*events[:at], changed])

@@ -1,0 +1,99 @@
+"""A role's turn: its lease, its span, and work that goes on elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from quartet.observe.spans import SpanRecorder
+from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
+from quartet.schedule.worker import Worker, drained
+
+
+def worker_on_one_pool() -> Worker:
+    roles = [RoleSpec(name, "pool", {"forward": 0, "train": 0}) for name in ("actor", "critic")]
+    return Worker(Arbiter([PoolSpec("pool")], roles, versions={"actor": 3}), SpanRecorder(clock=now))
+
+
+def test_a_span_covers_the_work_and_not_the_wait() -> None:
+    async def main() -> None:
+        worker = worker_on_one_pool()
+
+        async def turn(role: str) -> int | None:
+            async with worker.turn(
+                role, "forward", f"{role}_pass", step=7, chunk=1, tokens=5, reads={"actor": None}
+            ) as (lease, span):
+                await asyncio.sleep(2.0)
+                span.nbytes = 9
+                return lease.versions["actor"]
+
+        assert await asyncio.gather(turn("actor"), turn("critic")) == [3, 3]
+        found = [(s.name, s.start_s, s.end_s, s.step, s.chunk, s.tokens, s.nbytes) for s in worker.recorder.spans()]
+        assert found == [("actor_pass", 0, 2, 7, 1, 5, 9), ("critic_pass", 2, 4, 7, 1, 5, 9)]
+
+    run_virtual(main())
+
+
+def test_work_in_one_go_fails_with_its_own_error_and_a_failed_span() -> None:
+    async def main() -> None:
+        worker = worker_on_one_pool()
+        assert await worker.run("actor", "forward", "pass", lambda: 4, step=0, tokens_of=lambda n: 2 * n) == 4
+        with pytest.raises(ZeroDivisionError):
+            await worker.run("actor", "train", "train", lambda: 1 // 0, step=0, writes="actor")
+        assert worker.arbiter.is_idle and worker.arbiter.version("actor") == 3
+        assert [(s.name, s.tokens, s.failed) for s in worker.recorder.spans()] == [
+            ("pass", 8, False),
+            ("train", 0, True),
+        ]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_cancelled_turn_keeps_its_lease_until_the_work_elsewhere_has_ended(fails: bool) -> None:
+    async def main() -> float:
+        worker = worker_on_one_pool()
+
+        async def elsewhere() -> None:
+            await asyncio.sleep(5.0)
+            if fails:
+                raise OSError("nobody is there to hear it")
+
+        async def turn() -> None:
+            async with worker.turn("actor", "forward", "pass", step=0):
+                await drained(elsewhere())
+
+        first = asyncio.create_task(turn())
+        for seconds in (1.0, 2.0):  # the second finds it already cancelled
+            await asyncio.sleep(seconds)
+            first.cancel()
+        async with worker.turn("critic", "forward", "pass", step=0):
+            began_s = now()
+        assert first.cancelled()
+        return began_s
+
+    assert run_virtual(main()) == 5.0
+
+
+def test_drained_work_gives_its_result_or_its_error() -> None:
+    async def answer(value: int) -> int:
+        await asyncio.sleep(1.0)
+        return 12 // value
+
+    assert run_virtual(drained(answer(4))) == 3
+    with pytest.raises(ZeroDivisionError):
+        run_virtual(drained(answer(0)))
+
+
+def test_a_plan_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "import quartet.schedule.simulated, quartet.schedule.critical, quartet.schedule.stage_graph\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

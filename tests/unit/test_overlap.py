@@ -1,0 +1,117 @@
+"""The overlap benchmark: the published study's figures, schedules against the optimum, and the page that shows them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from quartet.config.placement import PlacementConfig
+from quartet.schedule.stage_graph import StageGraph, StageNode
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "placements.md"
+
+
+@pytest.fixture
+def overlap(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("overlap")
+
+
+def test_the_studys_figures_fall_out(overlap: Any) -> None:
+    for case in overlap.CASES:
+        found = overlap.study(case, real_runs=0)
+        assert overlap.off_by(case, found["virtual_s"]) is None
+        if case.published_s is not None:
+            assert found["samples_per_gpu_s"] == pytest.approx(256 / 16 / case.published_s, rel=0.05)
+
+
+def test_a_figure_that_is_off_is_reported(overlap: Any) -> None:
+    serial, *_, free = overlap.CASES
+    assert "more than 5 %" in overlap.off_by(serial, 1300.0) and overlap.off_by(serial, 1320.0) is None
+    assert "more than 309.75 s" in overlap.off_by(free, 310.0) and overlap.off_by(free, 200.0) is None
+
+
+def test_the_whole_step_as_one_chunk_is_slower(overlap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The overlap is real: without chunks the rewards stand behind generation, 335 s instead of 295."""
+    case = overlap.CASES[3]
+    chunked = overlap.study(case, real_runs=0)["virtual_s"]
+    monkeypatch.setattr(overlap, "CHUNK", overlap.SAMPLES)
+    whole = overlap.study(case, real_runs=0)["virtual_s"]
+    assert whole - chunked == pytest.approx(45.0 * 7 / 8)
+
+
+def test_sleeping_on_the_real_clock_takes_what_the_virtual_one_says(overlap: Any) -> None:
+    """The shortest case, 300 times faster than the study: about a second."""
+    case = overlap.CASES[3]
+    costs, placement = case.seconds.costs(), overlap.placed(case.placement)
+    planned = overlap.simulated(costs, placement).step_s[0]
+    real = overlap.simulated(costs.times(1 / 300), placement, run=asyncio.run).step_s[0] * 300
+    assert planned * 0.99 <= real <= planned * 1.25
+
+
+def shortest(graph: StageGraph) -> float:
+    """Every whole second at which every stage could begin: slow, and it knows nothing of how stages are placed."""
+    nodes = graph.nodes
+    horizon = int(sum(node.seconds for node in nodes.values()))
+    best = float(horizon)
+    for starts in itertools.product(range(horizon), repeat=len(nodes)):
+        times = {name: (start, start + node.seconds) for start, (name, node) in zip(starts, nodes.items(), strict=True)}
+        done = max(end for _, end in times.values())
+        if done >= best or any(times[e][1] > times[n][0] for n, node in nodes.items() for e in node.after):
+            continue
+        if all(
+            sum(times[o][0] <= times[n][0] < times[o][1] for o in nodes if nodes[o].pool == nodes[n].pool)
+            <= graph.slots.get(nodes[n].pool, 1)
+            for n in nodes
+        ):
+            best = done
+    return best
+
+
+def test_the_optimum_is_that_of_every_second_tried(overlap: Any) -> None:
+    draw = random.Random(0)
+    for _ in range(25):
+        nodes: dict[str, StageNode] = {}
+        for i in range(4):
+            after = tuple(name for name in nodes if draw.random() < 0.4)
+            nodes[f"s{i}"] = StageNode(draw.choice("pq"), float(draw.randint(1, 3)), after)
+        graph = StageGraph(nodes, {"p": draw.randint(1, 2)})
+        assert overlap.optimum(graph, graph.lower_bound() * 4) == shortest(graph)
+
+
+def test_random_stage_graphs_are_close_to_the_optimum(overlap: Any) -> None:
+    found = overlap.graphs(200)
+    planned = found["the plan's ranks and edges"]
+    assert planned["median"] <= 1.05 and planned["worst"] <= 1.25
+    assert found["in order of arrival"]["worst"] > 1.25, "order matters"
+
+
+def test_the_page_shows_what_the_benchmark_finds(overlap: Any) -> None:
+    """Virtual seconds are the same on every machine, so the page's tables must be, too."""
+    page = PAGE.read_text(encoding="utf-8")
+    table = overlap.placements_table({name: overlap.side_by_side(name) for name in overlap.PLACEMENTS})
+    assert table in page, "run `python benchmarks/overlap.py` and put its table into docs/placements.md"
+    for case in overlap.CASES:
+        assert f"| {case.name} |" in page and f"| {overlap.study(case, real_runs=0)['virtual_s']:.1f} |" in page
+
+
+def test_the_pages_fragments_are_the_benchmarks(overlap: Any) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    fragments = {f["type"]: f for f in (yaml.safe_load(block)["placement"] for block in blocks)}
+    assert fragments.keys() == overlap.PLACEMENTS.keys()
+    adapter: TypeAdapter[Any] = TypeAdapter(PlacementConfig)
+    for name, fragment in fragments.items():
+        assert adapter.validate_json(json.dumps(fragment), strict=True) == adapter.validate_python(
+            overlap.PLACEMENTS[name]
+        )
