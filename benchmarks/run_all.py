@@ -65,6 +65,7 @@ EXTRA = (
     _part("rollout-bf16", 20, "rollout.py --models small --scenarios mixed --dtypes bf16 --repeats 1 --sides native "
           "generate vllm"),
     _part("continuous-small", 12, "rollout.py --models small --sides native continuous --repeats 1"),
+    _part("dispatch", 4, "dispatch.py"),
     _part("memory-tiny", 5, "memory.py --model tiny --factors 1 2 4 8 16 32 64"),
 )  # fmt: skip
 SETS = {"core": CORE, "extra": EXTRA, "all": (*CORE, *EXTRA)}

@@ -1,0 +1,45 @@
+"""Workers in many processes behind one handle on the driver.
+
+- ``worker``: a process's place among others, from environment variables; process groups
+- ``pool``: processes per node and what each needs, checked before anything starts
+- ``group``: worker groups, fused roles, detached groups
+- ``dispatch``: how a call becomes calls on workers, and results one; ``layout`` and ``balance`` say who gets what
+- ``futures``, ``manifests``: results that travel from worker to worker
+- ``processes``, ``errors``: starting, watching, naming what went wrong
+- ``backend``: the interface; ``local`` (this process) and ``ray_backend``
+"""
+
+from quartet.cluster.backend import connect
+from quartet.cluster.dispatch import BROADCAST, PER_RANK, RANK_ZERO, SPLIT, Custom, OneRank, Split, dispatch
+from quartet.cluster.errors import ClusterError, WorkerDied, WorkerError
+from quartet.cluster.futures import BatchFuture
+from quartet.cluster.group import WorkerGroup, colocate
+from quartet.cluster.host import ClassWithArgs
+from quartet.cluster.items import PerRank, Whole
+from quartet.cluster.layout import Layout
+from quartet.cluster.pool import ResourcePool
+from quartet.cluster.worker import Worker
+
+__all__ = [
+    "BROADCAST",
+    "PER_RANK",
+    "RANK_ZERO",
+    "SPLIT",
+    "BatchFuture",
+    "ClassWithArgs",
+    "ClusterError",
+    "Custom",
+    "Layout",
+    "OneRank",
+    "PerRank",
+    "ResourcePool",
+    "Split",
+    "Whole",
+    "Worker",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerGroup",
+    "colocate",
+    "connect",
+    "dispatch",
+]

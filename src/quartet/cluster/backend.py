@@ -1,0 +1,142 @@
+"""What runs workers: one small interface, with a back end for this process and one for Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from quartet.cluster.host import ProcessInfo
+from quartet.cluster.pool import ResourcePool
+from quartet.config.errors import UserError
+
+Ref: TypeAlias = Any
+"""A result that may not be there yet; lives where it was made."""
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A started process. ``key`` names it in ``Lost``; ``target`` is the back end's own."""
+
+    key: str
+    rank: int
+    target: Any
+
+
+class Backend(AbstractContextManager["Backend"], Protocol):
+    """Starts processes and calls the methods of the ``Host`` in each.
+
+    A value may be a ``Failure`` (the method raised) or ``Lost`` (its process is gone); none of these methods raises
+    for what happened in a worker.
+    """
+
+    def grant(self, pool: ResourcePool, timeout_s: float, name: str | None = None) -> None:
+        """Reserves what the pool needs; a second call does nothing.
+
+        Args:
+            name: of the detached group that it is for; such a reservation outlives this driver.
+
+        Raises:
+            UserError: the pool can never be granted, or was not within the time.
+        """
+
+    def release(self, pool: ResourcePool, name: str | None = None) -> None:
+        """Gives back what the pool holds."""
+
+    def start(
+        self, pool: ResourcePool, group: str, *, environment: Mapping[str, str], detached: bool
+    ) -> Sequence[Handle]:
+        """Starts one process per rank, in a granted pool."""
+
+    def stop(self, handles: Sequence[Handle]) -> None:
+        """Ends the processes, whatever they are doing."""
+
+    def call(self, handle: Handle, method: str, args: tuple[Any, ...]) -> Ref:
+        """Calls a method of the host; calls on one process run in the order in which they were made."""
+
+    def call_many(self, handle: Handle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[Ref]:
+        """The same for a method that returns a tuple of ``returns`` values, each with a reference of its own."""
+
+    def put(self, value: Any) -> Ref:
+        """Stores a value that several calls have as an argument; they take the reference in its place."""
+
+    def get(self, refs: Sequence[Ref], timeout_s: float | None = None) -> list[Any]:
+        """
+        Raises:
+            TimeoutError: not all are there within the time.
+        """
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float | None, *, fetch: bool) -> list[bool]:
+        """Waits until all are there or the time is up: which are there. ``fetch``: bring them to this node."""
+
+    def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
+        """The end of what a process wrote, also of one that is gone; nothing where it cannot be read."""
+
+    def find(self, group: str) -> Sequence[Handle]:
+        """The first process of a detached group, or none."""
+
+    def handle_of(self, group: str, rank: int) -> Handle:
+        """Another process of a detached group."""
+
+    def close(self) -> None:
+        """Ends what this back end has started."""
+
+
+_connected: list[Backend] = []
+
+
+def connect(backend: str = "ray", **options: Any) -> Backend:
+    """Makes the back end on which groups are started from now on, until it is closed.
+
+    Args:
+        backend: ``local`` (workers are objects of this process and take turns) or ``ray``.
+        options: of ``RayBackend``: ``address``, ``num_cpus``, …
+
+    Returns:
+        The back end; as a context manager it closes itself.
+
+    Raises:
+        UserError: there is no such back end, Ray is not installed, or its address does not answer.
+    """
+    made: Backend
+    if backend == "local":
+        from quartet.cluster.local import LocalBackend
+
+        made = LocalBackend(**options)
+    elif backend == "ray":
+        try:
+            from quartet.cluster.ray_backend import RayBackend
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise UserError(
+                "the ray back end needs Ray",
+                found="it is not installed",
+                remedy="pip install 'quartet-rl[ray]', or connect(\"local\")",
+            ) from error
+        made = RayBackend(**options)
+    else:
+        raise UserError("there is no such back end", found=f"backend={backend!r}", remedy="write one of: local, ray")
+    _connected.append(made)
+    return made
+
+
+def current_backend() -> Backend:
+    """
+    Raises:
+        UserError: none is connected.
+    """
+    if not _connected:
+        raise UserError(
+            "there is no cluster to start workers on",
+            found="no call of connect before",
+            remedy='call connect("ray") or connect("local") first',
+        )
+    return _connected[-1]
+
+
+def forget(backend: Backend) -> None:
+    """The back end is closed."""
+    if backend in _connected:
+        _connected.remove(backend)

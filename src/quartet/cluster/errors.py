@@ -1,0 +1,157 @@
+"""What went wrong in a worker: as it travels, and as the driver raises it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quartet.config.errors import UserError
+
+_ERROR_LINE = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit|Interrupt)\b")
+_TROUBLE = re.compile(r"error|fatal|killed|out of memory|segmentation|abort|terminate", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a worker's method, in place of its result.
+
+    Attributes:
+        rank: -1 where the sender did not know.
+        where: role and method, ``actor.update``.
+        summary: type and message, one line.
+        traceback: as the worker printed it.
+        user_error: problem, found and remedy of a ``UserError``.
+    """
+
+    group: str
+    rank: int
+    pid: int
+    host: str
+    where: str
+    summary: str
+    traceback: str
+    user_error: tuple[str, str, str] | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, *, group: str, rank: int, pid: int, host: str, where: str) -> Failure:
+        """Only text travels: the exception's class need not exist where it is read."""
+        three = (error.problem, error.found, error.remedy) if isinstance(error, UserError) else None
+        summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        text = "".join(traceback.format_exception(error)).rstrip()
+        return cls(group, rank, pid, host, where, summary, text, three)
+
+    def brief(self) -> str:
+        return f"rank {self.rank} of group {self.group!r}: {self.summary}"
+
+
+@dataclass(frozen=True)
+class Lost:
+    """In place of a result: the process that owed it, or that held its data, is gone.
+
+    ``key`` is the back end's name of that process, None where it is not known.
+    """
+
+    key: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Death:
+    """A worker that died, with its last words.
+
+    Attributes:
+        rank: None where only the group or nothing but the loss of data is known.
+        during: the call that found out.
+        reason: what the back end knows.
+        last_error: the last line of its output, or the last exception it reported, that looks like an error.
+        last_lines: the end of its output.
+    """
+
+    group: str
+    rank: int | None
+    pid: int | None
+    host: str
+    during: str
+    reason: str
+    last_error: str | None
+    last_lines: tuple[str, ...] = ()
+
+    def brief(self) -> str:
+        return f"rank {self.rank} of group {self.group!r} died"
+
+
+class ClusterError(Exception):
+    """Workers could not do what they were asked to."""
+
+
+class WorkerError(ClusterError):
+    """A method raised in a worker, which lives on; the message ends with the worker's own traceback.
+
+    Args:
+        failure: the exception.
+        also: one line for each other rank that failed in the same call.
+    """
+
+    def __init__(self, failure: Failure, also: Sequence[str] = ()) -> None:
+        self.failure = failure
+        self.also = tuple(also)
+        super().__init__(failure, self.also)
+
+    def __str__(self) -> str:
+        f = self.failure
+        lines = [f"{f.where} raised in rank {f.rank} of group {f.group!r} (pid {f.pid} on {f.host}): {f.summary}"]
+        lines += [f"  also failed: {line}" for line in self.also]
+        return "\n".join([*lines, f.traceback])
+
+
+class WorkerDied(ClusterError):
+    """A worker's process is gone; its group works again after ``restart()``.
+
+    Args:
+        death: who died and its last words.
+        also: one line for each other rank that failed in the same call.
+    """
+
+    def __init__(self, death: Death, also: Sequence[str] = ()) -> None:
+        self.death = death
+        self.also = tuple(also)
+        super().__init__(death, self.also)
+
+    def __str__(self) -> str:
+        d = self.death
+        who = f"rank {d.rank} of group {d.group!r} (pid {d.pid} on {d.host})"
+        if d.rank is None:
+            who = f"a process that group {d.group!r} needs"
+        lines = [
+            f"{who} died; noticed by {d.during}",
+            f"  its last error: {d.last_error or 'none in its output'}",
+            f"  reason: {d.reason}",
+        ]
+        lines += [f"  also failed: {line}" for line in self.also]
+        if d.last_lines:
+            lines += ["  its last output:", *(f"    {line}" for line in d.last_lines)]
+        return "\n".join(lines)
+
+
+def raise_failure(failure: Failure, also: Sequence[str] = ()) -> None:
+    """Raises what the worker raised: its ``UserError`` as one, everything else as ``WorkerError``."""
+    if failure.user_error is None:
+        raise WorkerError(failure, also)
+    problem, found, remedy = failure.user_error
+    raise UserError(problem, found=f"{found} (rank {failure.rank} of group {failure.group!r})", remedy=remedy)
+
+
+def last_error(lines: Sequence[str]) -> str | None:
+    """The last line that names an exception, else the last one that sounds like trouble."""
+    for pattern in (_ERROR_LINE.match, _TROUBLE.search):
+        for line in reversed(lines):
+            if pattern(line.strip()):
+                return line.strip()
+    return None
+
+
+def known_as(failure: Failure, group: str, rank: int) -> Failure:
+    """The failure with its sender filled in, where it does not name one itself."""
+    return failure if failure.rank >= 0 else replace(failure, group=group, rank=rank)

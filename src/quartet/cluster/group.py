@@ -1,0 +1,235 @@
+"""Worker groups: one handle on the driver for a class that runs in many processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from quartet.cluster.backend import Backend, current_backend
+from quartet.cluster.dispatch import BROADCAST, Mark, Mode, marks_of
+from quartet.cluster.errors import Death
+from quartet.cluster.futures import BatchFuture, plan_call
+from quartet.cluster.host import ClassWithArgs, ProcessInfo
+from quartet.cluster.layout import Layout
+from quartet.cluster.pool import ResourcePool
+from quartet.cluster.processes import GroupSpec, Processes
+from quartet.config.errors import UserError
+
+_names = itertools.count()
+
+
+class GroupMethod:
+    """A worker's method, called on the group in the way that its mark says."""
+
+    def __init__(self, processes: Processes, role: str, name: str, mark: Mark) -> None:
+        self._processes = processes
+        self._role = role
+        self._name = name
+        self._mark = mark
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs) if self._mark.blocking else self.submit(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Waits for the result, whatever the mark says.
+
+        Raises:
+            WorkerError: a worker's method raised; it lives on.
+            WorkerDied: a worker's process is gone.
+            UserError: raised by a worker's method.
+            ValueError: the arguments do not fit the dispatch mode.
+        """
+        if any(isinstance(value, BatchFuture) for value in (*args, *kwargs.values())):
+            return self.submit(*args, **kwargs).result()
+        plan, _ = plan_call(self._mark.mode, self._processes.spec.layout, args, kwargs)
+        return self._processes.call(self._role, self._name, plan)
+
+    def submit(self, *args: Any, **kwargs: Any) -> BatchFuture:
+        """Returns at once, whatever the mark says; the future raises what ``run`` would raise."""
+        plan, partition = plan_call(self._mark.mode, self._processes.spec.layout, args, kwargs)
+        pending, parts = self._processes.submit(self._role, self._name, plan, self._mark.chunks)
+        return BatchFuture(pending, self._mark.mode, parts, plan, partition)
+
+
+class WorkerGroup:
+    """Starts a worker class in every process of a pool and binds its marked methods.
+
+    ``WorkerGroup(pool, Accumulator, 3)`` makes ``Accumulator(3)`` in every process; ``group.add(1)`` then calls ``add``
+    in the way that its ``dispatch`` mark says.
+
+    Args:
+        pool: where; groups on the same pool share what it was granted.
+        worker: the class, or a ``ClassWithArgs``.
+        args: for the class.
+        name: of the group, in messages, and to find a detached group by.
+        layout: mesh of the ranks, or sizes of its axes other than ``data``: ``{"tensor": 2}``. By default the class's
+            attribute ``layout_axes``, or all ranks data-parallel.
+        backend: where the pool is; by default what ``connect`` made last.
+        environment: variables that every process has from its start.
+        detached: the processes outlive this driver, and are found again with ``WorkerGroup.find``.
+        max_restarts: how often ``restart`` may be called.
+        start_timeout_s: to be granted the pool, and again to start the processes.
+
+    Raises:
+        UserError: the pool cannot be granted, the layout does not divide the processes, or the class raised one.
+        WorkerError, WorkerDied: a worker raised or ended while it was made.
+    """
+
+    def __init__(
+        self,
+        pool: ResourcePool,
+        worker: type | ClassWithArgs,
+        *args: Any,
+        name: str | None = None,
+        layout: Layout | Mapping[str, int] | None = None,
+        backend: Backend | None = None,
+        environment: Mapping[str, str] | None = None,
+        detached: bool = False,
+        max_restarts: int = 3,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        deferred = worker if isinstance(worker, ClassWithArgs) else ClassWithArgs(worker, *args)
+        role = name or f"{deferred.cls.__name__.lower()}-{next(_names)}"
+        spec = GroupSpec(
+            name=role,
+            pool=pool,
+            roles={role: deferred},
+            layout=_layout(layout, deferred.cls, pool),
+            environment=dict(environment or {}),
+            detached=detached,
+            max_restarts=max_restarts,
+            start_timeout_s=start_timeout_s,
+        )
+        self._bind(Processes(backend or current_backend(), spec), role)
+        self._processes.start()
+
+    def _bind(self, processes: Processes, role: str) -> None:
+        self._processes = processes
+        self._role = role
+        self._cls = processes.spec.roles[role].cls
+        for name, mark in marks_of(self._cls).items():
+            if hasattr(type(self), name):
+                raise ValueError(f"{self._cls.__name__}.{name} has the name of a method that every group has")
+            setattr(self, name, GroupMethod(processes, role, name, mark))
+
+    @classmethod
+    def _of(cls, processes: Processes, role: str) -> WorkerGroup:
+        group = cls.__new__(cls)
+        group._bind(processes, role)
+        return group
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached where there is no such attribute; a copy that is being made has none of ours either.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if hasattr(self._cls, name):
+            raise AttributeError(
+                f"{self._cls.__name__}.{name} is not marked with dispatch; mark it, or use call({name!r}, …)"
+            )
+        raise AttributeError(f"group {self._role!r} of {self._cls.__name__} has no method {name!r}")
+
+    @property
+    def name(self) -> str:
+        return self._role
+
+    @property
+    def layout(self) -> Layout:
+        return self._processes.spec.layout
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def processes(self) -> tuple[ProcessInfo, ...]:
+        """Process id, node and devices of each rank."""
+        return tuple(self._processes.infos)
+
+    def call(self, method: str, *args: Any, mode: Mode = BROADCAST, blocking: bool = True, **kwargs: Any) -> Any:
+        """Calls any method by name: with one value for all workers, or of a ``PerRank`` each its own."""
+        bound = GroupMethod(self._processes, self._role, method, Mark(mode, blocking))
+        return bound(*args, **kwargs)
+
+    def dead(self, timeout_s: float = 1.0) -> list[Death]:
+        """The workers that are dead. One that is busy for all of the time counts as living."""
+        return self._processes.dead(timeout_s)
+
+    def restart(self) -> None:
+        """Ends what is left of the workers and makes all anew; for fused roles, all of them.
+
+        Raises:
+            ClusterError: this was done ``max_restarts`` times already.
+            UserError, WorkerError, WorkerDied: as when the group was made.
+        """
+        self._processes.restart()
+
+    def stop(self) -> None:
+        """Ends the workers, whatever they are doing; for fused roles, all of them.
+
+        The pool stays granted until the back end is closed; a detached group's is given back.
+        """
+        self._processes.stop()
+
+    @classmethod
+    def find(cls, name: str, *, backend: Backend | None = None, timeout_s: float = 30.0) -> WorkerGroup:
+        """A detached group, by its name; for fused roles, by the role's.
+
+        Raises:
+            UserError: there is none.
+            TimeoutError: its first worker is busy for longer than the time.
+        """
+        backend = backend or current_backend()
+        group, _, role = name.rpartition("/")
+        processes = Processes.found(backend, group or role, timeout_s)
+        if processes is None:
+            raise UserError(
+                "there is no such group",
+                found=f"no detached group named {name!r}",
+                remedy="start it with detached=True and this name, and look on the same cluster",
+            )
+        return cls._of(processes, role)
+
+
+def colocate(
+    pool: ResourcePool,
+    roles: Mapping[str, type | ClassWithArgs],
+    *,
+    name: str | None = None,
+    layout: Layout | Mapping[str, int] | None = None,
+    backend: Backend | None = None,
+    environment: Mapping[str, str] | None = None,
+    detached: bool = False,
+    max_restarts: int = 3,
+    start_timeout_s: float = 120.0,
+) -> dict[str, WorkerGroup]:
+    """Several roles fused into one process per rank, with a handle each: ``colocate(pool, {"actor": …, "ref": …})``.
+
+    They share the process, its device and its process group, take turns, and are restarted together. Arguments and
+    errors are those of ``WorkerGroup``. A detached one is found by ``WorkerGroup.find("name/role")``.
+    """
+    deferred = {role: w if isinstance(w, ClassWithArgs) else ClassWithArgs(w) for role, w in roles.items()}
+    if not deferred:
+        raise ValueError("colocate needs at least one role")
+    spec = GroupSpec(
+        name=name or f"{'-'.join(deferred)}-{next(_names)}",
+        pool=pool,
+        roles=deferred,
+        layout=_layout(layout, next(iter(deferred.values())).cls, pool),
+        environment=dict(environment or {}),
+        detached=detached,
+        max_restarts=max_restarts,
+        start_timeout_s=start_timeout_s,
+    )
+    processes = Processes(backend or current_backend(), spec)
+    groups = {role: WorkerGroup._of(processes, role) for role in deferred}
+    processes.start()
+    return groups
+
+
+def _layout(given: Layout | Mapping[str, int] | None, cls: type, pool: ResourcePool) -> Layout:
+    if given is None:
+        given = getattr(cls, "layout_axes", {})
+    if isinstance(given, Layout) and given.world_size == pool.world_size:
+        return given
+    return Layout.fit(pool.world_size, dict(given.axes) if isinstance(given, Layout) else given)

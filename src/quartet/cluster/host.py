@@ -1,0 +1,180 @@
+"""What runs in a worker's process, whatever started it: the roles, and the calls on their methods."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quartet.cluster.errors import Failure, Lost
+from quartet.cluster.manifests import Gather, Upstream, divide, fetch_manifests, fetch_part, fetch_whole, share_of
+from quartet.cluster.structure import Structure
+from quartet.cluster.worker import free_port
+
+
+class ClassWithArgs:
+    """A class and what to call it with, to be made in another process: ``ClassWithArgs(Actor, "path", lr=1e-6)``."""
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+
+    def __call__(self) -> Any:
+        return self.cls(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """A started process.
+
+    Attributes:
+        host: its node's address.
+        node: the back end's name of that node.
+        devices: ``CUDA_VISIBLE_DEVICES`` as granted; None to leave it as it is.
+        logs: files on that node that hold its output.
+    """
+
+    pid: int
+    host: str
+    node: str
+    devices: str | None
+    logs: tuple[str, ...]
+
+
+class Host:
+    """The roles of one worker process; a back end gives it a way to fetch references.
+
+    Args:
+        group: its name, for messages.
+        rank: its rank.
+        fetch: references → values.
+    """
+
+    def __init__(self, group: str, rank: int, fetch: Callable[[Sequence[Any]], list[Any]]) -> None:
+        self._group = group
+        self._rank = rank
+        self._fetch = fetch
+        self._roles: dict[str, Any] = {}
+        self._results = itertools.count()
+        self._note: Any = None
+        self._host = socket.gethostname()
+
+    def introduce(self) -> ProcessInfo:
+        return ProcessInfo(os.getpid(), self._host, self._host, None, ())
+
+    def meeting_port(self) -> int:
+        """A free port of this node, for the group to meet at."""
+        return free_port()
+
+    def set_environment(self, environment: Mapping[str, str]) -> None:
+        """Comes before ``build``, whose arguments may import what looks at the environment."""
+        os.environ.update(environment)
+
+    def build(self, roles: Mapping[str, ClassWithArgs]) -> Failure | None:
+        """Makes the roles' objects, in order."""
+        for name, deferred in roles.items():
+            try:
+                self._roles[name] = deferred()
+            except Exception as error:
+                return self._failure(error, f"{name}.__init__")
+        return None
+
+    def remember(self, note: Any) -> None:
+        """Keeps something that whoever finds the group by name needs."""
+        self._note = note
+
+    def recall(self) -> Any:
+        return self._note
+
+    def ping(self) -> int:
+        return self._rank
+
+    # Calls -----------------------------------------------------------------------------------------------
+
+    def call(self, head: tuple[str, str, bool, tuple[str, ...]], *values: Any) -> Any:
+        """A method's result, None where this rank does not answer; ``Failure`` or ``Lost`` where there is none.
+
+        Args:
+            head: role, method, whether this rank answers, and the names of the last arguments, which are passed by
+                keyword; one value, since every argument of a remote call costs time.
+            values: arguments; each by itself, so that a back end can put a stored value in the place of its reference.
+        """
+        role, method, answers, names = head
+        try:
+            given, _, _ = self._resolved(list(values))
+            result = self._invoke(role, method, names, given)
+        except Upstream as error:
+            return error.outcome
+        except Exception as error:
+            return self._failure(error, f"{role}.{method}")
+        return result if answers else None
+
+    def call_parts(
+        self,
+        head: tuple[str, str, int, tuple[str, ...]],
+        positions: Sequence[int] | None,
+        table: Structure | None,
+        *values: Any,
+    ) -> Any:
+        """A method's result as a manifest and so many chunks, one tuple; without chunks None: others answer.
+
+        Args:
+            head: role, method, number of chunks, and the names of the last arguments.
+            positions: of the items among the arguments; None where the call is not split, or fetches its items.
+            table: segment table of the batch among the arguments, where it does not fetch that.
+        """
+        role, method, chunks, names = head
+        outcome: Failure | Lost
+        try:
+            given, positions, table = self._resolved(list(values), positions, table)
+            result = self._invoke(role, method, names, given)
+            if not chunks:
+                return None
+            origin = f"{self._group}-{self._rank}-{os.getpid()}-{next(self._results)}"
+            manifest, pieces = divide(result, positions, table, chunks, origin)
+        except Upstream as error:
+            outcome = error.outcome
+        except Exception as error:
+            outcome = self._failure(error, f"{role}.{method}")
+        else:
+            return (manifest, *pieces)
+        return (outcome,) * (chunks + 1) if chunks else outcome
+
+    def _invoke(self, role: str, method: str, names: tuple[str, ...], values: list[Any]) -> Any:
+        bound = getattr(self._roles[role], method)
+        if not names:
+            return bound(*values)
+        return bound(*values[: -len(names)], **dict(zip(names, values[-len(names) :], strict=True)))
+
+    def _resolved(
+        self, values: list[Any], positions: Sequence[int] | None = None, table: Structure | None = None
+    ) -> tuple[list[Any], Sequence[int] | None, Structure | None]:
+        """Arguments with what they refer to, the positions of this part's items, and their segment table."""
+        gathers = [value for value in values if isinstance(value, Gather)]
+        if not gathers:
+            return values, positions, table
+        manifests = fetch_manifests(self._fetch, gathers)
+        # The first that is split decides who gets what, the others follow.
+        for gather, of_gather in zip(gathers, manifests, strict=True):
+            if gather.part is not None:
+                positions, table = share_of(of_gather, gather)
+                break
+        found = iter(manifests)
+        for i, value in enumerate(values):
+            if isinstance(value, Gather):
+                of_value = next(found)
+                if value.part is None or positions is None:
+                    values[i] = fetch_whole(self._fetch, value, of_value)
+                else:
+                    values[i] = fetch_part(self._fetch, value, of_value, positions, table)
+        return values, positions, table
+
+    def _failure(self, error: Exception, where: str) -> Failure:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return Failure.of(error, group=self._group, rank=self._rank, pid=os.getpid(), host=self._host, where=where)

@@ -1,0 +1,157 @@
+"""The back end ``local``: workers are objects of this process and take turns.
+
+Everything is as with Ray, except that values are passed and not copied, and that workers never run at the same time: a
+non-blocking call is done when it returns, and workers that must meet (a process group of several) are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quartet.cluster.backend import Handle, forget
+from quartet.cluster.errors import Lost
+from quartet.cluster.host import Host, ProcessInfo
+from quartet.cluster.pool import Node, ResourcePool, check_pool
+from quartet.cluster.worker import TAKES_TURNS
+
+_detached: dict[tuple[str, int], Handle] = {}
+
+
+@dataclass(frozen=True)
+class LocalRef:
+    """A value that is already there."""
+
+    value: Any
+
+
+@dataclass
+class _Seat:
+    """A worker's host and the environment that it sees."""
+
+    host: Host
+    environment: dict[str, str] = field(default_factory=dict)
+    is_gone: bool = False
+
+
+class LocalHost(Host):
+    """Keeps its environment to itself."""
+
+    def __init__(self, group: str, rank: int) -> None:
+        super().__init__(group, rank, fetch=lambda refs: [ref.value for ref in refs])
+        self.environment: dict[str, str] = {}
+
+    def set_environment(self, environment: Mapping[str, str]) -> None:
+        self.environment = dict(environment)
+
+    def meeting_port(self) -> int:
+        return TAKES_TURNS
+
+
+class LocalBackend:
+    """Workers in this process."""
+
+    def __enter__(self) -> LocalBackend:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __init__(self) -> None:
+        self._seats: list[_Seat] = []
+        self._started = 0
+
+    def grant(self, pool: ResourcePool, timeout_s: float, name: str | None = None) -> None:
+        """Any number of workers may take turns on the CPU; each GPU worker needs a device of its own."""
+        here = {"GPU": float(torch.cuda.device_count())}
+        wanted = {name: amount for name, amount in pool.needs.items() if name != "CPU"}
+        if wanted:
+            one = ResourcePool((pool.world_size,), cpus=0.0, gpus=pool.gpus, resources=pool.resources)
+            check_pool(one, [Node("this process", here, here)])
+
+    def release(self, pool: ResourcePool, name: str | None = None) -> None:
+        """There is nothing to give back."""
+
+    def start(
+        self, pool: ResourcePool, group: str, *, environment: Mapping[str, str], detached: bool
+    ) -> Sequence[Handle]:
+        handles = []
+        for rank in range(pool.world_size):
+            seat = _Seat(LocalHost(group, rank), dict(environment))
+            self._seats.append(seat)
+            self._started += 1
+            handles.append(Handle(f"local-{id(self)}-{self._started}", rank, seat))
+            if detached:
+                _detached[group, rank] = handles[-1]
+        return handles
+
+    def stop(self, handles: Sequence[Handle]) -> None:
+        for handle in handles:
+            handle.target.is_gone = True
+            handle.target.host = None
+        for name, handle in list(_detached.items()):
+            if handle.target.is_gone:
+                del _detached[name]
+
+    def call(self, handle: Handle, method: str, args: tuple[Any, ...]) -> LocalRef:
+        return LocalRef(self._run(handle, method, args))
+
+    def call_many(self, handle: Handle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[LocalRef]:
+        values = self._run(handle, method, args)
+        each = values if isinstance(values, tuple) and returns > 1 else (values,) * returns
+        return [LocalRef(value) for value in each]
+
+    def _run(self, handle: Handle, method: str, args: tuple[Any, ...]) -> Any:
+        seat: _Seat = handle.target
+        if seat.is_gone:
+            return Lost(handle.key, "it was stopped")
+        host = seat.host
+        with _environment({**seat.environment, **getattr(host, "environment", {})}):
+            return getattr(host, method)(*(value.value if isinstance(value, LocalRef) else value for value in args))
+
+    def put(self, value: Any) -> LocalRef:
+        return LocalRef(value)
+
+    def get(self, refs: Sequence[LocalRef], timeout_s: float | None = None) -> list[Any]:
+        return [ref.value for ref in refs]
+
+    def wait(self, refs: Sequence[LocalRef], timeout_s: float | None, *, fetch: bool) -> list[bool]:
+        return [True] * len(refs)
+
+    def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
+        return []
+
+    def find(self, group: str) -> Sequence[Handle]:
+        return [_detached[group, 0]] if (group, 0) in _detached else []
+
+    def handle_of(self, group: str, rank: int) -> Handle:
+        return _detached[group, rank]
+
+    def close(self) -> None:
+        """Detached workers stay."""
+        kept = {id(handle.target) for handle in _detached.values()}
+        for seat in self._seats:
+            if id(seat) not in kept:
+                seat.is_gone = True
+        self._seats.clear()
+        forget(self)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """The variables hold inside the block, and what was there before after it."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

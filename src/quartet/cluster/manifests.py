@@ -1,0 +1,225 @@
+"""Results that stay where they were made: what is known of them, and how the next worker fetches its part.
+
+A non-blocking call leaves each part of its result in the object store as one reference per chunk, and a manifest that
+says where the items stand. An argument made of such a result is a ``Gather``: the worker that receives it reads the
+manifests and fetches only the chunks that it needs. Planning is a function of the manifests, so all workers of a group
+agree on it without asking anybody, and the driver need not wait for the first call before it makes the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quartet.cluster.balance import plan_parts
+from quartet.cluster.errors import Failure, Lost
+from quartet.cluster.items import Part, Positions, arrange, cut, is_items, num_items, placed
+from quartet.cluster.structure import Structure, combine
+
+
+@dataclass(frozen=True)
+class ChunkInfo:
+    """Where a chunk's items stand among all items, and their segment table where they have one."""
+
+    positions: Positions
+    structure: Structure | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a worker says of its part of a result.
+
+    Attributes:
+        chunks: one entry per reference; empty where the result holds no items, which is one reference, too.
+        given: positions of the items that the worker was given.
+        table: the segment table of the batch that it was given.
+    """
+
+    chunks: tuple[ChunkInfo, ...]
+    given: Positions = ()
+    table: Structure | None = None
+
+    @property
+    def num_items(self) -> int:
+        return sum(len(chunk.positions) for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class PartRefs:
+    """References to one part: its manifest and its chunks."""
+
+    manifest: Any
+    chunks: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Gather:
+    """An argument that its reader fetches.
+
+    Attributes:
+        parts: where it comes from.
+        part: which of ``of`` parts the reader gets; None for everything.
+        direct: ``parts`` is what the reader gets: both sides are split the same way.
+        origin: a name for the segment table of all parts together.
+    """
+
+    parts: tuple[PartRefs, ...]
+    part: int | None = None
+    of: int = 1
+    direct: bool = False
+    origin: str = ""
+
+
+class Upstream(Exception):
+    """What a call was to work on does not exist: the call that should have made it failed."""
+
+    def __init__(self, outcome: Failure | Lost) -> None:
+        self.outcome = outcome
+        super().__init__(outcome)
+
+
+Fetch = Callable[[Sequence[Any]], list[Any]]
+"""References → values; a value may be a ``Failure`` or ``Lost``."""
+
+
+def divide(
+    value: Any, given: Positions | None, table: Structure | None, chunks: int, origin: str
+) -> tuple[Manifest, list[Any]]:
+    """A result as a manifest and so many chunks (None where there are fewer).
+
+    Args:
+        given: positions of the items that the worker was given; None where the call was not split.
+        table: segment table of the batch that it was given.
+        origin: a name for the result's own segment table, should it have a new one.
+
+    Raises:
+        ValueError: the result of a split call holds items whose number is no multiple of those given.
+    """
+    empty = [None] * (chunks - 1)
+    if not is_items(value):
+        return Manifest((), given or (), table), [value, *empty]
+    positions, own = placed(value, range(num_items(value)) if given is None else given, table)
+    if own is not None and own.origin is None:
+        own = Structure(own.lengths, own.parents, own.leaves, own.ids, origin, own.keys)
+    if chunks == 1:
+        return Manifest((ChunkInfo(positions, own),), given or (), table), [value]
+    pieces = plan_parts(len(positions), chunks, own)
+    infos = tuple(ChunkInfo(_at(positions, piece), own.select(piece) if own is not None else None) for piece in pieces)
+    return Manifest(infos, given or (), table), [cut(value, piece, own) for piece in pieces]
+
+
+def share_of(manifests: Sequence[Manifest], gather: Gather) -> tuple[Positions, Structure | None]:
+    """Positions of the reader's part, ascending, and its segment table.
+
+    Raises:
+        ValueError: a result holds no items and cannot be split.
+    """
+    infos = [info for manifest in manifests for info in manifest.chunks]
+    if not infos:
+        raise ValueError("the result of the other group holds no items, so it cannot be split; pass it whole")
+    known = [info.structure for info in infos if info.structure is not None]
+    positions = [info.positions for info in infos]
+    if len(known) < len(infos):
+        if gather.direct:
+            return (positions[0] if len(positions) == 1 else sorted(p for at in positions for p in at)), None
+        return plan_parts(sum(len(at) for at in positions), gather.of)[gather.part or 0], None
+    everything = sorted(p for at in positions for p in at)
+    if gather.direct:
+        places = {p: i for i, p in enumerate(everything)}
+        return everything, combine(known, [[places[p] for p in at] for at in positions], gather.origin)
+    table = combine(known, positions, gather.origin)
+    part = plan_parts(len(everything), gather.of, table, positions)[gather.part or 0]
+    return part, table.select(part)
+
+
+def _at(positions: Positions, indices: Positions) -> Positions:
+    if isinstance(positions, range) and isinstance(indices, range):
+        return positions[indices.start : indices.stop]
+    return [positions[i] for i in indices]
+
+
+def fetch_manifests(fetch: Fetch, gathers: Sequence[Gather]) -> list[list[Manifest]]:
+    """Per argument the manifests of its parts.
+
+    Raises:
+        Upstream: a part does not exist.
+    """
+    found = iter(checked(fetch([part.manifest for gather in gathers for part in gather.parts])))
+    return [[next(found) for _ in gather.parts] for gather in gathers]
+
+
+def checked(values: list[Any]) -> list[Any]:
+    """The values, unless one of them stands for a call that failed."""
+    for value in values:
+        if isinstance(value, (Failure, Lost)):
+            raise Upstream(value)
+    return values
+
+
+def fetch_whole(fetch: Fetch, gather: Gather, manifests: Sequence[Manifest]) -> Any:
+    """All items of all parts in order; of a result without items the single value.
+
+    Raises:
+        Upstream: a part does not exist.
+        ValueError: several ranks returned one value each.
+    """
+    if not any(manifest.chunks for manifest in manifests):
+        if len(gather.parts) > 1:
+            raise ValueError(f"{len(gather.parts)} ranks returned a value each, so there is no single one to pass on")
+        return checked(fetch(gather.parts[0].chunks[:1]))[0]
+    return arrange(_chunks(fetch, gather, manifests, None), origin=gather.origin)
+
+
+def fetch_part(
+    fetch: Fetch,
+    gather: Gather,
+    manifests: Sequence[Manifest],
+    positions: Positions,
+    table: Structure | None,
+) -> Any:
+    """The items at ``positions``, from the chunks that hold them; ``table`` is the segment table that they shall have.
+
+    Raises:
+        Upstream: a part does not exist.
+        ValueError: an item is in no chunk.
+    """
+    parts = _chunks(fetch, gather, manifests, positions)
+    if sum(len(part.positions) for part in parts) != len(positions):
+        raise ValueError(
+            f"two results that are split together hold other items: {len(positions)} are wanted, "
+            f"{sum(len(part.positions) for part in parts)} of them found"
+        )
+    return arrange(parts, table, gather.origin)
+
+
+def _chunks(fetch: Fetch, gather: Gather, manifests: Sequence[Manifest], positions: Sequence[int] | None) -> list[Part]:
+    """The chunks that hold items at ``positions`` (None: all), cut down to these and numbered among them."""
+    wanted: list[tuple[Any, ChunkInfo, Positions, Positions]] = []
+    for part, manifest in zip(gather.parts, manifests, strict=True):
+        for ref, info in zip(part.chunks, manifest.chunks, strict=False):
+            wanted.append((ref, info, *_overlap(info.positions, positions)))
+    # An empty chunk is fetched only where nothing else is there to say what kind the value is of.
+    needed = [entry for entry in wanted if len(entry[2])] or wanted[:1]
+    values = checked(fetch([ref for ref, *_ in needed]))
+    parts = []
+    for value, (_, info, local, at) in zip(values, needed, strict=True):
+        if len(local) == len(info.positions):
+            parts.append(Part(value, at, info.structure))
+        else:
+            own = info.structure.select(local) if info.structure is not None else None
+            parts.append(Part(cut(value, local, info.structure), at, own))
+    return parts
+
+
+def _overlap(held: Positions, wanted: Positions | None) -> tuple[Positions, Positions]:
+    """Which items of a chunk are wanted, and where they stand among the wanted ones."""
+    if wanted is None:
+        return range(len(held)), held
+    if isinstance(held, range) and isinstance(wanted, range):
+        low, high = max(held.start, wanted.start), min(held.stop, wanted.stop)
+        size = max(high - low, 0)
+        return range(low - held.start, low - held.start + size), range(low - wanted.start, low - wanted.start + size)
+    place = {p: i for i, p in enumerate(wanted)}
+    local = [i for i, p in enumerate(held) if p in place]
+    return local, [place[held[i]] for i in local]

@@ -1,0 +1,139 @@
+"""Pools: how many processes on how many nodes, with what each of them needs; checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from quartet.config.errors import UserError
+
+Strategy: TypeAlias = Literal["pack", "spread"]
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class ResourcePool:
+    """Processes per node, ``[4, 4]`` say: two nodes with four each. Groups on the same pool object share its resources.
+
+    Args:
+        processes: one number per node; ranks count through them in order.
+        cpus, gpus, resources: what each process needs; ``resources`` names what the cluster's nodes were started with.
+        strategy: ``pack`` takes as few nodes as possible, so two entries may lie on one node; ``spread`` gives every
+            entry a node of its own.
+        groups: how many groups with processes of their own the pool holds at a time; each worker takes that fraction
+            of its share. Roles fused by ``colocate`` are one group.
+    """
+
+    processes: Sequence[int]
+    cpus: float = 1.0
+    gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    strategy: Strategy = "pack"
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "processes", tuple(self.processes))
+        object.__setattr__(self, "resources", dict(self.resources))
+        if not self.processes or any(n < 1 for n in self.processes):
+            raise UserError(
+                "a pool needs at least one process on every node",
+                found=f"processes={list(self.processes)}",
+                remedy="write one positive number per node, such as [4, 4]",
+            )
+        if self.groups < 1 or min(self.needs.values(), default=0.0) < 0:
+            raise UserError(
+                "a pool cannot grant less than nothing",
+                found=f"groups={self.groups}, each process needs {describe(self.needs)}",
+                remedy="set groups to at least 1 and resources to 0 or more",
+            )
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.processes)
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """What one process needs, by the names that Ray uses."""
+        named = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: amount for name, amount in named.items() if amount}
+
+    def bundles(self) -> list[dict[str, float]]:
+        """What each node must grant as a whole."""
+        return [{name: n * amount for name, amount in self.needs.items()} for n in self.processes]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster and what it has; ``free`` is what nobody holds at the moment."""
+
+    name: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+    def holds(self, needs: Mapping[str, float], amounts: Mapping[str, float]) -> int:
+        """How many processes with these needs fit into ``amounts``."""
+        counts = [int(amounts.get(name, 0.0) / need + _SLACK) for name, need in needs.items() if need > 0]
+        return min(counts, default=2**31)
+
+
+def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
+    """Says whether the nodes could ever grant the pool, and if not, what comes nearest.
+
+    Raises:
+        UserError: more processes than the nodes have devices for, on one node or in all.
+    """
+    capacity = [node.holds(pool.needs, node.total) for node in nodes]
+    if fits(pool, capacity):
+        return
+    raise UserError(
+        f"the cluster cannot grant the pool {list(pool.processes)} ({pool.strategy})",
+        found=f"each process needs {describe(pool.needs)}; "
+        + ("; ".join(f"{node.name} has {describe(node.total, pool.needs)}" for node in nodes) or "there is no node"),
+        remedy=_nearest(pool, capacity),
+    )
+
+
+def refused(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserError:
+    """The error for a pool that could be granted, were others not holding what it needs."""
+    free = [node.holds(pool.needs, node.free) for node in nodes]
+    held = [f"{n.name} has {describe(n.free, pool.needs)} free of {describe(n.total, pool.needs)}" for n in nodes]
+    return UserError(
+        f"the pool {list(pool.processes)} ({pool.strategy}) was not granted within {waited_s:g} s",
+        found=f"each process needs {describe(pool.needs)}; " + "; ".join(held),
+        remedy=f"stop what holds the rest, wait longer, or now: {_nearest(pool, free)}",
+    )
+
+
+def fits(pool: ResourcePool, capacity: Sequence[int]) -> bool:
+    """Whether entries fit whole into nodes that hold so many processes each; the largest entries are placed first."""
+    left = sorted(capacity, reverse=True)
+    for wanted in sorted(pool.processes, reverse=True):
+        if not left or left[0] < wanted:
+            return False
+        rest = left.pop(0) - wanted
+        if pool.strategy == "pack" and rest:
+            left = sorted([*left, rest], reverse=True)
+    return True
+
+
+def _nearest(pool: ResourcePool, capacity: Sequence[int]) -> str:
+    """The same number of processes in other portions, else as many as there is room for."""
+    room = sorted((n for n in capacity if n > 0), reverse=True)
+    if not room:
+        lacking = " and ".join(pool.needs)
+        return f"start nodes that have {lacking}, or ask for less per process"
+    portions: list[int] = []
+    missing = pool.world_size
+    for n in room:
+        if missing > 0:
+            portions.append(min(n, missing))
+            missing -= portions[-1]
+    text = f"ResourcePool({portions})"
+    return f"use {text}" if missing <= 0 else f"use {text}, the most that fits, or add nodes"
+
+
+def describe(amounts: Mapping[str, float], only: Mapping[str, float] | None = None) -> str:
+    """``1 CPU and 2 GPU``, of the resources in ``only``."""
+    names = list(only if only is not None else amounts)
+    return " and ".join(f"{amounts.get(name, 0.0):g} {name}" for name in names) or "nothing"

@@ -1,0 +1,379 @@
+"""The processes of one group, or of several fused ones: started, watched, called, ended and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quartet.cluster.backend import Backend, Handle, Ref
+from quartet.cluster.dispatch import Call, Plan
+from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, known_as, last_error, raise_failure
+from quartet.cluster.host import ClassWithArgs, ProcessInfo
+from quartet.cluster.layout import Layout
+from quartet.cluster.manifests import Gather, PartRefs
+from quartet.cluster.pool import ResourcePool
+from quartet.cluster.sizes import is_large
+from quartet.cluster.worker import LOOPBACK, Place
+from quartet.config.errors import UserError
+
+POLL_S = 0.5
+"""How often a call that takes long looks for ranks that failed."""
+GRACE_S = 2.0
+"""How long the other ranks may take to fail, too, after the first: their errors show which was the cause."""
+LAST_LINES = 30
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What it takes to start a group's processes.
+
+    Args:
+        name: of the group; a detached one is found by it.
+        pool: where.
+        roles: name → what to make in every process, in order.
+        layout: the mesh of its ranks.
+        environment: variables that every process has from its start.
+        detached: the processes outlive this driver.
+        max_restarts: how often ``restart`` may be called.
+        start_timeout_s: to be granted the pool, and again to start the processes.
+    """
+
+    name: str
+    pool: ResourcePool
+    roles: Mapping[str, ClassWithArgs]
+    layout: Layout
+    environment: Mapping[str, str] = field(default_factory=dict)
+    detached: bool = False
+    max_restarts: int = 3
+    start_timeout_s: float = 120.0
+
+
+_rosters: dict[str, tuple[str, int, ProcessInfo | None]] = {}
+"""Key of a process → its group, rank and what is known of it: a call may fail because of another group's worker."""
+
+
+_occupants: weakref.WeakKeyDictionary[ResourcePool, weakref.WeakSet[Processes]] = weakref.WeakKeyDictionary()
+
+
+class Processes:
+    """Started processes with the roles of a spec in each; or those of a detached group that was found."""
+
+    def __init__(self, backend: Backend, spec: GroupSpec) -> None:
+        self.backend = backend
+        self.spec = spec
+        self.restarts = 0
+        self.handles: list[Handle] = []
+        self.infos: list[ProcessInfo] = []
+        self._last_failures: dict[int, Failure] = {}
+        self._pings: dict[int, Ref] = {}
+
+    # Life ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the processes, tells each its place, and makes the roles.
+
+        Raises:
+            UserError: the pool cannot be granted, or a role's class raised one.
+            WorkerError: a role's class raised.
+            WorkerDied: a process ended while it started.
+            TimeoutError: a process did not start within the time.
+        """
+        spec = self.spec
+        self._check_room()
+        self.backend.grant(spec.pool, spec.start_timeout_s, spec.name if spec.detached else None)
+        self.handles = list(
+            self.backend.start(spec.pool, spec.name, environment=spec.environment, detached=spec.detached)
+        )
+        try:
+            self._introduce()
+            for handle, place in zip(self.handles, self._places(), strict=True):
+                # The same process runs its calls in order, so nobody waits for this one.
+                self.backend.call(handle, "set_environment", (place.environment(),))
+            self._all("build", "starting", None, dict(spec.roles))
+            if spec.detached:
+                self._all("remember", "starting", None, spec)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _check_room(self) -> None:
+        """Processes for which the pool has no share left would wait for ever."""
+        there = _occupants.setdefault(self.spec.pool, weakref.WeakSet())
+        others = sorted(p.spec.name for p in there if p.handles and p.backend is self.backend)
+        if len(others) >= self.spec.pool.groups:
+            raise UserError(
+                f"the pool {list(self.spec.pool.processes)} is taken",
+                found=f"groups={self.spec.pool.groups}; running there: {', '.join(map(repr, others))}",
+                remedy=f"set groups={len(others) + 1} on the pool, stop one, fuse them with colocate, "
+                "or use a pool for each",
+            )
+        there.add(self)
+
+    @classmethod
+    def found(cls, backend: Backend, name: str, timeout_s: float) -> Processes | None:
+        """Those of the detached group with that name.
+
+        Raises:
+            TimeoutError: its first worker is busy for longer than the time.
+        """
+        first = backend.find(name)
+        if not first:
+            return None
+        spec = backend.get([backend.call(first[0], "recall", ())], timeout_s)[0]
+        if not isinstance(spec, GroupSpec):  # it died meanwhile, or is only being started
+            return None
+        processes = cls(backend, spec)
+        processes.handles = [*first, *(backend.handle_of(name, rank) for rank in range(1, spec.layout.world_size))]
+        processes._introduce()
+        return processes
+
+    def _introduce(self) -> None:
+        for handle in self.handles:
+            _rosters[handle.key] = (self.spec.name, handle.rank, None)
+        self.infos = self._all("introduce", "starting", self.spec.start_timeout_s)
+        for handle, info in zip(self.handles, self.infos, strict=True):
+            _rosters[handle.key] = (self.spec.name, handle.rank, info)
+
+    def _places(self) -> list[Place]:
+        """Every rank's place; rank 0 names the port at which all meet, on its own node."""
+        port = self._outcomes([self.backend.call(self.handles[0], "meeting_port", ())], [0], "starting", None)[0]
+        nodes = [info.node for info in self.infos]
+        hosts = {info.host for info in self.infos}
+        address = LOOPBACK if len(hosts) == 1 else self.infos[0].host
+        return [
+            Place(
+                rank=rank,
+                world_size=len(nodes),
+                local_rank=nodes[:rank].count(nodes[rank]),
+                local_world_size=nodes.count(nodes[rank]),
+                master_addr=address,
+                master_port=port,
+                layout=self.spec.layout,
+                devices=self.infos[rank].devices,
+            )
+            for rank in range(len(nodes))
+        ]
+
+    def _all(self, method: str, during: str, timeout_s: float | None, *args: Any) -> list[Any]:
+        refs = [self.backend.call(handle, method, args) for handle in self.handles]
+        return self._outcomes(refs, range(len(refs)), during, timeout_s)
+
+    def stop(self) -> None:
+        """Ends the processes, whatever they are doing. The pool stays granted, but for a detached group's."""
+        self._end()
+        if self.spec.detached:
+            self.backend.release(self.spec.pool, self.spec.name)
+
+    def _end(self) -> None:
+        self.backend.stop(self.handles)
+        self.handles = []
+        self._pings.clear()
+
+    def restart(self) -> None:
+        """Ends what is left of the processes and starts all anew, with a new meeting point and new roles.
+
+        All of them, because the living ones wait in collectives for the dead one, and roles in one process fail
+        together. What a role had learnt is for its owner to load again.
+
+        Raises:
+            ClusterError: the processes were restarted ``max_restarts`` times already.
+            UserError, WorkerError, WorkerDied: as when they were started.
+        """
+        if self.restarts >= self.spec.max_restarts:
+            last = max(self._last_failures.values(), key=lambda f: f.rank, default=None)
+            raise ClusterError(
+                f"group {self.spec.name!r} was restarted {self.restarts} times already, which is its limit"
+                + (f"; the last error of a worker: {last.brief()}" if last is not None else "")
+            )
+        self.restarts += 1
+        self._end()
+        self.start()
+
+    def dead(self, timeout_s: float = 1.0) -> list[Death]:
+        """The workers that are dead. One that is busy for all of the time counts as living."""
+        self._check_started()
+        for handle in self.handles:
+            if handle.rank not in self._pings:
+                self._pings[handle.rank] = self.backend.call(handle, "ping", ())
+        ranks = list(self._pings)
+        ready = self.backend.wait([self._pings[rank] for rank in ranks], timeout_s, fetch=True)
+        ended = [rank for rank, is_there in zip(ranks, ready, strict=True) if is_there]
+        values = self.backend.get([self._pings.pop(rank) for rank in ended])
+        lost = {rank: v for rank, v in zip(ended, values, strict=True) if isinstance(v, Lost)}
+        return [self._death(lost[rank], "a look at whether it lives") for rank in sorted(lost)]
+
+    # Calls -----------------------------------------------------------------------------------------------
+
+    def call(self, role: str, method: str, plan: Plan, timeout_s: float | None = None) -> Any:
+        """Calls and waits; the plan's collected result. Raises as ``Pending.outcomes``."""
+        shared = _Shared(self.backend, plan.calls)
+        answers = set(plan.answers)
+        refs, ranks = [], []
+        for rank, call in enumerate(plan.calls):
+            if call is not None:
+                names, values = shared.flat(call)
+                handle = self._handle(rank)
+                refs.append(self.backend.call(handle, "call", ((role, method, rank in answers, names), *values)))
+                ranks.append(rank)
+        results = self._outcomes(refs, ranks, f"{role}.{method}", timeout_s)
+        of_rank = dict(zip(ranks, results, strict=True))
+        return plan.collect([of_rank[rank] for rank in plan.answers])
+
+    def submit(self, role: str, method: str, plan: Plan, chunks: int) -> tuple[Pending, list[PartRefs]]:
+        """Calls without waiting: the call in flight, and the references to each answering rank's part."""
+        shared = _Shared(self.backend, plan.calls)
+        answers = set(plan.answers)
+        status, ranks = [], []
+        parts: dict[int, PartRefs] = {}
+        for rank, call in enumerate(plan.calls):
+            if call is None:
+                continue
+            number = chunks if rank in answers else 0
+            names, values = shared.flat(call)
+            given = ((role, method, number, names), call.positions, call.table, *values)
+            manifest, *pieces = self.backend.call_many(self._handle(rank), "call_parts", given, 1 + number)
+            status.append(manifest)
+            ranks.append(rank)
+            if number:
+                parts[rank] = PartRefs(manifest, tuple(pieces))
+        pending = Pending(self, status, ranks, list(plan.answers), f"{role}.{method}")
+        return pending, [parts[rank] for rank in plan.answers]
+
+    def _handle(self, rank: int) -> Handle:
+        self._check_started()
+        return self.handles[rank]
+
+    def _check_started(self) -> None:
+        if not self.handles:
+            raise ClusterError(f"group {self.spec.name!r} was stopped; restart it, or make a new one")
+
+    def _outcomes(self, refs: Sequence[Ref], ranks: Sequence[int], during: str, timeout_s: float | None) -> list[Any]:
+        return Pending(self, refs, ranks, list(ranks), during).outcomes(timeout_s)
+
+    # Trouble ---------------------------------------------------------------------------------------------
+
+    def raise_for(self, troubles: Mapping[int, Failure | Lost], during: str) -> None:
+        """Raises the cause: a death before an exception, which is often only how the others noticed."""
+        lost = {rank: t for rank, t in troubles.items() if isinstance(t, Lost)}
+        failures = {rank: known_as(t, self.spec.name, rank) for rank, t in troubles.items() if isinstance(t, Failure)}
+        self._last_failures.update({f.rank: f for f in failures.values() if f.group == self.spec.name})
+        others = list(dict.fromkeys(failure.brief() for failure in failures.values()))
+        if lost:
+            deaths = {death.brief(): death for death in (self._death(t, during) for t in lost.values())}
+            first, *more = deaths.values()
+            raise WorkerDied(first, [*(death.brief() for death in more), *others])
+        first_failed = next(iter(failures.values()))
+        raise_failure(first_failed, [line for line in others if line != first_failed.brief()])
+
+    def _death(self, lost: Lost, during: str) -> Death:
+        group, rank, info = _rosters.get(lost.key or "", (self.spec.name, None, None))
+        lines = self.backend.last_lines(info, LAST_LINES) if info is not None else []
+        known = self._last_failures.get(rank) if rank is not None and group == self.spec.name else None
+        said = last_error(lines) or (known.summary if known is not None else None)
+        pid, host = (info.pid, info.host) if info is not None else (None, "unknown host")
+        return Death(group, rank, pid, host, during, lost.reason, said, tuple(lines))
+
+
+class Pending:
+    """A call in flight: one small reference per rank that says how it ended."""
+
+    def __init__(
+        self, processes: Processes, refs: Sequence[Ref], ranks: Sequence[int], answers: Sequence[int], during: str
+    ) -> None:
+        self._processes = processes
+        self._waiting = dict(zip(ranks, refs, strict=True))
+        self._answers = answers
+        self._during = during
+        self._values: dict[int, Any] = {}
+        self._troubles: dict[int, Failure | Lost] = {}
+        self._since_s: float | None = None
+
+    def done(self) -> bool:
+        """Whether all ranks have ended, or one has failed and the others had time to follow."""
+        self._look(0.0)
+        return self._is_over()
+
+    def outcomes(self, timeout_s: float | None = None) -> list[Any]:
+        """What the answering ranks returned.
+
+        Raises:
+            WorkerError, WorkerDied, UserError: a rank failed.
+            TimeoutError: not all have ended within the time.
+        """
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        self._take_all(POLL_S if timeout_s is None else min(timeout_s, POLL_S))
+        while not self._is_over():
+            left = deadline - time.monotonic() if deadline is not None else POLL_S
+            if left <= 0 and deadline is not None:
+                raise TimeoutError(
+                    f"{self._during} did not end within {timeout_s:g} s on ranks {sorted(self._waiting)} "
+                    f"of group {self._processes.spec.name!r}"
+                )
+            self._look(max(min(left, POLL_S), 0.0))
+        if self._troubles:
+            self._processes.raise_for(self._troubles, self._during)
+        return [self._values[rank] for rank in self._answers]
+
+    def fetch(self, refs: Sequence[Ref]) -> list[Any]:
+        """Values that a finished call left behind. Raises as ``outcomes``."""
+        values = self._processes.backend.get(refs)
+        troubles = {i: value for i, value in enumerate(values) if isinstance(value, (Failure, Lost))}
+        if troubles:
+            self._processes.raise_for(troubles, self._during)
+        return values
+
+    def _is_over(self) -> bool:
+        in_grace = self._since_s is not None and time.monotonic() - self._since_s < GRACE_S
+        return not self._waiting or (self._since_s is not None and not in_grace)
+
+    def _take_all(self, timeout_s: float) -> None:
+        """The usual case, in one step: nothing is taken in where not all are there in time."""
+        with contextlib.suppress(TimeoutError):
+            ranks = list(self._waiting)
+            self._take(ranks, self._processes.backend.get(list(self._waiting.values()), timeout_s))
+
+    def _look(self, timeout_s: float) -> None:
+        """Takes in what has ended; waits for that no longer than the time."""
+        if not self._waiting:
+            return
+        ranks = list(self._waiting)
+        backend = self._processes.backend
+        ready = backend.wait([self._waiting[rank] for rank in ranks], timeout_s, fetch=True)
+        ended = [rank for rank, is_there in zip(ranks, ready, strict=True) if is_there]
+        self._take(ended, backend.get([self._waiting[rank] for rank in ended]))
+
+    def _take(self, ranks: Sequence[int], values: Sequence[Any]) -> None:
+        for rank, value in zip(ranks, values, strict=True):
+            del self._waiting[rank]
+            self._values[rank] = value
+            if isinstance(value, (Failure, Lost)):
+                self._troubles[rank] = value
+                self._since_s = self._since_s if self._since_s is not None else time.monotonic()
+
+
+class _Shared:
+    """Arguments that several ranks receive are stored once, if they are large."""
+
+    def __init__(self, backend: Backend, calls: Sequence[Call | None]) -> None:
+        self._backend = backend
+        self._stored: dict[int, Ref] = {}
+        self._readers: dict[int, int] = {}
+        if len(calls) > 1:
+            for call in calls:
+                for value in (*call.args, *call.kwargs.values()) if call is not None else ():
+                    self._readers[id(value)] = self._readers.get(id(value), 0) + 1
+
+    def flat(self, call: Call) -> tuple[tuple[str, ...], list[Any]]:
+        """Names of the keyword arguments, and all arguments one after the other."""
+        return tuple(call.kwargs), [self._once(value) for value in (*call.args, *call.kwargs.values())]
+
+    def _once(self, value: Any) -> Any:
+        if self._readers.get(id(value), 0) < 2 or isinstance(value, Gather) or not is_large(value):
+            return value
+        if id(value) not in self._stored:
+            self._stored[id(value)] = self._backend.put(value)
+        return self._stored[id(value)]

@@ -1,0 +1,376 @@
+"""The back end ``ray``: one actor per worker, one placement group per pool, data in Ray's object store.
+
+Imported by ``connect`` alone: this module and ``wire`` need Ray, nothing else does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from quartet.cluster.backend import Handle, forget
+from quartet.cluster.errors import Failure, Lost
+from quartet.cluster.host import Host, ProcessInfo
+from quartet.cluster.pool import Node, ResourcePool, check_pool, refused
+from quartet.cluster.wire import deregister_tensors, register_tensors
+from quartet.config.errors import UserError
+
+NAMESPACE = "quartet"
+_READ_TIMEOUT_S = 5.0
+_REASON_LINES = 6
+
+
+class RayHost(Host):
+    """The host as a Ray actor."""
+
+    def __init__(self, group: str, rank: int) -> None:
+        super().__init__(group, rank, fetch=fetch)
+        self._host = ray.util.get_node_ip_address()
+        register_tensors()
+
+    def introduce(self) -> ProcessInfo:
+        context = ray.get_runtime_context()
+        devices = ",".join(context.get_accelerator_ids().get("GPU", []))
+        return ProcessInfo(os.getpid(), self._host, context.get_node_id(), devices, _output_files())
+
+
+def _output_files() -> tuple[str, ...]:
+    """The files that standard error and output go to, where they are files."""
+    found: dict[str, None] = {}
+    for descriptor in (2, 1):
+        with contextlib.suppress(OSError):
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                found[os.readlink(f"/proc/self/fd/{descriptor}")] = None
+    return tuple(found)
+
+
+def values_of(refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+    """Values of the references; ``Failure`` or ``Lost`` where there is none.
+
+    Raises:
+        TimeoutError: not all have ended within the time.
+    """
+    try:
+        return list(ray.get(list(refs), timeout=timeout_s))
+    except GetTimeoutError as error:
+        raise TimeoutError from error
+    except RayError as error:
+        # Ray raises what it meets first; others may not have ended yet.
+        if len(_ended(refs)) < len(refs):
+            raise TimeoutError from error
+        return [_value_of(ref) for ref in refs]
+
+
+def fetch(refs: Sequence[Any]) -> list[Any]:
+    """The same for a worker that needs all of them: where one is lost, nobody waits for the others."""
+    try:
+        return list(ray.get(list(refs)))
+    except RayError:
+        troubles = [v for v in map(_value_of, _ended(refs)) if isinstance(v, (Failure, Lost))]
+        return troubles[:1] * len(refs)
+
+
+def _ended(refs: Sequence[Any]) -> list[Any]:
+    return list(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0])
+
+
+def _value_of(ref: Any) -> Any:
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        if isinstance(error.cause, (RayActorError, ObjectLostError)):
+            return _lost(error.cause)
+        # Not raised by a worker's method, which the host catches: a result that cannot be pickled, say.
+        text = str(error).strip()
+        pid, host, where = (getattr(error, name, None) for name in ("pid", "ip", "function_name"))
+        return Failure("", -1, pid or 0, host or "", where or "a call", text.splitlines()[-1], text)
+    except RayError as error:
+        return _lost(error)
+
+
+def _lost(error: BaseException) -> Lost:
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return Lost(getattr(error, "actor_id", None), " ".join(lines[-_REASON_LINES:]))
+
+
+@dataclass(frozen=True)
+class _Grant:
+    """What a pool holds; ``name`` is that of the detached group that it is for."""
+
+    pool: ResourcePool
+    reserved: PlacementGroup
+    name: str | None
+
+
+class RayBackend:
+    """Workers in a Ray cluster.
+
+    Args:
+        address: ``host:port`` of a running cluster, ``auto`` for the one of this machine; None takes the variable
+            ``RAY_ADDRESS`` (which a Ray job has), and without it starts Ray on this machine alone.
+        num_cpus, num_gpus: what a started Ray has to grant; by default what the machine has.
+        connect_timeout_s: how long the address may take to answer.
+        may_grow: the cluster adds nodes on demand, so pools that it cannot grant yet are waited for.
+        log_to_driver: print what workers print.
+
+    Raises:
+        UserError: the address does not answer, or is no Ray cluster.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        num_cpus: int | None = None,
+        num_gpus: int | None = None,
+        connect_timeout_s: float = 10.0,
+        may_grow: bool = False,
+        log_to_driver: bool = True,
+    ) -> None:
+        self._may_grow = may_grow
+        self._is_open = True
+        self._grants: dict[int, _Grant] = {}
+        self._handles: dict[str, Handle] = {}
+        self._started_ray = not ray.is_initialized()
+        if self._started_ray:
+            address = address or os.environ.get("RAY_ADDRESS")
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            if address:
+                _join(address, connect_timeout_s, log_to_driver)
+            else:
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    num_gpus=num_gpus,
+                    namespace=NAMESPACE,
+                    include_dashboard=False,
+                    log_to_driver=log_to_driver,
+                )
+        register_tensors()
+
+    def __enter__(self) -> RayBackend:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # Pools -----------------------------------------------------------------------------------------------
+
+    def grant(self, pool: ResourcePool, timeout_s: float, name: str | None = None) -> None:
+        if id(pool) in self._grants:
+            if name is not None and self._grants[id(pool)].name != name:
+                raise UserError(
+                    "a detached group needs a pool of its own",
+                    found=f"group {name!r} on a pool that another group has already",
+                    remedy="make another ResourcePool for it",
+                )
+            return
+        reserved = _named(name) if name is not None else None
+        if reserved is None:
+            if not self._may_grow:
+                check_pool(pool, nodes())
+            reserved = placement_group(
+                pool.bundles() if pool.needs else [{"CPU": 0.001}] * len(pool.processes),
+                strategy="STRICT_SPREAD" if pool.strategy == "spread" else "PACK",
+                name=f"{NAMESPACE}/{name}" if name is not None else "",
+                lifetime="detached" if name is not None else None,
+            )
+            if not reserved.wait(timeout_s):
+                remove_placement_group(reserved)
+                raise refused(pool, nodes(), timeout_s)
+        self._grants[id(pool)] = _Grant(pool, reserved, name)
+
+    def release(self, pool: ResourcePool, name: str | None = None) -> None:
+        held = self._grants.pop(id(pool), None)
+        if held is not None:
+            remove_placement_group(held.reserved)
+        elif name is not None and (reserved := _named(name)) is not None:
+            remove_placement_group(reserved)
+
+    # Processes -------------------------------------------------------------------------------------------
+
+    def start(
+        self, pool: ResourcePool, group: str, *, environment: Mapping[str, str], detached: bool
+    ) -> Sequence[Handle]:
+        reserved = self._grants[id(pool)].reserved
+        share = {name: amount / pool.groups for name, amount in pool.needs.items()}
+        options: dict[str, Any] = {
+            "num_cpus": share.pop("CPU", 0),
+            "num_gpus": share.pop("GPU", 0),
+            "resources": share,
+            "max_restarts": 0,
+        }
+        if environment:
+            options["runtime_env"] = {"env_vars": dict(environment)}
+        bundles = [bundle for bundle, count in enumerate(pool.processes) for _ in range(count)]
+        handles = []
+        for rank, bundle in enumerate(bundles):
+            if detached:
+                options |= {"name": f"{group}:{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
+            strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
+            actor = ray.remote(RayHost).options(scheduling_strategy=strategy, **options).remote(group, rank)
+            handle = _handle(actor, rank)
+            if not detached:
+                self._handles[handle.key] = handle
+            handles.append(handle)
+        return handles
+
+    def stop(self, handles: Sequence[Handle]) -> None:
+        # After the end of Ray there is nothing to stop, and asking would start it anew.
+        for handle in handles if self._is_open else ():
+            self._handles.pop(handle.key, None)
+            ray.kill(handle.target)
+
+    def find(self, group: str) -> Sequence[Handle]:
+        try:
+            return [self.handle_of(group, 0)]
+        except ValueError:
+            return []
+
+    def handle_of(self, group: str, rank: int) -> Handle:
+        return _handle(ray.get_actor(f"{group}:{rank}", namespace=NAMESPACE), rank)
+
+    # Calls -----------------------------------------------------------------------------------------------
+
+    def call(self, handle: Handle, method: str, args: tuple[Any, ...]) -> Any:
+        return getattr(handle.target, method).remote(*args)
+
+    def call_many(self, handle: Handle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[Any]:
+        refs = getattr(handle.target, method).options(num_returns=returns).remote(*args)
+        return [refs] if returns == 1 else list(refs)
+
+    def put(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def get(self, refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        return values_of(refs, timeout_s)
+
+    def wait(self, refs: Sequence[Any], timeout_s: float | None, *, fetch: bool) -> list[bool]:
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s, fetch_local=fetch)
+        there = set(ready)
+        return [ref in there for ref in refs]
+
+    def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
+        if info.node == ray.get_runtime_context().get_node_id():
+            return read_tails(info.logs, count)
+        strategy = NodeAffinitySchedulingStrategy(info.node, soft=False)
+        task = ray.remote(read_tails).options(num_cpus=0, scheduling_strategy=strategy, max_retries=0)
+        try:
+            return list(ray.get(task.remote(info.logs, count), timeout=_READ_TIMEOUT_S))
+        except RayError:  # the node is gone, too
+            return []
+
+    def close(self) -> None:
+        """Ends the groups that this back end started, but for detached ones; and Ray itself, if it started that."""
+        if not self._is_open:
+            return
+        self.stop(list(self._handles.values()))
+        for grant in list(self._grants.values()):
+            if grant.name is None:
+                self.release(grant.pool)
+        deregister_tensors()
+        if self._started_ray:
+            ray.shutdown()
+        self._is_open = False
+        forget(self)
+
+
+def _handle(actor: Any, rank: int) -> Handle:
+    return Handle(actor._actor_id.hex(), rank, actor)
+
+
+def _named(name: str) -> PlacementGroup | None:
+    """What a detached group of that name holds."""
+    try:
+        return get_placement_group(f"{NAMESPACE}/{name}")
+    except ValueError:
+        return None
+
+
+def nodes() -> list[Node]:
+    """The living nodes, with what they have in all and free."""
+    free = ray._private.state.available_resources_per_node()
+    return [
+        Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(node["NodeID"], {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def read_tails(paths: Sequence[str], count: int, *, block: int = 2**16) -> list[str]:
+    """The last lines of the files, those of the first file last; lines that Ray writes for itself left out."""
+    lines: list[str] = []
+    for path in reversed(paths):
+        with contextlib.suppress(OSError), Path(path).open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - block, 0))
+            text = file.read().decode(errors="replace").splitlines()
+            lines += [line for line in text if line.strip() and not line.startswith(":")][-count:]
+    return lines[-count:]
+
+
+# The cluster's address -----------------------------------------------------------------------------------
+
+
+def _join(address: str, timeout_s: float, log_to_driver: bool) -> None:
+    if address.startswith("ray://"):
+        raise UserError(
+            "Ray's client protocol cannot carry worker groups",
+            found=f"address={address!r}",
+            remedy="submit the program as a Ray job, or run it on a node of the cluster with address='auto'",
+        )
+    if address not in ("auto", "local"):
+        _check_answers(address, timeout_s)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver)
+    except (ConnectionError, RuntimeError) as error:
+        raise _unreachable(address, str(error).strip().splitlines()[0]) from error
+
+
+def _check_answers(address: str, timeout_s: float) -> None:
+    """Ray itself would go on trying for a minute, or end the process."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(
+            "this is no address of a Ray cluster",
+            found=f"address={address!r}",
+            remedy="write host:port as `ray start --head` prints it (the port is 6379 by default), or auto",
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        raise _unreachable(address, str(error)) from error
+    answer: list[BaseException | None] = []
+
+    def ask() -> None:
+        try:
+            ray._raylet.GcsClient(address=address)
+            answer.append(None)
+        except RayError as error:
+            answer.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(timeout_s)
+    if answer != [None]:
+        raise _unreachable(address, str(answer[0]) if answer else f"no answer within {timeout_s:g} s")
+
+
+def _unreachable(address: str, why: str) -> UserError:
+    return UserError(
+        "the Ray cluster does not answer",
+        found=f"address={address!r}: {why}",
+        remedy="check the address and that `ray status --address …` answers from this machine, start one with "
+        "`ray start --head`, or leave the address out to start Ray on this machine",
+    )

@@ -1,0 +1,204 @@
+"""A worker: one process of a group, which knows its place in it from environment variables alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from quartet.cluster.layout import DATA, Layout
+from quartet.config.errors import UserError
+
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAYOUT = "QUARTET_LAYOUT"
+LOOPBACK = "127.0.0.1"
+TAKES_TURNS = 0
+"""The port of workers that share a process and take turns: they can never meet."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands: what ``torchrun`` or a worker group puts into the environment.
+
+    Attributes:
+        master_addr, master_port: where rank 0 waits for the others to form a process group.
+        devices: ``CUDA_VISIBLE_DEVICES``; None leaves it as it is.
+        layout: the mesh of all ranks.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    layout: Layout
+    devices: str | None = None
+
+    def environment(self) -> dict[str, str]:
+        found = {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            _LAYOUT: str(self.layout),
+        }
+        return found if self.devices is None else {**found, "CUDA_VISIBLE_DEVICES": self.devices}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Place:
+        """The place that the variables of ``torchrun`` name; without any of them a world of one.
+
+        Raises:
+            UserError: some of them are set and others are missing, or the layout has other ranks.
+        """
+        env = os.environ if environment is None else environment
+        if not any(name in env for name in ("RANK", "WORLD_SIZE")):
+            return cls(0, 1, 0, 1, LOOPBACK, free_port(), Layout.fit(1), env.get("CUDA_VISIBLE_DEVICES"))
+        if missing := [name for name in _REQUIRED if name not in env]:
+            raise UserError(
+                "the environment names a worker's place only in part",
+                found=f"{', '.join(missing)} not set",
+                remedy="start the workers with torchrun or with a WorkerGroup, or set "
+                + ", ".join([*_REQUIRED, "LOCAL_RANK"]),
+            )
+        world_size = int(env["WORLD_SIZE"])
+        layout = Layout.parse(env[_LAYOUT]) if _LAYOUT in env else Layout.fit(world_size)
+        if layout.world_size != world_size:
+            raise UserError(
+                f"{_LAYOUT} has other ranks than WORLD_SIZE",
+                found=f"{_LAYOUT}={layout} with {layout.world_size} ranks, WORLD_SIZE={world_size}",
+                remedy=f"set sizes whose product is {world_size}",
+            )
+        return cls(
+            rank=int(env["RANK"]),
+            world_size=world_size,
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
+            master_addr=env["MASTER_ADDR"],
+            master_port=int(env["MASTER_PORT"]),
+            layout=layout,
+            devices=env.get("CUDA_VISIBLE_DEVICES"),
+        )
+
+
+class Worker:
+    """Base class of everything that runs in a group's processes.
+
+    The place is known before ``__init__`` begins, and the environment is set before the class is even unpickled, so
+    that no CUDA or process-group call can come too early. Methods marked with ``dispatch`` can be called on the group.
+    """
+
+    layout_axes: ClassVar[Mapping[str, int]] = {}
+    """Sizes of the axes of the layout other than ``data``, ``{"tensor": 2}`` say; a group may give others."""
+    place: Place
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        worker = super().__new__(cls)
+        worker.place = Place.from_environment()
+        return worker
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """Among the group's workers on this node."""
+        return self.place.local_rank
+
+    @property
+    def layout(self) -> Layout:
+        return self.place.layout
+
+    def coordinate(self, axis: str = DATA) -> int:
+        """This worker's index along an axis of the layout; 0 where there is no such axis."""
+        return self.layout.coordinates(self.rank).get(axis, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU that this worker was given, or the CPU.
+
+        A worker that sees all GPUs of its node takes the one of its local rank; one that sees a single GPU takes that.
+        """
+        count = torch.cuda.device_count()
+        return torch.device("cuda", self.local_rank % count) if count else torch.device("cpu")
+
+    def init_process_group(self, backend: str | None = None, *, timeout_s: float = 600.0) -> None:
+        """Forms the process group of all workers (``nccl`` with a GPU, else ``gloo``); a second call does nothing.
+
+        Raises:
+            UserError: the workers share one process and take turns, so that they can never meet.
+        """
+        if distributed.is_initialized():
+            return
+        if self.place.master_port == TAKES_TURNS:
+            raise UserError(
+                "these workers cannot form a process group",
+                found=f"{self.world_size} workers of the local back end, which take turns in one process",
+                remedy='use connect("ray"), or a pool of one process',
+            )
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        with _gloo_on_loopback(self.place.master_addr):
+            distributed.init_process_group(
+                backend or ("nccl" if self.device.type == "cuda" else "gloo"),
+                init_method=f"tcp://{self.place.master_addr}:{self.place.master_port}",
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+
+    def device_mesh(self) -> DeviceMesh:
+        """The layout as a torch mesh; forms the process group where there is none yet."""
+        self.init_process_group()
+        names, sizes = zip(*self.layout.axes, strict=True)
+        return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+
+
+@contextmanager
+def _gloo_on_loopback(address: str) -> Iterator[None]:
+    """Gloo looks up the machine's own name, which often resolves to nothing; on one node there is no need to.
+
+    Only while the group is formed: a later group of this process may span nodes.
+    """
+    if address != LOOPBACK or "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def free_port() -> int:
+    """A port that nobody listens on, below those that the system hands to outgoing connections.
+
+    Ray's own workers take ports from 10002 to 19999.
+    """
+    draw = random.Random()  # from the system's entropy: several workers ask at once
+    for _ in range(100):
+        port = draw.randrange(20000, 32768)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as candidate:
+            try:
+                candidate.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port between 20000 and 32767 found in 100 attempts")

@@ -1,0 +1,479 @@
+"""What every back end of the cluster layer promises: one suite for ``local`` and ``ray``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quartet.batch import ColumnSet, RaggedBatch, join
+from quartet.cluster import (
+    PER_RANK,
+    RANK_ZERO,
+    SPLIT,
+    BatchFuture,
+    ClassWithArgs,
+    ClusterError,
+    Custom,
+    Layout,
+    OneRank,
+    PerRank,
+    ResourcePool,
+    Split,
+    Whole,
+    Worker,
+    WorkerDied,
+    WorkerError,
+    WorkerGroup,
+    colocate,
+    connect,
+    dispatch,
+)
+from quartet.cluster.backend import Backend
+from quartet.cluster.local import LocalBackend
+from quartet.config.errors import UserError
+
+TINY = {"cpus": 0.01}
+
+
+class Member(Worker):
+    """Shows what it was called with."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.value = self.rank + start
+        self.seen = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
+        self.calls = 0
+
+    @dispatch()
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+    @dispatch()
+    def where(self) -> tuple[int, dict[str, str], int]:
+        return self.rank, self.seen, os.getpid()
+
+    @dispatch(RANK_ZERO)
+    def first(self, text: str, *, suffix: str = "") -> str:
+        self.calls += 1
+        return f"{text}{self.rank}{suffix}"
+
+    @dispatch(OneRank(2))
+    def third(self) -> int:
+        return self.rank
+
+    @dispatch(PER_RANK)
+    def own(self, value: Any) -> Any:
+        return self.rank, value
+
+    @dispatch(
+        Custom(lambda layout, n: [((n,), {}) if r % 2 else None for r in range(layout.world_size)], lambda _, r: r)
+    )
+    def odd(self, n: int) -> int:
+        return n * self.rank
+
+    def plain(self, value: int) -> int:
+        return value + self.rank
+
+    @dispatch()
+    def fail_on(self, rank: int, kind: str) -> int:
+        if self.rank == rank:
+            if kind == "user":
+                raise UserError("no room", found="3 GB", remedy="ask for less")
+            raise ValueError("this rank was told to fail")
+        return self.rank
+
+    @dispatch()
+    def meet(self) -> float:
+        """The sum of all ranks."""
+        self.init_process_group("gloo", timeout_s=60)
+        value = torch.tensor(float(self.rank))
+        torch.distributed.all_reduce(value)
+        return value.item()
+
+
+class Scorer(Worker):
+    """Scores sequences; every rank notes what it got."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+        self.parts: list[list[str]] = []
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    @dispatch(SPLIT)
+    def score(self, batch: RaggedBatch, scale: float = 1.0) -> ColumnSet:
+        self.parts.append(list(batch.ids))
+        return ColumnSet(batch.ids, {"score": batch.input_ids.float() * scale * self.factor})
+
+    @dispatch(SPLIT)
+    def tokens(self, batch: RaggedBatch) -> int:
+        return batch.num_tokens
+
+    @dispatch(SPLIT, blocking=False)
+    def double(self, texts: list[str]) -> list[str]:
+        return [2 * text for text in texts]
+
+    @dispatch(SPLIT, blocking=False, chunks=2)
+    def respond(self, prompts: list[list[int]], number: int) -> RaggedBatch:
+        """``number`` responses to each prompt."""
+        ids = [f"{p[0]}.{i}" for p in prompts for i in range(number)]
+        return RaggedBatch.from_groups(prompts, [[[p[0], i] for i in range(number)] for p in prompts], ids)
+
+    @dispatch(SPLIT)
+    def update(self, batch: RaggedBatch, columns: ColumnSet, weights: Tensor) -> Tensor:
+        """Per sequence: its summed score times its weight."""
+        scored = join(batch, columns)
+        spans = [scored.leaf_span(s) for s in range(len(scored))]
+        return torch.stack([scored.token["score"][a:b].sum() for a, b in spans]) * weights if spans else weights
+
+    @dispatch()
+    def count(self, batch: RaggedBatch) -> int:
+        return len(batch)
+
+    @dispatch(SPLIT)
+    def whole(self, items: list[int], table: list[int]) -> list[int]:
+        return [item + sum(table) for item in items]
+
+    @dispatch(Split(results="parts"))
+    def lists(self, items: list[int]) -> list[int]:
+        return items
+
+    @dispatch(SPLIT)
+    def odd_number(self, items: list[int]) -> list[int]:
+        return items[1:]
+
+    @dispatch()
+    def seen(self) -> list[list[str]]:
+        return self.parts
+
+    @dispatch(SPLIT, blocking=False)
+    def break_down(self, texts: list[str]) -> list[str]:
+        raise RuntimeError(f"cannot work on {texts[0]}")
+
+
+class Broken(Worker):
+    def __init__(self) -> None:
+        raise OSError("no such model")
+
+
+def needs_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'quartet-rl[ray]'")
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    if request.param == "local":
+        with connect("local") as made:
+            yield made
+        return
+    needs_ray()
+    import ray
+
+    # This file is no module that a worker could import.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with connect("ray", num_cpus=4, log_to_driver=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def fused(backend: Backend) -> dict[str, WorkerGroup]:
+    """Two roles in four processes, two of which work on the same part: starting processes is what takes time here."""
+    roles = {"member": ClassWithArgs(Member, 0), "scorer": Scorer}
+    return colocate(ResourcePool([4], **TINY), roles, name="four", layout={"tensor": 2})
+
+
+@pytest.fixture(scope="module")
+def four(fused: dict[str, WorkerGroup]) -> WorkerGroup:
+    return fused["member"]
+
+
+@pytest.fixture(scope="module")
+def scorers(backend: Backend, fused: dict[str, WorkerGroup]) -> tuple[WorkerGroup, WorkerGroup]:
+    """Groups with another split: two and three parts."""
+    deferred = ClassWithArgs(Scorer, factor=10.0)
+    return fused["scorer"], WorkerGroup(ResourcePool([3], **TINY), deferred, name="three")
+
+
+BATCH = RaggedBatch.from_groups(
+    [[1, 2], [3, 4, 5], [6], [7, 8]],
+    [[[10], [11, 12, 13]], [[20, 21]], [[30], [31], [32, 33]], [[40, 41, 42, 43]]],
+    ["a0", "a1", "b0", "c0", "c1", "c2", "d0"],
+)
+
+
+# Modes ---------------------------------------------------------------------------------------------------
+
+
+def test_workers_hold_their_state(four: WorkerGroup) -> None:
+    assert four.add(1) == [1, 2, 3, 4]
+    assert four.add(amount=10) == [11, 12, 13, 14]
+
+
+def test_workers_know_their_place_before_they_are_made(four: WorkerGroup) -> None:
+    for rank, (own, seen, _) in enumerate(four.where()):
+        assert own == rank and seen["RANK"] == str(rank) and seen["WORLD_SIZE"] == "4"
+        assert seen["MASTER_ADDR"] == "127.0.0.1"
+    assert "RANK" not in os.environ, "the driver's own environment is left alone"
+
+
+def test_one_rank_and_rank_zero(four: WorkerGroup) -> None:
+    assert four.first("rank ", suffix="!") == "rank 0!"
+    assert four.third() == 2
+
+
+def test_a_rank_that_does_not_exist(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    with pytest.raises(ValueError, match="no rank 3 among 3"):
+        scorers[1].call("seen", mode=OneRank(3))
+
+
+def test_lists_with_one_entry_per_rank(four: WorkerGroup) -> None:
+    assert four.own(["a", "b", "c", "d"]) == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
+    with pytest.raises(ValueError, match="3 values for 4 ranks"):
+        four.own([1, 2, 3])
+
+
+def test_a_mode_made_of_two_functions(four: WorkerGroup) -> None:
+    assert four.odd(10) == [None, 10, None, 30]
+
+
+def test_any_method_by_name_with_one_value_or_one_per_rank(four: WorkerGroup) -> None:
+    assert four.call("plain", 10) == [10, 11, 12, 13]
+    assert four.call("plain", PerRank([40, 30, 20, 10])) == [40, 31, 22, 13]
+    assert four.call("plain", 1, blocking=False).result() == [1, 2, 3, 4]
+    with pytest.raises(AttributeError, match=r"Member\.plain is not marked with dispatch"):
+        four.plain(1)
+    with pytest.raises(AttributeError, match="has no method 'missing'"):
+        four.missing()
+
+
+def test_large_values_arrive_whole(four: WorkerGroup) -> None:
+    value = torch.arange(100_000)
+    for rank, (own, got) in enumerate(four.call("own", value)):
+        assert own == rank and torch.equal(got, value)
+
+
+# Splitting -----------------------------------------------------------------------------------------------
+
+
+def test_columns_of_a_split_batch_fit_the_batch(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    for group, factor in zip(scorers, (1.0, 10.0), strict=True):
+        joined = join(BATCH, group.score(BATCH, scale=2.0))
+        assert torch.equal(joined.token["score"], BATCH.input_ids * 2.0 * factor)
+
+
+def test_parts_have_about_equal_tokens(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    tokens = scorers[0].tokens(BATCH)
+    assert sum(tokens) == BATCH.num_tokens and max(tokens) - min(tokens) <= 2
+
+
+def test_fewer_items_than_parts(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    one = BATCH.select([3])
+    assert torch.equal(join(one, scorers[1].score(one)).token["score"], one.input_ids * 10.0)
+
+
+def test_what_is_whole_is_not_split(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    assert scorers[1].whole([1, 2, 3, 4], Whole([10, 20])) == [31, 32, 33, 34]
+    assert scorers[1].lists([1, 2, 3, 4]) == [[1], [2], [3, 4]]
+
+
+def test_ranks_of_one_part_get_the_same_and_one_answers(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    group = scorers[0]
+    assert group.layout == Layout.of(data=2, tensor=2)
+    assert torch.equal(join(BATCH, group.score(BATCH)).token["score"], BATCH.input_ids * 1.0)
+    seen = [parts[-1] for parts in group.seen()]
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert sorted(seen[0] + seen[2]) == sorted(BATCH.ids)
+    assert group.double(["a", "b", "c"]).result() == ["aa", "bb", "cc"]
+
+
+def test_results_that_cannot_be_put_back_are_refused(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    with pytest.raises(ValueError, match="1 results for 2 items"):
+        scorers[0].odd_number([1, 2, 3, 4])
+
+
+# Futures -------------------------------------------------------------------------------------------------
+
+
+def test_a_future_has_the_blocking_calls_result(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    future = scorers[0].score.submit(BATCH)
+    assert isinstance(future, BatchFuture)
+    assert torch.equal(join(BATCH, future.result(timeout_s=60)).token["score"], BATCH.input_ids * 1.0)
+    assert future.done()
+    assert sum(scorers[0].tokens.submit(BATCH).result()) == BATCH.num_tokens
+
+
+def test_a_future_can_be_awaited(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    import asyncio
+
+    async def both() -> list[Any]:
+        return list(await asyncio.gather(scorers[0].double(["a", "b"]), scorers[1].double(["c"])))
+
+    assert asyncio.run(both()) == [["aa", "bb"], ["cc"]]
+
+
+@pytest.mark.parametrize(("makes", "reads"), [(0, 0), (0, 1), (1, 0)], ids=["same split", "2 to 3", "3 to 2"])
+def test_a_result_goes_from_group_to_group(scorers: tuple[WorkerGroup, WorkerGroup], makes: int, reads: int) -> None:
+    """Generate, score on another group, bring columns and the driver's own weights together with the batch."""
+    maker, reader = scorers[makes], scorers[reads]
+    prompts = [[10 * i] * (i + 1) for i in range(1, 6)]
+    made = maker.respond(prompts, 2)
+    scores = reader.score.submit(made)
+    weights = torch.arange(10.0)
+    updated = maker.update(made, scores, weights)
+    batch = made.result()
+    assert batch.ids == tuple(f"{p[0]}.{i}" for p in prompts for i in range(2))
+    scored = join(batch, scores.result())
+    expected = torch.stack([scored.token["score"][slice(*scored.leaf_span(s))].sum() for s in range(10)]) * weights
+    assert torch.equal(updated, expected)
+    assert torch.equal(maker.update(batch, scores, weights), expected), "a batch that came by way of the driver"
+    assert reader.count(made) == [10] * reader.world_size, "a broadcast call gets the whole"
+
+
+def test_a_result_of_every_rank_goes_to_every_rank(four: WorkerGroup) -> None:
+    values = four.call("plain", 5, blocking=False)
+    assert four.own(values) == [(0, 5), (1, 6), (2, 7), (3, 8)]
+
+
+def test_results_of_every_rank_cannot_be_split(four: WorkerGroup, scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    with pytest.raises(ValueError, match="4 ranks returned a result each"):
+        scorers[0].double(four.call("plain", 5, blocking=False))
+
+
+def test_futures_with_other_items_are_refused(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    made = scorers[0].respond([[1], [2]], 2)
+    with pytest.raises(WorkerError, match="hold other items"):
+        scorers[1].update(made, scorers[0].double(["a", "b"]), 1.0)
+    with pytest.raises(ValueError, match="found 4 in a future and 3"):
+        scorers[1].update(made, scorers[1].score.submit(made), torch.ones(3))
+
+
+def test_a_future_inside_another_value_is_refused(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    import pickle
+
+    with pytest.raises(TypeError, match="an argument by itself"):
+        pickle.dumps({"inside": scorers[0].double(["a"])})
+
+
+# Faults --------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_throws_fails_its_call_once_and_lives_on(four: WorkerGroup) -> None:
+    with pytest.raises(WorkerError) as caught:
+        four.fail_on(2, "value")
+    text = str(caught.value)
+    assert text.count("Traceback (most recent call last)") == 1
+    assert text.count("ValueError: this rank was told to fail") == 2, "in the first line and in the traceback"
+    assert "member.fail_on raised in rank 2 of group 'four'" in text
+    assert 'raise ValueError("this rank was told to fail")' in text, "the worker's own line"
+    assert four.fail_on(9, "value") == [0, 1, 2, 3]
+
+
+def test_a_mistake_of_the_user_stays_one(four: WorkerGroup) -> None:
+    with pytest.raises(UserError) as caught:
+        four.fail_on(1, "user")
+    assert caught.value.problem == "no room"
+    assert caught.value.found == "3 GB (rank 1 of group 'four')"
+
+
+def test_a_failed_call_fails_what_works_on_its_result(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
+    broken = scorers[0].break_down(["x", "y"])
+    after = scorers[1].double(broken)
+    with pytest.raises(WorkerError) as caught:
+        after.result()
+    assert "scorer.break_down raised in rank" in str(caught.value)
+    assert str(caught.value).count("Traceback (most recent call last)") == 1
+
+
+def test_a_class_that_cannot_be_made_names_itself(backend: Backend) -> None:
+    with pytest.raises(WorkerError) as caught:
+        WorkerGroup(ResourcePool([1], **TINY), Broken, name="broken")
+    assert str(caught.value).startswith("broken.__init__ raised in rank 0 of group 'broken'")
+    assert "OSError: no such model" in str(caught.value)
+
+
+def test_a_process_that_was_ended_is_dead_until_the_group_is_restarted(backend: Backend) -> None:
+    roles = colocate(ResourcePool([2], **TINY), {"actor": ClassWithArgs(Member, 10), "ref": Member}, max_restarts=1)
+    assert (roles["actor"].add(1), roles["ref"].add(1)) == ([11, 12], [1, 2])
+    assert roles["ref"].dead() == []
+    backend.stop(roles["ref"]._processes.handles[1:])
+    with pytest.raises(WorkerDied, match="rank 1 of group 'actor-ref"):
+        roles["actor"].add(1)
+    assert [death.rank for death in roles["ref"].dead()] == [1]
+    roles["ref"].restart()
+    assert roles["ref"].dead() == []
+    assert roles["actor"].add(0) == [10, 11], "all roles are made anew"
+    with pytest.raises(ClusterError, match="restarted 1 times already"):
+        roles["actor"].restart()
+    roles["actor"].stop()
+    with pytest.raises(ClusterError, match="was stopped"):
+        roles["ref"].add(1)
+
+
+# Roles, names, pools -------------------------------------------------------------------------------------
+
+
+def test_fused_roles_share_processes_and_nothing_else(fused: dict[str, WorkerGroup]) -> None:
+    members, scorers = fused["member"].call("where"), fused["scorer"].call("pid")
+    assert [pid for *_, pid in members] == scorers
+    with pytest.raises(WorkerError, match=r"scorer\.missing raised in rank 0"):
+        fused["scorer"].call("missing")
+
+
+def test_a_detached_group_is_found_by_name(backend: Backend) -> None:
+    roles = {"actor": Member, "ref": ClassWithArgs(Member, 7)}
+    made = colocate(ResourcePool([1], **TINY), roles, name="lasting", detached=True)
+    made["ref"].add(1)
+    found = WorkerGroup.find("lasting/ref")
+    assert found.add(1) == [9]
+    found.stop()
+    with pytest.raises(UserError, match="no such group"):
+        WorkerGroup.find("lasting/ref")
+
+
+def test_groups_share_a_pool(backend: Backend) -> None:
+    pool = ResourcePool([1], cpus=0.02, groups=2)
+    one, other = WorkerGroup(pool, Member), WorkerGroup(pool, Member, 1)
+    assert (one.add(0), other.add(0)) == ([0], [1])
+    with pytest.raises(UserError, match=r"the pool \[1\] is taken") as caught:
+        WorkerGroup(pool, Member)
+    assert "set groups=3 on the pool" in caught.value.remedy
+    one.stop()
+    other.stop()
+
+
+def test_more_processes_than_devices_are_refused_before_anything_starts(backend: Backend) -> None:
+    with pytest.raises(UserError) as caught:
+        WorkerGroup(ResourcePool([2], cpus=0.01, gpus=64), Member)
+    assert "cannot grant the pool [2]" in caught.value.problem
+    assert "64 GPU" in caught.value.found
+
+
+def test_sizes_that_do_not_divide_are_refused_before_anything_starts(backend: Backend) -> None:
+    with pytest.raises(UserError, match="do not make up the number of its processes"):
+        WorkerGroup(ResourcePool([4], **TINY), Scorer, layout={"tensor": 3})
+
+
+def test_a_marked_method_must_not_hide_the_groups_own(backend: Backend) -> None:
+    class Clash(Worker):
+        @dispatch()
+        def restart(self) -> None: ...
+
+    with pytest.raises(ValueError, match=r"Clash\.restart has the name of a method that every group has"):
+        WorkerGroup(ResourcePool([1], **TINY), Clash)
+
+
+def test_workers_meet_or_say_why_not(backend: Backend, four: WorkerGroup) -> None:
+    if isinstance(backend, LocalBackend):
+        with pytest.raises(UserError, match="cannot form a process group"):
+            four.meet()
+    else:
+        assert four.meet() == [6.0] * 4

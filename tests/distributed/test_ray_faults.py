@@ -1,0 +1,136 @@
+"""What dies is noticed within seconds and named with its own last words; what is left works again after a restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from quartet.cluster import SPLIT, ResourcePool, Worker, WorkerDied, WorkerError, WorkerGroup, connect, dispatch
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
+SOON_S = 10.0
+TINY = {"cpus": 0.01}
+
+
+class Trainer(Worker):
+    @dispatch()
+    def sum_ranks(self) -> float:
+        self.init_process_group("gloo", timeout_s=120)
+        value = torch.tensor(float(self.rank))
+        distributed.all_reduce(value)
+        return value.item()
+
+    @dispatch()
+    def stall(self, rank: int, words: str) -> float:
+        """One rank says its last words and hangs; the others wait for it in a collective."""
+        if self.rank == rank:
+            print("step 41 done")
+            print(words, file=sys.stderr)
+            time.sleep(600)
+        return self.sum_ranks()
+
+    @dispatch(SPLIT, blocking=False)
+    def make(self, items: list[int], seconds: float) -> list[torch.Tensor]:
+        time.sleep(seconds)
+        return [torch.full((300_000,), float(item)) for item in items]
+
+    @dispatch()
+    def unpicklable(self) -> Any:
+        return threading.Lock()
+
+
+class Reader(Worker):
+    @dispatch(SPLIT)
+    def means(self, tensors: list[torch.Tensor]) -> list[float]:
+        return [tensor.mean().item() for tensor in tensors]
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with connect("ray", num_cpus=4, log_to_driver=False):
+        yield (
+            WorkerGroup(ResourcePool([2], **TINY), Trainer, name="trainer", max_restarts=9),
+            WorkerGroup(ResourcePool([1], **TINY), Reader, name="reader"),
+        )
+
+
+@pytest.fixture
+def trainer(groups: tuple[WorkerGroup, WorkerGroup]) -> WorkerGroup:
+    """Whole again, whatever the test before did to it."""
+    if groups[0].dead():
+        groups[0].restart()
+    return groups[0]
+
+
+def kill(group: WorkerGroup, rank: int, *, after_s: float = 0.0) -> None:
+    pid = group.processes[rank].pid
+    threading.Timer(after_s, os.kill, (pid, signal.SIGKILL)).start()
+
+
+def test_a_killed_worker_is_named_not_those_that_waited_for_it(trainer: WorkerGroup) -> None:
+    assert trainer.sum_ranks() == [1.0] * 2
+    pid = trainer.processes[1].pid
+    kill(trainer, 1, after_s=1.0)
+    start = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        trainer.stall(1, "OSError: the disk is on fire")
+    assert time.monotonic() - start < 1.0 + SOON_S
+    death = caught.value.death
+    assert (death.group, death.rank, death.pid) == ("trainer", 1, pid)
+    assert death.last_error == "OSError: the disk is on fire"
+    assert "step 41 done" in death.last_lines
+    assert all(line.startswith("rank 0 of group 'trainer'") for line in caught.value.also)
+    assert [d.rank for d in trainer.dead()] == [1]
+    trainer.restart()
+    assert trainer.sum_ranks() == [1.0] * 2, "a new process group"
+
+
+def test_an_idle_worker_that_dies_is_found(trainer: WorkerGroup) -> None:
+    kill(trainer, 1)
+    time.sleep(1.0)
+    found = trainer.dead(timeout_s=SOON_S)
+    assert [death.rank for death in found] == [1]
+    with pytest.raises(WorkerDied, match="rank 1 of group 'trainer'"):
+        trainer.sum_ranks()
+
+
+def test_the_reader_of_a_result_names_who_should_have_made_it(
+    trainer: WorkerGroup, groups: tuple[WorkerGroup, WorkerGroup]
+) -> None:
+    made = trainer.make([1, 2, 3], 600.0)
+    kill(trainer, 0, after_s=1.0)
+    start = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        groups[1].means(made)
+    assert time.monotonic() - start < 1.0 + SOON_S
+    assert (caught.value.death.group, caught.value.death.rank) == ("trainer", 0)
+
+
+def test_what_was_made_survives_its_maker(trainer: WorkerGroup, groups: tuple[WorkerGroup, WorkerGroup]) -> None:
+    made = trainer.make([1, 2, 3], 0.0)
+    made.wait(timeout_s=60)
+    for rank in range(2):
+        kill(trainer, rank)
+    time.sleep(1.0)
+    assert groups[1].means(made) == [1.0, 2.0, 3.0]
+
+
+def test_a_result_that_cannot_travel_fails_its_call(trainer: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="pickle"):
+        trainer.unpicklable()
+    assert trainer.dead() == []
+
+
+def test_a_call_that_takes_too_long_says_which_ranks(trainer: WorkerGroup) -> None:
+    with pytest.raises(TimeoutError, match=r"did not end within 1 s on ranks \[0, 1\] of group 'trainer'"):
+        trainer.make([1, 2, 3], 3.0).wait(timeout_s=1.0)

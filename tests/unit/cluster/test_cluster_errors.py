@@ -1,0 +1,66 @@
+"""Errors name the worker and its own words."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from quartet.cluster.errors import Death, Failure, WorkerDied, WorkerError, known_as, last_error, raise_failure
+from quartet.config.errors import UserError
+
+
+def failure(error: Exception) -> Failure:
+    try:
+        raise error
+    except type(error) as raised:
+        return Failure.of(raised, group="actor", rank=2, pid=77, host="10.0.0.2", where="actor.update")
+
+
+def test_a_failure_keeps_the_traceback_once() -> None:
+    with pytest.raises(WorkerError) as caught:
+        raise_failure(failure(ValueError("odd")), ["rank 0 of group 'actor': RuntimeError: peer left"])
+    text = str(caught.value)
+    assert text.count("Traceback (most recent call last)") == 1
+    first, second, *_ = text.splitlines()
+    assert first == "actor.update raised in rank 2 of group 'actor' (pid 77 on 10.0.0.2): ValueError: odd"
+    assert second == "  also failed: rank 0 of group 'actor': RuntimeError: peer left"
+    assert str(pickle.loads(pickle.dumps(caught.value))) == text
+
+
+def test_a_user_error_stays_one_and_names_the_worker() -> None:
+    with pytest.raises(UserError) as caught:
+        raise_failure(failure(UserError("no room", found="3 GB", remedy="ask for less")))
+    assert caught.value.found == "3 GB (rank 2 of group 'actor')"
+    assert (caught.value.problem, caught.value.remedy) == ("no room", "ask for less")
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (
+            ["step 1", "torch.OutOfMemoryError: CUDA out of memory", "cleaning up"],
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        (["ValueError: first", "RuntimeError: second", "done"], "RuntimeError: second"),
+        (["[rank2] NCCL watchdog: fatal timeout", "bye"], "[rank2] NCCL watchdog: fatal timeout"),
+        (["all is well", "going on"], None),
+        ([], None),
+    ],
+)
+def test_the_last_error_among_a_workers_words(lines: list[str], found: str | None) -> None:
+    assert last_error(lines) == found
+
+
+def test_a_death_says_who_what_and_its_last_words() -> None:
+    death = Death("actor", 2, 77, "10.0.0.2", "actor.update", "the socket closed", "OSError: disk full", ("a", "b"))
+    text = str(WorkerDied(death, ["rank 0 of group 'actor': RuntimeError: peer left"]))
+    assert "rank 2 of group 'actor' (pid 77 on 10.0.0.2) died" in text
+    assert "its last error: OSError: disk full" in text
+    assert text.index("also failed") < text.index("its last output") and text.endswith("    a\n    b")
+
+
+def test_a_sender_that_is_not_known_is_filled_in() -> None:
+    unknown = Failure("", -1, 5, "host", "call", "TypeError: no", "…")
+    assert known_as(unknown, "critic", 3).brief() == "rank 3 of group 'critic': TypeError: no"
+    assert known_as(failure(ValueError("x")), "critic", 3).group == "actor"

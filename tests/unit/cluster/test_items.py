@@ -1,0 +1,221 @@
+"""Splitting values by item and putting results back in order, over random trees of segments."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from quartet.batch import Attachment, ColumnSet, RaggedBatch, join
+from quartet.cluster.balance import plan_parts
+from quartet.cluster.dispatch import merge_results, portion, survey
+from quartet.cluster.items import Part, Whole, arrange, cut, placed
+from quartet.cluster.manifests import ChunkInfo, Gather, Manifest, PartRefs, divide, fetch_part, fetch_whole, share_of
+from quartet.cluster.structure import Structure, combine
+
+
+def batch_of(groups: list[list[int]], prompt: int = 3) -> RaggedBatch:
+    """Groups of responses of these lengths to prompts of ``prompt`` tokens; every token field has its own numbers."""
+    ids = [f"{g}.{r}" for g, group in enumerate(groups) for r in range(len(group))]
+    start = iter(range(10**6))
+    prompts = [[next(start) for _ in range(prompt)] for _ in groups]
+    responses = [[[next(start) for _ in range(n)] for n in group] for group in groups]
+    batch = RaggedBatch.from_groups(prompts, responses, ids)
+    lengths = torch.tensor([batch.leaf_span(s)[1] - batch.leaf_span(s)[0] for s in range(len(batch))])
+    offsets = tuple(range(0, 2 * len(batch) + 1, 2))
+    return RaggedBatch(
+        batch.input_ids,
+        batch.segment_lengths,
+        batch.parents,
+        batch.leaves,
+        batch.ids,
+        token={"logprobs": -batch.input_ids.float()},
+        sequence={"length": lengths},
+        objects={"text": [f"text {i}" for i in ids]},
+        attachments={"image": Attachment(torch.arange(4.0 * len(batch)).view(-1, 2), offsets)},
+        meta={"step": 7},
+    )
+
+
+def assert_same(a: RaggedBatch, b: RaggedBatch) -> None:
+    assert (a.ids, a.segment_lengths, a.parents, a.leaves) == (b.ids, b.segment_lengths, b.parents, b.leaves)
+    assert torch.equal(a.input_ids, b.input_ids)
+    for family in ("token", "sequence"):
+        ours, theirs = getattr(a, family), getattr(b, family)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert dict(a.objects) == dict(b.objects) and dict(a.meta) == dict(b.meta)
+    assert all(torch.equal(a.attachments[n].values, b.attachments[n].values) for n in a.attachments)
+
+
+GROUPS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=6)
+
+
+@given(GROUPS, st.integers(1, 5), st.integers(0, 12))
+def test_split_and_merged_a_batch_and_its_columns_are_what_they_were(
+    groups: list[list[int]], num_parts: int, prompt: int
+) -> None:
+    batch = batch_of(groups, prompt + 1)
+    structure, count = survey([batch])
+    assert structure is not None
+    plan = plan_parts(count, num_parts, structure)
+    assert sorted(s for part in plan for s in part) == list(range(len(batch)))
+    parts = [portion(batch, part, structure) for part in plan]
+    tables = [structure.select(part) for part in plan]
+    assert all(table.describes(part) for table, part in zip(tables, parts, strict=True))
+    assert_same(merge_results(parts, plan, tables, structure), batch)
+    columns = [ColumnSet(p.ids, {"twice": 2 * p.token["logprobs"]}, {"first": p.sequence["length"] + 1}) for p in parts]
+    joined = join(batch, merge_results(columns, plan, tables, structure))
+    assert torch.equal(joined.token["twice"], 2 * batch.token["logprobs"])
+    assert torch.equal(joined.sequence["first"], batch.sequence["length"] + 1)
+
+
+@given(GROUPS, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_what_goes_from_group_to_group_is_split_anew_without_loss(
+    groups: list[list[int]], makers: int, readers: int, chunks: int
+) -> None:
+    """Split over makers, divided into chunks, fetched by readers with another split, made columns of, and joined."""
+    batch = batch_of(groups)
+    structure, count = survey([batch])
+    assert structure is not None
+    store: dict[object, object] = {}
+    parts = []
+    for maker, positions in enumerate(plan_parts(count, makers, structure)):
+        value, table = portion(batch, positions, structure), structure.select(positions)
+        manifest, pieces = divide(value, positions, table, chunks, f"maker {maker}")
+        refs = tuple((maker, i) for i in range(chunks))
+        store |= {(maker, "manifest"): manifest, **dict(zip(refs, pieces, strict=True))}
+        parts.append(PartRefs((maker, "manifest"), refs))
+
+    def fetch(refs: object) -> list[object]:
+        return [store[ref] for ref in refs]  # type: ignore[attr-defined]
+
+    manifests: list[Manifest] = fetch([part.manifest for part in parts])  # type: ignore[assignment]
+    whole = fetch_whole(fetch, Gather(tuple(parts)), manifests)
+    assert_same(whole, batch)
+    seen, results, tables = [], [], []
+    for reader in range(readers):
+        gather = Gather(tuple(parts), reader, readers, origin="readers")
+        positions, table = share_of(manifests, gather)
+        assert table is not None
+        part = fetch_part(fetch, gather, manifests, positions, table)
+        assert table.describes(part) or not positions
+        assert_same(part, batch.select(positions)) if positions else None
+        seen.append(positions)
+        tables.append(table)
+        results.append(ColumnSet(part.ids if positions else (), {"seen": part.token["logprobs"]}))
+    assert sorted(p for at in seen for p in at) == list(range(count))
+    merged = merge_results(results, seen, tables, None)
+    assert torch.equal(join(whole, merged).token["seen"], batch.token["logprobs"])
+
+
+def test_tokens_are_balanced_and_groups_stay_whole() -> None:
+    batch = batch_of([[8] * 4, [8] * 4, [4] * 4, [4] * 4], prompt=10)
+    plan = plan_parts(16, 2, Structure.of(batch))
+    tokens = [batch.select(part).num_tokens for part in plan]
+    assert tokens == [68, 68] and sum(tokens) == batch.num_tokens
+
+
+def test_a_group_is_cut_only_where_balance_needs_it() -> None:
+    batch = batch_of([[8] * 8], prompt=4)
+    plan = plan_parts(8, 4, Structure.of(batch))
+    assert [len(part) for part in plan] == [2, 2, 2, 2]
+
+
+def test_whole_chunks_stay_together_where_they_balance() -> None:
+    batch = batch_of([[5], [5], [5], [5]])
+    plan = plan_parts(4, 2, Structure.of(batch), chunks=[[0, 3], [1, 2]])
+    assert plan == [[0, 3], [1, 2]]
+
+
+def test_items_without_tokens_are_dealt_out_in_order() -> None:
+    assert plan_parts(7, 3) == [range(0, 2), range(2, 4), range(4, 7)]
+    assert [len(part) for part in plan_parts(1, 3)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor, np.array])
+def test_lists_tensors_and_arrays(kind: type) -> None:
+    value = kind([3, 1, 4, 1, 5])
+    parts = [cut(value, at, None) for at in ([1, 2], [4, 0], [3])]
+    merged = merge_results(parts, [[1, 2], [4, 0], [3]], [None] * 3, None)
+    assert list(merged) == [3, 1, 4, 1, 5] and type(merged) is type(value)
+
+
+def test_several_results_for_each_item_keep_its_place() -> None:
+    merged = merge_results([["c0", "c1", "a0", "a1"], ["b0", "b1"]], [[2, 0], [1]], [None, None], None)
+    assert merged == ["a0", "a1", "b0", "b1", "c0", "c1"]
+
+
+def test_results_that_cannot_be_placed_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 results for 2 items"):
+        merge_results([[1, 2, 3]], [[0, 1]], [None], None)
+    with pytest.raises(ValueError, match="missing or twice"):
+        merge_results([[1, 2], [3]], [[0], [1]], [None, None], None)
+    with pytest.raises(ValueError, match="several kinds"):
+        merge_results([[1], torch.ones(1)], [[0], [1]], [None, None], None)
+
+
+def test_values_without_items_form_a_list_and_tuples_are_taken_apart() -> None:
+    merged = merge_results([(["a"], {"loss": 1.0}), (["b"], {"loss": 2.0})], [[1], [0]], [None, None], None)
+    assert merged == (["b", "a"], [{"loss": 1.0}, {"loss": 2.0}])
+    assert merge_results([None, None], [[0], [1]], [None, None], None) is None
+    assert merge_results([torch.tensor(1.0), torch.tensor(2.0)], [[0], [1]], [None, None], None) == [1.0, 2.0]
+
+
+def test_arguments_with_other_numbers_of_items_are_refused() -> None:
+    with pytest.raises(ValueError, match="list of 2, Tensor of 3"):
+        survey([[1, 2], torch.ones(3)])
+    with pytest.raises(ValueError, match="found none"):
+        survey([1, Whole([2])])
+
+
+def test_token_columns_need_their_batch() -> None:
+    batch = batch_of([[2, 3]])
+    columns = ColumnSet(batch.ids, {"x": batch.token["logprobs"]})
+    with pytest.raises(ValueError, match="beside the batch"):
+        cut(columns, [0], None)
+    piece = cut(columns, [1], Structure.of(batch))
+    assert torch.equal(piece.token["x"], batch.select([1]).token["logprobs"])
+
+
+def test_empty_parts_vanish() -> None:
+    batch = batch_of([[2]])
+    structure, count = survey([batch])
+    assert structure is not None
+    plan = plan_parts(count, 3, structure)
+    parts = [portion(batch, at, structure) for at in plan]
+    assert [len(part) for part in parts].count(0) == 2
+    assert_same(merge_results(parts, plan, [structure.select(at) for at in plan], structure), batch)
+
+
+def test_a_result_with_sequences_of_its_own_has_its_own_table() -> None:
+    made = batch_of([[2], [3]])
+    positions, table = placed(made, [4], None)
+    assert positions == [8, 9]
+    assert table == Structure.of(made)
+
+
+def test_segments_of_other_origins_are_not_merged() -> None:
+    a, b = Structure.of(batch_of([[1]]), "a"), Structure.of(batch_of([[1]]), "b")
+    assert len(combine([a, b], [[0], [1]], None).lengths) == 4
+    assert len(combine([a.select([0]), a], [[0], [1]], None).lengths) == 2
+
+
+def test_chunks_that_nobody_needs_are_not_fetched() -> None:
+    infos = (ChunkInfo((0, 1), None), ChunkInfo((2, 3), None))
+    fetched: list[object] = []
+
+    def fetch(refs: object) -> list[object]:
+        fetched.extend(refs)  # type: ignore[call-overload]
+        return [[20, 30] for _ in refs]  # type: ignore[attr-defined]
+
+    gather = Gather((PartRefs("manifest", ("first", "second")),), 1, 2)
+    assert fetch_part(fetch, gather, [Manifest(infos)], [2, 3], None) == [20, 30]
+    assert fetched == ["second"]
+
+
+def test_arrange_refuses_missing_items() -> None:
+    with pytest.raises(ValueError, match="missing or twice"):
+        arrange([Part([1], [0]), Part([2], [2])])

@@ -1,0 +1,92 @@
+"""Pools are checked before anything starts, and the error names what would work."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from quartet.cluster import ResourcePool
+from quartet.cluster.pool import Node, Strategy, check_pool, fits, refused
+from quartet.config.errors import UserError
+
+
+def cluster(*gpus: float) -> list[Node]:
+    return [Node(f"node {i}", {"CPU": 64.0, "GPU": n}, {"CPU": 64.0, "GPU": n}) for i, n in enumerate(gpus)]
+
+
+def test_what_fits_is_granted() -> None:
+    check_pool(ResourcePool([4, 4], gpus=1), cluster(4, 4))
+    check_pool(ResourcePool([4, 4], gpus=1), cluster(8))
+    check_pool(ResourcePool([4, 4], gpus=1, strategy="spread"), cluster(8, 4))
+    check_pool(ResourcePool([3], gpus=0.5, cpus=0), cluster(2))
+    check_pool(ResourcePool([1000], cpus=0), cluster(0))
+
+
+@pytest.mark.parametrize(
+    ("pool", "nodes", "remedy"),
+    [
+        (ResourcePool([8], gpus=1), cluster(4, 4), "use ResourcePool([4, 4])"),
+        (ResourcePool([4, 4], gpus=1), cluster(2, 4), "use ResourcePool([4, 2]), the most that fits, or add nodes"),
+        (ResourcePool([4, 4], gpus=1, strategy="spread"), cluster(8), "use ResourcePool([8])"),
+        (ResourcePool([2, 2], gpus=1), cluster(3, 1), "use ResourcePool([3, 1])"),
+        (ResourcePool([1], gpus=2), cluster(1, 1), "start nodes that have CPU and GPU, or ask for less per process"),
+        (ResourcePool([1], resources={"fast_disk": 1}), cluster(1), "start nodes that have CPU and fast_disk"),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_the_nearest(pool: ResourcePool, nodes: list[Node], remedy: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_pool(pool, nodes)
+    assert str(list(pool.processes)) in caught.value.problem
+    assert all(f"{node.name} has " in caught.value.found for node in nodes)
+    assert caught.value.remedy.startswith(remedy)
+
+
+def test_the_numbers_of_what_is_missing_are_named() -> None:
+    with pytest.raises(UserError) as caught:
+        check_pool(ResourcePool([8], gpus=1), cluster(4))
+    assert caught.value.found == "each process needs 1 CPU and 1 GPU; node 0 has 64 CPU and 4 GPU"
+
+
+def test_what_others_hold_is_named() -> None:
+    node = Node("node 0", {"CPU": 8.0}, {"CPU": 3.0})
+    error = refused(ResourcePool([8]), [node], 5)
+    assert "within 5 s" in error.problem
+    assert "3 CPU free of 8 CPU" in error.found
+    assert "use ResourcePool([3])" in error.remedy
+
+
+@pytest.mark.parametrize("bad", [{"processes": []}, {"processes": [2, 0]}, {"groups": 0}, {"gpus": -1.0}])
+def test_senseless_pools_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(UserError):
+        ResourcePool(**{"processes": [1], **bad})  # type: ignore[arg-type]
+
+
+def by_trying_everything(pool: ResourcePool, capacity: list[int]) -> bool:
+    """Entries in every order, each to the first node that takes it."""
+    for order in permutations(pool.processes):
+        for nodes in permutations(capacity):
+            left = list(nodes)
+            for wanted in order:
+                at = next((i for i, room in enumerate(left) if room >= wanted), None)
+                if at is None:
+                    break
+                left[at] = 0 if pool.strategy == "spread" else left[at] - wanted
+            else:
+                return True
+    return False
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.lists(st.integers(0, 6), max_size=3),
+    st.sampled_from(["pack", "spread"]),
+)
+def test_a_pool_that_is_let_through_does_fit(processes: list[int], capacity: list[int], strategy: Strategy) -> None:
+    pool = ResourcePool(processes, strategy=strategy)
+    if fits(pool, capacity):
+        assert by_trying_everything(pool, capacity)
+    elif strategy == "spread" or len(set(processes)) == 1:
+        assert not by_trying_everything(pool, capacity)

@@ -1,0 +1,87 @@
+"""Tensors in Ray's object store are what they were, and the reader's own."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quartet.batch import ColumnSet, RaggedBatch
+from quartet.cluster.sizes import LARGE, is_large, num_bytes
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
+wire = pytest.importorskip("quartet.cluster.wire")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+
+
+def there_and_back(tensor: Tensor) -> tuple[Tensor, int]:
+    """As Ray does it: the array's bytes outside of the pickle and read-only."""
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(wire.to_wire(tensor), protocol=5, buffer_callback=buffers.append)
+    shared = [bytes(buffer.raw()) for buffer in buffers]
+    found: Tensor = wire.from_wire(pickle.loads(text, buffers=shared))
+    return found, len(text) + sum(map(len, shared))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0), (2, 3, 4)], ids=str)
+def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape) * 3).to(dtype)
+    found, _ = there_and_back(tensor)
+    assert found.dtype == dtype and found.shape == tensor.shape
+    assert torch.equal(found, tensor)
+
+
+def test_a_view_takes_only_its_own_bytes() -> None:
+    whole = torch.arange(100_000.0).reshape(1000, 100)
+    for view in (whole[10:20], whole[:, 3], whole.t()[5:6]):
+        found, moved = there_and_back(view)
+        assert torch.equal(found, view)
+        assert moved < view.nbytes + 1000
+
+
+def test_the_reader_may_write() -> None:
+    found, _ = there_and_back(torch.zeros(4))
+    found += 1
+    assert found.tolist() == [1.0] * 4
+
+
+def test_gradients_and_conjugates() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    assert there_and_back(weight)[0].requires_grad
+    assert not there_and_back(weight.detach())[0].requires_grad
+    value = torch.tensor([1 + 2j])
+    assert torch.equal(there_and_back(value.conj())[0], value.conj())
+
+
+def test_what_is_not_dense_travels_too() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(there_and_back(sparse)[0].to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.zeros(LARGE // 4), True),
+        (torch.zeros(8), False),
+        ({"weights": [np.zeros(LARGE)]}, True),
+        (b"x" * LARGE, True),
+        (["word"] * LARGE, True),
+        (7, False),
+        (None, False),
+        (RaggedBatch.from_sequences([[1] * LARGE]), True),
+        (ColumnSet(("a",), {"x": torch.zeros(LARGE)}), True),
+    ],
+)
+def test_what_is_large(value: Any, expected: bool) -> None:
+    assert is_large(value) is expected
+
+
+def test_bytes_of_a_batch() -> None:
+    batch = RaggedBatch.from_sequences([[1, 2], [3]]).with_token(x=torch.zeros(3)).with_sequence(y=torch.zeros(2))
+    assert num_bytes(batch) == 3 * 8 + 3 * 4 + 2 * 4

@@ -1,0 +1,105 @@
+"""A worker knows its place from environment variables alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from quartet.cluster import Layout, Worker
+from quartet.cluster.worker import Place, free_port
+from quartet.config.errors import UserError
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*TORCHRUN, "LOCAL_WORLD_SIZE", "QUARTET_LAYOUT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_variables_of_torchrun_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("QUARTET_LAYOUT", "data=2,tensor=2")
+    worker = Worker()
+    assert (worker.rank, worker.world_size, worker.local_rank) == (3, 4, 1)
+    assert worker.layout == Layout.of(data=2, tensor=2)
+    assert (worker.coordinate(), worker.coordinate("tensor"), worker.coordinate("context")) == (1, 1, 0)
+
+
+def test_without_variables_a_worker_is_alone() -> None:
+    worker = Worker()
+    assert (worker.rank, worker.world_size) == (0, 1)
+
+
+def test_the_place_is_known_before_init() -> None:
+    class Early(Worker):
+        def __init__(self) -> None:
+            self.seen = self.rank
+
+    assert Early().seen == 0
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(UserError) as caught:
+        Place.from_environment({"RANK": "0", "WORLD_SIZE": "2"})
+    assert caught.value.found == "MASTER_ADDR, MASTER_PORT not set"
+
+
+def test_a_layout_of_other_ranks_is_refused() -> None:
+    with pytest.raises(UserError, match="other ranks than WORLD_SIZE"):
+        Place.from_environment({**TORCHRUN, "QUARTET_LAYOUT": "data=3"})
+
+
+def test_a_place_survives_the_environment() -> None:
+    place = Place(1, 4, 1, 2, "10.0.0.1", 29500, Layout.of(data=2, tensor=2), "2,3")
+    assert Place.from_environment(place.environment()) == place
+
+
+def test_a_free_port_is_free_and_not_the_systems() -> None:
+    port = free_port()
+    assert 20000 <= port < 32768
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", port))
+
+
+def test_a_worker_alone_forms_a_group_and_leaves_the_interface_alone() -> None:
+    worker = Worker()
+    try:
+        worker.init_process_group("gloo", timeout_s=30)
+        worker.init_process_group("gloo")  # nothing to do
+        value = torch.ones(1)
+        distributed.all_reduce(value)
+        assert value.item() == 1.0
+        assert worker.device_mesh().shape == (1,)
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_workers_that_torchrun_starts_form_a_group(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import torch\nfrom torch import distributed\nfrom quartet.cluster import Worker\n"
+        "worker = Worker()\nworker.init_process_group('gloo', timeout_s=60)\n"
+        "value = torch.tensor([worker.rank + 1.0])\ndistributed.all_reduce(value)\n"
+        "assert value.item() == 3.0\ndistributed.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    done = subprocess.run(
+        [*command, f"--master-port={free_port()}", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
