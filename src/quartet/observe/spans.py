@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from quartet.observe.jsonl import RowAppender, read_rows
@@ -16,7 +16,8 @@ from quartet.observe.jsonl import RowAppender, read_rows
 class Span:
     """One stretch of work; ``start_s`` and ``end_s`` are seconds of the recorder's clock.
 
-    ``tokens`` and ``nbytes`` may be set or added to while the span is open. ``failed``: the work raised.
+    ``tokens`` and ``nbytes`` may be set or added to while the span is open. ``failed``: the work raised. ``marks``: when
+    the work itself was going on, where its surroundings wait longer (``SpanRecorder.mark``).
     """
 
     name: str
@@ -29,6 +30,7 @@ class Span:
     tokens: int = 0
     nbytes: int = 0
     failed: bool = False
+    marks: list[float] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def seconds(self) -> float:
@@ -80,13 +82,20 @@ class SpanRecorder:
             span.failed = False
         finally:
             span.end_s = self._clock()
+            if span.marks:
+                span.start_s, span.end_s = span.marks[0], span.marks[-1]
             self._record(span)
+
+    def mark(self, span: Span) -> None:
+        """The work of an open span is going on now. A span with marks is as long as from the first to the last."""
+        span.marks.append(self._clock())
 
     def _record(self, span: Span) -> None:
         with self._lock:
             self._spans.append(span)
             if self._rows is not None:
                 row = {key: value for key, value in asdict(span).items() if value is not None and value is not False}
+                del row["marks"]
                 row["start_s"], row["end_s"] = round(span.start_s, 6), round(span.end_s, 6)
                 self._rows.append(row)
 

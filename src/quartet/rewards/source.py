@@ -116,9 +116,17 @@ class GuardedReward:
         self.source.close()
 
     async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+        self,
+        prompts: Sequence[PromptText],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        mark: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Scores in the order of the completions, whenever the calls end.
+
+        Args:
+            mark: called when a call begins and when it has ended; the scores may be waited for longer, where other work
+                keeps the event loop busy.
 
         Raises:
             RewardError: a call failed and the rule is to stop.
@@ -128,7 +136,9 @@ class GuardedReward:
         parts = [slice(start, min(start + size, num)) for start in range(0, num, size)]
         tasks = [
             asyncio.create_task(
-                self._call(prompts[part], completions[part], {name: values[part] for name, values in columns.items()})
+                self._marked_call(
+                    prompts[part], completions[part], {name: values[part] for name, values in columns.items()}, mark
+                )
             )
             for part in parts
         ]
@@ -160,6 +170,19 @@ class GuardedReward:
             return []
         reason = f"{self._first_reason.problem}: {self._first_reason.found}"
         return [f"reward {self.name!r}: {self._num_left_out} samples left out; the first because {reason}"]
+
+    async def _marked_call(
+        self,
+        prompts: Sequence[PromptText],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        mark: Callable[[], None],
+    ) -> list[Score]:
+        mark()
+        try:
+            return await self._call(prompts, completions, columns)
+        finally:
+            mark()
 
     async def _call(
         self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]

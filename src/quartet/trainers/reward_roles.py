@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,9 +89,10 @@ class FunctionScorer:
             role=self.reward.name,
             mode="forward",
             chunk=chunk.index,
-        ):
+        ) as span:
+            mark = partial(self.worker.recorder.mark, span)
             outcome = await self.reward.score(
-                [item.prompt for item in items], list(batch.objects["completion"]), columns
+                [item.prompt for item in items], list(batch.objects["completion"]), columns, mark
             )
         self._check_answers(outcome)
         values = [float("nan") if score is None else float(score) for score in outcome.scores]

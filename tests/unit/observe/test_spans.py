@@ -53,6 +53,20 @@ def test_failure_is_recorded_and_passed_on(tmp_path: Path) -> None:
     assert span.seconds == 1.0
 
 
+def test_a_marked_span_is_as_long_as_its_work(tmp_path: Path) -> None:
+    """Not as long as its surroundings wait for an event loop that others keep busy."""
+    clock = Clock()
+    recorder = SpanRecorder(tmp_path / "spans.jsonl", clock)
+    with recorder.span("reward", step=1) as span:
+        for now in (103.0, 104.5, 104.75):
+            clock.now = now
+            recorder.mark(span)
+        clock.now = 190.0
+    assert [(s.start_s, s.end_s) for s in recorder.spans()] == [(103.0, 104.75)]
+    assert read_spans(tmp_path / "spans.jsonl") == recorder.spans()
+    assert "marks" not in read_rows(tmp_path / "spans.jsonl")[0]
+
+
 def test_interleaved_spans_and_dropping(tmp_path: Path) -> None:
     clock = Clock()
     recorder = SpanRecorder(None, clock)

@@ -52,6 +52,36 @@ def run(reward: GuardedReward, completions: Sequence[str]) -> Outcome:
     return asyncio.run(reward.score(["?"] * len(completions), completions, columns))
 
 
+def test_calls_are_marked_where_they_begin_and_end() -> None:
+    """Also where somebody else keeps the event loop busy before the scores are taken."""
+    marks: list[float] = []
+    reward = GuardedReward(Source(float))
+
+    async def busy() -> None:
+        await asyncio.sleep(0)
+        time.sleep(0.2)
+
+    async def beside() -> None:
+        score = reward.score(["?"], ["1"], {"n": [0]}, lambda: marks.append(time.monotonic()))
+        await asyncio.gather(score, busy())
+
+    begun = time.monotonic()
+    asyncio.run(beside())
+    assert time.monotonic() - begun >= 0.2
+    assert len(marks) == 2 and marks[1] - marks[0] < 0.1
+
+
+def test_a_call_that_fails_is_marked_too() -> None:
+    marks: list[float] = []
+
+    def judge(text: str) -> float:
+        raise failing(text)
+
+    with pytest.raises(RewardError):
+        asyncio.run(GuardedReward(Source(judge)).score(["?"], ["1"], {"n": [0]}, lambda: marks.append(0.0)))
+    assert len(marks) == 2
+
+
 def test_batches_and_their_order_whenever_they_end() -> None:
     waits = random.Random(0)
 
