@@ -16,8 +16,8 @@ from quartet.observe.jsonl import RowAppender, read_rows
 class Span:
     """One stretch of work; ``start_s`` and ``end_s`` are seconds of the recorder's clock.
 
-    ``tokens`` and ``nbytes`` may be set or added to while the span is open. ``failed``: the work raised. ``marks``: when
-    the work itself was going on, where its surroundings wait longer (``SpanRecorder.mark``).
+    ``tokens`` and ``nbytes`` may be set or added to while the span is open. ``failed``: the work raised. ``marks``:
+    when the work itself was going on, where its surroundings wait longer (``SpanRecorder.mark``).
     """
 
     name: str
