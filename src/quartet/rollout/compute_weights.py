@@ -45,7 +45,7 @@ class ComputeWeights:
         packed: whose linear layers are copied at the first use. Copies follow the weights: those changed in place since
             the last use are copied again.
         num_rows: rows that most products have.
-        in_place: nobody else uses the model, so weights that are cast or transposed one by one change their own form and
+        in_place: nobody else uses the model, so weights that are cast or transposed singly change their own form and
             are not held twice; but for those under adapters, which the next ones are added to.
     """
 
