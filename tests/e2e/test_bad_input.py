@@ -310,7 +310,7 @@ def test_a_checkpoint_that_does_not_fit_is_reported_and_resumed(
     ("place", "written", "shown"),
     [
         ("quartet.observe.jsonl.RowAppender.append", "", "could not be written"),
-        ("quartet.trainers.sft.save_causal_lm", "", "model could not be written"),
+        ("quartet.trainers.supervised_trainer.save_causal_lm", "", "model could not be written"),
         ("os.replace", "summary.json", "summary.json could not be written"),
     ],
 )
