@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.schedule.local import Worker
+from quartet.schedule.worker import Worker
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 
 _MAXIMA = {"policy/ratio_max", "agreement/logprob_diff_max"}

@@ -24,9 +24,13 @@ from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.rollout.cuda_engine import engine_for
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
+from quartet.schedule.groups import chunk_of
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.leases import RoleSpec
-from quartet.schedule.local import CanaryProbe, EngineScorer, FrozenScorer, LocalRollout, Worker, chunk_of, role_spec
+from quartet.schedule.local import role_spec
+from quartet.schedule.rollout import CanaryProbe, LocalRollout
+from quartet.schedule.scorers import EngineScorer, FrozenScorer
+from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs, TrainEngine

@@ -17,7 +17,8 @@ from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.cuda_engine import engine_for
 from quartet.rollout.protocol import Completion, Request, RolloutEngine
-from quartet.schedule.local import Worker, local_arbiter, role_spec
+from quartet.schedule.local import local_arbiter, role_spec
+from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.answers import StoredAnswer, matched
 from quartet.trainers.evaluation import Answer, RewardScorer, answer_prompts, as_completion, score_completions

@@ -24,8 +24,8 @@ from quartet.envs.protocol import EnvironmentFactory, Item
 from quartet.envs.transcript import Action, EpisodeSequence
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
+from quartet.schedule.groups import PromptGroup
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.local import PromptGroup
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import REWARD_PREFIX, STEP_PREFIX
 from quartet.trainers.evaluation import Answer, Completer, RewardScorer

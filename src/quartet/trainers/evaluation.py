@@ -15,7 +15,7 @@ from quartet.data.datasets import PromptData, PromptItem
 from quartet.rewards.combine import LEFT_OUT_PREFIX, combine
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
-from quartet.schedule.local import PromptGroup, chunk_of
+from quartet.schedule.groups import PromptGroup, chunk_of
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import REWARD_PREFIX
 from quartet.trainers.finished import Finished

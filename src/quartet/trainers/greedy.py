@@ -14,8 +14,8 @@ import torch
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
 from quartet.rollout.protocol import Completion
+from quartet.schedule.groups import PromptGroup, chunk_of
 from quartet.schedule.iteration import Chunk, Scorer, score_all
-from quartet.schedule.local import PromptGroup, chunk_of
 from quartet.trainers.advantages import Judgement
 from quartet.trainers.estimators import BASELINE
 

@@ -21,7 +21,8 @@ from quartet.observe.jsonl import RowAppender, read_rows
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
 from quartet.rollout.protocol import Completion, Request
-from quartet.schedule.local import LocalRollout, Worker
+from quartet.schedule.rollout import LocalRollout
+from quartet.schedule.worker import Worker
 from quartet.text.examples import PromptText
 from quartet.trainers.answers import StoredAnswer, drop_after, read_answers, step_path, write_answers
 from quartet.trainers.cast import Cast

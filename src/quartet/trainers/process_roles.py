@@ -25,7 +25,8 @@ from quartet.config.rewards import ProcessModelReward, RewardConfig
 from quartet.models.loading import load_scalar_model, packed_scalar_model
 from quartet.models.process_files import load_process_settings
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.local import FrozenScorer, Worker
+from quartet.schedule.scorers import FrozenScorer
+from quartet.schedule.worker import Worker
 from quartet.text.loading import load_generation_config, load_tokenizer
 from quartet.text.steps import Step, answer_pieces, join_steps, last_tokens, split_steps
 from quartet.text.tokenizer import TextCodec, check_vocabulary

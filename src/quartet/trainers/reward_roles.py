@@ -28,7 +28,8 @@ from quartet.rewards.combine import LEFT_OUT_PREFIX, RewardWeights
 from quartet.rewards.functions import FunctionReward
 from quartet.rewards.source import GuardedReward, Outcome
 from quartet.schedule.iteration import Chunk, Scorer
-from quartet.schedule.local import FrozenScorer, Worker
+from quartet.schedule.scorers import FrozenScorer
+from quartet.schedule.worker import Worker
 from quartet.text.loading import load_generation_config, load_tokenizer
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget

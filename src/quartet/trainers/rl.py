@@ -25,8 +25,10 @@ from quartet.observe.rollouts import RolloutWriter
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.schedule.iteration import Roles, Scorer, run_iteration
 from quartet.schedule.learners import Learner, UpdatePlan
-from quartet.schedule.local import LocalRollout, Worker, local_arbiter
+from quartet.schedule.local import local_arbiter
+from quartet.schedule.rollout import LocalRollout
 from quartet.schedule.stream import AdmissionRule, GroupStream
+from quartet.schedule.worker import Worker
 from quartet.train.engine import Objective
 from quartet.train.objectives import PolicyObjective, ValueObjective, trajectory_index
 from quartet.trainers.advantages import Assembler, Experience

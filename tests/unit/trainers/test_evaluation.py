@@ -17,7 +17,7 @@ from quartet.data.readers import Row
 from quartet.models.loading import packed_causal_lm
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import SamplingParams
-from quartet.schedule.local import PromptGroup, chunk_of
+from quartet.schedule.groups import PromptGroup, chunk_of
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.advantages import Assembler

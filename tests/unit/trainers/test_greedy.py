@@ -20,9 +20,9 @@ from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
-from quartet.schedule import local
+from quartet.schedule import scorers
+from quartet.schedule.groups import PromptGroup, chunk_of
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.local import PromptGroup, chunk_of
 from quartet.trainers.advantages import Assembler
 from quartet.trainers.generate import generate
 from quartet.trainers.greedy import GreedyBaseline, greedy_metrics
@@ -94,7 +94,7 @@ def test_only_rewards_see_the_greedy_response(
 ) -> None:
     """Sequences through the reference, the actor's forward and its updates: the sampled ones and no more."""
     frozen, forward, trained, scored = [], [], [], []
-    plain = local.forward_only
+    plain = scorers.forward_only
     monkeypatch.setattr(
         local, "forward_only", lambda model, batch, *a, **k: frozen.append(len(batch)) or plain(model, batch, *a, **k)
     )

@@ -34,7 +34,10 @@ from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion
-from quartet.schedule.local import CanaryProbe, LocalRollout, Worker, chunk_of, local_arbiter
+from quartet.schedule.groups import chunk_of
+from quartet.schedule.local import local_arbiter
+from quartet.schedule.rollout import CanaryProbe, LocalRollout
+from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs, forward_only
 from quartet.trainers.cast import Cast, role_specs
 from quartet.trainers.casting import build_cast

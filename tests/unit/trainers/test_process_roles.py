@@ -24,7 +24,8 @@ from quartet.data.datasets import PromptItem
 from quartet.models.process_files import ProcessSettings, save_process_settings
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.local import Worker, local_arbiter, role_spec
+from quartet.schedule.local import local_arbiter, role_spec
+from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.process_roles import ProcessModelRole, process_models, steps_of
