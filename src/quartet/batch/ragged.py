@@ -238,6 +238,10 @@ class RaggedBatch:
     def with_objects(self, **fields: Sequence[Any]) -> RaggedBatch:
         return replace(self, objects={**self.objects, **{k: tuple(v) for k, v in fields.items()}})
 
+    def without_objects(self) -> RaggedBatch:
+        """The same for whoever only computes: texts and prompts need not travel."""
+        return replace(self, objects={})
+
     def pop(self, name: str) -> tuple[RaggedBatch, Any]:
         """The batch without token, sequence, object or attachment field ``name``, and that field."""
         for family in ("token", "sequence", "objects", "attachments"):

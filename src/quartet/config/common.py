@@ -133,6 +133,11 @@ class SamplingConfig(Strict):
 class CheckpointConfig(Strict):
     every_steps: int = Field(50, ge=1)
     keep: int = Field(2, ge=1, description="Newest complete checkpoints kept.")
+    background: bool = Field(
+        True,
+        description="Write checkpoints and rollouts while the next step computes; until it is written, "
+        "a checkpoint is one more copy of the trained state in host memory.",
+    )
 
 
 class LogConfig(Strict):

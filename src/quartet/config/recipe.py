@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from quartet.config.algorithms import PPO, AlgorithmConfig
+from quartet.config.cluster import ClusterConfig, LocalCluster, OffloadConfig, WeightSyncConfig
 from quartet.config.common import CheckpointConfig as CheckpointConfig
 from quartet.config.common import (
     DataConfig,
@@ -28,6 +29,7 @@ from quartet.config.environments import EnvironmentConfig
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.fits import misfits
 from quartet.config.iterated import CollectConfig
+from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.config.rewards import RewardConfig
@@ -116,6 +118,12 @@ class RLRecipe(Recipe):
         description="exact: sampler and trainer agree to the last bit (CPU, fp32, one thread; slower).",
     )
     canary_tolerance: float | None = Field(None, gt=0, description="Default by precision: 1e-3 fp32, 0.25 bf16.")
+    placement: PlacementConfig | None = Field(
+        None, description="Which role works where; left out: all in one process, taking turns."
+    )
+    cluster: ClusterConfig = LocalCluster()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    offload: OffloadConfig = OffloadConfig()
 
     @model_validator(mode="after")
     def _fits_together(self) -> RLRecipe:

@@ -14,7 +14,7 @@ class Handle(Protocol):
     """Calls methods of a *host*: the object beside the models or the engine."""
 
     async def call(self, method: str, *args: Any) -> Any:
-        """The method's result, as on one host; raises what it raises. Only inside of the role's lease, where it computes.
+        """The method's result, as on one host; raises what it raises. Where it computes, only inside the role's lease.
 
         On a host in this process nothing is awaited meanwhile, so calls of one order are computed in that order.
         """

@@ -1,4 +1,4 @@
-"""Learners of the local back end: all updates of one step on the step's experience, in one lease.
+"""Learners: all updates of one step on the step's experience, in one lease.
 
 Mini-batches are unions of whole groups. The first epoch takes the groups in prompt order, later ones in an order drawn
 from (seed, step, epoch).
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.schedule.handles import Handle
+from quartet.schedule.model_host import Update
 from quartet.schedule.worker import Worker
-from quartet.train.engine import LossTerm, Objective, TrainEngine
+from quartet.train.engine import LossTerm, Objective
 
 _MAXIMA = {"policy/ratio_max", "agreement/logprob_diff_max"}
 
@@ -31,13 +32,13 @@ class UpdatePlan:
     def updates_per_step(self) -> int:
         return self.minibatches * self.epochs
 
-    def batches(self, experience: RaggedBatch, step: int) -> list[RaggedBatch]:
-        """Mini-batches in the order of their updates; those without a trained token are left out."""
+    def selections(self, experience: RaggedBatch, step: int) -> list[tuple[int, ...]]:
+        """Sequences of each mini-batch, in the order of the updates; those without a trained token are left out."""
         members: dict[int, list[int]] = {}
         for s, group in enumerate(experience.sequence["group"].tolist()):
             members.setdefault(group, []).append(s)
         groups = list(members)
-        found: list[RaggedBatch] = []
+        found: list[tuple[int, ...]] = []
         for epoch in range(self.epochs):
             order = list(range(len(groups)))
             if epoch:
@@ -45,9 +46,14 @@ class UpdatePlan:
                 order = torch.randperm(len(groups), generator=generator).tolist()
             size = -(-len(order) // self.minibatches)
             for start in range(0, len(order), size):
-                picked = [s for g in order[start : start + size] for s in members[groups[g]]]
-                found.append(experience.select(picked))
-        return [batch for batch in found if bool(batch.token["loss_mask"].any())]
+                found.append(tuple(s for g in order[start : start + size] for s in members[groups[g]]))
+        trained = _trained_sequences(experience)
+        return [picked for picked in found if trained.intersection(picked)]
+
+
+def _trained_sequences(batch: RaggedBatch) -> set[int]:
+    """Sequences with a token in the loss."""
+    return set(batch.sequence_index()[batch.token["loss_mask"]].tolist())
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Learner:
     """Trains one role.
 
     Args:
+        model: a host with ``update``.
         objective: ``(step, is_first) → Objective``; ``is_first`` for the first mini-batch of a step.
         prefix: names this role's gradient norm, ``<prefix>/grad_norm``.
         warmup_steps: first steps in which the role rests (critic-first warm-up); its version advances all the same.
@@ -64,7 +71,7 @@ class Learner:
 
     worker: Worker
     role: str
-    engine: TrainEngine[Any]
+    model: Handle
     plan: UpdatePlan
     objective: Callable[[int, bool], Objective]
     prefix: str
@@ -72,25 +79,21 @@ class Learner:
     also: Callable[[int], Sequence[LossTerm]] | None = None
 
     async def train(self, experience: RaggedBatch, step: int) -> Mapping[str, float]:
-        return await self.worker.run(
-            self.role,
-            "train",
-            f"train_{self.role}",
-            lambda: self._updates(experience, step),
-            step=step,
-            tokens=experience.num_tokens * self.plan.epochs if step >= self.warmup_steps else 0,
-            writes=self.role,
-        )
-
-    def _updates(self, experience: RaggedBatch, step: int) -> dict[str, float]:
-        if step < self.warmup_steps:
-            return {}
-        first = step * self.plan.updates_per_step
-        rows = [
-            self.engine.train_step(batch, self.objective(step, i == 0), self.also(first + i) if self.also else ())
-            for i, batch in enumerate(self.plan.batches(experience, step))
-        ]
+        rests = step < self.warmup_steps
+        updates = [] if rests else self._updates(experience, step)
+        tokens = 0 if rests else experience.num_tokens * self.plan.epochs
+        read = experience.without_objects()
+        turn = self.worker.turn(self.role, "train", f"train_{self.role}", step=step, tokens=tokens, writes=self.role)
+        async with turn:
+            rows = await self.model.call("update", read, updates) if updates else []
         return self._merge(rows)
+
+    def _updates(self, experience: RaggedBatch, step: int) -> list[Update]:
+        first = step * self.plan.updates_per_step
+        return [
+            Update(picked, self.objective(step, i == 0), self.also(first + i) if self.also is not None else ())
+            for i, picked in enumerate(self.plan.selections(experience, step))
+        ]
 
     def _merge(self, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Means over the updates, maxima where the metric is one; the learning rate is the last update's."""

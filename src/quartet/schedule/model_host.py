@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,76 +27,84 @@ class Update:
 
 @dataclass(frozen=True)
 class ModelStats:
-    """Counted since the run began; ``token_budget`` is that of training, None of a model that never trains."""
+    """Counted since the run began. The last two are of training, 0 of a model that never trains."""
 
     num_oom: int
     num_skipped: int = 0
-    token_budget: int | None = None
+    token_budget: int = 0
 
 
-class ModelHost:
-    """One model.
+class FrozenHost:
+    """A model that never changes by itself: a reference, a reward model.
 
     Args:
-        engine: trains it; None for a model that never changes.
-        budget: tokens of a forward pass, where there is no engine.
+        budget: tokens of a forward pass.
     """
 
     def __init__(
-        self,
-        packed: PackedModel,
-        *,
-        engine: TrainEngine[Any] | None = None,
-        budget: TokenBudget | None = None,
-        logprob_chunk: int = 1024,
-        share_prefixes: bool = True,
+        self, packed: PackedModel, budget: TokenBudget, *, logprob_chunk: int = 1024, share_prefixes: bool = True
     ) -> None:
-        if (engine is None) == (budget is None):
-            raise ValueError("a model has a train engine, or a budget for its forward passes")
         self.packed = packed
-        self.engine = engine
-        self._budget = budget if engine is None else engine.forward_budget
-        self._logprob_chunk = logprob_chunk if engine is None else engine.config.logprob_chunk
-        self._share = share_prefixes if engine is None else engine.config.share_prefixes
+        self._budget = budget
+        self._logprob_chunk = logprob_chunk
+        self._share_prefixes = share_prefixes
 
     @dispatch(SPLIT, blocking=False)
-    def forward(self, batch: RaggedBatch, needs: Needs, bare: bool = False) -> ColumnSet:
-        """Forward-only pass, as ``TrainEngine.forward``. ``bare``: of the model without its adapters."""
-        assert self._budget is not None
-        with self.packed.without_adapters() if bare else contextlib.nullcontext():
-            return forward_only(self.packed, batch, needs, self._budget, self._logprob_chunk, share=self._share)
-
-    def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
-        """The updates in their order; what ``TrainEngine.train_step`` returns of each."""
-        engine = self._trained
-        return [engine.train_step(experience.select(u.sequences), u.objective, u.also) for u in updates]
+    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+        """Forward-only pass; fields as in ``Outputs``."""
+        return forward_only(self.packed, batch, needs, self._budget, self._logprob_chunk, share=self._share_prefixes)
 
     def stats(self) -> ModelStats:
-        if self.engine is None:
-            assert self._budget is not None
-            return ModelStats(self._budget.num_oom)
-        return ModelStats(self.engine.num_oom, self.engine.num_skipped, self.engine.budget.tokens)
+        return ModelStats(self._budget.num_oom)
 
-    # State -----------------------------------------------------------------------------------------------
+    def weights(self) -> dict[str, Tensor]:
+        """The model's whole state."""
+        return dict(self.packed.model.state_dict())
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self.packed.model.load_state_dict(weights)
+
+
+class TrainedHost:
+    """A model that trains: the actor, the critic."""
+
+    def __init__(self, engine: TrainEngine[Any]) -> None:
+        self.engine = engine
+
+    @dispatch(SPLIT, blocking=False)
+    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+        """Forward-only pass; fields as in ``Outputs``."""
+        return self.engine.forward(batch, needs)
+
+    def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
+        """The updates in their order; of each what ``TrainEngine.train_step`` returns."""
+        return [self.engine.train_step(experience.select(u.sequences), u.objective, u.also) for u in updates]
+
+    def stats(self) -> ModelStats:
+        engine = self.engine
+        return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens)
 
     def state(self) -> dict[str, Any]:
         """Everything that an exact resume needs."""
-        return self._trained.state()
+        return self.engine.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._trained.load_state(state)
+        self.engine.load_state(state)
 
-    def merged_weights(self) -> dict[str, Tensor]:
-        """The model's own state, adapters merged into it, as copies."""
-        with self.packed.with_merged_adapters():
-            return {name: tensor.clone() for name, tensor in self.packed.model.state_dict().items()}
+    def weights(self) -> dict[str, Tensor]:
+        """The model's whole state with its adapters merged, as copies."""
+        packed = self.engine.packed
+        with packed.with_merged_adapters():
+            return {name: tensor.clone() for name, tensor in packed.model.state_dict().items()}
+
+
+class BareHost(FrozenHost):
+    """A model without its adapters, which somebody else trains meanwhile: the reference of a LoRA actor."""
+
+    @dispatch(SPLIT, blocking=False)
+    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+        with self.packed.without_adapters():
+            return super().forward(batch, needs)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """The opposite, into a model without adapters."""
-        self.packed.model.load_state_dict(weights)
-
-    @property
-    def _trained(self) -> TrainEngine[Any]:
-        if self.engine is None:
-            raise RuntimeError("this model never trains")
-        return self.engine
+        raise RuntimeError("this model's weights are somebody else's")

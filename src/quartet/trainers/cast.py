@@ -25,11 +25,13 @@ from quartet.rollout.cuda_engine import engine_for
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import chunk_of
+from quartet.schedule.handles import Handle, Here
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.leases import RoleSpec
 from quartet.schedule.local import role_spec
+from quartet.schedule.model_host import BareHost, FrozenHost, ModelStats, TrainedHost
 from quartet.schedule.rollout import CanaryProbe, LocalRollout
-from quartet.schedule.scorers import EngineScorer, FrozenScorer
+from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.budget import TokenBudget
@@ -66,6 +68,29 @@ class Cast:
     evaluation_functions: list[RewardFunctionRole] = field(default_factory=list)
     evaluation_weights: dict[str, float] = field(default_factory=dict)
     environment: EnvironmentFactory | None = None
+    handles: dict[str, Handle] = field(init=False)
+    """What computes each role's passes and updates, by its name; in this process unless somebody puts others there."""
+
+    def __post_init__(self) -> None:
+        self.handles = {name: Here(host) for name, host in self.hosts().items()}
+
+    def hosts(self) -> dict[str, FrozenHost | TrainedHost]:
+        """The models' hosts in this process, by role."""
+        found: dict[str, FrozenHost | TrainedHost] = {"actor": TrainedHost(self.actor)}
+        if self.critic is not None:
+            found["critic"] = TrainedHost(self.critic)
+        if self.reference is not None:
+            found["reference"] = self._reference_host(self.reference)
+        return found | {role.name: role.host() for role in self.reward_models + self.evaluation_models}
+
+    def _reference_host(self, reference: PackedCausalLM) -> FrozenHost:
+        kind, train = BareHost if self.shares_reference else FrozenHost, self.recipe.actor.train
+        chunk, share = train.logprob_chunk, train.share_prefixes
+        return kind(reference, self.reference_budget, logprob_chunk=chunk, share_prefixes=share)
+
+    async def stats(self) -> dict[str, ModelStats]:
+        """Of every role's host."""
+        return {name: await handle.call("stats") for name, handle in self.handles.items()}
 
     def engines(self) -> dict[str, TrainEngine[Any]]:
         return {"actor": self.actor, **({"critic": self.critic} if self.critic is not None else {})}
@@ -74,12 +99,6 @@ class Cast:
     def shares_reference(self) -> bool:
         """The reference is the actor without its adapters, so its passes have that module to themselves."""
         return self.reference is self.actor.packed
-
-    @property
-    def num_oom(self) -> int:
-        """How often memory ran out since the run began."""
-        frozen = [self.reference_budget, *(role.budget for role in self.reward_models + self.evaluation_models)]
-        return sum(e.num_oom for e in self.engines().values()) + sum(budget.num_oom for budget in frozen)
 
     def models(self) -> list[PackedModel]:
         found: list[PackedModel] = [engine.packed for engine in self.engines().values()]
@@ -182,7 +201,8 @@ class Cast:
         )
 
     def reward_scorers(self, worker: Worker) -> list[Scorer[RaggedBatch, ColumnSet]]:
-        return self.of_whole_trajectories(reward_scorers(worker, self.reward_models, self.reward_functions))
+        scorers = reward_scorers(worker, self.reward_models, self.reward_functions, self.handles)
+        return self.of_whole_trajectories(scorers)
 
     def of_whole_trajectories(
         self, scorers: Sequence[Scorer[RaggedBatch, ColumnSet]]
@@ -223,36 +243,22 @@ class Cast:
         """Rewards and columns."""
         return [*self.reward_scorers(worker), *self.column_scorers(worker)]
 
-    def column_scorers(self, worker: Worker) -> list[FrozenScorer | EngineScorer]:
+    def column_scorers(self, worker: Worker) -> list[ModelScorer]:
         """The columns that this recipe's algorithm really reads, beside the rewards."""
-        recipe = self.recipe
+        recipe, handles = self.recipe, self.handles
         policy = Needs(logprobs=True, mask="action_mask", temperature=recipe.rollout.sampling.temperature)
-        found: list[FrozenScorer | EngineScorer] = []
+        found: list[ModelScorer] = []
         if self.reference is not None:
-            train = recipe.actor.train
-            frozen = FrozenScorer(
-                worker,
-                "reference",
-                self.reference,
-                policy,
-                "ref_logprobs",
-                self.reference_budget,
-                logprob_chunk=train.logprob_chunk,
-                share_prefixes=train.share_prefixes,
-                within=self.reference.without_adapters,
-                reads={"actor": None} if self.shares_reference else {},
-            )
-            found.append(frozen)
+            reads: dict[str, int | None] = {"actor": None} if self.shares_reference else {}
+            found.append(ModelScorer(worker, "reference", handles["reference"], policy, "ref_logprobs", reads=reads))
         if needs_old_logprobs(recipe):
-            found.append(EngineScorer(worker, "actor", self.actor, policy, "old_logprobs"))
+            found.append(ModelScorer(worker, "actor", handles["actor"], policy, "old_logprobs", trains=True))
         if self.critic is not None:
-            found.append(self._value_scorer(worker, self.critic))
+            after = needs_next_values(recipe)
+            needs = Needs(values=True, step_scores=after, mask="action_mask")
+            beside = {"step_scores": "next_values"} if after else {}
+            found.append(ModelScorer(worker, "critic", handles["critic"], needs, "values", beside, trains=True))
         return found
-
-    def _value_scorer(self, worker: Worker, critic: TrainEngine[PackedScalarModel]) -> EngineScorer:
-        after = needs_next_values(self.recipe)
-        needs = Needs(values=True, step_scores=after, mask="action_mask")
-        return EngineScorer(worker, "critic", critic, needs, "values", {"step_scores": "next_values"} if after else {})
 
 
 def needs_next_values(recipe: RLRecipe) -> bool:

@@ -17,6 +17,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.cuda_engine import engine_for
 from quartet.rollout.protocol import Completion, Request, RolloutEngine
+from quartet.schedule.handles import Here
 from quartet.schedule.local import local_arbiter, role_spec
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
@@ -158,4 +159,5 @@ class Contestant:
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[RewardScorer]:
         specs = [role_spec(role.name, [role.model], ("forward",)) for role in self.models]
-        return reward_scorers(Worker(local_arbiter(specs, version=0), recorder), self.models, self.functions)
+        handles = {role.name: Here(role.host()) for role in self.models}
+        return reward_scorers(Worker(local_arbiter(specs, version=0), recorder), self.models, self.functions, handles)

@@ -159,7 +159,7 @@ class HeldOut:
         """Every held-out prompt's samples; episodes where the run plays episodes."""
         cast, config = self.cast, self.config
         assert cast.evaluation_prompts is not None, "made for a cast with held-out prompts"
-        own = reward_scorers(worker, cast.evaluation_models, cast.evaluation_functions)
+        own = reward_scorers(worker, cast.evaluation_models, cast.evaluation_functions, cast.handles)
         scorers = [*cast.reward_scorers(worker), *cast.of_whole_trajectories(own)]
         if cast.environment is not None:
             return await answer_with_episodes(

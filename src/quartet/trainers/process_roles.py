@@ -9,11 +9,12 @@ k-th. Either way a score comes to stand on the policy's token that ends the step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from quartet.algorithms.process import process_rewards, step_credits, step_scores
 from quartet.algorithms.segments import gather_owner, segment_count
@@ -24,8 +25,9 @@ from quartet.config.process_reward import DiscountedSteps
 from quartet.config.rewards import ProcessModelReward, RewardConfig
 from quartet.models.loading import load_scalar_model, packed_scalar_model
 from quartet.models.process_files import load_process_settings
+from quartet.schedule.handles import Handle
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.scorers import FrozenScorer
+from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.worker import Worker
 from quartet.text.loading import load_generation_config, load_tokenizer
 from quartet.text.steps import Step, answer_pieces, join_steps, last_tokens, split_steps
@@ -34,7 +36,7 @@ from quartet.train.budget import TokenBudget
 from quartet.train.process_objectives import STEP_NEEDS
 from quartet.trainers.advantages import REWARD_PREFIX, STEP_PREFIX
 from quartet.trainers.process_metrics import STEP_SCORE_PREFIX
-from quartet.trainers.reward_roles import RewardModelRole
+from quartet.trainers.reward_roles import RewardModelRole, as_it_lies
 from quartet.trainers.trajectories import Trajectories
 
 _COLUMN = "step_scores"
@@ -53,20 +55,26 @@ class ProcessModelRole(RewardModelRole):
     separator: str
     own_separator: str
 
-    def scorer(self, worker: Worker) -> ProcessScorer:
-        return ProcessScorer(worker, self)
+    def scorer(self, worker: Worker, model: Handle) -> ProcessScorer:
+        return ProcessScorer(worker, self, model)
 
 
-def process_models(configs: Sequence[RewardConfig], policy_codec: TextCodec) -> list[ProcessModelRole]:
-    """The recipe's process reward models.
+def process_models(
+    configs: Sequence[RewardConfig],
+    policy_codec: TextCodec,
+    place: Callable[[PreTrainedModel], PreTrainedModel] = as_it_lies,
+) -> list[ProcessModelRole]:
+    """The recipe's process reward models; ``place`` brings a model to its device.
 
     Raises:
         UserError: no such model, none that says how its steps end, or a tokenizer that loses the separator.
     """
-    return [_load(config, policy_codec) for config in configs if isinstance(config, ProcessModelReward)]
+    return [_load(config, policy_codec, place) for config in configs if isinstance(config, ProcessModelReward)]
 
 
-def _load(config: ProcessModelReward, policy_codec: TextCodec) -> ProcessModelRole:
+def _load(
+    config: ProcessModelReward, policy_codec: TextCodec, place: Callable[[PreTrainedModel], PreTrainedModel]
+) -> ProcessModelRole:
     settings = load_process_settings(config.path)
     own_separator = settings.separator if settings is not None else config.separator
     if own_separator is None:
@@ -80,7 +88,7 @@ def _load(config: ProcessModelReward, policy_codec: TextCodec) -> ProcessModelRo
     separator = config.separator or own_separator
     _check_keeps(policy_codec, separator, "policy")
     _check_keeps(codec, own_separator, f"process reward {config.name!r}")
-    packed = packed_scalar_model(load_scalar_model(config.path))
+    packed = packed_scalar_model(place(load_scalar_model(config.path)))
     check_vocabulary(tokenizer, int(packed.model.get_input_embeddings().weight.shape[0]))
     reads_tokens = tokenizer.get_vocab() == policy_codec.tokenizer.get_vocab() and separator == own_separator
     return ProcessModelRole(
@@ -221,10 +229,10 @@ class ProcessScorer:
     steps' own scores, NaN elsewhere.
     """
 
-    def __init__(self, worker: Worker, role: ProcessModelRole) -> None:
+    def __init__(self, worker: Worker, role: ProcessModelRole, model: Handle) -> None:
         self.role = role
         self._worker = worker
-        self._model = FrozenScorer(worker, role.name, role.model, STEP_NEEDS, _COLUMN, role.budget)
+        self._model = ModelScorer(worker, role.name, model, STEP_NEEDS, _COLUMN)
 
     async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
         role, batch = self.role, chunk.data

@@ -27,8 +27,10 @@ from quartet.rewards.build import build_reward
 from quartet.rewards.combine import LEFT_OUT_PREFIX, RewardWeights
 from quartet.rewards.functions import FunctionReward
 from quartet.rewards.source import GuardedReward, Outcome
+from quartet.schedule.handles import Handle
 from quartet.schedule.iteration import Chunk, Scorer
-from quartet.schedule.scorers import FrozenScorer
+from quartet.schedule.model_host import FrozenHost
+from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.worker import Worker
 from quartet.text.loading import load_generation_config, load_tokenizer
 from quartet.text.tokenizer import TextCodec, check_vocabulary
@@ -48,17 +50,13 @@ class RewardModelRole:
     weight: float
     gate: GateConfig | None = None
 
-    def scorer(self, worker: Worker) -> Scorer[RaggedBatch, ColumnSet]:
-        """What scores a chunk with this model."""
-        return FrozenScorer(
-            worker,
-            self.name,
-            self.model,
-            Needs(scores=True),
-            REWARD_PREFIX + self.name,
-            self.budget,
-            render=_renderer(self.codec) if self.codec is not None else None,
-        )
+    def host(self) -> FrozenHost:
+        return FrozenHost(self.model, self.budget)
+
+    def scorer(self, worker: Worker, model: Handle) -> Scorer[RaggedBatch, ColumnSet]:
+        """What scores a chunk with this model, where ``model`` reaches its host."""
+        render = _renderer(self.codec) if self.codec is not None else None
+        return ModelScorer(worker, self.name, model, Needs(scores=True), REWARD_PREFIX + self.name, render=render)
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,14 @@ class FunctionScorer:
 
 
 def reward_scorers(
-    worker: Worker, models: Sequence[RewardModelRole], functions: Sequence[RewardFunctionRole]
+    worker: Worker,
+    models: Sequence[RewardModelRole],
+    functions: Sequence[RewardFunctionRole],
+    handles: Mapping[str, Handle],
 ) -> list[Scorer[RaggedBatch, ColumnSet]]:
-    return [*(role.scorer(worker) for role in models), *(FunctionScorer(worker, role.reward) for role in functions)]
+    """``handles`` reach the models' hosts, by the roles' names."""
+    scorers = [role.scorer(worker, handles[role.name]) for role in models]
+    return [*scorers, *(FunctionScorer(worker, role.reward) for role in functions)]
 
 
 def _renderer(codec: TextCodec) -> Callable[[RaggedBatch], RaggedBatch]:
@@ -150,19 +153,28 @@ def reward_functions(
     return found + [RewardFunctionRole(GuardedReward(FunctionReward(reward)), 1.0) for reward in passed]
 
 
+def as_it_lies(model: PreTrainedModel) -> PreTrainedModel:
+    return model
+
+
 def reward_models(
     configs: Sequence[RewardConfig],
     rewards: Sequence[Callable[..., Any] | PreTrainedModel],
     codec: TextCodec,
     train: TrainConfig,
+    place: Callable[[PreTrainedModel], PreTrainedModel] = as_it_lies,
 ) -> list[RewardModelRole]:
-    """The recipe's reward models, then those passed from Python (which share the policy's tokenizer)."""
+    """The recipe's reward models, then those passed from Python (which share the policy's tokenizer).
+
+    Args:
+        place: brings a model to its device.
+    """
     roles: list[RewardModelRole] = []
     for config in configs:
         if isinstance(config, ModelReward):
             own = load_tokenizer(config.tokenizer or config.path)
             same = own.get_vocab() == codec.tokenizer.get_vocab()
-            packed = packed_scalar_model(load_scalar_model(config.path))
+            packed = packed_scalar_model(place(load_scalar_model(config.path)))
             check_vocabulary(own, int(packed.model.get_input_embeddings().weight.shape[0]))
             foreign = None if same else TextCodec.of(own, load_generation_config(config.path))
             budget = TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}")
@@ -171,7 +183,7 @@ def reward_models(
     for i, reward in enumerate(models):
         check_vocabulary(codec.tokenizer, int(reward.get_input_embeddings().weight.shape[0]))
         name = "reward_model" if len(models) == 1 and not roles else f"reward_model_{i + 1}"
-        roles.append(RewardModelRole(name, packed_scalar_model(reward), forward_budget(train), None, 1.0))
+        roles.append(RewardModelRole(name, packed_scalar_model(place(reward)), forward_budget(train), None, 1.0))
     return roles
 
 

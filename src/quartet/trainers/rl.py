@@ -26,6 +26,7 @@ from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.schedule.iteration import Roles, Scorer, run_iteration
 from quartet.schedule.learners import Learner, UpdatePlan
 from quartet.schedule.local import local_arbiter
+from quartet.schedule.model_host import ModelStats
 from quartet.schedule.rollout import LocalRollout
 from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.schedule.worker import Worker
@@ -38,6 +39,7 @@ from quartet.trainers.dynamic_sampling import DynamicSampling
 from quartet.trainers.episodes import AnyGroup, GroupSource, episode_metrics
 from quartet.trainers.greedy import GreedyBaseline, greedy_metrics
 from quartet.trainers.held_out import HeldOut
+from quartet.trainers.loader import Passed
 from quartet.trainers.ptx import build_ptx
 from quartet.trainers.records import rollout_records
 from quartet.trainers.run import (
@@ -122,13 +124,9 @@ class RLTrainer:
         self.run = RunDirectory(self.path, recipe, resume=resume)
         self.cast: Cast = build_cast(
             recipe,
-            model=model,
-            tokenizer=tokenizer,
-            rewards=rewards,
+            Passed(model, tokenizer, critic, tuple(rewards), tuple(evaluation_rewards)),
             prompts=prompts,
             evaluation_prompts=evaluation_prompts,
-            critic=critic,
-            evaluation_rewards=evaluation_rewards,
             environment=environment,
         )
         with contextlib.ExitStack() as taken:
@@ -221,14 +219,12 @@ class RLTrainer:
             **(self._refresh.after(done) if self._refresh is not None else {}),
             "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),
             "memory/rss_bytes": resident_bytes(),
-            "optim/skipped_steps": float(sum(e.num_skipped for e in self.cast.engines().values())),
-            "train/token_budget": float(min(e.budget.tokens for e in self.cast.engines().values())),
-            "train/num_oom": float(self.cast.num_oom),
+            **_model_stats(await self.cast.stats()),
         }
         self._adapt_kl(result.experience, step)
         if step % recipe.log.rollouts_every == 0 or done == recipe.steps:
-            with self.run.recorder.span("write_rollouts", step=step):
-                writer.write(done, rollout_records(result.experience.batch, self.cast.codec))
+            records = rollout_records(result.experience.batch, self.cast.codec)
+            self.run.write_later("write_rollouts", done, lambda: writer.write(done, records))
         if self.held_out is not None:
             self.held_out.note_training(done, metrics)
             metrics.update(await self._evaluate(rollout, done) if self.held_out.due(done) else {})
@@ -399,14 +395,15 @@ class RLTrainer:
                 Learner(
                     self._worker,
                     "critic",
-                    cast.critic,
+                    cast.handles["critic"],
                     plan,
                     lambda step, is_first: ValueObjective(ppo, num_trajectories),
                     "critic",
                 )
             )
         also = self.ptx.terms if self.ptx is not None else None
-        learners.append(Learner(self._worker, "actor", cast.actor, plan, policy, "policy", self._warmup_steps, also))
+        actor = cast.handles["actor"]
+        learners.append(Learner(self._worker, "actor", actor, plan, policy, "policy", self._warmup_steps, also))
         return learners
 
     def _on_finished(self, finished: int) -> None:
@@ -444,9 +441,8 @@ class RLTrainer:
         parts["emitted"] = self.cast.emitted
         if self._refresh is not None:
             parts["reference"] = self._refresh.state()
-        with self.run.recorder.span("checkpoint", step=step - 1):
-            alarm = self.held_out.state() if self.held_out is not None else None
-            self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": dict(stream_state), "alarm": alarm})
+        alarm = self.held_out.state() if self.held_out is not None else None
+        self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": dict(stream_state), "alarm": alarm})
 
     @contextlib.contextmanager
     def _saved_if_clean(self, step: int, stream_state: Mapping[str, int]) -> Iterator[None]:
@@ -460,6 +456,7 @@ class RLTrainer:
         except BaseException:
             if not self._learning and step > 0 and step not in self.run.saved_steps():
                 self._save(step, stream_state)
+                self.run.drain()
             raise
 
 
@@ -491,6 +488,14 @@ def _timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, f
     scoring = [Span("scoring", s.start_s, s.end_s) for s in spans if s.chunk is not None]
     found["overlap/score_generate_s"] = overlap_seconds([*windows, *scoring], "generation", "scoring")
     return found
+
+
+def _model_stats(stats: Mapping[str, ModelStats]) -> dict[str, float]:
+    return {
+        "optim/skipped_steps": float(sum(of.num_skipped for of in stats.values())),
+        "train/token_budget": float(min(of.token_budget for of in stats.values() if of.token_budget)),
+        "train/num_oom": float(sum(of.num_oom for of in stats.values())),
+    }
 
 
 def _window(spans: Sequence[Span], name: str) -> tuple[list[float], list[float]]:

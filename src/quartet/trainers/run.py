@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import json
@@ -35,10 +36,11 @@ from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
 from quartet.config.yamls import parse_yaml
 from quartet.observe import rollouts as rollout_store
+from quartet.observe.background import BackgroundWriter
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import JsonlTracker, MultiTracker, TensorBoardTracker, Tracker
-from quartet.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from quartet.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, snapshot
 
 _FREE_KEYS = (
     "output_dir",
@@ -48,6 +50,8 @@ _FREE_KEYS = (
     "algorithm.dynamic_sampling.max_prompts_factor",
 )
 """Recipe keys that may differ when a run is resumed: they change no weight."""
+
+_CHECKPOINT, _WRITER = "checkpoint", "writer"
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -118,6 +122,7 @@ class RunDirectory:
         self._lock: TextIO | None = None
         self._tracker: Tracker | None = None
         self._recorder: SpanRecorder | None = None
+        self._writer = BackgroundWriter(limits={_CHECKPOINT: 1})
         self._stop_requested = False
         self._info: dict[str, Any] = {}
         self._inspect()
@@ -230,27 +235,39 @@ class RunDirectory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        failure = error
         try:
-            # The error on its way out matters more than records that a full disk refuses.
-            with contextlib.suppress(OSError, UserError) if kind else writing(self.path):
-                self._close_records()
+            try:
+                with writing(self.path):
+                    self._close_records(abandon=kind is KeyboardInterrupt)
+            except UserError as refused:
+                # The error on its way out matters more than records that a full disk refuses.
+                failure = error or refused
             self._info["status"] = (
-                "done" if kind is None else "interrupted" if kind in (Interrupted, KeyboardInterrupt) else "failed"
+                "done"
+                if failure is None
+                else "interrupted"
+                if isinstance(failure, (Interrupted, KeyboardInterrupt))
+                else "failed"
             )
-            with contextlib.suppress(UserError) if kind else contextlib.nullcontext():
+            with contextlib.suppress(UserError) if failure else contextlib.nullcontext():
                 write_json(self.path / "run.json", self._info)
         finally:
             self._release()
-        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+        if isinstance(failure, OSError) and failure.errno in _NO_SPACE:
             with writing(self.path):
-                raise error
+                raise failure
+        if failure is not None and failure is not error:
+            raise failure
 
-    def _close_records(self) -> None:
+    def _close_records(self, *, abandon: bool) -> None:
         with contextlib.ExitStack() as stack:
             if self._tracker is not None:
                 stack.callback(self._tracker.close)
             if self._recorder is not None:
                 stack.callback(self._recorder.close)
+            # Called first: it may still have spans to record.
+            stack.callback(self._writer.close, abandon=abandon)
 
     # Records ---------------------------------------------------------------------------------------------
 
@@ -282,7 +299,8 @@ class RunDirectory:
         self._recorder = SpanRecorder(self.path / "spans.jsonl")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes ``summary.json``; the run counts as finished from here on."""
+        """Writes ``summary.json``, after all that is being written; the run counts as finished from here on."""
+        self.drain()
         write_json(self.path / "summary.json", summary)
 
     # Checkpoints -----------------------------------------------------------------------------------------
@@ -300,20 +318,63 @@ class RunDirectory:
         return steps[-1], parts, info
 
     def saved_steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
+        """Steps of the complete checkpoints, ascending; one that is being written is waited for."""
+        self.drain()
         return list_checkpoints(self.checkpoints)
 
     def save(self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        info = {**info, "recipe": self.recipe.model_dump(mode="json")}
-        save_checkpoint(self.checkpoints, step, parts, info, keep=self.recipe.checkpoint.keep)
+        """Saves a checkpoint after ``step`` complete steps: takes a copy and returns, and writes it in the background.
+
+        It is complete only after everything handed over before, so that a run resumed from it lacks no record.
+
+        Raises:
+            UserError: this or something before it could not be written; otherwise the next call that waits for the
+                writer raises it (``save``, ``write_later``, ``drain``, ``finish``, the end of the run).
+        """
+        config = self.recipe.checkpoint
+        info = copy.deepcopy({**info, "recipe": self.recipe.model_dump(mode="json")})
+        if config.background:
+            self._writer.wait_for_room(_CHECKPOINT)
+            with self.recorder.span("checkpoint_snapshot", step=step - 1, role=_WRITER):
+                parts = snapshot(parts)
+        self.write_later(
+            _CHECKPOINT, step, lambda: save_checkpoint(self.checkpoints, step, parts, info, keep=config.keep)
+        )
+
+    def write_later(self, name: str, step: int, work: Callable[[], object]) -> None:
+        """Does ``work``, which writes something after ``step`` complete steps, in the background and in order.
+
+        With ``checkpoint.background: false`` at once.
+
+        Args:
+            name: of its span.
+            work: may read only what does not change any more.
+
+        Raises:
+            as ``save``; an error of ``work`` comes out as it is.
+        """
+
+        def timed() -> None:
+            with self.recorder.span(name, step=step - 1, role=_WRITER):
+                work()
+
+        if self.recipe.checkpoint.background:
+            self._writer.submit(name, timed)
+        else:
+            timed()
+
+    def drain(self) -> None:
+        """Returns once everything is written that was to be written later; errors as in ``save``."""
+        self._writer.drain()
 
     def due(self, step: int, total_steps: int) -> bool:
         """A checkpoint is due after ``step`` steps: on its cadence, at the end, or because Ctrl-C was pressed."""
         return self._stop_requested or step == total_steps or step % self.recipe.checkpoint.every_steps == 0
 
     def check_stop(self, step: int) -> None:
-        """Raises ``Interrupted`` when Ctrl-C was pressed; call after the checkpoint."""
+        """Raises ``Interrupted`` when Ctrl-C was pressed, once the checkpoint is written; call after ``save``."""
         if self._stop_requested:
+            self.drain()
             raise Interrupted(self.path, step)
 
     @contextlib.contextmanager

@@ -14,9 +14,10 @@ from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.observe.trackers import read_metrics
-from quartet.trainers import casting
+from quartet.trainers import loader
 from quartet.trainers.cast import Cast, needs_old_logprobs, role_specs
 from quartet.trainers.casting import build_cast
+from quartet.trainers.loader import Passed
 from quartet.trainers.rl import RLTrainer
 
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2))
@@ -44,8 +45,8 @@ def cast_of(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Iterat
     made: list[Cast] = []
 
     def make(used: RLRecipe, rewards: list[Any] | None = None, critic: Any = None) -> Cast:
-        objects = {"model": causal_lm(), "tokenizer": tokenizer, "prompts": prompts, "evaluation_prompts": None}
-        made.append(build_cast(used, rewards=[digits] if rewards is None else rewards, critic=critic, **objects))
+        passed = Passed(causal_lm(), tokenizer, critic, [digits] if rewards is None else rewards)
+        made.append(build_cast(used, passed, prompts=prompts))
         return made[-1]
 
     yield make
@@ -177,7 +178,7 @@ def test_nothing_is_loaded_when_the_output_directory_is_taken(
     causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr(casting, "packed_causal_lm", None)
+    monkeypatch.setattr(loader, "packed_causal_lm", None)
     objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
     with pytest.raises(UserError, match="not empty"):
         RLTrainer(recipe(GRPO(), output_dir=str(tmp_path)), **objects)

@@ -128,7 +128,7 @@ def test_trajectories_are_counted_not_sequences() -> None:
 
 def test_mini_batches_keep_trajectories_whole() -> None:
     batch = two_groups().data
-    cut = UpdatePlan(2, 2, seed=0).batches(batch, 1)
+    cut = [batch.select(picked) for picked in UpdatePlan(2, 2, seed=0).selections(batch, 1)]
     assert sorted(len(part) for part in cut[:2]) == [2, 3]
     for part in cut:
         assert set(part.ids) in ({"0.0", "0.0.1", "0.1"}, {"3.0", "3.1"})

@@ -20,7 +20,7 @@ from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
-from quartet.schedule import scorers
+from quartet.schedule import model_host
 from quartet.schedule.groups import PromptGroup, chunk_of
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.advantages import Assembler
@@ -94,9 +94,9 @@ def test_only_rewards_see_the_greedy_response(
 ) -> None:
     """Sequences through the reference, the actor's forward and its updates: the sampled ones and no more."""
     frozen, forward, trained, scored = [], [], [], []
-    plain = scorers.forward_only
+    plain = model_host.forward_only
     monkeypatch.setattr(
-        local, "forward_only", lambda model, batch, *a, **k: frozen.append(len(batch)) or plain(model, batch, *a, **k)
+        model_host, "forward_only", lambda model, batch, *a, **k: frozen.append(len(batch)) or plain(model, batch, *a, **k)
     )
 
     def counted(completions: list[str], **_: Any) -> list[float]:

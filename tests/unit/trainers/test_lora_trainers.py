@@ -41,6 +41,7 @@ from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs, forward_only
 from quartet.trainers.cast import Cast, role_specs
 from quartet.trainers.casting import build_cast
+from quartet.trainers.loader import Passed
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer
@@ -79,7 +80,10 @@ def objects(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Callab
 @pytest.fixture
 def cast_of(objects: Any) -> Callable[..., Cast]:
     def make(recipe: RLRecipe, **changes: Any) -> Cast:
-        return build_cast(recipe, **{"evaluation_prompts": None, "critic": None, **objects(**changes)})
+        given = objects(**changes)
+        names = ("model", "tokenizer", "critic", "rewards")
+        passed = Passed(**{name: given.pop(name) for name in names if name in given})
+        return build_cast(recipe, passed, **given)
 
     return make
 

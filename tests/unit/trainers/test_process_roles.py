@@ -23,6 +23,7 @@ from quartet.config.rewards import ProcessModelReward
 from quartet.data.datasets import PromptItem
 from quartet.models.process_files import ProcessSettings, save_process_settings
 from quartet.observe.spans import SpanRecorder
+from quartet.schedule.handles import Here
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.local import local_arbiter, role_spec
 from quartet.schedule.worker import Worker
@@ -97,7 +98,7 @@ def chunk_with(codec: TextCodec, answers: Sequence[Sequence[str]] = ANSWERS, ste
 
 def score(role: ProcessModelRole, chunk: Chunk[RaggedBatch]) -> Any:
     worker = Worker(local_arbiter([role_spec(role.name, [role.model], ("forward",))], version=0), SpanRecorder())
-    return asyncio.run(role.scorer(worker).score(chunk))
+    return asyncio.run(role.scorer(worker, Here(role.host())).score(chunk))
 
 
 def plain_logit(role: ProcessModelRole, ids: Sequence[int]) -> float:

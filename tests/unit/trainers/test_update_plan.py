@@ -21,6 +21,10 @@ def experience(sizes: list[int], trained: list[bool] | None = None) -> RaggedBat
     return batch.with_token(loss_mask=mask).with_sequence(group=group)
 
 
+def mini_batches(plan: UpdatePlan, whole: RaggedBatch, step: int) -> list[RaggedBatch]:
+    return [whole.select(picked) for picked in plan.selections(whole, step)]
+
+
 shapes = st.integers(1, 4).flatmap(
     lambda minibatches: st.tuples(
         st.just(minibatches),
@@ -37,7 +41,7 @@ def test_mini_batches_are_whole_groups_and_cover_every_epoch(
 ) -> None:
     minibatches, sizes = shape
     whole = experience(sizes)
-    found = UpdatePlan(minibatches, epochs, seed).batches(whole, step)
+    found = mini_batches(UpdatePlan(minibatches, epochs, seed), whole, step)
     assert len(found) == minibatches * epochs
     for epoch in range(epochs):
         part = found[epoch * minibatches : (epoch + 1) * minibatches]
@@ -45,21 +49,21 @@ def test_mini_batches_are_whole_groups_and_cover_every_epoch(
         for batch in part:
             for group in set(batch.sequence["group"].tolist()):
                 assert sum(g == group for g in batch.sequence["group"].tolist()) == sizes[group]
-    again = UpdatePlan(minibatches, epochs, seed).batches(whole, step)
+    again = mini_batches(UpdatePlan(minibatches, epochs, seed), whole, step)
     assert [batch.ids for batch in again] == [batch.ids for batch in found]
 
 
 def test_the_first_epoch_is_in_prompt_order_and_later_ones_are_drawn() -> None:
     whole = experience([1] * 12)
     plan = UpdatePlan(2, 3, seed=1)
-    orders = [[name for batch in plan.batches(whole, 4)[i : i + 2] for name in batch.ids] for i in (0, 2, 4)]
+    orders = [[name for batch in mini_batches(plan, whole, 4)[i : i + 2] for name in batch.ids] for i in (0, 2, 4)]
     assert orders[0] == list(whole.ids)
     assert orders[1] != orders[0] and orders[2] != orders[1]
-    other = [name for batch in plan.batches(whole, 5)[2:4] for name in batch.ids]
+    other = [name for batch in mini_batches(plan, whole, 5)[2:4] for name in batch.ids]
     assert other != orders[1], "the order depends on the step"
 
 
 def test_a_mini_batch_without_a_trained_token_is_left_out() -> None:
-    found = UpdatePlan(2, 1, seed=0).batches(experience([2, 2, 2, 2], [False, False, True, False]), 0)
+    found = mini_batches(UpdatePlan(2, 1, seed=0), experience([2, 2, 2, 2], [False, False, True, False]), 0)
     assert [batch.ids for batch in found] == [("2.0", "2.1", "3.0", "3.1")]
-    assert UpdatePlan(2, 1, seed=0).batches(experience([2, 2], [False, False]), 0) == []
+    assert mini_batches(UpdatePlan(2, 1, seed=0), experience([2, 2], [False, False]), 0) == []

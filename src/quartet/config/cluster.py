@@ -1,0 +1,48 @@
+"""Where the processes of a run are, and how weights and parts of models travel between them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quartet.config.common import Strict
+
+
+class LocalCluster(Strict):
+    """Every role in the one process of the command; they take turns."""
+
+    type: Literal["local"] = "local"
+
+
+class RayCluster(Strict):
+    """A process per device of each pool, started by Ray: on this machine, or on a cluster that is there."""
+
+    type: Literal["ray"] = "ray"
+    address: str | None = Field(
+        None, description="Of a running cluster; left out: RAY_ADDRESS, else Ray starts on this machine."
+    )
+    cpus_per_process: float = Field(1.0, ge=0)
+    gpus_per_process: float = Field(0.0, ge=0)
+    strategy: Literal["pack", "spread"] = Field("pack", description="Nodes of a pool: as few as possible, or apart.")
+    start_timeout_s: float = Field(300.0, gt=0, description="For a pool to be granted, and its processes to start.")
+    max_restarts: int = Field(3, ge=0, description="How often a run replaces workers that died.")
+
+
+ClusterConfig = Annotated[LocalCluster | RayCluster, Field(discriminator="type")]
+
+
+class WeightSyncConfig(Strict):
+    """How new weights come to engines that have their own copy."""
+
+    transport: Literal["auto", "shared_memory", "collective", "cuda_ipc", "disk"] = Field(
+        "auto", description="auto: shared_memory on one machine, collective between several."
+    )
+    timeout_s: float = Field(120.0, gt=0, description="Longest silence of either end.")
+
+
+class OffloadConfig(Strict):
+    """Where parts go that must leave their device for others; only pools with budget_bytes ever move any."""
+
+    to: Literal["mapped_files", "pinned_memory"] = "mapped_files"
+    directory: str | None = Field(None, description="For mapped_files; the system's temporary directory by default.")

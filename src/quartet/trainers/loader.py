@@ -1,0 +1,221 @@
+"""Loads the models of an RL recipe, each when it is first asked for: a process loads those that it plays."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from quartet.config import UserError
+from quartet.config.algorithms import reads_reference
+from quartet.config.recipe import RLRecipe
+from quartet.models.loading import (
+    load_causal_lm,
+    load_scalar_model,
+    packed_causal_lm,
+    packed_scalar_model,
+    scalar_model_from,
+)
+from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.text.tokenizer import TextCodec
+from quartet.train.engine import TrainEngine
+from quartet.trainers.process_roles import process_models
+from quartet.trainers.reward_roles import RewardModelRole, reward_models
+from quartet.trainers.sources import resolve_model, resolve_tokenizer
+
+_P = TypeVar("_P", bound=PackedModel)
+Rewards = Sequence[Callable[..., Any] | PreTrainedModel]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What comes from Python in the place of what a recipe names; pickles as long as nobody has taken it over."""
+
+    model: PreTrainedModel | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    critic: PreTrainedModel | None = None
+    rewards: Rewards = ()
+    evaluation_rewards: Rewards = ()
+
+    def without_functions(self) -> Passed:
+        """What the models are made of: functions are asked by the driver alone."""
+        return Passed(self.model, self.tokenizer, self.critic, _models(self.rewards), _models(self.evaluation_rewards))
+
+
+def _models(rewards: Rewards) -> Rewards:
+    return tuple(reward for reward in rewards if isinstance(reward, PreTrainedModel))
+
+
+class Loader:
+    """
+    Args:
+        device: where the models go; None leaves them where they are (loaded ones on the CPU).
+        shares_reference: the reference of a LoRA actor is that actor without its adapters; else a model of its own.
+
+    Raises:
+        UserError: what is asked for cannot be loaded, or does not fit the rest.
+    """
+
+    def __init__(
+        self,
+        recipe: RLRecipe,
+        passed: Passed,
+        *,
+        device: torch.device | None = None,
+        shares_reference: bool = True,
+    ) -> None:
+        self.recipe = recipe
+        self.passed = passed
+        self._device = device
+        self._shares_reference = shares_reference
+        self._taken = contextlib.ExitStack()
+
+    def release(self) -> None:
+        """Gives every model back as it was."""
+        self._taken.close()
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return resolve_tokenizer(self.recipe.actor.model, self.passed.tokenizer)
+
+    @cached_property
+    def actor_model(self) -> PreTrainedModel:
+        return self._placed(resolve_model(self.recipe.actor.model, self.passed.model, load_causal_lm, "actor.model"))
+
+    @cached_property
+    def codec(self) -> TextCodec:
+        return TextCodec.of(self.tokenizer, self.actor_model.generation_config)
+
+    @cached_property
+    def actor(self) -> PackedCausalLM:
+        recipe = self.recipe
+        packed = packed_causal_lm(
+            self.actor_model,
+            recipe.actor.train.precision,
+            numerics=recipe.numerics,
+            activation_checkpointing=recipe.actor.train.activation_checkpointing,
+            lora=recipe.actor.train.lora,
+            seed=recipe.seed,
+        )
+        return self._own(packed)
+
+    @cached_property
+    def actor_engine(self) -> TrainEngine[PackedCausalLM]:
+        recipe = self.recipe
+        resting = recipe.critic.warmup_steps if recipe.algorithm.name == "ppo" else 0
+        total_steps = max(1, recipe.steps - resting) * self._updates_per_step
+        return TrainEngine(self.actor, recipe.actor.train, total_steps=total_steps, name="actor.train")
+
+    @cached_property
+    def reference(self) -> PackedCausalLM | None:
+        """Only where it is read: by a KL term, or as the teacher. The default is the actor as it starts: a copy, or the
+        actor itself where it is that without its adapters."""
+        recipe = self.recipe
+        if not reads_reference(recipe.algorithm):
+            return None
+        path, lora = recipe.reference.path, recipe.actor.train.lora
+        if path is None and lora is not None and self._shares_reference:
+            return self.actor
+        model = self._placed(load_causal_lm(path)) if path is not None else copy.deepcopy(self.actor_model)
+        model.requires_grad_(False)
+        held, needed = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, self.actor_model))
+        if held != needed:
+            raise UserError(
+                "reference and actor have different vocabularies",
+                found=f"{held} and {needed} ids",
+                remedy="use a reference with the actor's tokenizer, or leave reference.path out",
+            )
+        return self._own(packed_causal_lm(model, recipe.actor.train.precision, numerics=recipe.numerics))
+
+    @cached_property
+    def reward_models(self) -> list[RewardModelRole]:
+        return self._sources(self.recipe.rewards, self.passed.rewards)
+
+    @cached_property
+    def evaluation_models(self) -> list[RewardModelRole]:
+        """Those that are asked about held-out answers only."""
+        evaluation = self.recipe.evaluation
+        return self._sources(evaluation.rewards if evaluation is not None else (), self.passed.evaluation_rewards)
+
+    def _sources(self, configs: Sequence[Any], rewards: Rewards) -> list[RewardModelRole]:
+        found = reward_models(configs, rewards, self.codec, self.recipe.actor.train, self._placed)
+        found += process_models(configs, self.codec, self._placed)
+        for role in found:
+            self._own(role.model)
+        return found
+
+    @cached_property
+    def critic_engine(self) -> TrainEngine[PackedScalarModel] | None:
+        recipe, given = self.recipe, self.passed.critic
+        if recipe.algorithm.name != "ppo":
+            if given is not None:
+                raise UserError(
+                    "a critic is passed that the method does not have",
+                    found=f"algorithm {recipe.algorithm.name}",
+                    remedy="leave the critic out, or use ppo",
+                )
+            return None
+        model = self._placed(self._critic_model())
+        _check_apart(model, self.actor_model)
+        # Master weights are fp32, also where an object came in half precision.
+        model.float().requires_grad_(True)
+        needed, held = (int(m.get_input_embeddings().weight.shape[0]) for m in (self.actor_model, model))
+        if held < needed:
+            raise UserError(
+                "the critic's vocabulary is smaller than the actor's",
+                found=f"{held} and {needed} ids",
+                remedy="use a critic with the actor's tokenizer, or leave critic.path out",
+            )
+        config = recipe.critic.train
+        packed = packed_scalar_model(
+            model,
+            config.precision,
+            activation_checkpointing=config.activation_checkpointing,
+            lora=config.lora,
+            seed=recipe.seed,
+        )
+        total_steps = recipe.steps * self._updates_per_step
+        return TrainEngine(self._own(packed), config, total_steps=total_steps, name="critic.train")
+
+    def _critic_model(self) -> PreTrainedModel:
+        if self.passed.critic is not None:
+            return self.passed.critic
+        if self.recipe.critic.path is not None:
+            return load_scalar_model(self.recipe.critic.path)
+        native = [role.model.model for role in self.reward_models if role.codec is None]
+        if native:
+            return copy.deepcopy(native[0])
+        # Fresh adapters add nothing, but their modules would come along.
+        with self.actor.without_adapters():
+            return scalar_model_from(self.actor_model, seed=self.recipe.seed)
+
+    @property
+    def _updates_per_step(self) -> int:
+        return self.recipe.minibatches * self.recipe.epochs
+
+    def _own(self, packed: _P) -> _P:
+        """Taken over; given back by ``release``."""
+        self._taken.callback(packed.release)
+        return packed
+
+    def _placed(self, model: PreTrainedModel) -> PreTrainedModel:
+        return model if self._device is None else model.to(self._device)
+
+
+def _check_apart(critic: PreTrainedModel, actor: PreTrainedModel) -> None:
+    """Refuses a critic on the actor's own body: each optimizer would move the other's weights, and adapters of the two
+    would lie in one module and switch together."""
+    own = {id(parameter) for parameter in actor.parameters()}
+    shared = [name for name, parameter in critic.named_parameters() if id(parameter) in own]
+    if shared:
+        raise UserError(
+            "the critic shares weights with the actor",
+            found=f"{len(shared)} tensors, first {shared[0]}",
+            remedy="pass a critic with weights of its own (copy.deepcopy), or none: it then starts as a copy",
+        )
