@@ -22,6 +22,7 @@ from quartet.config.algorithms import (
     kl_term,
     reads_reference,
 )
+from quartet.config.placement import AsynchronousPlacement
 from quartet.config.rewards import ProcessModelReward
 
 if TYPE_CHECKING:
@@ -220,6 +221,34 @@ def _greedy_baseline_and_steps(recipe: RLRecipe) -> str | None:
     )
 
 
+# Placements ----------------------------------------------------------------------------------------------
+
+
+def _stale_without_correction(recipe: RLRecipe) -> str | None:
+    placement, algorithm = recipe.placement, recipe.algorithm
+    if not isinstance(placement, AsynchronousPlacement) or placement.max_staleness == 0:
+        return None
+    if not isinstance(algorithm, PolicyGradient) or algorithm.off_policy is not None:
+        return None
+    return (
+        f"an asynchronous placement trains on answers of weights up to {placement.max_staleness} versions old: set "
+        "algorithm.off_policy (importance weights), say {level: token, mode: truncate, cap: 2.0}"
+    )
+
+
+def _cut_models(recipe: RLRecipe) -> str | None:
+    cut = [role for role, of in (recipe.placement.sharding if recipe.placement else {}).items() if of.processes > 1]
+    if not cut:
+        return None
+    return f"placement.sharding: models cannot be cut over processes yet ({', '.join(cut)}); leave it out"
+
+
+def _cluster_without_placement(recipe: RLRecipe) -> str | None:
+    if recipe.cluster.type == "local" or recipe.placement is not None:
+        return None
+    return "cluster.type ray needs a placement: say which role works where, {type: full_offload, pool: {}} say"
+
+
 CHECKS: tuple[Check, ...] = (
     _minibatches,
     _group_size,
@@ -240,6 +269,9 @@ CHECKS: tuple[Check, ...] = (
     _refreshed_reference,
     _reward_names,
     _greedy_baseline_and_steps,
+    _stale_without_correction,
+    _cut_models,
+    _cluster_without_placement,
 )
 
 

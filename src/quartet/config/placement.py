@@ -237,6 +237,8 @@ def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlace
             raise _homeless(config, name, kind)
     for pool in pools.values():
         _check_used(pool, home, kinds)
+    # Functions score, too, and need no pool.
+    kinds.add("reward")
     after: Edges = config.after if isinstance(config, _Pools) else {stage: ("generate",) for stage in SCORING}
     asynchronous = config if isinstance(config, AsynchronousPlacement) else None
     return ResolvedPlacement(

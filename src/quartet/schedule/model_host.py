@@ -12,6 +12,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import SPLIT, dispatch
 from quartet.models.packed import PackedModel
+from quartet.schedule.leases import Mode
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import LossTerm, Needs, Objective, TrainEngine, forward_only
 
@@ -32,6 +33,15 @@ class ModelStats:
     num_oom: int
     num_skipped: int = 0
     token_budget: int = 0
+
+
+def model_bytes(model: PackedModel) -> int:
+    return sum(p.numel() * p.element_size() for p in model.model.parameters())
+
+
+def train_bytes(model: PackedModel) -> int:
+    """Gradients and two moments of the parameters that learn: all of them, or adapters."""
+    return 3 * sum(p.numel() * p.element_size() for p in model.model.parameters() if p.requires_grad)
 
 
 class FrozenHost:
@@ -56,6 +66,10 @@ class FrozenHost:
 
     def stats(self) -> ModelStats:
         return ModelStats(self._budget.num_oom)
+
+    def sizes(self) -> dict[Mode, int]:
+        """Bytes that must be on the device in each mode."""
+        return {"forward": model_bytes(self.packed)}
 
     def weights(self) -> dict[str, Tensor]:
         """The model's whole state."""
@@ -84,6 +98,11 @@ class TrainedHost:
         engine = self.engine
         return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens)
 
+    def sizes(self) -> dict[Mode, int]:
+        """Bytes that must be on the device in each mode: parameters, and for training what comes with them."""
+        size = model_bytes(self.engine.packed)
+        return {"forward": size, "train": size + train_bytes(self.engine.packed)}
+
     def state(self) -> dict[str, Any]:
         """Everything that an exact resume needs."""
         return self.engine.state()
@@ -105,6 +124,9 @@ class BareHost(FrozenHost):
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         with self.packed.without_adapters():
             return super().forward(batch, needs)
+
+    def sizes(self) -> dict[Mode, int]:
+        return {"forward": 0}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         raise RuntimeError("this model's weights are somebody else's")

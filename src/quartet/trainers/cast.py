@@ -27,8 +27,7 @@ from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import chunk_of
 from quartet.schedule.handles import Handle, Here
 from quartet.schedule.iteration import Scorer
-from quartet.schedule.leases import RoleSpec
-from quartet.schedule.local import role_spec
+from quartet.schedule.leases import Mode
 from quartet.schedule.model_host import BareHost, FrozenHost, ModelStats, TrainedHost
 from quartet.schedule.rollout import CanaryProbe, LocalRollout
 from quartet.schedule.scorers import ModelScorer
@@ -87,6 +86,10 @@ class Cast:
         kind, train = BareHost if self.shares_reference else FrozenHost, self.recipe.actor.train
         chunk, share = train.logprob_chunk, train.share_prefixes
         return kind(reference, self.reference_budget, logprob_chunk=chunk, share_prefixes=share)
+
+    def sizes(self) -> dict[str, dict[Mode, int]]:
+        """Role → mode → bytes that must be on its device, with an engine that shares the actor's weights."""
+        return {"rollout": {"generate": 0}, **{name: host.sizes() for name, host in self.hosts().items()}}
 
     async def stats(self) -> dict[str, ModelStats]:
         """Of every role's host."""
@@ -292,15 +295,3 @@ def longest_sequence(config: EnvironmentConfig, context: int) -> int:
             remedy="set environment.max_tokens",
         )
     return min(context, config.max_tokens or context)
-
-
-def role_specs(cast: Cast) -> list[RoleSpec]:
-    specs = [role_spec("actor", [cast.actor.packed], ("forward", "train"))]
-    specs.append(role_spec("rollout", [], ("generate",)))
-    if cast.critic is not None:
-        specs.append(role_spec("critic", [cast.critic.packed], ("forward", "train")))
-    if cast.reference is not None:
-        own = [] if cast.shares_reference else [cast.reference]
-        specs.append(role_spec("reference", own, ("forward",)))
-    scoring = cast.reward_models + cast.evaluation_models
-    return specs + [role_spec(role.name, [role.model], ("forward",)) for role in scoring]

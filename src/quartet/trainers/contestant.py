@@ -18,7 +18,7 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rollout.cuda_engine import engine_for
 from quartet.rollout.protocol import Completion, Request, RolloutEngine
 from quartet.schedule.handles import Here
-from quartet.schedule.local import local_arbiter, role_spec
+from quartet.schedule.local import local_arbiter
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.answers import StoredAnswer, matched
@@ -158,6 +158,7 @@ class Contestant:
         return await score_completions(items, completions, texts, self._scorers(recorder), step=0, finished=finished)
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[RewardScorer]:
-        specs = [role_spec(role.name, [role.model], ("forward",)) for role in self.models]
-        handles = {role.name: Here(role.host()) for role in self.models}
-        return reward_scorers(Worker(local_arbiter(specs, version=0), recorder), self.models, self.functions, handles)
+        hosts = {role.name: role.host() for role in self.models}
+        arbiter = local_arbiter({name: host.sizes() for name, host in hosts.items()}, version=0)
+        handles = {name: Here(host) for name, host in hosts.items()}
+        return reward_scorers(Worker(arbiter, recorder), self.models, self.functions, handles)

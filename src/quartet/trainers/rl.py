@@ -33,7 +33,7 @@ from quartet.schedule.worker import Worker
 from quartet.train.engine import Objective
 from quartet.train.objectives import PolicyObjective, ValueObjective, trajectory_index
 from quartet.trainers.advantages import Assembler, Experience
-from quartet.trainers.cast import Cast, needs_greedy, role_specs
+from quartet.trainers.cast import Cast, needs_greedy
 from quartet.trainers.casting import build_cast
 from quartet.trainers.dynamic_sampling import DynamicSampling
 from quartet.trainers.episodes import AnyGroup, GroupSource, episode_metrics
@@ -312,7 +312,7 @@ class RLTrainer:
 
     def _roles(self, step: int) -> tuple[Roles[AnyGroup, RaggedBatch, Any, Experience], LocalRollout]:
         recipe, cast = self.recipe, self.cast
-        arbiter = local_arbiter(role_specs(cast), version=step)
+        arbiter = local_arbiter(cast.sizes(), version=step)
         self._worker = Worker(arbiter, self.run.recorder)
         rollout = cast.rollout(
             self._worker, version=step, on_finished=self._on_finished if cast.environment is None else None

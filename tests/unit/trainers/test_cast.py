@@ -15,7 +15,7 @@ from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.observe.trackers import read_metrics
 from quartet.trainers import loader
-from quartet.trainers.cast import Cast, needs_old_logprobs, role_specs
+from quartet.trainers.cast import Cast, needs_old_logprobs
 from quartet.trainers.casting import build_cast
 from quartet.trainers.loader import Passed
 from quartet.trainers.rl import RLTrainer
@@ -73,7 +73,7 @@ def test_only_what_the_method_reads_is_loaded(
 ) -> None:
     used = recipe(algorithm, **changes)
     cast = cast_of(used)
-    assert {spec.name for spec in role_specs(cast)} == roles
+    assert cast.sizes().keys() == roles
     assert (cast.critic is None) == ("critic" not in roles)
     assert (cast.reference is None) == ("reference" not in roles)
     assert len(cast.models()) == len(roles) - 1, "the rollout engine shares the actor"

@@ -96,7 +96,9 @@ def test_only_rewards_see_the_greedy_response(
     frozen, forward, trained, scored = [], [], [], []
     plain = model_host.forward_only
     monkeypatch.setattr(
-        model_host, "forward_only", lambda model, batch, *a, **k: frozen.append(len(batch)) or plain(model, batch, *a, **k)
+        model_host,
+        "forward_only",
+        lambda model, batch, *a, **k: frozen.append(len(batch)) or plain(model, batch, *a, **k),
     )
 
     def counted(completions: list[str], **_: Any) -> list[float]:

@@ -39,7 +39,7 @@ from quartet.schedule.local import local_arbiter
 from quartet.schedule.rollout import CanaryProbe, LocalRollout
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs, forward_only
-from quartet.trainers.cast import Cast, role_specs
+from quartet.trainers.cast import Cast
 from quartet.trainers.casting import build_cast
 from quartet.trainers.loader import Passed
 from quartet.trainers.reward_model import RewardModelTrainer
@@ -110,7 +110,7 @@ def test_the_reference_is_the_actor_without_its_adapters(cast_of: Any, causal_lm
 
 def test_roles_keep_no_states_of_what_is_frozen(cast_of: Any) -> None:
     cast = cast_of(rl(PPO(kl=KL)))
-    sizes = {spec.name: spec.resident_bytes for spec in role_specs(cast)}
+    sizes = cast.sizes()
     for name, engine in cast.engines().items():
         whole = sum(p.nbytes for p in engine.packed.model.parameters())
         learning = sum(p.nbytes for p in engine.packed.adapters.trained.values())
@@ -142,7 +142,7 @@ async def rolled_out(
     cast: Cast, scored: bool, recorder: SpanRecorder
 ) -> tuple[list[Completion], RaggedBatch, list[Tensor]]:
     """Completions of two groups, a first chunk, and the reference's columns of it, again and again meanwhile."""
-    worker = Worker(local_arbiter(role_specs(cast), version=0), recorder)
+    worker = Worker(local_arbiter(cast.sizes(), version=0), recorder)
     rollout = cast.rollout(worker, version=0)
     reference: Any = next(s for s in cast.scorers(worker) if getattr(s, "role", "") == "reference")
     chunk = chunk_of(0, 0, [await rollout.generate(0)], cast.completion_text)
@@ -183,7 +183,7 @@ def test_the_reference_reads_the_actor_so_nobody_trains_it_meanwhile(cast_of: An
     order: list[str] = []
 
     async def run() -> None:
-        arbiter = local_arbiter(role_specs(cast), version=0)
+        arbiter = local_arbiter(cast.sizes(), version=0)
         worker = Worker(arbiter, SpanRecorder(tmp_path / "spans.jsonl"))
         reference: Any = next(s for s in cast.scorers(worker) if getattr(s, "role", "") == "reference")
         assert dict(reference.reads) == {"actor": None}
@@ -270,7 +270,7 @@ def test_a_canary_hears_adapters_that_were_not_sent(cast_of: Any, causal_lm: Any
     sent: dict[str, Any] = {"source": lambda: list(cast.actor.weights())}
 
     async def publish(version: int) -> dict[str, float]:
-        worker = Worker(local_arbiter(role_specs(cast), version=version), SpanRecorder(tmp_path / f"{version}.jsonl"))
+        worker = Worker(local_arbiter(cast.sizes(), version=version), SpanRecorder(tmp_path / f"{version}.jsonl"))
         rollout = LocalRollout(
             worker,
             NativeEngine(own, owns_weights=True, version=version),

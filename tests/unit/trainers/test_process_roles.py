@@ -25,7 +25,7 @@ from quartet.models.process_files import ProcessSettings, save_process_settings
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.handles import Here
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.local import local_arbiter, role_spec
+from quartet.schedule.local import local_arbiter
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
@@ -97,7 +97,7 @@ def chunk_with(codec: TextCodec, answers: Sequence[Sequence[str]] = ANSWERS, ste
 
 
 def score(role: ProcessModelRole, chunk: Chunk[RaggedBatch]) -> Any:
-    worker = Worker(local_arbiter([role_spec(role.name, [role.model], ("forward",))], version=0), SpanRecorder())
+    worker = Worker(local_arbiter({role.name: role.host().sizes()}, version=0), SpanRecorder())
     return asyncio.run(role.scorer(worker, Here(role.host())).score(chunk))
 
 

@@ -6,15 +6,18 @@ import errno
 import fcntl
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, RLRecipe, SFTRecipe
 from quartet.observe.jsonl import read_rows
+from quartet.observe.rollouts import RolloutWriter
 from quartet.trainers.run import Interrupted, RunDirectory
 
 RECIPE = SFTRecipe(log=LogConfig(tensorboard=False), steps=4)
@@ -133,11 +136,143 @@ def test_the_creation_date_and_the_recipe_survive_a_resume(tmp_path: Path) -> No
 
 def test_checkpoints_are_found_newest_first_and_pruned(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run", RECIPE) as run:
+        run.start(0)
         for step in (2, 4, 6):
             run.save(step, {"engine": {"x": step}}, {"note": f"after {step}"})
         assert run.saved_steps() == [4, 6]
         step, parts, info = run.latest() or (0, {}, {})
     assert (step, parts, info["note"]) == (6, {"engine": {"x": 6}}, "after 6")
+
+
+class Slow:
+    """Holds up every file that is synced, until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self._sync = os.fsync
+        monkeypatch.setattr(os, "fsync", self)
+
+    def __call__(self, descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.begun.set()
+            assert self.go.wait(10)
+        self._sync(descriptor)
+
+
+def test_a_checkpoint_holds_the_state_of_its_step_although_it_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    state = {"weight": torch.zeros(3)}
+    info = {"metrics": {"loss": 1.0}}
+    with RunDirectory(tmp_path / "run", RECIPE) as run:
+        run.start(0)
+        run.save(1, {"engine": state}, info)
+        assert slow.begun.wait(10), "the run goes on while the checkpoint is written"
+        state["weight"].add_(1)
+        info["metrics"]["loss"] = 2.0
+        slow.go.set()
+        assert run.saved_steps() == [1], "waits for the one that is being written"
+        step, parts, found = run.latest() or (0, {}, {})
+    assert (step, parts["engine"]["weight"].tolist(), found["metrics"]) == (1, [0.0] * 3, {"loss": 1.0})
+    spans = {row["name"]: row for row in read_rows(tmp_path / "run" / "spans.jsonl")}
+    assert spans.keys() == {"checkpoint_snapshot", "checkpoint"}
+    assert all(row["role"] == "writer" and row["step"] == 0 for row in spans.values())
+    assert spans["checkpoint"]["start_s"] >= spans["checkpoint_snapshot"]["end_s"]
+
+
+def test_a_checkpoint_is_complete_only_after_the_records_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    rollout = tmp_path / "run" / "rollouts" / "step_000001.jsonl.gz"
+    with RunDirectory(tmp_path / "run", RECIPE) as run:
+        run.start(0)
+        writer = RolloutWriter(tmp_path / "run" / "rollouts")
+        run.write_later("write_rollouts", 1, lambda: writer.write(1, []))
+        run.save(1, {}, {})
+        assert slow.begun.wait(10)
+        assert not rollout.exists() and not run.checkpoints.exists()
+        slow.go.set()
+    assert rollout.exists() and RunDirectory(tmp_path / "run", RECIPE, resume=True).saved_steps() == [1]
+
+
+def test_without_background_everything_is_written_at_once(tmp_path: Path) -> None:
+    recipe = RECIPE.model_copy(update={"checkpoint": CheckpointConfig(background=False)})
+    where = []
+    with RunDirectory(tmp_path / "run", recipe) as run:
+        run.start(0)
+        run.write_later("write_rollouts", 1, lambda: where.append(threading.current_thread()))
+        assert where == [threading.main_thread()]
+        run.save(1, {"engine": {"x": 1}}, {})
+        assert os.listdir(run.checkpoints) == ["step_00000001"]
+    names = [row["name"] for row in read_rows(tmp_path / "run" / "spans.jsonl")]
+    assert names == ["write_rollouts", "checkpoint"]
+
+
+def _full_disk(descriptor: int) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("later", ["save", "write_later", "check_stop", "finish", "end"])
+def test_a_failure_in_the_background_ends_the_run_with_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(UserError) as caught, RunDirectory(path, RECIPE) as run:
+        run.start(0)
+        run.save(1, {"engine": {"x": 1}}, {})
+        run.drain()
+        monkeypatch.setattr(os, "fsync", _full_disk)
+        run.save(2, {"engine": {"x": 2}}, {})
+        if later == "save":
+            run.save(3, {}, {})
+        elif later == "write_later":
+            while True:
+                run.write_later("write_rollouts", 3, lambda: None)
+        elif later == "check_stop":
+            run._stop_requested = True
+            run.check_stop(2)
+        elif later == "finish":
+            run.finish({})
+    assert "step_00000002 could not be written" in caught.value.problem and "No space left" in caught.value.found
+    assert status(path) == "failed" and not (path / "summary.json").exists()
+    assert RunDirectory(path, RECIPE, resume=True).saved_steps() == [1]
+
+
+def test_rollouts_that_the_disk_refuses_become_a_message_and_no_checkpoint_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(UserError) as caught, RunDirectory(path, RECIPE) as run:
+        run.start(0)
+        monkeypatch.setattr(os, "fsync", _full_disk)
+        run.write_later("write_rollouts", 1, lambda: RolloutWriter(path / "rollouts").write(1, []))
+        run.save(1, {}, {})
+        run.finish({})
+    assert "could not be written" in caught.value.problem and "No space left" in caught.value.found
+    assert RunDirectory(path, RECIPE, resume=True).saved_steps() == [] and status(path) == "failed"
+
+
+def test_a_failing_run_still_saves_what_it_handed_over(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(ValueError, match="broken"), RunDirectory(path, RECIPE) as run:
+        run.start(0)
+        run.save(1, {"engine": {"x": 1}}, {})
+        raise ValueError("broken")
+    assert RunDirectory(path, RECIPE, resume=True).saved_steps() == [1]
+
+
+def test_the_error_on_its_way_out_matters_more_than_the_writer_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="broken"), RunDirectory(tmp_path / "run", RECIPE) as run:
+        run.start(0)
+        monkeypatch.setattr(os, "fsync", _full_disk)
+        run.save(1, {}, {})
+        raise ValueError("broken")
+    assert status(tmp_path / "run") == "failed"
 
 
 def test_records_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
