@@ -25,7 +25,6 @@ from common import (
     Group,
     arguments,
     build_tokenizer,
-    markdown,
     model_config,
     saved_model,
     varied_lengths,
@@ -34,7 +33,7 @@ from common import (
 from floor import floor_of, trace, update_operations
 from rates import Rates
 from rollout import TORCH_NAMES
-from sides import SideSpec, peer_versions, summary, take_turns, work_folder
+from sides import SideSpec, peer_versions, sides_table, summary, take_turns, work_folder
 
 CASES = ("small/dpo/256", "small/reward/256", "small/dpo/64", "small/reward/64")
 SIDES = ("native", "trl", "trl-default")
@@ -118,44 +117,8 @@ def measure(case: str, dtype: str, args: Any, rates: Rates) -> dict[str, Any]:
 
 
 def table(parts: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for part in parts:
-        native = part["sides"].get("native", {})
-        for name, found in part["sides"].items():
-            if "seconds" not in found:
-                rows.append([part["case"], part["dtype"], name, "failed", "", "", "", "", "", "", ""])
-                continue
-            ratio = memory = ""
-            if name != "native" and "seconds" in native:
-                ratio = f"{found['seconds'] / native['seconds']:.2f}"
-                memory = f"{native['peak_bytes'] / found['peak_bytes']:.2f}"
-            rows.append(
-                [
-                    part["case"],
-                    part["dtype"],
-                    name,
-                    f"{found['seconds']:.2f}",
-                    f"{found['pairs_per_s']:.2f}",
-                    ratio,
-                    f"{part['floor'] / found['seconds']:.0%}",
-                    f"{found['tokens']:.0f}",
-                    f"{found['peak_bytes'] / 2**30:.2f}",
-                    memory,
-                    str(found["turns"]),
-                ]
-            )
-    head = [
-        "case",
-        "dtype",
-        "side",
-        "s/step",
-        "pairs/s",
-        "native over it",
-        "of the floor",
-        "tokens computed",
-        "peak GiB",
-    ]
-    return markdown([*head, "native's peak over it", "turns"], rows)
+    extra = {"tokens computed": lambda found: f"{found['tokens']:.0f}"}
+    return sides_table(parts, "pairs_per_s", lambda part: float(part["floor"]), extra)
 
 
 def main() -> None:

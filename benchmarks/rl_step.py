@@ -35,7 +35,7 @@ from common import (
 from floor import floor_of, forward_operations, trace, update_operations
 from rates import Rates
 from rollout import TORCH_NAMES, decode_floor
-from sides import SideSpec, peer_versions, summary, take_turns, work_folder
+from sides import SideSpec, peer_versions, sides_table, summary, take_turns, work_folder
 
 CASES = (
     "small/grpo/128",
@@ -122,33 +122,7 @@ def measure(text: str, dtype: str, args: Any, rates: Rates) -> dict[str, Any]:
 
 
 def table(parts: Sequence[dict[str, Any]]) -> str:
-    rows = []
-    for part in parts:
-        native = part["sides"].get("native", {})
-        for name, found in part["sides"].items():
-            if "seconds" not in found:
-                rows.append([part["case"], part["dtype"], name, "failed", "", "", "", "", "", ""])
-                continue
-            ratio = memory = ""
-            if name != "native" and "seconds" in native:
-                ratio = f"{found['seconds'] / native['seconds']:.2f}"
-                memory = f"{native['peak_bytes'] / found['peak_bytes']:.2f}"
-            rows.append(
-                [
-                    part["case"],
-                    part["dtype"],
-                    name,
-                    f"{found['seconds']:.2f}",
-                    f"{found['samples_per_s']:.2f}",
-                    ratio,
-                    f"{sum(part['floor'].values()) / found['seconds']:.0%}",
-                    f"{found['peak_bytes'] / 2**30:.2f}",
-                    memory,
-                    str(found["turns"]),
-                ]
-            )
-    head = ["case", "dtype", "side", "s/step", "samples/s", "native over it", "of the floor", "peak GiB"]
-    return markdown([*head, "native's peak over it", "turns"], rows)
+    return sides_table(parts, "samples_per_s", lambda part: sum(part["floor"].values()))
 
 
 def phase_table(parts: Sequence[dict[str, Any]]) -> str:

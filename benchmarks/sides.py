@@ -10,11 +10,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from common import markdown
 from peers.environments import DEFAULT_ROOT, python_of, versions_of
 
 HERE = Path(__file__).resolve().parent
@@ -169,6 +171,39 @@ def summary(side: Side) -> dict[str, Any]:
         found["all_seconds"] = [round(answer["seconds"], 4) for answer in side.answers]
         found["peak_bytes"] = max(answer["peak_bytes"] for answer in side.answers)
     return found
+
+
+def sides_table(
+    parts: Sequence[Mapping[str, Any]],
+    rate: str,
+    floor_s: Callable[[Mapping[str, Any]], float],
+    extra: Mapping[str, Callable[[Mapping[str, Any]], str]] = MappingProxyType({}),
+) -> str:
+    """Every side of every part, beside ours.
+
+    Args:
+        rate: the figure that counts per second, as ``samples_per_s``.
+        floor_s: seconds of the least work of a part.
+        extra: more columns of a side, by their heads.
+    """
+    head = ["case", "dtype", "side", "s/step", rate.replace("_per_", "/"), "native over it", "of the floor", *extra]
+    head += ["peak GiB", "native's peak over it", "turns"]
+    rows = []
+    for part in parts:
+        native = part["sides"].get("native", {})
+        for name, found in part["sides"].items():
+            row = [part["case"], part["dtype"], name]
+            if "seconds" not in found:
+                rows.append([*row, "failed", *[""] * (len(head) - 4)])
+                continue
+            ratio = memory = ""
+            if name != "native" and "seconds" in native:
+                ratio = f"{found['seconds'] / native['seconds']:.2f}"
+                memory = f"{native['peak_bytes'] / found['peak_bytes']:.2f}"
+            row += [f"{found['seconds']:.2f}", f"{found[rate]:.2f}", ratio, f"{floor_s(part) / found['seconds']:.0%}"]
+            row += [of(found) for of in extra.values()]
+            rows.append([*row, f"{found['peak_bytes'] / 2**30:.2f}", memory, str(found["turns"])])
+    return markdown(head, rows)
 
 
 def peer_versions(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import importlib.util
 import os
 import sys
@@ -87,6 +89,8 @@ class Member(Worker):
         if self.rank == rank:
             if kind == "user":
                 raise UserError("no room", found="3 GB", remedy="ask for less")
+            if kind == "exit":
+                sys.exit("this rank gives up")
             raise ValueError("this rank was told to fail")
         return self.rank
 
@@ -313,12 +317,47 @@ def test_a_future_has_the_blocking_calls_result(scorers: tuple[WorkerGroup, Work
 
 
 def test_a_future_can_be_awaited(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
-    import asyncio
-
     async def both() -> list[Any]:
         return list(await asyncio.gather(scorers[0].double(["a", "b"]), scorers[1].double(["c"])))
 
     assert asyncio.run(both()) == [["aa", "bb"], ["cc"]]
+
+
+def test_who_awaits_a_future_does_not_poll(
+    backend: Backend, scorers: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poll(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it asks whether it is there")
+
+    async def several() -> list[Any]:
+        once = scorers[0].double(["a", "b"])
+        batch = scorers[1].score.submit(BATCH)
+        return [*await asyncio.gather(once, once, once.finished(), batch), await once]
+
+    monkeypatch.setattr(backend, "wait", poll)
+    monkeypatch.setattr(asyncio, "sleep", poll)
+    first, second, manifests, columns, again = asyncio.run(several())
+    assert first == second == again == ["aa", "bb"] and sum(m.num_items for m in manifests) == 2
+    assert torch.equal(join(BATCH, columns).token["score"], BATCH.input_ids * 10.0)
+
+
+def test_large_results_are_awaited_as_well(four: WorkerGroup) -> None:
+    value = torch.arange(100_000)
+
+    async def ask() -> Any:
+        return await four.own.submit([value + rank for rank in range(4)])
+
+    for rank, (own, got) in enumerate(asyncio.run(ask())):
+        assert own == rank and torch.equal(got, value + rank)
+
+
+def test_an_awaited_call_fails_as_one_that_blocks(four: WorkerGroup) -> None:
+    async def ask() -> Any:
+        return await four.call("fail_on", 2, "value", blocking=False)
+
+    with pytest.raises(WorkerError, match="fail_on raised in rank 2 of group 'four'") as caught:
+        asyncio.run(ask())
+    assert str(caught.value).count("Traceback (most recent call last)") == 1
 
 
 @pytest.mark.parametrize(("makes", "reads"), [(0, 0), (0, 1), (1, 0)], ids=["same split", "2 to 3", "3 to 2"])
@@ -385,6 +424,12 @@ def test_a_mistake_of_the_user_stays_one(four: WorkerGroup) -> None:
     assert caught.value.found == "3 GB (rank 1 of group 'four')"
 
 
+def test_a_library_that_gives_up_fails_its_call(four: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="SystemExit: this rank gives up"):
+        four.fail_on(1, "exit")
+    assert four.fail_on(9, "exit") == [0, 1, 2, 3], "and the worker lives on"
+
+
 def test_a_failed_call_fails_what_works_on_its_result(scorers: tuple[WorkerGroup, WorkerGroup]) -> None:
     broken = scorers[0].break_down(["x", "y"])
     after = scorers[1].double(broken)
@@ -416,11 +461,49 @@ def test_a_process_that_was_ended_is_dead_until_the_group_is_restarted(backend: 
     roles["ref"].restart()
     assert roles["ref"].dead() == []
     assert roles["actor"].add(0) == [10, 11], "all roles are made anew"
-    with pytest.raises(ClusterError, match="restarted 1 times already"):
+    with pytest.raises(ClusterError, match=r"restarted 1 times already, which is its limit; rank 1 .* died"):
         roles["actor"].restart()
     roles["actor"].stop()
     with pytest.raises(ClusterError, match="was stopped"):
         roles["ref"].add(1)
+
+
+def test_what_a_rank_failed_with_before_a_restart_is_not_its_last_error(backend: Backend) -> None:
+    group = WorkerGroup(ResourcePool([1], **TINY), Member)
+    with pytest.raises(WorkerError):
+        group.fail_on(0, "value")
+    backend.stop(group._processes.handles)
+    with pytest.raises(WorkerDied) as caught:
+        group.add(1)
+    assert caught.value.death.last_error == "ValueError: this rank was told to fail"
+    group.restart()
+    backend.stop(group._processes.handles)
+    with pytest.raises(WorkerDied) as caught:
+        group.add(1)
+    assert "told to fail" not in str(caught.value)
+    group.stop()
+
+
+def test_a_death_is_noticed_without_a_call(backend: Backend) -> None:
+    group = WorkerGroup(ResourcePool([2], **TINY), Member, name="watched")
+
+    async def watch() -> tuple[list[Any], list[Any]]:
+        first = asyncio.create_task(group.died(every_s=0.1))
+        await asyncio.sleep(0.3)
+        assert not first.done(), "they live"
+        await asyncio.to_thread(group.restart)
+        await asyncio.sleep(0.3)
+        assert not first.done(), "whom a restart ended is nobody's concern"
+        backend.stop(group._processes.handles[1:])
+        found = await asyncio.wait_for(first, 30)
+        second = asyncio.create_task(group.died(every_s=0.1))
+        return found, await asyncio.wait_for(second, 30)
+
+    for found in asyncio.run(watch()):
+        assert [(death.group, death.rank) for death in found] == [("watched", 1)]
+    group.stop()
+    with pytest.raises(ClusterError, match="was stopped"):
+        asyncio.run(group.died())
 
 
 # Roles, names, pools -------------------------------------------------------------------------------------
@@ -453,6 +536,15 @@ def test_groups_share_a_pool(backend: Backend) -> None:
     assert "set groups=3 on the pool" in caught.value.remedy
     one.stop()
     other.stop()
+
+
+def test_a_group_whose_handle_was_dropped_still_has_its_place(backend: Backend) -> None:
+    pool = ResourcePool([1], **TINY)
+    WorkerGroup(pool, Member, name="forgotten")
+    gc.collect()
+    with pytest.raises(UserError, match=r"the pool \[1\] is taken") as caught:
+        WorkerGroup(pool, Member)
+    assert "'forgotten'" in caught.value.found
 
 
 def test_more_processes_than_devices_are_refused_before_anything_starts(backend: Backend) -> None:

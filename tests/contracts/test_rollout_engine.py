@@ -64,7 +64,7 @@ def native_shared(model: PreTrainedModel, kind: type[NativeEngine] = NativeEngin
 
 def native_own(model: PreTrainedModel, kind: type[NativeEngine] = NativeEngine) -> Case:
     packed = PackedCausalLM(copy.deepcopy(model))
-    engine = kind(packed, owns_weights=True, max_running=8, decode=decode)
+    engine = kind(packed, owns_weights=True, max_running=8, decode=decode, version=0)
     return Case(engine, lambda other, version: engine.update_weights(other.named_parameters(), version))
 
 

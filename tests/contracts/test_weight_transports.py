@@ -493,10 +493,12 @@ class Slow(TensorSink):
         super().write(name, start, values)
 
 
+@pytest.mark.parametrize("patience_s", [10.0, 1.0])
 @pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES, indirect=True)
-def test_a_receiver_that_hangs_is_named(open_ends: Open, kind: str) -> None:
+def test_a_receiver_that_hangs_is_named(open_ends: Open, kind: str, patience_s: float) -> None:
+    """Also where another one gets tired of waiting before the sender does."""
     quick, slow = (TensorSink(ends.empty_like(weights()).items()), Slow(ends.empty_like(weights()).items()))
-    transport = open_ends(quick, slow, timeout_s=1.0, receiver_timeout_s=10.0)
+    transport = open_ends(quick, slow, timeout_s=1.0, receiver_timeout_s=patience_s)
     transport.synced(source_of(weights(1)), 1)
     slow.stop = threading.Event()
     results: list[Any] = [None, None]

@@ -119,11 +119,38 @@ def test_what_the_cluster_cannot_grant_is_refused_with_what_it_has(spread: Worke
     assert caught.value.remedy == "use ResourcePool([2, 2])"
 
 
-def test_what_others_hold_is_waited_for_and_named(spread: WorkerGroup) -> None:
+def test_what_this_program_holds_is_not_waited_for(spread: WorkerGroup) -> None:
+    start = time.monotonic()
     with pytest.raises(UserError) as caught:
-        WorkerGroup(ResourcePool([2]), Scorer, start_timeout_s=1.0)
+        WorkerGroup(ResourcePool([2]), Scorer)
+    assert time.monotonic() - start < 10
+    assert "cannot grant the pool [2] (pack) beside 2 others" in caught.value.problem
+    assert "has 0.9 CPU" in caught.value.found and "has 1 CPU" in caught.value.found
+    assert "use ResourcePool([1])" in caught.value.remedy
+
+
+def test_what_others_hold_is_waited_for_and_named(spread: WorkerGroup) -> None:
+    other = ray.util.placement_group([{"CPU": 1}])
+    assert other.wait(30)
+    with pytest.raises(UserError) as caught:
+        WorkerGroup(ResourcePool([1]), Scorer, start_timeout_s=1.0)
+    ray.util.remove_placement_group(other)
     assert "was not granted within 1 s" in caught.value.problem
-    assert "1 CPU free of 2 CPU" in caught.value.found
+    assert "0 CPU free of 2 CPU" in caught.value.found
+
+
+def test_a_second_back_end_shares_the_connection(spread: WorkerGroup, cluster: object) -> None:
+    with connect("ray", address=cluster.address):  # type: ignore[attr-defined]
+        pass
+    assert ray.is_initialized() and len(spread.where()) == 2
+    made = spread.large(10)
+    from_wire = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quartet.cluster.wire.np.array", lambda array: from_wire.append(1) or array.copy())
+        made.result()
+    assert from_wire, "tensors still travel as raw bytes"
+    with pytest.raises(UserError, match="connected to another Ray cluster"):
+        connect("ray", address="10.255.255.1:6379")
 
 
 def test_another_driver_finds_a_detached_group(spread: WorkerGroup, cluster: object, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 Reads one JSON object per line: ``{"argv": […], "cwd": …, "output": path, "kill": [event, n] or null}`` starts a
 command and answers ``{"pid": …}``; ``{"wait": pid}`` answers ``{"status": …}`` as ``os.waitpid`` has it. ``kill`` sends
 SIGKILL to the command right before the n-th event (from 1): ``fsync``, ``replace``, ``log`` (a row of metrics),
-``update`` (an optimizer step) or ``decode`` (an engine step).
+``update`` (an optimizer step), ``decode`` (an engine step), ``snapshot`` (the copy for a checkpoint), ``meanwhile`` (an
+engine step or an update while a checkpoint is being written, which is slowed down so that there are such) or ``finish``
+(the summary).
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from typing import Any
 
@@ -19,6 +23,7 @@ from quartet.cli.main import main
 from quartet.observe.trackers import JsonlTracker
 from quartet.rollout.engine import NativeEngine
 from quartet.train.engine import TrainEngine
+from quartet.trainers import run as run_module
 
 EVENTS: dict[str, tuple[Any, str]] = {
     "fsync": (os, "fsync"),
@@ -26,22 +31,55 @@ EVENTS: dict[str, tuple[Any, str]] = {
     "log": (JsonlTracker, "log"),
     "update": (TrainEngine, "train_step"),
     "decode": (NativeEngine, "step"),
+    "snapshot": (run_module, "snapshot"),
+    "finish": (run_module.RunDirectory, "finish"),
 }
+SLOWED_S = 0.5
 
 
 def kill_before(event: str, n: int) -> None:
-    owner, name = EVENTS[event]
-    original = getattr(owner, name)
+    saving = threading.Event()
+    if event == "meanwhile":
+        slow_down(saving)
+        owners = [EVENTS["decode"], EVENTS["update"]]
+    else:
+        owners = [EVENTS[event]]
+        saving.set()
     seen = 0
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal seen
-        seen += 1
-        if seen == n:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
+    def counted(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += saving.is_set()
+            if seen == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
 
-    setattr(owner, name, counted)
+        return call
+
+    for owner, name in owners:
+        setattr(owner, name, counted(getattr(owner, name)))
+
+
+def slow_down(saving: threading.Event) -> None:
+    """Sets ``saving`` from the copy for a checkpoint until it is written, and makes each of its files take its time."""
+    snapshot, save, fsync = run_module.snapshot, run_module.save_checkpoint, os.fsync
+
+    def begin(parts: Any) -> Any:
+        saving.set()
+        return snapshot(parts)
+
+    def end(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return save(*args, **kwargs)
+        finally:
+            saving.clear()
+
+    def slow_fsync(descriptor: int) -> None:
+        time.sleep(SLOWED_S * saving.is_set())
+        fsync(descriptor)
+
+    run_module.snapshot, run_module.save_checkpoint, os.fsync = begin, end, slow_fsync
 
 
 def run(command: dict[str, Any]) -> int:

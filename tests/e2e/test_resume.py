@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from quartet.train.checkpoint import list_checkpoints
+
 RECIPES = ("rl", "sft", "reward-model")
 
 
@@ -65,6 +67,39 @@ def test_an_rl_run_survives_sigkill(killed_and_resumed: Any, kill: tuple[str, in
 def test_an_rl_run_survives_one_kill_after_another(killed_and_resumed: Any) -> None:
     """Also one that comes while a resumed run has not yet written anything."""
     killed_and_resumed("rl", "rl-often", ("log", 3), ("decode", 2), ("fsync", 8), ("update", 9))
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param(("snapshot", 2), id="before the copy is taken"),
+        pytest.param(("meanwhile", 1), id="right after it was handed over"),
+        pytest.param(("meanwhile", 6), id="in the rollout after it"),
+        pytest.param(("finish", 1), id="before the last one is waited for"),
+    ],
+)
+def test_an_rl_run_survives_sigkill_around_a_checkpoint_in_the_background(
+    killed_and_resumed: Any, world: Any, kill: tuple[str, int]
+) -> None:
+    killed_and_resumed("rl", "rl-" + "-".join(map(str, kill)), kill)
+
+
+def test_a_supervised_run_survives_sigkill_while_its_checkpoint_is_written(killed_and_resumed: Any) -> None:
+    killed_and_resumed("sft", "sft-meanwhile", ("meanwhile", 2))
+
+
+def test_a_kill_while_the_first_checkpoint_is_written_leaves_the_records_of_later_steps(
+    world: Any, processes: Any, uninterrupted: dict[str, Path], same_run: Any
+) -> None:
+    """The steps after it went on meanwhile; a resumed run drops what they have written."""
+    name, log = "sft-ahead", world.path / "sft-ahead.log"
+    command = ["sft", "whole-sft.yaml", f"output_dir=runs/{name}"]
+    assert processes.run(*command, cwd=world.path, output=log, kill=("meanwhile", 2)) == -signal.SIGKILL
+    run = world.path / "runs" / name
+    assert (run / "metrics.jsonl").read_bytes().count(b"\n") == 3, "two steps saved, a third one done meanwhile"
+    assert list_checkpoints(run / "checkpoints") == []
+    assert processes.run(*command, "--resume", cwd=world.path, output=log) == 0, log.read_text()
+    same_run(uninterrupted["sft"], run)
 
 
 @pytest.mark.parametrize("job", ["sft", "reward-model"])

@@ -1,7 +1,7 @@
 """Cuts a mini-batch into micro-batches under a token budget, as equal in cost as they come.
 
 ``plan_micro_batches`` knows items and their costs; ``plan_tree_micro_batches`` cuts a ragged batch, in which a prompt
-that several sequences of one part share is computed once.
+that several sequences of one part share is computed once. ``plan_tree_shares`` deals one out to several workers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ from collections.abc import Collection, Sequence
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
+
+_FINENESSES = (1, 2, 4, 8, 16)
+"""Pieces of groups are at most a fair share over one of these."""
+_EVEN = 1.02
+"""Shares this close to a fair one are not made more equal."""
 
 
 def plan_micro_batches(
@@ -87,6 +92,50 @@ def plan_tree_micro_batches(
         costs = [sum(lengths[k] for k in set().union(*(needed[a] for a in block))) for block in blocks]
     parts = [sorted(a for b in part for a in blocks[b]) for part in _spread(costs, budget, 1)]
     return [[s for a in part for s in atoms[a]] for part in sorted(parts)]
+
+
+def plan_tree_shares(
+    batch: RaggedBatch, atoms: Sequence[Sequence[int]], num_shares: int, *, share: bool
+) -> list[list[int]]:
+    """The atoms of a ragged batch dealt out to ``num_shares`` workers, as equal in computed tokens as they come.
+
+    With ``share`` every worker computes each segment that its sequences need once, so a group is cut where that evens
+    out more than copies of its prefix cost: the best of several finenesses is taken.
+
+    Args:
+        atoms: sequences that must stay together; none is empty.
+        share: otherwise every sequence counts with its ancestors, and groups do not matter.
+
+    Returns:
+        Atoms of each worker, ascending, none where they run out. The result is a function of the arguments alone.
+    """
+    if not atoms:
+        return [[] for _ in range(num_shares)]
+    lengths = batch.segment_lengths
+    chains = [[batch.chain(s) for s in atom] for atom in atoms]
+    if not share:
+        parts, _ = _longest_first([sum(lengths[k] for c in of for k in c) for of in chains], num_shares)
+        return [sorted(part) for part in parts]
+    needed = [{k for chain in of_atom for k in chain} for of_atom in chains]
+    groups = [sorted(group, key=chains.__getitem__) for group in _linked([[c[0] for c in of] for of in chains])]
+
+    def cost(part: Sequence[int]) -> int:
+        return sum(lengths[k] for k in set().union(*(needed[a] for a in part)))
+
+    fair, largest = -(-cost(range(len(atoms))) // num_shares), max(cost([a]) for a in range(len(atoms)))
+    best: list[list[int]] = []
+    least = 0
+    for fineness in _FINENESSES:
+        cap = max(fair // fineness, largest)
+        blocks = [run for group in groups for run in _equal_runs(group, needed, lengths, cap)]
+        dealt, _ = _longest_first([cost(block) for block in blocks], num_shares)
+        parts = [[a for b in part for a in blocks[b]] for part in dealt]
+        dearest = max(map(cost, parts))
+        if not best or dearest < least:
+            best, least = parts, dearest
+        if cap == largest or least <= _EVEN * fair:
+            break
+    return [sorted(part) for part in best]
 
 
 def _spread(costs: Sequence[int], budget: int, multiple_of: int) -> list[list[int]]:

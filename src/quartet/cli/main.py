@@ -5,6 +5,7 @@ Mistakes a user can mend end with exit status 2 and a three-part message; Ctrl-C
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from datetime import datetime
@@ -26,6 +27,8 @@ app = typer.Typer(
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, e.g. actor.train.optim.lr=1e-6")]
+ON_THE_CLUSTER = ("cluster.type=ray", "cluster.address=null")
+"""Overrides inside an allocation: roles go to the Ray that was started there."""
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")]
 
 
@@ -83,6 +86,8 @@ def preference(recipe: RecipePath, overrides: Overrides = None, resume: Resume =
 @app.command()
 def rl(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
     """Reinforcement learning (PPO, GRPO, RLOO) against rewards."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _in_allocation()
     from quartet.trainers.rl import RLTrainer
 
     _train("rl", RLTrainer, recipe, overrides, resume)
@@ -166,6 +171,14 @@ def _train(job: str, trainer: Any, recipe_path: Path, overrides: list[str] | Non
     with Progress() as progress:
         result = trainer(recipe, resume=resume, progress=progress).train()
     show_run(result.path, result.summary)
+
+
+def _in_allocation() -> None:
+    """Started by torchrun: the same command once more, in a process of its own with a Ray cluster of all nodes."""
+    from quartet.cluster.allocation import Seat, run_in_allocation
+
+    command = [sys.executable, "-m", "quartet", *sys.argv[1:], *ON_THE_CLUSTER]
+    sys.exit(run_in_allocation(command, Seat.found(os.environ)))
 
 
 def main() -> None:

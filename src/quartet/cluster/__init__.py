@@ -6,6 +6,7 @@
 - ``dispatch``: how a call becomes calls on workers, and results one; ``layout`` and ``balance`` say who gets what
 - ``futures``, ``manifests``: results that travel from worker to worker
 - ``processes``, ``errors``: starting, watching, naming what went wrong
+- ``allocation``, ``ray_node``: Ray inside an allocation that torchrun has started
 - ``backend``: the interface; ``local`` (this process) and ``ray_backend``
 """
 

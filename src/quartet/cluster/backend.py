@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ class Backend(AbstractContextManager["Backend"], Protocol):
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None, *, fetch: bool) -> list[bool]:
         """Waits until all are there or the time is up: which are there. ``fetch``: bring them to this node."""
+
+    def soon(self, ref: Ref) -> asyncio.Future[Any]:
+        """The value as a future of the running event loop, which comes as soon as it is made."""
 
     def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
         """The end of what a process wrote, also of one that is gone; nothing where it cannot be read."""

@@ -77,16 +77,13 @@ class BatchFuture:
         return self._result_soon().__await__()
 
     async def _result_soon(self) -> Any:
-        await self.finished()
-        return await asyncio.to_thread(self.result)
+        manifests = await self.finished()
+        # Small values came with their manifests; another thread costs more than to take them.
+        return self.result() if all(m.is_small for m in manifests) else await asyncio.to_thread(self.result)
 
     async def finished(self) -> list[Manifest]:
         """``wait`` without blocking the event loop."""
-        delay_s = 0.001
-        while not self.done():
-            await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, 0.05)
-        return await asyncio.to_thread(self.wait)
+        return await self._pending.outcomes_soon()
 
     def __len__(self) -> int:
         """How many ranks answer."""

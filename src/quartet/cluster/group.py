@@ -155,6 +155,14 @@ class WorkerGroup:
         """The workers that are dead. One that is busy for all of the time counts as living."""
         return self._processes.dead(timeout_s)
 
+    async def died(self, every_s: float = 0.5) -> list[Death]:
+        """Waits until workers are dead, busy or idle, and names them; looks every so often.
+
+        Raises:
+            ClusterError: the group was stopped.
+        """
+        return await self._processes.died(every_s)
+
     def restart(self) -> None:
         """Ends what is left of the workers and makes all anew; for fused roles, all of them.
 

@@ -13,7 +13,13 @@ from typing import Any
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.manifests import Gather, Upstream, divide, fetch_manifests, fetch_part, fetch_whole, share_of
 from quartet.cluster.structure import Structure
-from quartet.cluster.worker import free_port
+from quartet.cluster.worker import reserved_port
+
+USERS_OWN = (Exception, SystemExit)
+"""What a worker's class may raise: it is the user's code, so anything, and all of it is reported to the caller.
+
+A library that gives up with ``sys.exit`` would else end the process (or, locally, the driver) without a word.
+"""
 
 
 class ClassWithArgs:
@@ -62,14 +68,16 @@ class Host:
         self._roles: dict[str, Any] = {}
         self._results = itertools.count()
         self._note: Any = None
+        self._meeting: socket.socket | None = None
         self._host = socket.gethostname()
 
     def introduce(self) -> ProcessInfo:
         return ProcessInfo(os.getpid(), self._host, self._host, None, ())
 
     def meeting_port(self) -> int:
-        """A free port of this node, for the group to meet at."""
-        return free_port()
+        """A free port of this node, for the group to meet at; kept from others until then."""
+        self._meeting = reserved_port()
+        return int(self._meeting.getsockname()[1])
 
     def set_environment(self, environment: Mapping[str, str]) -> None:
         """Comes before ``build``, whose arguments may import what looks at the environment."""
@@ -80,7 +88,7 @@ class Host:
         for name, deferred in roles.items():
             try:
                 self._roles[name] = deferred()
-            except Exception as error:
+            except USERS_OWN as error:
                 return self._failure(error, f"{name}.__init__")
         return None
 
@@ -110,7 +118,7 @@ class Host:
             result = self._invoke(role, method, names, given)
         except Upstream as error:
             return error.outcome
-        except Exception as error:
+        except USERS_OWN as error:
             return self._failure(error, f"{role}.{method}")
         return result if answers else None
 
@@ -139,7 +147,7 @@ class Host:
             manifest, pieces = divide(result, positions, table, chunks, origin)
         except Upstream as error:
             outcome = error.outcome
-        except Exception as error:
+        except USERS_OWN as error:
             outcome = self._failure(error, f"{role}.{method}")
         else:
             return (manifest, *pieces)
@@ -174,7 +182,7 @@ class Host:
                     values[i] = fetch_part(self._fetch, value, of_value, positions, table)
         return values, positions, table
 
-    def _failure(self, error: Exception, where: str) -> Failure:
+    def _failure(self, error: BaseException, where: str) -> Failure:
         sys.stdout.flush()
         sys.stderr.flush()
         return Failure.of(error, group=self._group, rank=self._rank, pid=os.getpid(), host=self._host, where=where)

@@ -6,6 +6,7 @@ non-blocking call is done when it returns, and workers that must meet (a process
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,9 +35,12 @@ class LocalRef:
 class _Seat:
     """A worker's host and the environment that it sees."""
 
-    host: Host
+    host: Host | None
     environment: dict[str, str] = field(default_factory=dict)
-    is_gone: bool = False
+
+    def leave(self) -> None:
+        """The worker is gone, and so is what it held."""
+        self.host = None
 
 
 class LocalHost(Host):
@@ -92,10 +96,9 @@ class LocalBackend:
 
     def stop(self, handles: Sequence[Handle]) -> None:
         for handle in handles:
-            handle.target.is_gone = True
-            handle.target.host = None
+            handle.target.leave()
         for name, handle in list(_detached.items()):
-            if handle.target.is_gone:
+            if handle.target.host is None:
                 del _detached[name]
 
     def call(self, handle: Handle, method: str, args: tuple[Any, ...]) -> LocalRef:
@@ -108,9 +111,9 @@ class LocalBackend:
 
     def _run(self, handle: Handle, method: str, args: tuple[Any, ...]) -> Any:
         seat: _Seat = handle.target
-        if seat.is_gone:
-            return Lost(handle.key, "it was stopped")
         host = seat.host
+        if host is None:
+            return Lost(handle.key, "it was stopped")
         with _environment({**seat.environment, **getattr(host, "environment", {})}):
             return getattr(host, method)(*(value.value if isinstance(value, LocalRef) else value for value in args))
 
@@ -122,6 +125,11 @@ class LocalBackend:
 
     def wait(self, refs: Sequence[LocalRef], timeout_s: float | None, *, fetch: bool) -> list[bool]:
         return [True] * len(refs)
+
+    def soon(self, ref: LocalRef) -> asyncio.Future[Any]:
+        there = asyncio.get_running_loop().create_future()
+        there.set_result(ref.value)
+        return there
 
     def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
         return []
@@ -137,7 +145,7 @@ class LocalBackend:
         kept = {id(handle.target) for handle in _detached.values()}
         for seat in self._seats:
             if id(seat) not in kept:
-                seat.is_gone = True
+                seat.leave()
         self._seats.clear()
         forget(self)
 

@@ -15,6 +15,7 @@ from typing import Any
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.items import Part, Positions, arrange, cut, is_items, num_items, placed
+from quartet.cluster.sizes import is_large
 from quartet.cluster.structure import Structure, combine
 
 
@@ -34,11 +35,13 @@ class Manifest:
         chunks: one entry per reference; empty where the result holds no items, which is one reference, too.
         given: positions of the items that the worker was given.
         table: the segment table of the batch that it was given.
+        is_small: the part has so few bytes that it travels with this manifest.
     """
 
     chunks: tuple[ChunkInfo, ...]
     given: Positions = ()
     table: Structure | None = None
+    is_small: bool = False
 
     @property
     def num_items(self) -> int:
@@ -97,16 +100,17 @@ def divide(
         ValueError: the result of a split call holds items whose number is no multiple of those given.
     """
     empty = [None] * (chunks - 1)
+    is_small = not is_large(value)
     if not is_items(value):
-        return Manifest((), given or (), table), [value, *empty]
+        return Manifest((), given or (), table, is_small), [value, *empty]
     positions, own = placed(value, range(num_items(value)) if given is None else given, table)
     if own is not None and own.origin is None:
         own = Structure(own.lengths, own.parents, own.leaves, own.ids, origin, own.keys)
     if chunks == 1:
-        return Manifest((ChunkInfo(positions, own),), given or (), table), [value]
+        return Manifest((ChunkInfo(positions, own),), given or (), table, is_small), [value]
     pieces = plan_parts(len(positions), chunks, own)
     infos = tuple(ChunkInfo(_at(positions, piece), own.select(piece) if own is not None else None) for piece in pieces)
-    return Manifest(infos, given or (), table), [cut(value, piece, own) for piece in pieces]
+    return Manifest(infos, given or (), table, is_small), [cut(value, piece, own) for piece in pieces]
 
 
 def share_of(manifests: Sequence[Manifest], gather: Gather) -> tuple[Positions, Structure | None]:

@@ -65,11 +65,15 @@ class ResourcePool:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster and what it has; ``free`` is what nobody holds at the moment."""
+    """A machine of the cluster and what it has.
+
+    ``free`` is what nobody holds at the moment, ``key`` the back end's name of it.
+    """
 
     name: str
     total: Mapping[str, float]
     free: Mapping[str, float]
+    key: str = ""
 
     def holds(self, needs: Mapping[str, float], amounts: Mapping[str, float]) -> int:
         """How many processes with these needs fit into ``amounts``."""
@@ -77,8 +81,11 @@ class Node:
         return min(counts, default=2**31)
 
 
-def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
+def check_pool(pool: ResourcePool, nodes: Sequence[Node], num_others: int = 0) -> None:
     """Says whether the nodes could ever grant the pool, and if not, what comes nearest.
+
+    Args:
+        num_others: so many pools hold what is missing from the nodes' totals, and will not give it back.
 
     Raises:
         UserError: more processes than the nodes have devices for, on one node or in all.
@@ -87,9 +94,11 @@ def check_pool(pool: ResourcePool, nodes: Sequence[Node]) -> None:
     if fits(pool, capacity):
         return
     raise UserError(
-        f"the cluster cannot grant the pool {list(pool.processes)} ({pool.strategy})",
+        f"the cluster cannot grant the pool {list(pool.processes)} ({pool.strategy})"
+        + (f" beside {num_others} other{'s' if num_others > 1 else ''}" if num_others else ""),
         found=f"each process needs {describe(pool.needs)}; "
-        + ("; ".join(f"{node.name} has {describe(node.total, pool.needs)}" for node in nodes) or "there is no node"),
+        + ("; ".join(f"{node.name} has {describe(node.total, pool.needs)}" for node in nodes) or "there is no node")
+        + (" left" if num_others else ""),
         remedy=_nearest(pool, capacity),
     )
 

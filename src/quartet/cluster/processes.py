@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import weakref
@@ -56,7 +57,8 @@ _rosters: dict[str, tuple[str, int, ProcessInfo | None]] = {}
 """Key of a process → its group, rank and what is known of it: a call may fail because of another group's worker."""
 
 
-_occupants: weakref.WeakKeyDictionary[ResourcePool, weakref.WeakSet[Processes]] = weakref.WeakKeyDictionary()
+_occupants: weakref.WeakKeyDictionary[ResourcePool, set[Processes]] = weakref.WeakKeyDictionary()
+"""Who has processes in a pool, also where nobody holds the group's handle any more."""
 
 
 class Processes:
@@ -69,6 +71,8 @@ class Processes:
         self.handles: list[Handle] = []
         self.infos: list[ProcessInfo] = []
         self._last_failures: dict[int, Failure] = {}
+        self._last_death: Death | None = None
+        self._is_restarting = False
         self._pings: dict[int, Ref] = {}
 
     # Life ------------------------------------------------------------------------------------------------
@@ -93,7 +97,8 @@ class Processes:
             for handle, place in zip(self.handles, self._places(), strict=True):
                 # The same process runs its calls in order, so nobody waits for this one.
                 self.backend.call(handle, "set_environment", (place.environment(),))
-            self._all("build", "starting", None, dict(spec.roles))
+            # Stored once: arguments may be large, a state dictionary say.
+            self._all("build", "starting", None, self.backend.put(dict(spec.roles)))
             if spec.detached:
                 self._all("remember", "starting", None, spec)
         except BaseException:
@@ -102,7 +107,7 @@ class Processes:
 
     def _check_room(self) -> None:
         """Processes for which the pool has no share left would wait for ever."""
-        there = _occupants.setdefault(self.spec.pool, weakref.WeakSet())
+        there = _occupants.setdefault(self.spec.pool, set())
         others = sorted(p.spec.name for p in there if p.handles and p.backend is self.backend)
         if len(others) >= self.spec.pool.groups:
             raise UserError(
@@ -172,6 +177,7 @@ class Processes:
         self.backend.stop(self.handles)
         self.handles = []
         self._pings.clear()
+        _occupants.get(self.spec.pool, set()).discard(self)
 
     def restart(self) -> None:
         """Ends what is left of the processes and starts all anew, with a new meeting point and new roles.
@@ -184,14 +190,19 @@ class Processes:
             UserError, WorkerError, WorkerDied: as when they were started.
         """
         if self.restarts >= self.spec.max_restarts:
-            last = max(self._last_failures.values(), key=lambda f: f.rank, default=None)
+            last = self._last_death
             raise ClusterError(
                 f"group {self.spec.name!r} was restarted {self.restarts} times already, which is its limit"
-                + (f"; the last error of a worker: {last.brief()}" if last is not None else "")
+                + (f"; {last.brief()}, its last error: {last.last_error or last.reason}" if last is not None else "")
             )
         self.restarts += 1
-        self._end()
-        self.start()
+        self._is_restarting = True
+        try:
+            self._end()
+            self._last_failures.clear()  # they say nothing of the new processes
+            self.start()
+        finally:
+            self._is_restarting = False
 
     def dead(self, timeout_s: float = 1.0) -> list[Death]:
         """The workers that are dead. One that is busy for all of the time counts as living."""
@@ -205,6 +216,29 @@ class Processes:
         values = self.backend.get([self._pings.pop(rank) for rank in ended])
         lost = {rank: v for rank, v in zip(ended, values, strict=True) if isinstance(v, Lost)}
         return [self._death(lost[rank], "a look at whether it lives") for rank in sorted(lost)]
+
+    async def died(self, every_s: float) -> list[Death]:
+        """Waits until workers are dead, whether they were busy or not: who they are.
+
+        Raises:
+            ClusterError: the group was stopped.
+        """
+        watched: list[Handle] = []
+        coming: dict[int, asyncio.Future[Any]] = {}
+        while True:
+            if not self._is_restarting:
+                self._check_started()
+            if watched is not self.handles:  # those that a restart ended are nobody's concern
+                watched, coming = self.handles, {}
+            for handle in watched:
+                if handle.rank not in coming:
+                    coming[handle.rank] = self.backend.soon(self.backend.call(handle, "ping", ()))
+            # A busy worker answers when it is idle again, and fails to at once when it dies.
+            await asyncio.sleep(every_s)
+            ended = {rank: coming.pop(rank).result() for rank in list(coming) if coming[rank].done()}
+            lost = [value for value in ended.values() if isinstance(value, Lost)]
+            if lost and watched is self.handles:
+                return [await asyncio.to_thread(self._death, each, "a watch over whether it lives") for each in lost]
 
     # Calls -----------------------------------------------------------------------------------------------
 
@@ -264,7 +298,8 @@ class Processes:
         others = list(dict.fromkeys(failure.brief() for failure in failures.values()))
         if lost:
             deaths = {death.brief(): death for death in (self._death(t, during) for t in lost.values())}
-            first, *more = deaths.values()
+            # Data that is gone says less than who is gone.
+            first, *more = sorted(deaths.values(), key=lambda death: death.rank is None)
             raise WorkerDied(first, [*(death.brief() for death in more), *others])
         first_failed = next(iter(failures.values()))
         raise_failure(first_failed, [line for line in others if line != first_failed.brief()])
@@ -272,10 +307,13 @@ class Processes:
     def _death(self, lost: Lost, during: str) -> Death:
         group, rank, info = _rosters.get(lost.key or "", (self.spec.name, None, None))
         lines = self.backend.last_lines(info, LAST_LINES) if info is not None else []
+        pid, host = (info.pid, info.host) if info is not None else (None, "unknown host")
         known = self._last_failures.get(rank) if rank is not None and group == self.spec.name else None
         said = last_error(lines) or (known.summary if known is not None else None)
-        pid, host = (info.pid, info.host) if info is not None else (None, "unknown host")
-        return Death(group, rank, pid, host, during, lost.reason, said, tuple(lines))
+        death = Death(group, rank, pid, host, during, lost.reason, said, tuple(lines))
+        if group == self.spec.name:
+            self._last_death = death
+        return death
 
 
 class Pending:
@@ -318,6 +356,17 @@ class Pending:
             self._processes.raise_for(self._troubles, self._during)
         return [self._values[rank] for rank in self._answers]
 
+    async def outcomes_soon(self) -> list[Any]:
+        """``outcomes`` without blocking the event loop; each rank's is there as soon as it is made."""
+        coming = {self._processes.backend.soon(ref): rank for rank, ref in self._waiting.items()}
+        while not self._is_over():
+            ended, _ = await asyncio.wait(coming, timeout=self._grace_s(), return_when=asyncio.FIRST_COMPLETED)
+            self._take([coming.pop(value) for value in ended], [value.result() for value in ended])
+        if self._troubles:
+            # It reads what the dead worker wrote, on its node.
+            await asyncio.to_thread(self._processes.raise_for, self._troubles, self._during)
+        return [self._values[rank] for rank in self._answers]
+
     def fetch(self, refs: Sequence[Ref]) -> list[Any]:
         """Values that a finished call left behind. Raises as ``outcomes``."""
         values = self._processes.backend.get(refs)
@@ -327,8 +376,11 @@ class Pending:
         return values
 
     def _is_over(self) -> bool:
-        in_grace = self._since_s is not None and time.monotonic() - self._since_s < GRACE_S
-        return not self._waiting or (self._since_s is not None and not in_grace)
+        return not self._waiting or self._grace_s() == 0.0
+
+    def _grace_s(self) -> float | None:
+        """How long the other ranks still have; None while none has failed."""
+        return None if self._since_s is None else max(self._since_s + GRACE_S - time.monotonic(), 0.0)
 
     def _take_all(self, timeout_s: float) -> None:
         """The usual case, in one step: nothing is taken in where not all are there in time."""
@@ -348,7 +400,8 @@ class Pending:
 
     def _take(self, ranks: Sequence[int], values: Sequence[Any]) -> None:
         for rank, value in zip(ranks, values, strict=True):
-            del self._waiting[rank]
+            if self._waiting.pop(rank, None) is None:  # somebody else waits for the same call and was first
+                continue
             self._values[rank] = value
             if isinstance(value, (Failure, Lost)):
                 self._troubles[rank] = value

@@ -5,19 +5,27 @@ Imported by ``connect`` alone: this module and ``wire`` need Ray, nothing else d
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import os
 import socket
 import stat
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from quartet.cluster.backend import Handle, forget
@@ -28,6 +36,8 @@ from quartet.cluster.wire import deregister_tensors, register_tensors
 from quartet.config.errors import UserError
 
 NAMESPACE = "quartet"
+_open: list[RayBackend] = []
+"""Back ends of this process that are not closed; Ray is one connection for all of them."""
 _READ_TIMEOUT_S = 5.0
 _REASON_LINES = 6
 
@@ -89,15 +99,19 @@ def _ended(refs: Sequence[Any]) -> list[Any]:
 def _value_of(ref: Any) -> Any:
     try:
         return ray.get(ref)
-    except RayTaskError as error:
-        if isinstance(error.cause, (RayActorError, ObjectLostError)):
-            return _lost(error.cause)
-        # Not raised by a worker's method, which the host catches: a result that cannot be pickled, say.
-        text = str(error).strip()
-        pid, host, where = (getattr(error, name, None) for name in ("pid", "ip", "function_name"))
-        return Failure("", -1, pid or 0, host or "", where or "a call", text.splitlines()[-1], text)
     except RayError as error:
+        return _trouble_of(error)
+
+
+def _trouble_of(error: BaseException) -> Failure | Lost:
+    if not isinstance(error, RayTaskError):
         return _lost(error)
+    if isinstance(error.cause, (RayActorError, ObjectLostError)):
+        return _lost(error.cause)
+    # Not raised by a worker's method, which the host catches: a result that cannot be pickled, say.
+    text = str(error).strip()
+    pid, host, where = (getattr(error, name, None) for name in ("pid", "ip", "function_name"))
+    return Failure("", -1, pid or 0, host or "", where or "a call", text.splitlines()[-1], text)
 
 
 def _lost(error: BaseException) -> Lost:
@@ -140,14 +154,15 @@ class RayBackend:
         log_to_driver: bool = True,
     ) -> None:
         self._may_grow = may_grow
-        self._is_open = True
         self._grants: dict[int, _Grant] = {}
         self._handles: dict[str, Handle] = {}
         self._started_ray = not ray.is_initialized()
-        if self._started_ray:
+        if not self._started_ray:
+            _check_same(address)
+        else:
             address = address or os.environ.get("RAY_ADDRESS")
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            if address:
+            if address and address != "local":
                 _join(address, connect_timeout_s, log_to_driver)
             else:
                 ray.init(
@@ -159,6 +174,12 @@ class RayBackend:
                     log_to_driver=log_to_driver,
                 )
         register_tensors()
+        _open.append(self)
+
+    @property
+    def _is_open(self) -> bool:
+        """After the end of Ray there is nothing to stop, and asking would start it anew."""
+        return self in _open and ray.is_initialized()
 
     def __enter__(self) -> RayBackend:
         return self
@@ -181,6 +202,7 @@ class RayBackend:
         if reserved is None:
             if not self._may_grow:
                 check_pool(pool, nodes())
+                check_pool(pool, beside(nodes(), self._held()), num_others=len(self._grants))
             reserved = placement_group(
                 pool.bundles() if pool.needs else [{"CPU": 0.001}] * len(pool.processes),
                 strategy="STRICT_SPREAD" if pool.strategy == "spread" else "PACK",
@@ -192,8 +214,21 @@ class RayBackend:
                 raise refused(pool, nodes(), timeout_s)
         self._grants[id(pool)] = _Grant(pool, reserved, name)
 
+    def _held(self) -> dict[str, dict[str, float]]:
+        """Per node what this back end's pools hold, which they do until it is closed."""
+        found: dict[str, dict[str, float]] = {}
+        for grant in self._grants.values():
+            places = placement_group_table(grant.reserved)["bundles_to_node_id"]
+            for bundle, amounts in enumerate(grant.pool.bundles()):
+                of_node = found.setdefault(places.get(bundle, ""), {})
+                for name, amount in amounts.items():
+                    of_node[name] = of_node.get(name, 0.0) + amount
+        return found
+
     def release(self, pool: ResourcePool, name: str | None = None) -> None:
         held = self._grants.pop(id(pool), None)
+        if not self._is_open:
+            return
         if held is not None:
             remove_placement_group(held.reserved)
         elif name is not None and (reserved := _named(name)) is not None:
@@ -228,7 +263,6 @@ class RayBackend:
         return handles
 
     def stop(self, handles: Sequence[Handle]) -> None:
-        # After the end of Ray there is nothing to stop, and asking would start it anew.
         for handle in handles if self._is_open else ():
             self._handles.pop(handle.key, None)
             ray.kill(handle.target)
@@ -262,6 +296,19 @@ class RayBackend:
         there = set(ready)
         return [ref in there for ref in refs]
 
+    def soon(self, ref: Any) -> asyncio.Future[Any]:
+        loop = asyncio.get_running_loop()
+        coming: asyncio.Future[Any] = loop.create_future()
+
+        def arrived(found: concurrent.futures.Future[Any]) -> None:
+            """In a thread of Ray's."""
+            error = found.exception()
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+                loop.call_soon_threadsafe(_settle, coming, found.result() if error is None else _trouble_of(error))
+
+        ref.future().add_done_callback(arrived)
+        return coming
+
     def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
         if info.node == ray.get_runtime_context().get_node_id():
             return read_tails(info.logs, count)
@@ -274,17 +321,25 @@ class RayBackend:
 
     def close(self) -> None:
         """Ends the groups that this back end started, but for detached ones; and Ray itself, if it started that."""
-        if not self._is_open:
-            return
-        self.stop(list(self._handles.values()))
-        for grant in list(self._grants.values()):
-            if grant.name is None:
-                self.release(grant.pool)
-        deregister_tensors()
-        if self._started_ray:
-            ray.shutdown()
-        self._is_open = False
-        forget(self)
+        try:
+            self.stop(list(self._handles.values()))
+            for grant in list(self._grants.values()):
+                if grant.name is None:
+                    self.release(grant.pool)
+        finally:
+            last_one = _open == [self]
+            if self._is_open and self._started_ray:
+                ray.shutdown()
+            elif self._is_open and last_one:
+                deregister_tensors()
+            if self in _open:
+                _open.remove(self)
+            forget(self)
+
+
+def _settle(coming: asyncio.Future[Any], value: Any) -> None:
+    if not coming.done():  # who waited for it may have been cancelled
+        coming.set_result(value)
 
 
 def _handle(actor: Any, rank: int) -> Handle:
@@ -303,9 +358,17 @@ def nodes() -> list[Node]:
     """The living nodes, with what they have in all and free."""
     free = ray._private.state.available_resources_per_node()
     return [
-        Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(node["NodeID"], {}))
+        Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(node["NodeID"], {}), node["NodeID"])
         for node in ray.nodes()
         if node["Alive"]
+    ]
+
+
+def beside(there: Sequence[Node], held: Mapping[str, Mapping[str, float]]) -> list[Node]:
+    """The nodes as if they had only what is left beside ``held``, by node."""
+    return [
+        replace(node, total={name: has - held.get(node.key, {}).get(name, 0.0) for name, has in node.total.items()})
+        for node in there
     ]
 
 
@@ -321,6 +384,17 @@ def read_tails(paths: Sequence[str], count: int, *, block: int = 2**16) -> list[
 
 
 # The cluster's address -----------------------------------------------------------------------------------
+
+
+def _check_same(address: str | None) -> None:
+    """A process has one connection to Ray; a second back end shares it."""
+    there = ray.get_runtime_context().gcs_address
+    if address not in (None, "auto", "local", there):
+        raise UserError(
+            "this process is connected to another Ray cluster",
+            found=f"address={address!r}, connected to {there!r}",
+            remedy="close that back end first, or leave the address out",
+        )
 
 
 def _join(address: str, timeout_s: float, log_to_driver: bool) -> None:

@@ -188,17 +188,27 @@ def _gloo_on_loopback(address: str) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that the system hands to outgoing connections.
+    """A port that nobody has at the moment; see ``reserved_port``."""
+    with reserved_port() as taken:
+        return int(taken.getsockname()[1])
 
-    Ray's own workers take ports from 10002 to 19999.
+
+def reserved_port() -> socket.socket:
+    """A socket bound to a port that nobody has, below those that the system hands to outgoing connections.
+
+    While it is open, nobody else is given the port, and a server of this machine that sets ``SO_REUSEADDR``, as torch's
+    store does, can still listen there. Ray's own workers take ports from 10002 to 19999.
     """
     draw = random.Random()  # from the system's entropy: several workers ask at once
     for _ in range(100):
         port = draw.randrange(20000, 32768)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as candidate:
-            try:
-                candidate.bind(("", port))
-            except OSError:
-                continue
-            return port
+        candidate = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            candidate.bind(("", port))
+        except OSError:
+            candidate.close()
+            continue
+        # Only now: before, it would let two take the same port.
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return candidate
     raise OSError("no free port between 20000 and 32767 found in 100 attempts")

@@ -35,7 +35,7 @@ ClusterConfig = Annotated[LocalCluster | RayCluster, Field(discriminator="type")
 class WeightSyncConfig(Strict):
     """How new weights come to engines that have their own copy."""
 
-    transport: Literal["auto", "shared_memory", "collective", "cuda_ipc", "disk"] = Field(
+    transport: Literal["auto", "shared_memory", "collective", "cuda_ipc"] = Field(
         "auto", description="auto: shared_memory on one machine, collective between several."
     )
     timeout_s: float = Field(120.0, gt=0, description="Longest silence of either end.")

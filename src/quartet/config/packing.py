@@ -20,23 +20,31 @@ def packs(wanted: Sequence[Want], devices_per_node: Sequence[int]) -> bool:
         return any(fits(first + 1, rest) for rest in _takings(free, processes, nodes))
 
     order = sorted(wanted, reverse=True)
-    return fits(0, tuple(sorted(devices_per_node)))
+    enough = sum(processes * nodes for processes, nodes in wanted) <= sum(devices_per_node)
+    return enough and fits(0, tuple(sorted(devices_per_node)))
 
 
 def shrunk(wanted: Sequence[Want], devices_per_node: Sequence[int]) -> list[Want] | None:
     """The same pools, the largest ones made smaller step by step until they fit; None when one each does not."""
-    smaller = [(processes, min(nodes, len(devices_per_node))) for processes, nodes in wanted]
-    while not packs(smaller, devices_per_node):
+    free = [devices for devices in devices_per_node if devices > 0]
+    if not free:
+        return None
+    # More than this no pool could have; counting down from what was asked for might never end.
+    bounds = [(min(processes, max(free)), min(nodes, len(free))) for processes, nodes in wanted]
+    smaller = list(bounds)
+    while not packs(smaller, free):
         sizes = [processes * nodes for processes, nodes in smaller]
         largest = sizes.index(max(sizes))
-        processes, nodes = smaller[largest]
-        if processes > 1:
-            smaller[largest] = (processes - 1, nodes)
-        elif nodes > 1:
-            smaller[largest] = (processes, nodes - 1)
-        else:
+        if sizes[largest] == 1:
             return None
+        smaller[largest] = _below(bounds[largest], sizes[largest])
     return smaller
+
+
+def _below(bound: Want, size: int) -> Want:
+    """The largest shape within ``bound`` that has fewer than ``size`` devices; of equal ones that on fewest nodes."""
+    shapes = [(min(bound[0], (size - 1) // nodes), nodes) for nodes in range(1, min(bound[1], size - 1) + 1)]
+    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
 
 
 def _takings(free: tuple[int, ...], processes: int, nodes: int) -> Iterator[tuple[int, ...]]:

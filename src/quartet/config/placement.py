@@ -159,6 +159,9 @@ class AsynchronousPlacement(_Pools):
     in_flight: InFlight = Field(
         "pick_up", description="When weights arrive: responses go on with the new ones, or finish on the old ones."
     )
+    follow: str | None = Field(
+        None, description="The journal.jsonl of another run, whose order of events this one then has to the bit."
+    )
 
 
 PlacementConfig = Annotated[
@@ -259,7 +262,9 @@ def check_devices(placement: ResolvedPlacement, devices_per_node: Sequence[int])
         return
     asked = ", ".join(f"{pool.name} {pool.nodes} × {pool.processes}" for pool in placement.pools)
     smaller = shrunk(wanted, devices_per_node)
-    if smaller is None:
+    if not any(devices_per_node):
+        remedy = "add nodes with devices, or leave placement out: everything then takes turns in one process"
+    elif smaller is None:
         remedy = f"put the roles on at most {sum(devices_per_node)} pools (full_offload needs one)"
     else:
         fitting = zip(placement.pools, smaller, strict=True)

@@ -48,7 +48,7 @@ class EpisodeSequence:
         token_ids: what follows, from the first action's first token to the last action's last one.
         action_mask, logprobs, rewards: per token of ``token_ids``: whether the policy emitted it, its log-probability
             under the engine (0 for observations), and what the turn earned, on the turn's last token.
-        version: of the weights that sampled the last token.
+        versions: per token of ``token_ids``: of the weights that sampled it (-1 for observations).
         state: what the last action answers, as text or messages.
         completion: the last action as text, up to a stop string.
         finish_reason: of the last action.
@@ -60,7 +60,7 @@ class EpisodeSequence:
     action_mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
     rewards: tuple[float, ...]
-    version: int
+    versions: tuple[int, ...]
     state: PromptText
     completion: str
     finish_reason: str
@@ -78,16 +78,20 @@ class _Open:
     action_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     answered: PromptText = ""
     completion: str = ""
     last: Action | None = None
     num_turns: int = 0
 
-    def append(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], *, is_action: bool) -> None:
+    def append(
+        self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], versions: tuple[int, ...], *, is_action: bool
+    ) -> None:
         self.token_ids.extend(token_ids)
         self.action_mask.extend([is_action] * len(token_ids))
         self.logprobs.extend(logprobs)
         self.rewards.extend([0.0] * len(token_ids))
+        self.versions.extend(versions)
 
     def closed(self) -> EpisodeSequence | None:
         """Without the observation that nothing answers; None where nothing was done."""
@@ -100,7 +104,7 @@ class _Open:
             tuple(self.action_mask[:end]),
             tuple(self.logprobs[:end]),
             tuple(self.rewards[:end]),
-            self.last.versions[-1],
+            tuple(self.versions[:end]),
             self.answered,
             self.completion,
             self.last.finish_reason,
@@ -148,7 +152,7 @@ class Transcript:
         now.completion = shown if action.text_end is None else shown[: action.text_end]
         now.last = action
         now.num_turns += 1
-        now.append(action.token_ids, action.logprobs, is_action=True)
+        now.append(action.token_ids, action.logprobs, action.versions, is_action=True)
         return now.completion
 
     def earn(self, reward: float) -> None:
@@ -179,7 +183,7 @@ class Transcript:
             self._open = self._begin(state)
             return
         now.state, now.text = state, text
-        now.append(added, (0.0,) * len(added), is_action=False)
+        now.append(added, (0.0,) * len(added), (-1,) * len(added), is_action=False)
 
     def _begin(self, state: PromptText) -> _Open:
         return _Open(state, self._text(state), tuple(self._codec.encode_prompt(state)))

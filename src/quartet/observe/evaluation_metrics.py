@@ -4,6 +4,24 @@ from __future__ import annotations
 
 EVALUATION_ROWS: tuple[tuple[str, str, str, str], ...] = (
     (
+        "eval/exact_match",
+        "fraction",
+        "Held-out prompts answered exactly as the checker wants.",
+        "Falls while reward/score_mean rises: the reward is being exploited.",
+    ),
+    (
+        "eval/score_mean",
+        "reward",
+        "Mean score on held-out prompts.",
+        "Falls behind reward/score_mean.",
+    ),
+    (
+        "eval/offset",
+        "reward",
+        "Mean score of both sides of the held-out pairs (reward model).",
+        "Drifts away from 0: set centring.",
+    ),
+    (
         "eval/score_se",
         "reward",
         "Standard error over prompts of the held-out score (eval/score_mean, or the source that the alarm watches).",
@@ -104,5 +122,11 @@ EVALUATION_ROWS: tuple[tuple[str, str, str, str], ...] = (
         "fraction",
         "Fresh pairs that the reward model of the round before ranks as the labeller does (ties count one half).",
         "Far below its held-out accuracy: the policy has moved to answers which that model does not know.",
+    ),
+    (
+        "eval/<name>",
+        "as named",
+        "A held-out figure of the recipe's own evaluation.",
+        "Moves against the training score.",
     ),
 )

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from quartet.observe.jsonl import RowAppender, read_rows
 
+BACKGROUND = "background"
+"""Mode of a span that the step does not wait for."""
+
 
 @dataclass
 class Span:

@@ -80,6 +80,10 @@ class ComputeWeights:
                 for copy in copies:
                     copy.take_out()
 
+    def prepare(self) -> None:
+        """Makes the copies now: weights that change their own form have their final layout afterwards."""
+        self._current()
+
     def refresh(self) -> None:
         """Copies all weights anew."""
         for copy in self._copies or ():

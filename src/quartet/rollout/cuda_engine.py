@@ -32,7 +32,7 @@ def engine_for(
     cache_tokens: int | None = None,
     owns_weights: bool = False,
     decode: Decode | None = None,
-    version: int = 0,
+    version: int | None = None,
 ) -> NativeEngine:
     """The engine of the device that the model is on."""
     kind = CudaEngine if packed.device.type == "cuda" else NativeEngine
@@ -69,7 +69,7 @@ class CudaEngine(NativeEngine):
         max_prefill_tokens: int = 8192,
         cache_tokens: int | None = None,
         decode: Decode | None = None,
-        version: int = 0,
+        version: int | None = None,
         page_size: int = PAGE_SIZE,
         graphs: bool = True,
     ) -> None:
@@ -117,10 +117,7 @@ class CudaEngine(NativeEngine):
 
     @torch.no_grad()
     def _advance(self) -> None:
-        if self._asleep:
-            raise RuntimeError("the rollout engine sleeps; call wake() before generating")
-        if self._needs_weights:
-            raise RuntimeError("the rollout engine has no weights since it slept; call update_weights() first")
+        self._check_usable()
         runner, scheduler = self._device_runner, self._scheduler
         if not scheduler.held:
             return
@@ -171,8 +168,13 @@ class CudaEngine(NativeEngine):
 
     # ---- weights and memory ----
 
-    def sleep(self) -> None:
-        super().sleep()
+    def _before_sync(self) -> None:
+        super()._before_sync()
+        # What is on its way was computed with the weights that are about to go.
+        self._drain()
+
+    def _release(self) -> None:
+        super()._release()
         self._device_runner.release()
 
     def _forget(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
 from quartet.models.probe import check_decoding, context_length
+from quartet.observe.memory import held_bytes
 from quartet.rollout.admission import Admission, Plan
 from quartet.rollout.cache import KVCache, slot_shape
 from quartet.rollout.compute_weights import ComputeWeights
@@ -29,7 +30,8 @@ from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
-from quartet.rollout.weights import DiscardedWeights, copy_weights
+from quartet.rollout.weights import DiscardedWeights, num_bytes_of
+from quartet.weights import NamedSource, SharedSender, TensorSink, WeightsRefused
 
 
 class _Stream:
@@ -46,14 +48,15 @@ class NativeEngine:
     Args:
         packed: the model. Shared with the trainer unless ``owns_weights``: then nothing may train while a
             step runs.
-        owns_weights: ``packed`` is this engine's own copy, refreshed by ``update_weights`` and freed by
+        owns_weights: ``packed`` is this engine's own copy, refreshed through ``weight_sink`` and freed by
             ``sleep``. With adapters these alone are sent, and the frozen weights stay.
         max_running: requests decoded together.
         max_prefill_tokens: prompt tokens computed in one step; a longer prompt takes several.
         cache_tokens: tokens whose keys and values may be stored at a time, prompts included; requests wait for
             room. None: as many as are needed.
         decode: token ids → text, needed for stop strings.
-        version: policy version of the weights as they are.
+        version: policy version of the weights as they are. None: 0 for a shared model; an engine with its own
+            weights then has none to compute with until they were sent.
 
     Raises:
         UserError: the model cannot go on from stored keys and values.
@@ -68,7 +71,7 @@ class NativeEngine:
         max_prefill_tokens: int = 2048,
         cache_tokens: int | None = None,
         decode: Decode | None = None,
-        version: int = 0,
+        version: int | None = None,
     ) -> None:
         if not packed.shares_prefixes:
             check_decoding(packed)
@@ -89,13 +92,13 @@ class NativeEngine:
         self._cache = KVCache()
         self._rows = Rows(max_running, MIN_ROWS, packed.vocab_size, packed.device)
         self._rows_valid = self._rows_current = False
-        self._stats = EngineStats(policy_version=version)
+        self._stats = EngineStats(policy_version=version or 0)
         self._finished: list[Completion] = []
         self._failure: GenerationError | None = None
         self._streams: dict[str, _Stream] = {}
         self._asleep = False
-        self._needs_weights = False
         self._discarded: DiscardedWeights | None = None
+        self._sink = self._make_sink(version) if owns_weights else None
         self._context = context_length(packed.model)
         self._vocab_size = packed.vocab_size
 
@@ -204,10 +207,7 @@ class NativeEngine:
 
     @torch.no_grad()
     def _advance(self) -> None:
-        if self._asleep:
-            raise RuntimeError("the rollout engine sleeps; call wake() before generating")
-        if self._needs_weights:
-            raise RuntimeError("the rollout engine has no weights since it slept; call update_weights() first")
+        self._check_usable()
         if not self._scheduler.held:
             return
         running = self._settle()
@@ -229,6 +229,17 @@ class NativeEngine:
         if plan.admitted:
             self._begin(plan.admitted, first_logits)
         self._rows_valid = True
+
+    def _check_usable(self) -> None:
+        """
+        Raises:
+            RuntimeError: it sleeps.
+            WeightsUnusable: its own weights are not those of a policy version: none came yet, or none since it woke.
+        """
+        if self._asleep:
+            raise RuntimeError("the rollout engine sleeps; call wake() before generating")
+        if self._sink is not None:
+            self._sink.require()
 
     def _settle(self) -> list[Response]:
         """Makes rows of what runs, and room in the cache for a token of each."""
@@ -369,6 +380,35 @@ class NativeEngine:
 
     # ---- weights and memory ----
 
+    def weight_sink(self) -> TensorSink:
+        if self._sink is None:
+            raise UserError(
+                "the rollout engine has no weights of its own",
+                found="a model that it shares with the trainer",
+                remedy="build it with owns_weights=True on a copy (own_copy), or call update_weights(None, version)",
+            )
+        return self._sink
+
+    def _make_sink(self, version: int | None) -> TensorSink:
+        # Weights that are cast or turned around in place have that form before the first sync asks for it.
+        self._weights.prepare()
+        adapters, model = self.packed.adapters, self.packed.model
+        named = model.named_parameters(remove_duplicate=False) if adapters is None else adapters.trained.items()
+        return TensorSink(named, on_begin=self._before_sync, on_commit=self._take_version, version=version)
+
+    def _before_sync(self) -> None:
+        if self._asleep:
+            raise WeightsRefused(
+                "the rollout engine sleeps and has no room for weights",
+                found="a weight sync before wake()",
+                remedy="call wake() first",
+            )
+
+    def _take_version(self, version: int) -> None:
+        self._weights.refresh()
+        self._forget()
+        self._stats.policy_version = version
+
     def update_weights(self, source: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         if self.owns_weights != (source is not None):
             raise UserError(
@@ -376,31 +416,48 @@ class NativeEngine:
                 found="its own copy of the weights and no source" if self.owns_weights else "a model it shares",
                 remedy="pass (name, tensor) pairs to an engine with its own weights, else None",
             )
-        if source is not None:
-            if self._asleep:
-                raise RuntimeError("the rollout engine sleeps; call wake() before update_weights()")
-            adapters = self.packed.adapters
-            copy_weights(self.packed.model, source, None if adapters is None else adapters.trained)
-            self._needs_weights = False
-        self._weights.refresh()
-        self._forget()
-        self._stats.policy_version = version
+        if source is None:
+            self._take_version(version)
+            return
+        pairs, sink = list(source), self.weight_sink()
+        sender = SharedSender([sink])
+        try:
+            sender.send(NamedSource(lambda: pairs, like=sink.dtypes()), version)
+        finally:
+            sender.close()
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
+        before = held_bytes(self.packed.device)
         self._forget()
+        self._release()
+        # What is frozen is not sent again, so a base model stays, and the adapters with it: they are as new as before.
+        if self._sink is not None and not self._asleep and self.packed.adapters is None:
+            self._discarded = DiscardedWeights(self.packed.model)
+            self._sink.invalidate("the engine slept and gave its weights back")
+        self._asleep = True
+        return before - held_bytes(self.packed.device)
+
+    def _release(self) -> None:
+        """Gives back what can be computed again."""
         self._cache.release()
         self._weights.release()
-        # What is frozen is not sent again, so a base model stays.
-        if self.owns_weights and not self._asleep and self.packed.adapters is None:
-            self._discarded = DiscardedWeights(self.packed.model)
-        self._asleep = True
 
-    def wake(self) -> None:
+    def release_cache(self) -> None:
+        """Gives back what can be computed again: keys and values, weights in other forms. Weights and requests stay."""
+        self._forget()
+        self._release()
+
+    def wake(self) -> int:
+        before = held_bytes(self.packed.device)
         self._asleep = False
         if self._discarded is not None:
             self._discarded.restore()
             self._discarded = None
-            self._needs_weights = True
+        return held_bytes(self.packed.device) - before
+
+    def resident_bytes(self) -> int:
+        own = num_bytes_of(self.packed.model) if self.owns_weights else 0
+        return own + self._weights.num_bytes + self._cache_bytes()
 
     def _forget(self) -> None:
         """Everything computed from the weights; tokens stay."""

@@ -15,8 +15,7 @@ MIN_SHARED_TOKENS = 1536
 """From this many prompt tokens that members of a group would store over again, they read the prompt's own block.
 
 Reading a shared block costs one more kernel call per prompt and layer and joining two partial results; a copied
-prompt is read from each member's slot. The two are equally quick at 1000 to 1900 repeated tokens
-(``benchmarks/engine_costs.py``).
+prompt is read from each member's slot, over and over. Below this the copies are the quicker way.
 """
 
 

@@ -17,6 +17,8 @@ from quartet.config import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from quartet.weights import TensorSink
+
 _SEED_LIMIT = 1 << 64
 
 
@@ -221,13 +223,31 @@ class RolloutEngine(Protocol):
                 model.
 
         Raises:
-            UserError: names or shapes do not fit; the engine is unchanged.
+            WeightSyncError: names or shapes do not fit and the engine is unchanged, or a digest differs.
         """
 
-    def sleep(self) -> None:
-        """Gives back the KV cache and the engine's own copy of the weights. Requests are kept."""
+    def weight_sink(self) -> TensorSink:
+        """Where weights from other processes go, for an engine with its own; always the same one.
 
-    def wake(self) -> None:
-        """The opposite of ``sleep``; an engine with its own weights then needs ``update_weights``."""
+        Raises:
+            UserError: the engine shares the trainer's model.
+        """
+
+    def sleep(self) -> int:
+        """Gives back the KV cache and the engine's own copy of the weights. Requests are kept.
+
+        Returns:
+            Bytes freed, as measured.
+        """
+
+    def wake(self) -> int:
+        """The opposite of ``sleep``; an engine that gave its weights back computes nothing until new ones were sent.
+
+        Returns:
+            Bytes taken, as measured.
+        """
+
+    def resident_bytes(self) -> int:
+        """Held now: the engine's own weights, its copies of weights, its cache."""
 
     def stats(self) -> EngineStats: ...

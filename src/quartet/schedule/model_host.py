@@ -13,8 +13,11 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import SPLIT, dispatch
 from quartet.models.packed import PackedModel
 from quartet.schedule.leases import Mode
+from quartet.schedule.movable import Movable
+from quartet.schedule.weight_ends import SendsWeights
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import LossTerm, Needs, Objective, TrainEngine, forward_only
+from quartet.train.offload import Offload, Store
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ def train_bytes(model: PackedModel) -> int:
     return 3 * sum(p.numel() * p.element_size() for p in model.model.parameters() if p.requires_grad)
 
 
-class FrozenHost:
+class FrozenHost(Movable):
     """A model that never changes by itself: a reference, a reward model.
 
     Args:
@@ -78,8 +81,11 @@ class FrozenHost:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         self.packed.model.load_state_dict(weights)
 
+    def _offload(self, store: Store) -> Offload:
+        return Offload(self.packed, store)
 
-class TrainedHost:
+
+class TrainedHost(SendsWeights, Movable):
     """A model that trains: the actor, the critic."""
 
     def __init__(self, engine: TrainEngine[Any]) -> None:
@@ -115,6 +121,9 @@ class TrainedHost:
         packed = self.engine.packed
         with packed.with_merged_adapters():
             return {name: tensor.clone() for name, tensor in packed.model.state_dict().items()}
+
+    def _offload(self, store: Store) -> Offload:
+        return self.engine.offloading(store)
 
 
 class BareHost(FrozenHost):

@@ -1,199 +1,212 @@
-"""The rollout role: drives engines for the group stream, and hands them the actor's weights.
+"""The rollout role: engines that answer the group stream's prompts, and that the actor's weights are handed to.
 
-Generation gives its lease back every few decode steps, so scoring of finished chunks runs between them, in an order
-given by step counts.
+Generation gives its lease back every few decode steps, so that scoring of finished chunks runs between them where both
+share devices, in an order given by step counts; elsewhere it goes on beside everything else. New weights come between
+two such bursts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.models.packed import PackedCausalLM
-from quartet.rollout.protocol import (
-    Completion,
-    GenerationError,
-    Request,
-    RolloutEngine,
-    SamplingParams,
-)
+from quartet.config.placement import InFlight
+from quartet.rollout.protocol import Completion, EngineStats, Request
+from quartet.schedule.engine_host import CanaryProbe
+from quartet.schedule.engine_pump import Common, EnginePump
 from quartet.schedule.groups import PromptGroup
+from quartet.schedule.handles import Handle
+from quartet.schedule.journal import Journal
 from quartet.schedule.worker import Worker
-from quartet.train.engine import Needs, TrainEngine
+from quartet.train.engine import Needs
+
+_T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
-class CanaryProbe:
-    """A fixed prompt whose log-probabilities engine and trainer must agree on after every weight update."""
+def shared_by(engine: Handle) -> Callable[[int], Awaitable[int]]:
+    """``deliver`` for an engine that computes with the actor's own tensors: nothing moves, it only hears of it."""
 
-    prompt_ids: tuple[int, ...]
-    num_tokens: int
-    tolerance: float
+    async def deliver(version: int) -> int:
+        await engine.call("share", version)
+        return 0
+
+    return deliver
 
 
-class LocalRollout:
-    """Drives an in-process engine for the group stream.
+class Rollout:
+    """Drives the engines for the group stream.
 
     Args:
+        engines: hosts (``EngineHost``), one each. A group goes to that of its index modulo their number.
         requests: ``(stream index) → (prompt item, prompt ids, requests)``; the same index gives the same requests.
             Rollouts that are trained on are sampled, so a greedy request among them is the group's baseline.
         steps_per_lease: decode steps per lease.
-        source: ``() → (name, tensor)`` pairs for an engine with its own weights, or None for one that shares them.
+        version: of the weights that the engines have.
+        trainer: the actor's host, which the canary is compared with.
+        deliver: brings the actor's weights of a version into all engines; returns the bytes moved. Called inside the
+            lease that writes the engines' weights and reads the actor's.
+        shares_actor: the engines compute with the actor's own tensors.
+        in_flight: new weights come between two bursts (``pick_up``), or once what runs has ended, with nothing new
+            begun meanwhile (``finish_old``): each response then has one version.
+        max_running: requests that an engine is given at a time; None for all at once, of which those that wait in it
+            go before the canary, and with ``finish_old`` are waited for.
+        journal: notes what the clock decides, or is followed. With one engine, and prompts answered in one turn.
+        on_finished: called with the number of responses that each burst ended.
+
+    Raises:
+        UserError: a journal with several engines, or engines that should finish on tensors that are trained meanwhile.
     """
 
     def __init__(
         self,
         worker: Worker,
-        engine: RolloutEngine,
+        engines: Sequence[Handle],
         requests: Callable[[int], tuple[Any, tuple[int, ...], Sequence[Request]]],
         *,
         steps_per_lease: int,
         version: int,
         canary: CanaryProbe,
-        trainer: TrainEngine[PackedCausalLM],
-        source: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
+        trainer: Handle,
+        deliver: Callable[[int], Awaitable[int]],
+        shares_actor: bool,
+        in_flight: InFlight = "pick_up",
+        max_running: int | None = None,
+        journal: Journal | None = None,
         on_finished: Callable[[int], None] | None = None,
     ) -> None:
-        self.engine = engine
-        self.version = version
+        if journal is not None and len(engines) != 1:
+            raise _no_journal(f"{len(engines)} rollout engines", "give the rollout role one process")
+        if shares_actor and in_flight == "finish_old":
+            raise UserError(
+                "responses cannot finish on old weights",
+                found="in_flight: finish_old, and a rollout engine that computes with the actor's own tensors",
+                remedy="use in_flight: pick_up, or give the rollout role a pool of its own",
+            )
         self._worker = worker
+        self._common = Common(
+            worker,
+            steps_per_lease,
+            version,
+            shares_actor,
+            journal=journal,
+            max_running=max_running,
+            on_finished=on_finished,
+        )
+        self._pumps = [EnginePump(engine, self._common) for engine in engines]
         self._requests = requests
-        self._steps_per_lease = steps_per_lease
         self._canary = canary
         self._trainer = trainer
-        self._source = source
-        self._on_finished = on_finished
-        self._span: tuple[str, int] | None = None
-        self._waiting: dict[str, asyncio.Future[Completion]] = {}
-        self._pump: asyncio.Task[None] | None = None
+        self._deliver = deliver
+        self._in_flight: InFlight = in_flight
+        self._journal = journal
+        self._weights_stay = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """Of the weights in the engines."""
+        return self._common.version
+
+    def stats(self) -> EngineStats:
+        """Sums over the engines, as their last bursts ended."""
+        of = [pump.stats for pump in self._pumps]
+        total = EngineStats(
+            **{field.name: sum(getattr(stats, field.name) for stats in of) for field in fields(EngineStats)}
+        )
+        total.policy_version = self.version
+        return total
+
+    # Generation ------------------------------------------------------------------------------------------
 
     async def generate(self, index: int) -> PromptGroup:
         """The group at ``index`` of the stream."""
         prompt, prompt_ids, requests = self._requests(index)
-        completions = await self.complete(requests)
+        completions = await self._pumps[index % len(self._pumps)].complete(requests, index=index)
         pairs = list(zip(requests, completions, strict=True))
         sampled = tuple(completion for request, completion in pairs if not request.sampling.greedy)
         greedy = next((completion for request, completion in pairs if request.sampling.greedy), None)
         return PromptGroup(index, prompt, prompt_ids, sampled, greedy)
 
+    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completions of requests of one group, in their order: a turn of an episode, say.
+
+        Where there are several engines the group's name begins with its index: ``7`` or ``7.0.2``.
+        """
+        return await self._complete(requests, passes=False)
+
+    async def _complete(self, requests: Sequence[Request], *, passes: bool) -> list[Completion]:
+        if self._journal is not None:
+            raise _no_journal("episodes of several turns", "leave the environment out")
+        num = len(self._pumps)
+        place = 0 if num == 1 else int(requests[0].group.partition(".")[0]) % num
+        return await self._pumps[place].complete(requests, passes=passes)
+
     @contextlib.contextmanager
     def spans_of(self, name: str, step: int) -> Iterator[None]:
         """What is generated meanwhile counts under another name and step: an evaluation, with no group in flight."""
-        self._span = (name, step)
+        self._common.span = (name, step)
         try:
             yield
         finally:
-            self._span = None
+            self._common.span = None
 
-    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions of the requests, in their order."""
-        loop = asyncio.get_running_loop()
-        futures = [loop.create_future() for _ in requests]
-        self.engine.submit(requests)
-        self._waiting.update({r.request_id: f for r, f in zip(requests, futures, strict=True)})
-        if self._pump is None or self._pump.done():
-            self._pump = loop.create_task(self._run())
-            self._pump.add_done_callback(self._pump_ended)
-        try:
-            # Not one after the other: what failed behind the first failure would be reported as never retrieved.
-            return await asyncio.gather(*futures)
-        except BaseException:
-            abandoned = [r.request_id for r in requests if self._waiting.pop(r.request_id, None) is not None]
-            self.engine.cancel(abandoned)
-            raise
+    async def close(self) -> None:
+        """Stops generation and waits until it has stopped."""
+        await _each([pump.close() for pump in self._pumps])
 
-    async def _run(self) -> None:
-        while self._waiting:
-            name, step = self._span or ("generate", self.version)
-            try:
-                await self._worker.run(
-                    "rollout",
-                    "generate",
-                    name,
-                    self._burst,
-                    step=step,
-                    reads=self._reads(),
-                    tokens_of=lambda sampled: sampled,
-                )
-            except GenerationError as error:
-                self._fail(error, error.request_ids)
-            await asyncio.sleep(0)
+    # Evaluation ------------------------------------------------------------------------------------------
 
-    def _reads(self) -> dict[str, int]:
-        """The engine's weights; where they are the actor's own tensors, nobody may train those meanwhile."""
-        shared = {"actor": self.version} if self._source is None else {}
-        return {"rollout": self.version, **shared}
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncIterator[Quiet]:
+        """Nothing is generated meanwhile but what is asked of the object given: for figures of the present weights.
 
-    def _pump_ended(self, pump: asyncio.Task[None]) -> None:
-        """Whatever ended the pump early reaches everyone who waits for it."""
-        error = asyncio.CancelledError() if pump.cancelled() else pump.exception()
-        if error is not None:
-            self._fail(error, list(self._waiting))
+        Groups that ask to be generated wait, and so do new weights.
+        """
+        async with self._weights_stay, self._paused(self.version):
+            yield Quiet(self)
 
-    def _burst(self) -> int:
-        """A few engine steps; returns the tokens they sampled."""
-        finished, before = 0, self.engine.stats().generated_tokens
-        for _ in range(self._steps_per_lease):
-            if not self.engine.has_work:
-                break
-            completions = self.engine.step()
-            finished += len(completions)
-            for completion in completions:
-                self._deliver(completion)
-        if self._on_finished is not None:
-            self._on_finished(finished)
-        return self.engine.stats().generated_tokens - before
+    async def evaluate(self, requests: Sequence[Request], step: int) -> list[Completion]:
+        """Completions in order, each engine's in one lease; the requests of a prompt go to one engine."""
+        if any(pump.is_running for pump in self._pumps):
+            raise RuntimeError("groups are being generated: evaluate inside of quiet()")
+        places = {group: i % len(self._pumps) for i, group in enumerate(dict.fromkeys(r.group for r in requests))}
+        shares = [[r for r in requests if places[r.group] == i] for i in range(len(self._pumps))]
+        answered = await _each(
+            [self._evaluate_on(pump, share, step) for pump, share in zip(self._pumps, shares, strict=True) if share]
+        )
+        found = {completion.request_id: completion for completions in answered for completion in completions}
+        return [found[request.request_id] for request in requests]
 
-    def _deliver(self, completion: Completion) -> None:
-        future = self._waiting.pop(completion.request_id, None)
-        if future is not None and not future.done():
-            future.set_result(completion)
+    async def _evaluate_on(self, pump: EnginePump, requests: Sequence[Request], step: int) -> list[Completion]:
+        async with self._worker.turn("rollout", "generate", "evaluate", step=step, reads=self._common.reads()):
+            return await pump.run_to_end(requests)
 
-    def _fail(self, error: BaseException, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            future = self._waiting.pop(request_id, None)
-            if future is not None and not future.done():
-                future.set_exception(error)
+    # Weights ---------------------------------------------------------------------------------------------
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Hands the actor's weights of ``version`` to the engine, then asks the canary.
+        """Hands the actor's weights of ``version`` to the engines as soon as they exist, then asks the canary.
 
         Raises:
-            UserError: the engine's log-probabilities are not the trainer's.
+            UserError: an engine's log-probabilities are not the trainer's.
         """
-
-        def update() -> Completion:
-            self.engine.update_weights(self._source() if self._source is not None else None, version)
-            return self._sing()
-
-        heard = await self._worker.run(
-            "rollout",
-            "generate",
-            "publish",
-            update,
-            step=version - 1,
-            nbytes=sum(t.nbytes for _, t in self._trainer.weights()) if self._source is not None else 0,
-            reads={"actor": version},
-            writes="rollout",
-        )
-        self.version = version
-        expected = await self._worker.run(
-            "actor",
-            "forward",
-            "canary",
-            lambda: self._expected(heard),
-            step=version - 1,
-            reads={"actor": version},
-        )
-        difference = float((torch.tensor(heard.logprobs, dtype=torch.float64) - expected.double()).abs().max())
+        arbiter = self._worker.arbiter
+        self._common.num_publishing += 1
+        try:
+            # The actor trains on no sooner than its weights were handed over and compared.
+            with arbiter.reserve("actor", version, "rollout"), arbiter.reserve("actor", version, "actor"):
+                await arbiter.until("actor", version)
+                async with self._weights_stay:
+                    heard = await self._swapped_in(version)
+                difference = await self._difference(heard, version)
+        finally:
+            self._common.num_publishing -= 1
         if not difference <= self._canary.tolerance:
             raise UserError(
                 f"after weight update {version} the rollout engine computes with other weights than the trainer",
@@ -204,20 +217,84 @@ class LocalRollout:
             )
         return {"agreement/canary_diff": difference, "policy_version": float(version)}
 
-    def _sing(self) -> Completion:
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=self._canary.num_tokens)
-        self.engine.submit([Request("canary", "canary", self._canary.prompt_ids, sampling)])
-        heard: Completion | None = None
-        while heard is None:
-            for completion in self.engine.step():
-                if completion.request_id == "canary":
-                    heard = completion
-                else:
-                    self._deliver(completion)
+    async def _swapped_in(self, version: int) -> list[Completion]:
+        if self._in_flight == "pick_up":
+            return await self._swap(version)
+        async with self._paused(version):
+            return await self._swap(version)
+
+    async def _swap(self, version: int) -> list[Completion]:
+        """Brings the weights between two bursts; returns what each engine makes of the canary's prompt with them."""
+        common, journal = self._common, self._journal
+        if journal is not None:
+            await journal.turn("swap", version)
+        turn = self._worker.turn(
+            "rollout", "generate", "publish", step=version - 1, reads={"actor": version}, writes="rollout"
+        )
+        async with turn as (_, span):
+            span.nbytes = await self._deliver(version)
+            if journal is not None:
+                journal.note("swap", version)
+            heard = await _each([pump.sing(self._canary) for pump in self._pumps])
+            common.version = version
+        common.tell()
         return heard
 
-    def _expected(self, heard: Completion) -> Tensor:
-        batch = RaggedBatch.from_groups([self._canary.prompt_ids], [[heard.token_ids]], ["canary"])
+    @contextlib.asynccontextmanager
+    async def _paused(self, version: int) -> AsyncIterator[None]:
+        """Admits nothing meanwhile, and begins when what runs has ended."""
+        common, journal = self._common, self._journal
+        if journal is not None:
+            await journal.turn("pause", version)
+        common.num_pauses += 1
+        try:
+            if journal is not None:
+                journal.note("pause", version)
+            while any(pump.is_running for pump in self._pumps):
+                await common.change("what runs to end")
+            yield
+        finally:
+            common.num_pauses -= 1
+            common.tell()
+
+    async def _difference(self, heard: Sequence[Completion], version: int) -> float:
+        """The largest between the engines' log-probabilities of the canary's tokens and the trainer's."""
+        turn = self._worker.turn("actor", "forward", "canary", step=version - 1, reads={"actor": version})
+        async with turn:
+            expected = await self._expected(heard)
+        found = torch.tensor([logprob for one in heard for logprob in one.logprobs], dtype=torch.float64)
+        return float((found - expected.double()).abs().max())
+
+    async def _expected(self, heard: Sequence[Completion]) -> Tensor:
+        names = [f"canary.{i}" for i in range(len(heard))]
+        batch = RaggedBatch.from_groups([self._canary.prompt_ids], [[one.token_ids for one in heard]], names)
         mask = batch.sequence_index() >= 0
-        columns = self._trainer.forward(batch.with_token(loss_mask=mask), Needs(logprobs=True))
-        return columns.token["logprobs"][mask]
+        columns = await self._trainer.call("forward", batch.with_token(loss_mask=mask), Needs(logprobs=True))
+        expected: Tensor = columns.token["logprobs"][mask]
+        return expected
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """A rollout that generates nothing by itself."""
+
+    rollout: Rollout
+
+    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """As ``Rollout.complete``, which would wait for the quiet to end."""
+        return await self.rollout._complete(requests, passes=True)
+
+
+async def _each(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Results in order; the first failure is raised when all have ended. One alone is simply awaited."""
+    if len(works) == 1:
+        return [await works[0]]
+    found = await asyncio.gather(*works, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return [one for one in found if not isinstance(one, BaseException)]
+
+
+def _no_journal(found: str, remedy: str) -> UserError:
+    return UserError("a journal cannot be kept or followed here", found=found, remedy=remedy)

@@ -14,9 +14,11 @@ the outside world. In rounds the company, too, depends on the groups alone.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from types import TracebackType
 from typing import Generic, Literal, TypeVar
 
@@ -69,6 +71,14 @@ class _Rejected:
 
 
 _REJECTED = _Rejected()
+
+
+@dataclass(frozen=True)
+class Ahead(Generic[G]):
+    """What has been produced beyond the last whole step: accepted groups by index, and the indices rejected."""
+
+    groups: Mapping[int, G] = field(default_factory=dict)
+    rejected: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,7 @@ class GroupStream(Generic[G]):
         self._shortage = shortage
         self._running: dict[int, asyncio.Task[G | _Rejected]] = {}
         self._decided: dict[int, G | _Rejected] = {}  # produced, but not yet passed by the cursor
+        self._passed: dict[int, G | _Rejected] = {}  # passed by it since the last whole step
         self._cursor = next_index  # every index below it is consumed or rejected
         self._next_launch = next_index
         self._consumed = 0
@@ -172,6 +183,7 @@ class GroupStream(Generic[G]):
                 chunk.append(await self._take(step, first_index, taken))
                 if taken == size:  # before the last yield: a consumer need not come back after it
                     self._boundary = self._snapshot()
+                    self._passed.clear()
                     self._consuming = False
                 if len(chunk) == self._chunk_size or taken == size:
                     full, chunk = chunk, []
@@ -192,12 +204,32 @@ class GroupStream(Generic[G]):
     def state(self) -> dict[str, int]:
         """The cursor at the end of the last step consumed whole, as plain numbers.
 
-        Groups in flight or waiting beyond it are not part of it: a restored stream produces them again.
+        Groups waiting beyond it are `ahead()`; what is in flight then, a restored stream produces again.
         """
         return {**self._boundary, "versions_published": self._versions_published}
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Continues from `state()`; only before the first step of this stream."""
+    def ahead(self) -> Ahead[G]:
+        """What is complete beyond `state()`."""
+        decided = sorted({**self._passed, **self._decided}.items())
+        groups = {index: group for index, group in decided if not isinstance(group, _Rejected)}
+        return Ahead(groups, tuple(index for index, _ in decided if index not in groups))
+
+    def restore(
+        self,
+        state: Mapping[str, int],
+        ahead: Ahead[G] | None = None,
+        *,
+        first_version: Callable[[G], int] = attrgetter("first_version"),
+    ) -> None:
+        """Continues from `state()`; only before the first step of this stream.
+
+        Args:
+            ahead: groups that need not be produced again.
+            first_version: of the oldest weights that made a group.
+
+        Raises:
+            UserError: the rule differs, so that the steps would be others or these groups too old in theirs.
+        """
         if self._open_steps or self._closed:
             raise RuntimeError("a stream can only be restored before its first step")
         size = self._rule.prompts_per_step
@@ -213,6 +245,25 @@ class GroupStream(Generic[G]):
         self._open_steps = state["steps"]
         self._versions_published = state["versions_published"]
         self._boundary = self._snapshot()
+        if ahead is not None:
+            self._check_age(ahead, first_version)
+            self._decided = {**ahead.groups, **dict.fromkeys(ahead.rejected, _REJECTED)}
+            self._ahead = len(ahead.groups)
+
+    def _check_age(self, ahead: Ahead[G], first_version: Callable[[G], int]) -> None:
+        """A group's step is at the latest the one that it comes into when all before it are accepted."""
+        oldest, rejected = self._rule.max_staleness or 0, sorted(ahead.rejected)
+        for index, group in ahead.groups.items():
+            before = index - self._cursor - bisect_left(rejected, index)
+            lead = before // self._rule.prompts_per_step
+            age = self._open_steps + lead - first_version(group)
+            if max(lead, age) > oldest:
+                raise UserError(
+                    "the checkpoint holds groups that were generated further ahead than this run may",
+                    found=f"group {index} is for step {self._open_steps + lead}, made with weights of version "
+                    f"{first_version(group)}; max_staleness={self._rule.max_staleness}",
+                    remedy=f"resume with max_staleness of at least {max(lead, age)}",
+                )
 
     async def close(self) -> None:
         """Cancels what is in flight and waits until it has really stopped. May be called again."""
@@ -261,7 +312,7 @@ class GroupStream(Generic[G]):
                 await self.close()
                 raise self._shortage(Shortage(step, self._rule.prompts_per_step, wanted - 1, attempts))
             if self._cursor in self._decided:
-                group = self._decided.pop(self._cursor)
+                group = self._passed[self._cursor] = self._decided.pop(self._cursor)
                 self._cursor += 1
                 if not isinstance(group, _Rejected):
                     self._consumed += 1
@@ -287,6 +338,8 @@ class GroupStream(Generic[G]):
         while not self._closed and self._admits_another():
             index = self._next_launch
             self._next_launch += 1
+            if index in self._decided:  # restored
+                continue
             task = asyncio.get_running_loop().create_task(self._attempt(index), name=f"group {index}")
             self._running[index] = task
             task.add_done_callback(partial(self._settle, index))

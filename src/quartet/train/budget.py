@@ -30,7 +30,7 @@ def num_computed_tokens(batch: RaggedBatch, sequences: Sequence[int], *, share: 
 
 def _dearest(batch: RaggedBatch, parts: Sequence[Sequence[int]], share: bool) -> int:
     """Tokens of the largest part."""
-    return max(num_computed_tokens(batch, part, share=share) for part in parts)
+    return max((num_computed_tokens(batch, part, share=share) for part in parts), default=0)
 
 
 class TokenBudget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -62,6 +63,40 @@ def save_checkpoint(root: Path, step: int, parts: Mapping[str, Any], info: Mappi
     for old in list_checkpoints(root)[:-keep]:
         shutil.rmtree(_set_aside(checkpoint_path(root, old)), ignore_errors=True)
     return final
+
+
+def snapshot(value: Any) -> Any:
+    """A copy of a state in host memory that later updates do not change: what ``torch.save`` takes, nested.
+
+    Tensors that share a storage (tied weights) share one in the copy, so that it takes its room once, here and on disk.
+    """
+    storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _host_copy(value.detach(), storages)
+        if isinstance(value, dict):
+            # Of the same kind, with what a module's state hangs on it (its versions).
+            found = copy.copy(value)
+            found.update((key, copied(child)) for key, child in value.items())
+            return found
+        if isinstance(value, (list, tuple)):
+            return type(value)(copied(child) for child in value)
+        return copy.deepcopy(value)
+
+    return copied(value)
+
+
+def _host_copy(tensor: torch.Tensor, storages: dict[tuple[torch.device, int], torch.UntypedStorage]) -> torch.Tensor:
+    """Of ``tensor``; ``storages`` holds the copies made so far, by the place of what they are copies of."""
+    if tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
+        return tensor.to("cpu", copy=True)
+    source = tensor.untyped_storage()
+    place = (source.device, source.data_ptr())
+    if place not in storages:
+        storages[place] = torch.UntypedStorage(source.nbytes()).copy_(source)
+    own = torch.empty(0, dtype=tensor.dtype)
+    return own.set_(storages[place], tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def list_checkpoints(root: Path) -> list[int]:

@@ -9,7 +9,7 @@ denominators, those of the whole batch, so an update does not depend on how the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -24,7 +24,9 @@ from quartet.models.exact import ExactPackedAttention
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import pack
 from quartet.train.budget import TokenBudget
+from quartet.train.data_parallel import Peers, Replica
 from quartet.train.metrics import MetricSums
+from quartet.train.offload import PARTS, Moved, Offload, Part, Store
 from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 
 
@@ -102,9 +104,18 @@ class TrainEngine(Generic[Model]):
         config: budgets and optimizer.
         total_steps: optimizer updates of the whole run, for the learning-rate schedule.
         name: where the recipe keeps ``config``, as in ``actor.train``; messages name keys below it.
+        peers: ranks that train this model together, each with an engine and equal weights; see ``data_parallel``.
     """
 
-    def __init__(self, packed: Model, config: TrainConfig, *, total_steps: int, name: str = "train") -> None:
+    def __init__(
+        self,
+        packed: Model,
+        config: TrainConfig,
+        *,
+        total_steps: int,
+        name: str = "train",
+        peers: Peers | None = None,
+    ) -> None:
         if config.lora is not None and packed.adapters is None:
             raise ValueError(f"{name}.lora is set, but the model has no adapters: take it over with lora={name}.lora")
         self.packed = packed
@@ -115,6 +126,8 @@ class TrainEngine(Generic[Model]):
         self.forward_budget = TokenBudget(config.forward_token_budget, f"{name}.forward_token_budget")
         self.num_updates = 0
         self.num_skipped = 0
+        self._offload: Offload | None = None
+        self._replica = Replica(peers) if peers is not None else None
 
     @property
     def num_oom(self) -> int:
@@ -129,7 +142,12 @@ class TrainEngine(Generic[Model]):
     # Forward ---------------------------------------------------------------------------------------------
 
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        """Forward-only pass over ``batch``; fields as in ``Outputs``, without gradients, where ``batch`` lies."""
+        """Forward-only pass over ``batch``; fields as in ``Outputs``, without gradients, where ``batch`` lies.
+
+        Raises:
+            RuntimeError: the parameters are offloaded.
+        """
+        self._require("params")
         config = self.config
         return forward_only(
             self.packed, batch, needs, self.forward_budget, config.logprob_chunk, share=config.share_prefixes
@@ -149,17 +167,20 @@ class TrainEngine(Generic[Model]):
 
         Raises:
             UserError: an atom of the objective is larger than the budget, or than the memory.
+            PeerFailed: another rank failed.
+            RuntimeError: a part is offloaded.
         """
+        terms = (LossTerm(batch, objective), *also)
+        if self._replica is None:
+            return self._update(terms)
+        with self._replica.announcing():
+            return self._update(terms)
+
+    def _update(self, terms: Sequence[LossTerm]) -> dict[str, float]:
         if self.packed.adapters is not None:
             self.packed.adapters.check_in()
-        device = self.packed.device
-        terms = [replace(term, batch=term.batch.to(device)) for term in (LossTerm(batch, objective), *also)]
-        denominators = [term.objective.denominators(term.batch) for term in terms]
-        sums = self.budget.run_several(
-            lambda plans: self._backward(terms, plans, denominators),
-            [(term.batch, term.objective.atoms(term.batch)) for term in terms],
-            share=shares(self.packed, self.config.share_prefixes),
-        )
+        self._require(*PARTS)
+        sums = self._accumulate(terms)
         lr = learning_rate(self.config.optim, self.num_updates, self.total_steps)
         grad_norm = clip_gradients(self.packed.model.parameters(), self.config.optim.max_grad_norm)
         finite = math.isfinite(grad_norm)
@@ -171,7 +192,29 @@ class TrainEngine(Generic[Model]):
         else:
             self.num_skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
+        if self._replica is not None:
+            self._replica.settle(grad_norm)
         return {**sums.results(), "grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
+
+    def _accumulate(self, terms: Sequence[LossTerm]) -> MetricSums:
+        """Gradients of all terms, and their metrics; those of all ranks together where there are several."""
+        device, share = self.packed.device, shares(self.packed, self.config.share_prefixes)
+        terms = [replace(term, batch=term.batch.to(device)) for term in terms]
+        denominators = [term.objective.denominators(term.batch) for term in terms]
+        batches = [(term.batch, term.objective.atoms(term.batch)) for term in terms]
+        if self._replica is None:
+            return self.budget.run_several(
+                lambda plans: self._backward(terms, plans, denominators), batches, share=share
+            )
+
+        def backward(own: Sequence[RaggedBatch], plans: Sequence[Sequence[Sequence[int]]]) -> MetricSums:
+            mine = [replace(term, batch=piece) for term, piece in zip(terms, own, strict=True)]
+            return self._backward(mine, plans, denominators)
+
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return self._replica.accumulate(
+            backward, batches, trained, self.budget, share=share, num_updates=self.num_updates
+        )
 
     def _backward(
         self, terms: Sequence[LossTerm], plans: Sequence[Sequence[Sequence[int]]], denominators: Sequence[Any]
@@ -196,7 +239,7 @@ class TrainEngine(Generic[Model]):
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything an exact resume needs, as nested dictionaries of tensors and numbers.
+        """Everything an exact resume needs, as nested dictionaries of tensors and numbers, wherever they lie now.
 
         Of a model with adapters only what is trained, and which base it belongs to.
         """
@@ -211,6 +254,7 @@ class TrainEngine(Generic[Model]):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes up what ``state`` gave; what is offloaded stays so."""
         if self.packed.adapters is None:
             self.packed.model.load_state_dict(state["model"])
         else:
@@ -220,12 +264,45 @@ class TrainEngine(Generic[Model]):
         self.num_skipped = state["num_skipped"]
         self.budget.load_state(state["budget"])
         self.forward_budget.load_state(state["forward_budget"])
+        if self._offload is not None:
+            self._offload.settle()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Named parameters, detached, for a rollout engine that keeps its own copy; with adapters only those."""
+        """Named parameters, detached, for a rollout engine that keeps its own copy; with adapters only those.
+
+        What is offloaded comes from host memory.
+        """
         adapters = self.packed.adapters
         named = self.packed.model.named_parameters() if adapters is None else adapters.trained.items()
         return ((name, parameter.detach()) for name, parameter in named)
+
+    # Room on the device ----------------------------------------------------------------------------------
+
+    def offloading(self, store: Store | None = None) -> Offload:
+        """What moves this engine's parts; made the first time, which says where they go.
+
+        Raises:
+            RuntimeError: no store was given yet, or another one.
+        """
+        if self._offload is None:
+            if store is None:
+                raise RuntimeError("nobody said where this engine's parts go; call offloading(store) first")
+            self._offload = Offload(self.packed, store, self.optimizer)
+        elif store is not None and store is not self._offload.store:
+            raise RuntimeError("this engine's parts have a store already, and may lie there now")
+        return self._offload
+
+    def offload(self, parts: Collection[Part] = PARTS) -> Moved:
+        """Gives the device's room back; see ``Offload``."""
+        return self.offloading().offload(parts)
+
+    def onload(self, parts: Collection[Part] = PARTS) -> Moved:
+        """Brings parts back; see ``Offload``."""
+        return self.offloading().onload(parts)
+
+    def _require(self, *parts: Part) -> None:
+        if self._offload is not None:
+            self._offload.require(parts)
 
 
 def forward_only(

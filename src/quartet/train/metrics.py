@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PlainSums:
+    """``MetricSums`` in numbers: a name without a weight is a sum, not a mean."""
+
+    totals: Mapping[str, float]
+    weights: Mapping[str, float]
+    maxima: Mapping[str, float]
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 class MetricSums:
@@ -34,6 +50,26 @@ class MetricSums:
             return
         value = values.detach().to(torch.float64).masked_fill(~mask, float("-inf")).max()
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def plain(self) -> PlainSums:
+        """The sums as numbers, which travel; waits for the device."""
+        return PlainSums(
+            *({name: float(value) for name, value in of.items()} for of in (self._totals, self._weights, self._maxima))
+        )
+
+    @classmethod
+    def joined(cls, parts: Iterable[PlainSums]) -> MetricSums:
+        """Sums of all parts; a part may lack names that others have."""
+        sums = cls()
+        for part in parts:
+            for name, total in part.totals.items():
+                if name in part.weights:
+                    sums.add(name, _number(total), _number(part.weights[name]))
+                else:
+                    sums.total(name, _number(total))
+            for name, value in part.maxima.items():
+                sums.maximum(name, _number(value), torch.tensor(True))
+        return sums
 
     def results(self) -> dict[str, float]:
         found = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,19 +21,18 @@ from quartet.data.order import epoch_order
 from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import EnvironmentFactory
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.rollout.cuda_engine import engine_for
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
+from quartet.schedule.engine_host import CanaryProbe
 from quartet.schedule.groups import chunk_of
 from quartet.schedule.handles import Handle, Here
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.leases import Mode
-from quartet.schedule.model_host import BareHost, FrozenHost, ModelStats, TrainedHost
-from quartet.schedule.rollout import CanaryProbe, LocalRollout
+from quartet.schedule.model_host import FrozenHost, ModelStats, TrainedHost
+from quartet.schedule.rollout import Rollout
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
-from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs, TrainEngine
 from quartet.trainers.episodes import EpisodePlayer, FinalScorer, GroupSource, episode_chunk
 from quartet.trainers.evaluation import Completer, sampling_params
@@ -48,17 +47,22 @@ CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
 
 @dataclass
 class Cast:
-    """Everything an RL run plays with. ``emitted [V]`` bool collects the token ids the policy has produced; sources of
-    ``evaluation_*`` are asked about held-out answers only."""
+    """Everything an RL run plays with.
+
+    Args:
+        hosts: of the models in this process, by role.
+        emitted: ``[V]`` bool, collects the token ids that the policy has produced.
+        evaluation_models, evaluation_functions, evaluation_weights: sources that are asked about held-out answers only.
+    """
 
     recipe: RLRecipe
     codec: TextCodec
     prompts: PromptData
     evaluation_prompts: PromptData | None
+    hosts: Mapping[str, FrozenHost | TrainedHost]
     actor: TrainEngine[PackedCausalLM]
     critic: TrainEngine[PackedScalarModel] | None
     reference: PackedCausalLM | None
-    reference_budget: TokenBudget
     reward_models: list[RewardModelRole]
     reward_functions: list[RewardFunctionRole]
     reward_weights: dict[str, float]
@@ -71,25 +75,11 @@ class Cast:
     """What computes each role's passes and updates, by its name; in this process unless somebody puts others there."""
 
     def __post_init__(self) -> None:
-        self.handles = {name: Here(host) for name, host in self.hosts().items()}
-
-    def hosts(self) -> dict[str, FrozenHost | TrainedHost]:
-        """The models' hosts in this process, by role."""
-        found: dict[str, FrozenHost | TrainedHost] = {"actor": TrainedHost(self.actor)}
-        if self.critic is not None:
-            found["critic"] = TrainedHost(self.critic)
-        if self.reference is not None:
-            found["reference"] = self._reference_host(self.reference)
-        return found | {role.name: role.host() for role in self.reward_models + self.evaluation_models}
-
-    def _reference_host(self, reference: PackedCausalLM) -> FrozenHost:
-        kind, train = BareHost if self.shares_reference else FrozenHost, self.recipe.actor.train
-        chunk, share = train.logprob_chunk, train.share_prefixes
-        return kind(reference, self.reference_budget, logprob_chunk=chunk, share_prefixes=share)
+        self.handles = {name: Here(host) for name, host in self.hosts.items()}
 
     def sizes(self) -> dict[str, dict[Mode, int]]:
         """Role → mode → bytes that must be on its device, with an engine that shares the actor's weights."""
-        return {"rollout": {"generate": 0}, **{name: host.sizes() for name, host in self.hosts().items()}}
+        return {"rollout": {"generate": 0}, **{name: host.sizes() for name, host in self.hosts.items()}}
 
     async def stats(self) -> dict[str, ModelStats]:
         """Of every role's host."""
@@ -176,32 +166,12 @@ class Cast:
 
     # Who plays -------------------------------------------------------------------------------------------
 
-    def rollout(
-        self, worker: Worker, *, version: int, on_finished: Callable[[int], None] | None = None
-    ) -> LocalRollout:
-        config = self.recipe.rollout
-        actor = self.actor.packed
-        engine = engine_for(
-            actor,
-            max_running=config.max_running,
-            max_prefill_tokens=config.max_prefill_tokens,
-            cache_tokens=config.cache_tokens,
-            decode=self.codec.decode,
-            version=version,
-        )
+    def canary(self) -> CanaryProbe:
+        """What engines and trainer must agree on after every weight update."""
         tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.recipe.actor.train.precision]
         prompt_ids = tuple(self.prompts.item(0).token_ids)
-        room = max(1, min(CANARY_TOKENS, context_length(actor.model) - len(prompt_ids)))
-        return LocalRollout(
-            worker,
-            engine,
-            self.requests,
-            steps_per_lease=config.steps_per_lease,
-            version=version,
-            canary=CanaryProbe(prompt_ids, room, tolerance),
-            trainer=self.actor,
-            on_finished=on_finished,
-        )
+        room = max(1, min(CANARY_TOKENS, context_length(self.actor.packed.model) - len(prompt_ids)))
+        return CanaryProbe(prompt_ids, room, tolerance)
 
     def reward_scorers(self, worker: Worker) -> list[Scorer[RaggedBatch, ColumnSet]]:
         scorers = reward_scorers(worker, self.reward_models, self.reward_functions, self.handles)
@@ -218,7 +188,7 @@ class Cast:
 
     # Episodes --------------------------------------------------------------------------------------------
 
-    def group_source(self, rollout: LocalRollout, on_played: Callable[[int], None]) -> GroupSource:
+    def group_source(self, rollout: Rollout, on_played: Callable[[int], None]) -> GroupSource:
         """Answers to prompts, or episodes where the recipe has an environment."""
         if self.environment is None:
             return GroupSource(rollout.generate, lambda s, i, groups: chunk_of(s, i, groups, self.completion_text))

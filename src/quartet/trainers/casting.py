@@ -17,7 +17,7 @@ from quartet.text.tokenizer import check_vocabulary
 from quartet.trainers.cast import Cast, longest_sequence
 from quartet.trainers.episodes import SOURCE
 from quartet.trainers.loader import Loader, Passed
-from quartet.trainers.reward_roles import RewardFunctionRole, forward_budget, reward_functions, reward_weights
+from quartet.trainers.reward_roles import RewardFunctionRole, reward_functions, reward_weights
 from quartet.trainers.sources import check_budget, check_context, context_length, prompt_data
 
 
@@ -28,11 +28,16 @@ def build_cast(
     prompts: Sequence[Any] | None = None,
     evaluation_prompts: Sequence[Any] | None = None,
     environment: Callable[..., Environment] | None = None,
+    shares_reference: bool = True,
 ) -> Cast:
-    """Loads and checks everything a run needs; functions and data first, because they fail fastest."""
+    """Loads and checks everything a run needs; functions and data first, because they fail fastest.
+
+    Args:
+        shares_reference: as for ``Loader``.
+    """
     functions = reward_functions(recipe.rewards, passed.rewards)
     make = _environment(recipe, environment)
-    loader = Loader(recipe, passed)
+    loader = Loader(recipe, passed, shares_reference=shares_reference)
     check_vocabulary(loader.tokenizer, int(loader.actor_model.get_input_embeddings().weight.shape[0]))
     codec, context = loader.codec, context_length(loader.actor_model)
     data = prompt_data(recipe.data, prompts, codec, context, "data")
@@ -70,10 +75,10 @@ def build_cast(
         codec=codec,
         prompts=data,
         evaluation_prompts=evaluation,
+        hosts={name: loader.host(name) for name in loader.roles()},
         actor=loader.actor_engine,
         critic=loader.critic_engine,
         reference=loader.reference,
-        reference_budget=forward_budget(recipe.actor.train),
         reward_models=loader.reward_models,
         reward_functions=functions,
         reward_weights=weights,

@@ -24,7 +24,7 @@ from quartet.envs.protocol import EnvironmentFactory, Item
 from quartet.envs.transcript import Action, EpisodeSequence
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
-from quartet.schedule.groups import PromptGroup
+from quartet.schedule.groups import NO_VERSION, PromptGroup
 from quartet.schedule.iteration import Chunk
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import REWARD_PREFIX, STEP_PREFIX
@@ -53,6 +53,11 @@ class EpisodeGroup:
     prompt: PromptItem
     episodes: tuple[Episode, ...]
     rewards: tuple[ColumnSet, ...] = ()
+
+    @property
+    def first_version(self) -> int:
+        """Of the oldest weights that a token was sampled with."""
+        return min(sequence.versions[0] for episode in self.episodes for sequence in episode.sequences)
 
 
 AnyGroup = PromptGroup | EpisodeGroup
@@ -195,11 +200,12 @@ def episode_chunk(step: int, index: int, groups: Sequence[EpisodeGroup]) -> Chun
     """A chunk's ragged batch: one leaf per sequence, behind the segments of its first state.
 
     Token fields ``action_mask``, ``loss_mask``, ``observation_mask`` (bool: tokens of a leaf that the policy only
-    read), ``rollout_logprobs`` and ``step_reward/environment``; sequence fields ``group``, ``response`` (the trajectory
-    in its group), ``part`` (the sequence in its trajectory), ``num_turns``, ``ended`` (the episode was done and its
-    last action ended by itself), ``version`` and ``reward/environment`` (on the last sequence, NaN elsewhere); objects
-    ``prompt`` (whose text is what the last action answers), ``completion`` (text of the last action) and
-    ``finish_reason``. Rewards that the groups carry are fields, too.
+    read), ``rollout_logprobs``, ``policy_version`` (of the weights that sampled the token, -1 where none have) and
+    ``step_reward/environment``; sequence fields ``group``, ``response`` (the trajectory in its group), ``part`` (the
+    sequence in its trajectory), ``num_turns``, ``ended`` (the episode was done and its last action ended by itself),
+    ``version`` (the first token's, which is the oldest) and ``reward/environment`` (on the last sequence, NaN
+    elsewhere); objects ``prompt`` (whose text is what the last action answers), ``completion`` (text of the last
+    action) and ``finish_reason``. Rewards that the groups carry are fields, too.
     """
     segments = Segments()
     rows: list[_Row] = []
@@ -235,6 +241,8 @@ def _with_columns(batch: RaggedBatch, rows: Sequence[_Row]) -> RaggedBatch:
     actions[is_leaf] = torch.tensor([m for row in rows for m in row.sequence.action_mask])
     logprobs[is_leaf] = torch.tensor([p for row in rows for p in row.sequence.logprobs])
     rewards[is_leaf] = torch.tensor([r for row in rows for r in row.sequence.rewards])
+    versions = torch.full((batch.num_tokens,), NO_VERSION)
+    versions[is_leaf] = torch.tensor([v for row in rows for v in row.sequence.versions])
     ended = [row.is_final and row.finish_reason in _ENDED for row in rows]
     return (
         batch.with_token(
@@ -242,6 +250,7 @@ def _with_columns(batch: RaggedBatch, rows: Sequence[_Row]) -> RaggedBatch:
             loss_mask=actions,
             observation_mask=is_leaf & ~actions,
             rollout_logprobs=logprobs,
+            policy_version=versions,
             **{STEP_PREFIX + SOURCE: rewards},
         )
         .with_sequence(
@@ -250,7 +259,7 @@ def _with_columns(batch: RaggedBatch, rows: Sequence[_Row]) -> RaggedBatch:
             part=torch.tensor([row.part for row in rows]),
             num_turns=torch.tensor([row.sequence.num_turns for row in rows]),
             ended=torch.tensor(ended),
-            version=torch.tensor([row.sequence.version for row in rows]),
+            version=torch.tensor([row.sequence.versions[0] for row in rows]),
             **{REWARD_PREFIX + SOURCE: torch.tensor([row.reward for row in rows])},
         )
         .with_objects(

@@ -21,14 +21,13 @@ from quartet.observe.jsonl import RowAppender, read_rows
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
 from quartet.rollout.protocol import Completion, Request
-from quartet.schedule.rollout import LocalRollout
+from quartet.schedule.rollout import Rollout
 from quartet.schedule.worker import Worker
 from quartet.text.examples import PromptText
 from quartet.trainers.answers import StoredAnswer, drop_after, read_answers, step_path, write_answers
 from quartet.trainers.cast import Cast
 from quartet.trainers.episodes import answer_with_episodes
 from quartet.trainers.evaluation import Answer, answer_prompts, sampling_params, weighted_scores
-from quartet.trainers.generate import run_to_end
 from quartet.trainers.measures import check_graded, measure, metrics_of, prompt_means, standard_error
 from quartet.trainers.reward_roles import reward_scorers
 from quartet.trainers.run import writing
@@ -36,21 +35,14 @@ from quartet.trainers.run import writing
 
 @dataclass(frozen=True)
 class _EvaluationTurn:
-    """The rollout engine in one lease, while no group is in flight."""
+    """The rollout engines, while no group is in flight."""
 
-    worker: Worker
-    rollout: LocalRollout
+    rollout: Rollout
     step: int
 
     async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        return await self.worker.run(
-            "rollout",
-            "generate",
-            "evaluate",
-            lambda: run_to_end(self.rollout.engine, requests),
-            step=self.step,
-            reads={"rollout": self.rollout.version},
-        )
+        async with self.rollout.quiet():
+            return await self.rollout.evaluate(requests, self.step)
 
 
 class HeldOut:
@@ -104,7 +96,7 @@ class HeldOut:
         if self.alarm is not None:
             self.alarm.note_training(step, reward)
 
-    async def evaluate(self, worker: Worker, rollout: LocalRollout, step: int) -> dict[str, float]:
+    async def evaluate(self, worker: Worker, rollout: Rollout, step: int) -> dict[str, float]:
         """Answers, scores and judges after ``step`` complete steps; returns the metrics."""
         # Counted with the step it follows.
         answers = await self._answers(worker, rollout, max(0, step - 1))
@@ -155,23 +147,24 @@ class HeldOut:
 
     # Answers -----------------------------------------------------------------------------------------------
 
-    async def _answers(self, worker: Worker, rollout: LocalRollout, step: int) -> list[Answer]:
+    async def _answers(self, worker: Worker, rollout: Rollout, step: int) -> list[Answer]:
         """Every held-out prompt's samples; episodes where the run plays episodes."""
         cast, config = self.cast, self.config
         assert cast.evaluation_prompts is not None, "made for a cast with held-out prompts"
         own = reward_scorers(worker, cast.evaluation_models, cast.evaluation_functions, cast.handles)
         scorers = [*cast.reward_scorers(worker), *cast.of_whole_trajectories(own)]
         if cast.environment is not None:
-            return await answer_with_episodes(
-                cast.episode_player(rollout),
-                cast.evaluation_prompts.items,
-                sampling_params(config.sampling, cast.codec, 0),
-                scorers,
-                step=step,
-                samples=config.samples_per_prompt,
-            )
+            async with rollout.quiet() as quiet:
+                return await answer_with_episodes(
+                    cast.episode_player(quiet),
+                    cast.evaluation_prompts.items,
+                    sampling_params(config.sampling, cast.codec, 0),
+                    scorers,
+                    step=step,
+                    samples=config.samples_per_prompt,
+                )
         return await answer_prompts(
-            _EvaluationTurn(worker, rollout, step),
+            _EvaluationTurn(rollout, step),
             cast.evaluation_prompts,
             cast.codec,
             config.sampling,

@@ -23,13 +23,16 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.schedule.model_host import BareHost, FrozenHost, TrainedHost
 from quartet.text.tokenizer import TextCodec
+from quartet.train.data_parallel import Peers
 from quartet.train.engine import TrainEngine
 from quartet.trainers.process_roles import process_models
-from quartet.trainers.reward_roles import RewardModelRole, reward_models
+from quartet.trainers.reward_roles import RewardModelRole, forward_budget, reward_models
 from quartet.trainers.sources import resolve_model, resolve_tokenizer
 
 _P = TypeVar("_P", bound=PackedModel)
+_T = TypeVar("_T")
 Rewards = Sequence[Callable[..., Any] | PreTrainedModel]
 
 
@@ -57,6 +60,7 @@ class Loader:
     Args:
         device: where the models go; None leaves them where they are (loaded ones on the CPU).
         shares_reference: the reference of a LoRA actor is that actor without its adapters; else a model of its own.
+        peers: of this process, where a role that trains has several.
 
     Raises:
         UserError: what is asked for cannot be loaded, or does not fit the rest.
@@ -69,11 +73,13 @@ class Loader:
         *,
         device: torch.device | None = None,
         shares_reference: bool = True,
+        peers: Peers | None = None,
     ) -> None:
         self.recipe = recipe
         self.passed = passed
         self._device = device
         self._shares_reference = shares_reference
+        self._peers = peers
         self._taken = contextlib.ExitStack()
 
     def release(self) -> None:
@@ -110,7 +116,9 @@ class Loader:
         recipe = self.recipe
         resting = recipe.critic.warmup_steps if recipe.algorithm.name == "ppo" else 0
         total_steps = max(1, recipe.steps - resting) * self._updates_per_step
-        return TrainEngine(self.actor, recipe.actor.train, total_steps=total_steps, name="actor.train")
+        return TrainEngine(
+            self.actor, recipe.actor.train, total_steps=total_steps, name="actor.train", peers=self._peers
+        )
 
     @cached_property
     def reference(self) -> PackedCausalLM | None:
@@ -181,7 +189,7 @@ class Loader:
             seed=recipe.seed,
         )
         total_steps = recipe.steps * self._updates_per_step
-        return TrainEngine(self._own(packed), config, total_steps=total_steps, name="critic.train")
+        return TrainEngine(self._own(packed), config, total_steps=total_steps, name="critic.train", peers=self._peers)
 
     def _critic_model(self) -> PreTrainedModel:
         if self.passed.critic is not None:
@@ -195,6 +203,26 @@ class Loader:
         with self.actor.without_adapters():
             return scalar_model_from(self.actor_model, seed=self.recipe.seed)
 
+    def roles(self) -> list[str]:
+        """Names of the models that the recipe has."""
+        found = ["actor"]
+        found += ["critic"] if self.critic_engine is not None else []
+        found += ["reference"] if self.reference is not None else []
+        return found + [role.name for role in self.reward_models + self.evaluation_models]
+
+    def host(self, role: str) -> FrozenHost | TrainedHost:
+        """What computes with the model of a role, in this process."""
+        engine = {"actor": lambda: self.actor_engine, "critic": lambda: self.critic_engine}.get(role)
+        if engine is not None:
+            return TrainedHost(_there(engine(), role))
+        if role != "reference":
+            return next(source.host() for source in self.reward_models + self.evaluation_models if source.name == role)
+        reference, train = _there(self.reference, role), self.recipe.actor.train
+        kind = BareHost if self.recipe.actor.train.lora is not None and reference is self.actor else FrozenHost
+        return kind(
+            reference, forward_budget(train), logprob_chunk=train.logprob_chunk, share_prefixes=train.share_prefixes
+        )
+
     @property
     def _updates_per_step(self) -> int:
         return self.recipe.minibatches * self.recipe.epochs
@@ -206,6 +234,12 @@ class Loader:
 
     def _placed(self, model: PreTrainedModel) -> PreTrainedModel:
         return model if self._device is None else model.to(self._device)
+
+
+def _there(found: _T | None, role: str) -> _T:
+    if found is None:
+        raise ValueError(f"the recipe has no {role}")
+    return found
 
 
 def _check_apart(critic: PreTrainedModel, actor: PreTrainedModel) -> None:

@@ -180,11 +180,15 @@ def reward_models(
             budget = TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}")
             roles.append(RewardModelRole(config.name, packed, budget, foreign, config.weight, config.gate))
     models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
-    for i, reward in enumerate(models):
+    for name, reward in zip(passed_names(len(models), after=len(roles)), models, strict=True):
         check_vocabulary(codec.tokenizer, int(reward.get_input_embeddings().weight.shape[0]))
-        name = "reward_model" if len(models) == 1 and not roles else f"reward_model_{i + 1}"
         roles.append(RewardModelRole(name, packed_scalar_model(place(reward)), forward_budget(train), None, 1.0))
     return roles
+
+
+def passed_names(num: int, *, after: int) -> list[str]:
+    """What ``num`` reward models passed from Python are called, beside ``after`` of the recipe's."""
+    return ["reward_model"] if num == 1 and not after else [f"reward_model_{i + 1}" for i in range(num)]
 
 
 def forward_budget(train: TrainConfig) -> TokenBudget:

@@ -38,7 +38,7 @@ from quartet.config.yamls import parse_yaml
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
-from quartet.observe.spans import SpanRecorder
+from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.trackers import JsonlTracker, MultiTracker, TensorBoardTracker, Tracker
 from quartet.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, snapshot
 
@@ -298,6 +298,13 @@ class RunDirectory:
         self._tracker = MultiTracker(trackers)
         self._recorder = SpanRecorder(self.path / "spans.jsonl")
 
+    def rewind(self, step: int) -> None:
+        """Goes back to where ``step`` steps were complete: what was recorded after them is dropped."""
+        self.drain()
+        self.tracker.close()
+        self.recorder.close()
+        self.start(step)
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes ``summary.json``, after all that is being written; the run counts as finished from here on."""
         self.drain()
@@ -354,11 +361,14 @@ class RunDirectory:
             as ``save``; an error of ``work`` comes out as it is.
         """
 
+        background = self.recipe.checkpoint.background
+
         def timed() -> None:
-            with self.recorder.span(name, step=step - 1, role=_WRITER):
+            mode = BACKGROUND if background else None
+            with self.recorder.span(name, step=step - 1, role=_WRITER, mode=mode):
                 work()
 
-        if self.recipe.checkpoint.background:
+        if background:
             self._writer.submit(name, timed)
         else:
             timed()

@@ -13,8 +13,6 @@ token, the others have 0. Only selected sequences go through the update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -23,9 +21,7 @@ from quartet.algorithms.preference import best_and_worst, best_of_groups
 from quartet.algorithms.rewards import token_rewards
 from quartet.algorithms.segments import masked_owner, segment_sum
 from quartet.batch.ragged import RaggedBatch
-from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, OnlineDPO, Selection
-from quartet.models.packed import PackedCausalLM
 from quartet.train.engine import Objective
 from quartet.train.preference_objectives import (
     BestOfNObjective,
@@ -110,43 +106,3 @@ def selection_objective(
         case OnlineDPO():
             return OnlinePairObjective(PreferenceObjective(config.loss, temperature), is_first)
     raise TypeError(f"no objective for {type(config).__name__}")
-
-
-class ReferenceRefresh:
-    """Iterative DPO: every ``every`` steps the reference takes over the actor's weights, with its adapters in them.
-
-    Raises:
-        UserError: the reference is a model of another shape.
-    """
-
-    def __init__(self, every: int, actor: PackedCausalLM, reference: PackedCausalLM) -> None:
-        self._every = every
-        self._actor = actor
-        self._reference = reference
-        with actor.without_adapters():
-            own, other = (_shapes(packed.model.state_dict()) for packed in (actor, reference))
-        if own != other:
-            name = min(name for name, _ in own.items() ^ other.items())
-            raise UserError(
-                "the reference cannot take over the actor's weights",
-                found=f"algorithm.refresh_steps={every}; the models differ, first in {name}",
-                remedy="use a reference.path of the actor's architecture and size, or leave refresh_steps out",
-            )
-
-    def after(self, steps: int) -> dict[str, float]:
-        """Call after ``steps`` complete steps."""
-        refreshes = steps % self._every == 0
-        if refreshes:
-            with self._actor.with_merged_adapters():
-                self._reference.model.load_state_dict(self._actor.model.state_dict())
-        return {"reference/age": float(steps % self._every)}
-
-    def state(self) -> dict[str, Tensor]:
-        return dict(self._reference.model.state_dict())
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self._reference.model.load_state_dict(state)
-
-
-def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}

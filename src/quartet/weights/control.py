@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from quartet.weights.errors import WeightSyncError, WeightSyncTimeout
+from quartet.weights.errors import WeightSyncError, WeightSyncTimeout, at_tensor
 from quartet.weights.manifest import WIRE_FORMAT, other_wire_format
 
 Message = dict[str, Any]
@@ -368,7 +368,7 @@ class Hub:
         self.drop(rank)
         return WeightSyncError(
             f"a receiver of weights is gone: {peer}",
-            found=f"{error}{_at(at)}",
+            found=f"{error}{at_tensor(at)}",
             remedy="see its log for the reason, start it again and call sender.connect() before the next sync",
             rank=rank,
             tensor=at,
@@ -379,12 +379,8 @@ class Hub:
         self.drop(rank)
         return WeightSyncTimeout(
             f"a receiver of weights did nothing for {self.timeout_s:g} s: {peer}",
-            found=f"no answer to {doing}{_at(at)}",
+            found=f"no answer to {doing}{at_tensor(at)}",
             remedy="start it again and call sender.connect() before the next sync, or raise timeout_s",
             rank=rank,
             tensor=at,
         )
-
-
-def _at(tensor: str | None) -> str:
-    return "" if tensor is None else f", at tensor {tensor!r}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quartet.config import UserError
 
 
@@ -19,6 +21,17 @@ class WeightSyncError(UserError):
         self.rank = rank
         self.tensor = tensor
         super().__init__(problem, found=found, remedy=remedy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """So that it can be sent from a worker as it is."""
+        return _rebuilt, (type(self), dict(vars(self)))
+
+
+def _rebuilt(kind: type[WeightSyncError], fields: dict[str, Any]) -> WeightSyncError:
+    error = kind.__new__(kind)
+    UserError.__init__(error, fields["problem"], found=fields["found"], remedy=fields["remedy"])
+    vars(error).update(fields)
+    return error
 
 
 class WeightSyncTimeout(WeightSyncError):
@@ -52,3 +65,16 @@ class WeightMismatch(WeightSyncError):
 
 class WeightsUnusable(WeightSyncError):
     """Somebody asks for weights that are not whole, or not of the version that is wanted."""
+
+
+def unexpected_version(wanted: object, announced: object) -> WeightsRefused:
+    return WeightsRefused(
+        f"the trainer sends another version of the weights than version {wanted}",
+        found=f"version {announced}",
+        remedy="deliver the versions to all engines in the order in which they are published",
+    )
+
+
+def at_tensor(name: str | None) -> str:
+    """The end of a sentence about a sync."""
+    return "" if name is None else f", at tensor {name!r}"

@@ -24,7 +24,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from quartet.weights.control import Channel, Hub, Message, PeerGone
-from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightSyncError, WeightSyncTimeout
+from quartet.weights.errors import (
+    WeightMismatch,
+    WeightsRefused,
+    WeightSyncError,
+    WeightSyncTimeout,
+    at_tensor,
+)
 from quartet.weights.manifest import TensorSpec
 
 _POLL_S = 2e-4
@@ -53,7 +59,10 @@ class Exchange:
         Raises:
             WeightSyncError: a receiver failed, is gone or is late; it is named.
         """
-        self.hub.wait(lambda rank: self._has(rank, kind, number), self._note, at=self.at, doing=doing)
+        try:
+            self.hub.wait(lambda rank: self._has(rank, kind, number), self._note, at=self.at, doing=doing)
+        except WeightSyncTimeout as error:
+            raise self._who_is_late(error, kind, number, doing) from error.__cause__
 
     def until(self, done: Callable[[], bool], *, behind: str, number: int, doing: str) -> None:
         """Until ``done``, with an ear to the receivers.
@@ -72,6 +81,8 @@ class Exchange:
                         self._note(rank, message)
                 except PeerGone as error:
                     raise self.hub.gone(rank, error, self.at) from error
+                except WeightSyncTimeout as error:
+                    raise self._who_is_late(error, behind, number, doing) from error.__cause__
             if time.monotonic() > deadline:
                 late = [rank for rank in self.hub.channels if not self._has(rank, behind, number)]
                 raise self.hub.late(late[0] if late else min(self.hub.channels), self.at, doing)
@@ -90,7 +101,12 @@ class Exchange:
         """Tells whoever is still there."""
         for channel in self.hub.channels.values():
             with contextlib.suppress(PeerGone):
-                channel.send({"type": "abort", "sync": self.sync, "reason": reason})
+                channel.send({"type": "abort", "sync": self.sync, "version": self.version, "reason": reason})
+
+    def _who_is_late(self, error: WeightSyncTimeout, kind: str, number: int, doing: str) -> WeightSyncTimeout:
+        """A receiver that got tired of waiting for us (and is still there) is not the one that we wait for."""
+        late = [rank for rank in self.hub.channels if rank != error.rank and not self._has(rank, kind, number)]
+        return self.hub.late(late[0], self.at, doing) if late and error.rank in self.hub.channels else error
 
     def _has(self, rank: int, kind: str, number: int) -> bool:
         return self._answers.get((rank, kind), -1) >= number
@@ -110,8 +126,8 @@ class Exchange:
         if message.get("error") == WeightMismatch.__name__:
             sent, arrived = str(message.get("sent")), str(message.get("arrived"))
             return WeightMismatch(tensor, sent=sent, arrived=arrived, version=self.version, rank=rank)
-        kind = WeightsRefused if message.get("error") == WeightsRefused.__name__ else WeightSyncError
-        return kind(
+        kinds = {kind.__name__: kind for kind in (WeightsRefused, WeightSyncTimeout)}
+        return kinds.get(str(message.get("error")), WeightSyncError)(
             f"a receiver of weights failed: {problem}",
             found=f"{found} ({peer})",
             remedy=str(message.get("remedy")),
@@ -132,15 +148,18 @@ class Link:
         self.specs: Sequence[TensorSpec] = ()
         self._arrived: deque[Message] = deque()
 
-    def first(self) -> Message:
+    def first(self, version: int | None = None) -> Message:
         """The message that begins the next sync, ``join`` or ``announce``.
+
+        Args:
+            version: what is waited for; None: whatever comes.
 
         Raises:
             WeightSyncError: the sender is gone, says nothing or has given up already.
         """
         self.at, self.specs = None, ()
         before, self.sync = self.sync, -1
-        # An abort that lay here already is of a sync that this receiver was never in.
+        # An abort that lay here already is of a sync that this receiver was never in, unless it is the one waited for.
         waited = False
         try:
             while True:
@@ -153,7 +172,7 @@ class Link:
                     self.sync = message["sync"]
                     return message
                 before = message["sync"]
-                if waited:
+                if waited or (version is not None and message.get("version") == version):
                     raise self._given_up(message)
         except BaseException:
             self.sync = before
@@ -243,42 +262,31 @@ class Link:
         except PeerGone as error:
             raise self._gone(error) from error
 
-    def _late(self, doing: str) -> WeightSyncTimeout:
-        return WeightSyncTimeout(
-            f"{self.channel.peer} did nothing for {self.timeout_s:g} s",
-            found=f"this receiver waits for it {doing}{self._where}",
-            remedy="see what the trainer does; raise timeout_s if it only needs longer",
-            rank=0,
-            tensor=self.at,
-        )
+    def _late(self, doing: str) -> WeightSyncError:
+        remedy = "see what the trainer does; raise timeout_s if it only needs longer"
+        what, found = f"did nothing for {self.timeout_s:g} s", f"this receiver waits for it {doing}"
+        return self._ended(what, found, remedy, WeightSyncTimeout)
 
     def _gone(self, error: PeerGone) -> WeightSyncError:
-        return WeightSyncError(
-            f"{self.channel.peer} is gone",
-            found=f"{error}{self._where}",
-            remedy="see the trainer's log for the reason; make a new receiver for the next sender",
-            rank=0,
-            tensor=self.at,
-        )
+        remedy = "see the trainer's log for the reason; make a new receiver for the next sender"
+        return self._ended("is gone", str(error), remedy)
 
     def _given_up(self, message: Message) -> WeightSyncError:
-        return WeightSyncError(
-            f"{self.channel.peer} gave up the weight sync",
-            found=f"{message.get('reason')}{self._where}",
-            remedy="see the trainer's log; the next sync starts anew",
-            rank=0,
-            tensor=self.at,
-        )
+        remedy = "see the trainer's log; the next sync starts anew"
+        return self._ended("gave up the weight sync", str(message.get("reason")), remedy)
 
-    @property
-    def _where(self) -> str:
-        return "" if self.at is None else f", at tensor {self.at!r}"
+    def _ended(
+        self, what: str, found: str, remedy: str, kind: type[WeightSyncError] = WeightSyncError
+    ) -> WeightSyncError:
+        """What the sender did, and where."""
+        found += at_tensor(self.at)
+        return kind(f"{self.channel.peer} {what}", found=found, remedy=remedy, rank=0, tensor=self.at)
 
 
 def _broken(error: RuntimeError, tensor: str | None) -> WeightSyncError:
     return WeightSyncError(
         "the group for weight syncs broke",
-        found=f"{error}{'' if tensor is None else f', at tensor {tensor!r}'}",
+        found=f"{error}{at_tensor(tensor)}",
         remedy="see the logs of the other processes; the next sync forms another group",
         tensor=tensor,
     )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from quartet.weights.control import Address, Hub, Message, connect, introduction
-from quartet.weights.errors import WeightSyncError
+from quartet.weights.errors import WeightSyncError, unexpected_version
 from quartet.weights.exchange import Exchange, Link, unexpected
 from quartet.weights.manifest import Manifest, TensorSpec, tensors_from_json
 from quartet.weights.sink import WeightSink
@@ -207,19 +207,25 @@ class Receiver:
         channel = connect(where, hello, same_torch=inlet.same_torch, timeout_s=timeout_s)
         self._link = Link(channel, rank, timeout_s)
 
-    def receive(self, sink: WeightSink) -> Manifest:
+    def receive(self, sink: WeightSink, version: int | None = None) -> Manifest:
         """Takes part in one sync; returns when ``sink`` serves the new version.
+
+        Args:
+            version: what is waited for, where that is known: no other one is taken, and if the trainer has given up
+                sending it already, this is said at once.
 
         Raises:
             WeightSyncError: it failed, here or elsewhere; ``sink`` serves the old version as a whole, or is unusable.
         """
         link, inlet = self._link, self._inlet
-        message = link.first()
+        message = link.first(version)
         try:
             if message["type"] == "join":
                 inlet.join(message, link)
                 link.answer("joined")
                 message = link.expect("announce", "to announce the weights")
+            if version not in (None, message["version"]):
+                raise unexpected_version(version, message["version"])
             link.specs = tensors_from_json(message["tensors"])
             sink.begin(link.specs, message["version"])
             inlet.open(message["offer"], link.specs, sink, link)

@@ -2,15 +2,17 @@
 
 A sink that adopts serves from the trainer's own memory (of sharded weights: from the gathered tensors). That is safe
 while nothing trains, and only then: the weights change under the engine as soon as an optimizer steps.
-Other sinks copy.
+Other sinks copy, one tensor after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
 
 from quartet.weights.digest import Hasher
-from quartet.weights.manifest import Manifest
+from quartet.weights.manifest import Manifest, TensorSpec
 from quartet.weights.sink import WeightSink
 from quartet.weights.source import WeightSource
 
@@ -28,13 +30,9 @@ class SharedSender:
             specs = source.specs()
             for sink in self._sinks:
                 sink.begin(specs, version)
-            held = {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
-            manifest = Manifest(version, specs, tuple(self._hasher.digests(list(held.values()))))
+            digests = self._move(specs, tensors)
+            manifest = Manifest(version, specs, tuple(digests))
             for sink in self._sinks:
-                if not sink.adopt(held):
-                    for name, tensor in held.items():
-                        sink.write(name, 0, tensor.view(-1))
-                        sink.arrived(name)
                 sink.verify(manifest)
             for sink in self._sinks:
                 sink.commit(manifest)
@@ -48,5 +46,28 @@ class SharedSender:
             raise
         return manifest
 
+    def _move(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
+        """The digests of ``tensors``, which all sinks have afterwards."""
+        adopting = [sink for sink in self._sinks if sink.adopts]
+        copying = [sink for sink in self._sinks if not sink.adopts]
+        held: dict[str, Tensor] = {}
+        digests = []
+        for spec, tensor in zip(specs, tensors, strict=True):
+            digests.append(self._hasher.digest(tensor))
+            for sink in copying:
+                _write(sink, spec.name, tensor)
+            if adopting:
+                held[spec.name] = tensor
+        for sink in adopting:
+            if not sink.adopt(held):
+                for name, tensor in held.items():
+                    _write(sink, name, tensor)
+        return digests
+
     def close(self) -> None:
         self._hasher.close()
+
+
+def _write(sink: WeightSink, name: str, tensor: Tensor) -> None:
+    sink.write(name, 0, tensor.view(-1))
+    sink.arrived(name)

@@ -24,6 +24,9 @@ class WeightSink(Protocol):
             WeightsRefused: they do not fit; nothing has changed.
         """
 
+    adopts: bool
+    """Whether ``adopt`` may be answered with True."""
+
     def adopt(self, tensors: Mapping[str, Tensor]) -> bool:
         """Offers memory in which the weights of this sync stand, or will stand when it is through.
 
@@ -68,7 +71,9 @@ class TensorSink:
         staged: keeps a second copy and takes a sync over only when all of it is verified; a failing one leaves the
             old version in service. Otherwise a sync that fails halfway leaves the sink unusable.
         adopts: takes over memory that a transport offers in place of the destinations' own, zero copies.
+        on_begin: called before a sync looks at the destinations; may refuse it with ``WeightsRefused``.
         on_commit: called with the new version: forget what was computed from the old weights.
+        version: what stands in the destinations already; None: nothing that may be served.
     """
 
     def __init__(
@@ -78,7 +83,9 @@ class TensorSink:
         fused: Sequence[FusedProjection] = (),
         staged: bool = False,
         adopts: bool = False,
+        on_begin: Callable[[], None] | None = None,
         on_commit: Callable[[int], None] | None = None,
+        version: int | None = None,
         hasher: Hasher | None = None,
     ) -> None:
         # Not their memory: an engine that sleeps gives it back, and gets other memory when it wakes.
@@ -87,19 +94,26 @@ class TensorSink:
         if adopts and (staged or self._views().keys() != self._owners.keys()):
             raise ValueError("memory can be adopted only where nothing is staged and nothing is fused")
         self._staged = staged
-        self._adopts = adopts
+        self.adopts = adopts
         self._staging: dict[int, Tensor] = {}
         self._targets: dict[str, Tensor] = {}
         self._ties: dict[str, int] = {}
         self._found: dict[int, str] = {}
+        self._on_begin = on_begin
         self._on_commit = on_commit
         self._hasher = hasher or Hasher()
         self._specs: tuple[TensorSpec, ...] = ()
         self._incoming: int | None = None
         self._touched = False
         self._reason: str | None = None
-        self.version: int | None = None
+        self._overtaken = False
+        self.version = version
         """What was committed last; served only while ``status`` is ready."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the destinations."""
+        return next(iter(self._owners.values())).device
 
     # What is served ---------------------------------------------------------------------------------------
 
@@ -133,12 +147,22 @@ class TensorSink:
         )
 
     def invalidate(self, reason: str) -> None:
-        """The destinations no longer hold the weights (the engine slept, say): unusable until the next sync."""
+        """The destinations no longer hold the weights (the engine slept, say): unusable until the next sync.
+
+        One that is under way does not count: it may have written to memory that is gone.
+        """
         self._reason = reason
+        self._overtaken = self._incoming is not None
 
     # A sync -----------------------------------------------------------------------------------------------
 
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """What the tensors must come in, by the names that are sent: for ``NamedSource(like=…)`` at the other end."""
+        return {name: tensor.dtype for name, tensor in self._views().items()}
+
     def begin(self, specs: Sequence[TensorSpec], version: int) -> None:
+        if self._on_begin is not None:
+            self._on_begin()
         if self.version is not None and version < self.version:
             raise _refused(f"version {version} after {self.version}", "send the newest version; start a new engine")
         views = self._views()
@@ -158,7 +182,7 @@ class TensorSink:
         return dict(split_fused(((name, tensor.detach()) for name, tensor in self._owners.items()), self._fused))
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> bool:
-        if not self._adopts:
+        if not self.adopts:
             return False
         if any(tensor.device != self._owners[name].device for name, tensor in tensors.items()):
             return False
@@ -210,6 +234,12 @@ class TensorSink:
 
     @torch.no_grad()
     def commit(self, manifest: Manifest) -> None:
+        if self._overtaken:
+            raise WeightsUnusable(
+                "the weights came to an engine that had no more room for them",
+                found=self._reason or "",
+                remedy="let an engine sleep before or after a weight sync, not in it",
+            )
         if self._staged:
             # A failure in here would be one of this process's memory, so nothing is served after it anyway.
             self._reason = f"taking over version {manifest.version} failed"
@@ -229,6 +259,7 @@ class TensorSink:
 
     def _end(self) -> None:
         self._incoming, self._touched, self._targets, self._found = None, False, {}, {}
+        self._overtaken = False
 
 
 def _check_fit(specs: Sequence[TensorSpec], own: Mapping[str, Tensor], ties: Mapping[str, int]) -> None:

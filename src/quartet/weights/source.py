@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -41,6 +41,8 @@ class NamedSource:
     Args:
         named: gives ``(name, tensor)`` anew for every sync, ``model.named_parameters`` say; DTensors are gathered.
         dtype: floating-point tensors are sent in it (the engine's); as they are when left out.
+        like: the dtype of each tensor by the name that is sent, where they differ (``TensorSink.dtypes`` of an engine);
+            goes before ``dtype``.
         fused: parameters that are sent in parts.
         watch: names the rank that is missing when a gather hangs; needed by no unsharded model.
     """
@@ -50,18 +52,20 @@ class NamedSource:
         named: Callable[[], Named],
         *,
         dtype: torch.dtype | None = None,
+        like: Mapping[str, torch.dtype] | None = None,
         fused: Sequence[FusedProjection] = (),
         watch: GatherWatch | None = None,
     ) -> None:
         self._named = named
         self._dtype = dtype
+        self._like = dict(like or {})
         self._fused = tuple(fused)
         self._watch = watch
 
     def specs(self) -> tuple[TensorSpec, ...]:
         # On the meta device a fused tensor splits without being gathered.
         shapes = ((name, torch.empty(t.shape, dtype=t.dtype, device="meta")) for name, t in self._named())
-        return tuple(TensorSpec.of(n, t, self._dtype_of(t)) for n, t in split_fused(shapes, self._fused))
+        return tuple(TensorSpec.of(n, t, self._dtype_of(n, t)) for n, t in split_fused(shapes, self._fused))
 
     @torch.no_grad()
     def tensors(self) -> Iterator[Tensor]:
@@ -69,8 +73,8 @@ class NamedSource:
             self._watch.begin()
         for name, tensor in self._named():
             whole = self._gathered(name, tensor)
-            for _, part in split_fused([(name, whole)], self._fused):
-                yield part.to(self._dtype_of(part)).contiguous()
+            for part_name, part in split_fused([(name, whole)], self._fused):
+                yield part.to(self._dtype_of(part_name, part)).contiguous()
 
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -78,7 +82,9 @@ class NamedSource:
             return tensor
         return tensor.full_tensor() if self._watch is None else self._watch.run(name, tensor.full_tensor)
 
-    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        if name in self._like:
+            return self._like[name]
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from quartet.cluster import Layout, Worker
-from quartet.cluster.worker import Place, free_port
+from quartet.cluster.worker import Place, free_port, reserved_port
 from quartet.config.errors import UserError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -103,3 +103,13 @@ def test_workers_that_torchrun_starts_form_a_group(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_reserved_port_is_nobody_elses_but_for_the_store_of_torch() -> None:
+    with reserved_port() as kept:
+        port = kept.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = distributed.TCPStore("127.0.0.1", port, 1, is_master=True)
+        store.set("met", "yes")
+        assert store.get("met") == b"yes"

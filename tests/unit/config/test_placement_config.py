@@ -203,6 +203,22 @@ def test_devices_must_lie_on_the_nodes_that_are_asked_for() -> None:
         check_devices(spread, [8])
 
 
+def test_what_would_fit_uses_the_nodes_there_are() -> None:
+    """Nodes without devices (a head node) and small ones do not shrink a pool to nothing."""
+    assert shrunk([(8, 2)], [0, 8]) == [(8, 1)]
+    assert shrunk([(8, 3)], [8, 8, 1]) == [(8, 2)]
+    assert shrunk([(4, 1), (4, 2)], [4, 4, 2]) == [(4, 1), (4, 1)]
+    assert shrunk([(10**9, 10**6), (3, 1)], [8, 8]) == [(5, 2), (3, 1)], "at once"
+    assert shrunk([(1, 1)], [0, 0]) is None and shrunk([(1, 1)], []) is None
+
+
+@pytest.mark.parametrize("nodes", [[], [0], [0, 0]])
+def test_a_cluster_without_devices_is_said_to_have_none(nodes: list[int]) -> None:
+    with pytest.raises(UserError) as caught:
+        check_devices(resolved(type="full_offload", pool={}), nodes)
+    assert caught.value.remedy.startswith("add nodes with devices")
+
+
 def placeable(wanted: list[tuple[int, int]], free: list[int]) -> bool:
     """Every choice of nodes for the first pool, then for the others: slow and obvious."""
     if not wanted:

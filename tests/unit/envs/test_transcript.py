@@ -79,7 +79,7 @@ def test_a_rewritten_state_begins_another_sequence(plain: TextCodec, ids_of: Ids
     assert one.logprobs == (-1.0, -1.25, -1.5, -1.75, -2.0)
     assert (one.state, two.state) == ("read this", "you wrote: note. now?")
     assert (one.completion, two.completion) == ("note", "47")
-    assert (one.num_turns, two.num_turns, two.version, two.finish_reason) == (1, 1, 3, "length")
+    assert (one.num_turns, two.num_turns, two.versions, two.finish_reason) == (1, 1, (3, 3), "length")
 
 
 def test_a_whole_state_that_extends_the_old_one_continues_the_sequence(plain: TextCodec, ids_of: IdsOf) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,60 @@ def test_timing_adds_up(tmp_path: Path) -> None:
         ("b", 1, 3),
         ("a", 5, 6),
     ]
+
+
+def _record(path: Path, rows: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    """The timing of spans (name, start, end, step, role, mode)."""
+    now = [0.0]
+    recorder = SpanRecorder(path / "spans.jsonl", clock=lambda: now[0])
+    for name, start, end, step, role, mode in rows:
+        now[0] = start
+        with recorder.span(name, step=step, role=role, mode=mode):
+            now[0] = end
+    recorder.close()
+    timing: dict[str, Any] = collect_run(path, Limits())["stages"][0]["timing"]
+    return timing
+
+
+def test_parts_that_move_are_shown_in_the_step_they_move_for(tmp_path: Path) -> None:
+    """Movements name no step; one between two steps is the beginning of the later one."""
+    timing = _record(
+        tmp_path,
+        [
+            ("onload", 0, 1, None, "rollout", None),
+            ("generate", 1, 4, 0, "rollout", "generate"),
+            ("offload", 4, 5, None, "rollout", None),
+            ("train_actor", 5, 9, 0, "actor", "train"),
+            ("onload", 10, 11, None, "rollout", None),
+            ("generate", 11, 14, 1, "rollout", "generate"),
+            ("offload", 15, 16, None, "actor", None),
+        ],
+    )
+    assert timing["steps"] == [0, 1]
+    assert [[s["name"] for s in timing["detail"][step]] for step in ("0", "1")] == [
+        ["onload", "generate", "offload", "train_actor"],
+        ["onload", "generate", "offload"],
+    ]
+    assert timing["wall_s"] == [9, 6]
+
+
+def test_spans_of_no_step_and_no_role_stay_outside(tmp_path: Path) -> None:
+    timing = _record(tmp_path, [("load", 0, 2, None, None, None), ("update", 3, 4, 0, "sft", "train")])
+    assert timing["steps"] == [None, 0] and sorted(timing["detail"]) == ["0", "null"]
+
+
+def test_what_is_written_in_the_background_does_not_lengthen_its_step(tmp_path: Path) -> None:
+    timing = _record(
+        tmp_path,
+        [
+            ("update", 0, 4, 0, "sft", "train"),
+            ("checkpoint_snapshot", 4, 5, 0, "writer", None),
+            ("checkpoint", 5, 12, 0, "writer", "background"),
+            ("update", 5, 9, 1, "sft", "train"),
+        ],
+    )
+    assert timing["wall_s"] == [5, 4] and timing["busy_s"] == [5, 4]
+    assert timing["seconds"]["checkpoint"] == [7, 0]
 
 
 def test_limits_are_kept_and_said(tmp_path: Path, make_run: MakeRun) -> None:
@@ -274,6 +328,28 @@ class Dom(html.parser.HTMLParser):
 
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome found")
+
+
+@needs_browser
+def test_the_timeline_of_a_placement_has_a_lane_per_role_with_its_movements(tmp_path: Path) -> None:
+    _record(
+        tmp_path,
+        [
+            ("load", 0, 1, None, None, None),
+            ("onload", 1, 2, None, "rollout", None),
+            ("generate", 2, 6, 0, "rollout", "generate"),
+            ("offload", 6, 7, None, "rollout", None),
+            ("train_actor", 7, 11, 0, "actor", "train"),
+            ("checkpoint", 11, 90, 0, "writer", "background"),
+            ("generate", 11, 12, 1, "rollout", "generate"),
+        ],
+    )
+    written = render(build_report(tmp_path), tmp_path / "profile")
+    page, dom = re.sub(r"<script.*?</script>", "", written, flags=re.DOTALL), Dom(written)
+    assert "data-error" not in dom.root and "NaN" not in page
+    assert {"onload", "offload"} <= set(dom.classes)
+    lanes = re.findall(r'class="lane-name">(\w+)<small>(\d+) %', page)
+    assert lanes == [("rollout", "60"), ("actor", "40")], "step 0, and not the one that has only begun"
 
 
 @needs_browser

@@ -110,7 +110,7 @@ def test_own_weights_are_not_held_twice(build_tiny: Callable[..., Any], make_req
     """An engine with a model of its own changes the form of its weights; a tied head alone is copied."""
     for name, num_copied in (("llama", 0), ("qwen2", 97 * 48 * 2)):
         shared = NativeEngine(PackedCausalLM(copy.deepcopy(build_tiny(name).twin), "bf16"))
-        own = NativeEngine(PackedCausalLM(copy.deepcopy(build_tiny(name).twin), "bf16"), owns_weights=True)
+        own = NativeEngine(PackedCausalLM(copy.deepcopy(build_tiny(name).twin), "bf16"), owns_weights=True, version=0)
         requests = [make_request(f"r{i}", length=9 + i, seed=i, max_new_tokens=9) for i in range(5)]
         expected = run_all(shared, requests)
         assert run_all(own, requests) == expected

@@ -215,7 +215,7 @@ def test_adapters_alone_update_an_engines_own_copy(
 
 def test_an_update_that_does_not_fit_changes_nothing(adapted: Build, make_request: Make, run_all: RunAll) -> None:
     own = adapted()
-    engine, sent = NativeEngine(own, owns_weights=True), requests(make_request)
+    engine, sent = NativeEngine(own, owns_weights=True, version=0), requests(make_request)
     expected = run_all(engine, sent)
     assert own.adapters is not None
     source = {n: torch.ones_like(p) for n, p in own.adapters.trained.items()}
@@ -226,7 +226,7 @@ def test_an_update_that_does_not_fit_changes_nothing(adapted: Build, make_reques
         {**source, **{n: p.detach() for n, p in own.model.named_parameters()}},
     ]
     for given in wrong:
-        with pytest.raises(UserError, match="do not fit the rollout engine's model"):
+        with pytest.raises(UserError, match="do not fit the engine"):
             engine.update_weights(given.items(), 1)
     assert run_all(engine, sent) == expected
 

@@ -13,6 +13,7 @@ from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, GenerationError, Request
+from quartet.weights import WeightsRefused, WeightsUnusable
 
 Make = Callable[..., Request]
 RunAll = Callable[..., dict[str, Completion]]
@@ -218,7 +219,7 @@ def test_recomputing_respects_the_prefill_budget(tiny: Any, make_request: Make, 
 
 def own_engine(tiny: Any) -> NativeEngine:
     tiny.packed.release()
-    return NativeEngine(PackedCausalLM(copy.deepcopy(tiny.packed.model)), owns_weights=True)
+    return NativeEngine(PackedCausalLM(copy.deepcopy(tiny.packed.model)), owns_weights=True, version=0)
 
 
 def test_an_engine_with_its_own_weights_follows_its_source(tiny: Any, make_request: Make, run_all: RunAll) -> None:
@@ -278,10 +279,10 @@ def test_sleep_frees_own_weights_until_they_are_sent_again(tiny: Any, make_reque
     old = run_all(engine, [request])
     engine.sleep()
     assert sum(p.numel() for p in engine.packed.model.parameters()) == 0
-    with pytest.raises(RuntimeError, match="wake"):
+    with pytest.raises(WeightsRefused, match="wake"):
         engine.update_weights(tiny.twin.named_parameters(), 0)
     engine.wake()
-    with pytest.raises(RuntimeError, match="update_weights"):
+    with pytest.raises(WeightsUnusable, match="slept"):
         engine.step()
     engine.update_weights(tiny.twin.named_parameters(), 0)
     assert run_all(engine, [request]) == old

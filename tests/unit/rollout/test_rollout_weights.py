@@ -1,90 +1,276 @@
-"""Weights are checked whole before any is written."""
+"""An engine's own weights: copied from the actor's, brought through its sink, given back, and never used when old."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from quartet.config import UserError
-from quartet.rollout.weights import DiscardedWeights, copy_weights
+from quartet.config.common import LoRAConfig
+from quartet.models.loading import packed_causal_lm
+from quartet.models.packed import PackedCausalLM
+from quartet.rollout.cuda_engine import CudaEngine
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.protocol import Completion, Request
+from quartet.rollout.weight_copies import MIN_PACKED
+from quartet.rollout.weights import DiscardedWeights, num_bytes_of, own_copy
+from quartet.weights import NamedSource, SharedSender, Status, WeightMismatch, WeightsRefused, WeightsUnusable
+
+Build = Callable[..., Any]
+Make = Callable[..., Request]
+RunAll = Callable[..., dict[str, Completion]]
+LORA = LoRAConfig(rank=4, alpha=8)
+
+
+def trained(packed: PackedCausalLM) -> dict[str, nn.Parameter]:
+    return dict(packed.model.named_parameters()) if packed.adapters is None else packed.adapters.trained
+
+
+@torch.no_grad()
+def train(packed: PackedCausalLM, seed: int) -> None:
+    """As an optimizer does: in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in trained(packed).values():
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def source_of(trainer: PackedCausalLM) -> Iterator[tuple[str, Tensor]]:
+    return ((name, parameter.detach()) for name, parameter in trained(trainer).items())
+
+
+def requests_of(make_request: Make) -> list[Request]:
+    return [make_request(f"r{i}", length=5 + i, seed=i, max_new_tokens=7) for i in range(5)]
+
+
+def actor(tiny: Any, precision: Any = "fp32", lora: LoRAConfig | None = None) -> PackedCausalLM:
+    tiny.packed.release()
+    return packed_causal_lm(tiny.packed.model, precision=precision, lora=lora)
+
+
+# An engine of its own computes as one that shares ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, CudaEngine])
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_own_engine_gives_the_bits_of_one_that_shares(
+    family: Any, precision: Any, lora: Any, kind: Any, make_request: Make, run_all: RunAll
+) -> None:
+    trainer = actor(family, precision, lora)
+    own = own_copy(trainer)
+    shared, apart = kind(trainer, max_running=4), kind(own, owns_weights=True, max_running=4)
+    sent = requests_of(make_request)
+    with pytest.raises(WeightsUnusable, match="no weights yet"):
+        apart.step()
+    before: dict[str, Completion] | None = None
+    for version in (1, 2, 3):
+        train(trainer, version)
+        shared.update_weights(None, version)
+        apart.update_weights(source_of(trainer), version)
+        expected = run_all(shared, sent)
+        assert run_all(apart, sent) == expected
+        assert before is None or before["r0"].logprobs != expected["r0"].logprobs
+        assert {v for c in expected.values() for v in c.versions} == {version}
+        before = expected
+    apart.sleep()
+    apart.wake()
+    if lora is None:
+        with pytest.raises(WeightsUnusable, match="slept"):
+            apart.step()
+    apart.update_weights(source_of(trainer), 3)
+    assert run_all(apart, sent) == before
+
+
+def test_layers_that_are_merged_and_packed_follow_the_sync(make_request: Make, run_all: RunAll) -> None:
+    """A model whose products are large enough for packed blocks, so nothing but copies computes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=160,
+    )  # fmt: skip
+    trainer = packed_causal_lm(LlamaForCausalLM(config))
+    shared, apart = NativeEngine(trainer), NativeEngine(own_copy(trainer), owns_weights=True)
+    assert apart._weights.num_bytes > 4 * MIN_PACKED, "nothing is packed here"
+    sent = requests_of(make_request)
+    for version in (1, 2):
+        train(trainer, version)
+        shared.update_weights(None, version)
+        apart.update_weights(source_of(trainer), version)
+        assert run_all(apart, sent) == run_all(shared, sent)
+
+
+def test_requests_under_way_go_on_with_the_new_weights(tiny: Any, make_request: Make, run_all: RunAll) -> None:
+    trainer = actor(tiny)
+    shared, apart = NativeEngine(trainer), NativeEngine(own_copy(trainer), owns_weights=True, version=0)
+    for engine in (shared, apart):
+        engine.submit(requests_of(make_request))
+        for _ in range(3):
+            engine.step()
+    train(trainer, 1)
+    shared.update_weights(None, 1)
+    apart.update_weights(source_of(trainer), 1)
+    expected = run_all(shared)
+    assert run_all(apart) == expected
+    assert all(set(c.versions) == {0, 1} for c in expected.values())
+
+
+# What must not be served ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [NativeEngine, CudaEngine])
+def test_nothing_is_computed_after_a_sync_that_failed_halfway(
+    tiny: Any, kind: Any, make_request: Make, run_all: RunAll
+) -> None:
+    trainer = actor(tiny)
+    engine = kind(own_copy(trainer), owns_weights=True, version=0)
+    engine.submit(requests_of(make_request))
+    engine.step()
+    train(trainer, 1)
+
+    def breaks_off() -> Iterator[tuple[str, Tensor]]:
+        for number, pair in enumerate(source_of(trainer)):
+            if number == 4 and reading:
+                raise OSError("the trainer's disk is full")
+            yield pair
+
+    source, reading = NamedSource(breaks_off), []
+    specs = source.specs()
+    reading.append(True)
+    source.specs = lambda: specs  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="disk is full"):
+        SharedSender([engine.weight_sink()]).send(source, 1)
+    with pytest.raises(WeightsUnusable, match="disk is full"):
+        engine.step()
+    assert engine.stats().policy_version == 0
+    engine.update_weights(source_of(trainer), 1)
+    assert len(run_all(engine)) == 5
+    assert engine.stats().policy_version == 1
+
+
+def test_a_byte_that_changes_on_the_way_is_found(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = actor(tiny)
+    engine = NativeEngine(own_copy(trainer), owns_weights=True, version=0)
+    sink = engine.weight_sink()
+    arrived = sink.arrived
+
+    def flip(name: str) -> None:
+        if name.endswith("1.mlp.up_proj.weight"):
+            with torch.no_grad():
+                dict(engine.packed.model.named_parameters())[name][3, 2] += 1e-3
+        arrived(name)
+
+    monkeypatch.setattr(sink, "arrived", flip)
+    with pytest.raises(WeightMismatch, match=r"1\.mlp\.up_proj\.weight"):
+        engine.update_weights(source_of(trainer), 1)
+    with pytest.raises(WeightsUnusable):
+        engine.step()
+
+
+def test_a_sleeping_engine_takes_no_weights(tiny: Any) -> None:
+    trainer = actor(tiny)
+    engine = NativeEngine(own_copy(trainer), owns_weights=True, version=0)
+    engine.sleep()
+    with pytest.raises(WeightsRefused, match="wake"):
+        engine.update_weights(source_of(trainer), 1)
+    engine.wake()
+    engine.update_weights(source_of(trainer), 1)
+    assert engine.weight_sink().status is Status.READY
+    with pytest.raises(WeightsRefused, match="version 0 after 1"):
+        engine.update_weights(source_of(trainer), 0)
+    assert engine.stats().policy_version == 1
+
+
+def test_adapters_stay_as_they_are_over_a_sleep(tiny: Any, make_request: Make, run_all: RunAll) -> None:
+    trainer = actor(tiny, lora=LORA)
+    engine = NativeEngine(own_copy(trainer), owns_weights=True)
+    train(trainer, 1)
+    engine.update_weights(source_of(trainer), 1)
+    expected = run_all(engine, requests_of(make_request))
+    engine.sleep()
+    engine.wake()
+    engine.weight_sink().require(1)
+    assert run_all(engine, requests_of(make_request)) == expected
+    with pytest.raises(WeightsUnusable):
+        engine.weight_sink().require(2)
+
+
+def test_a_shared_engine_has_no_sink(tiny: Any) -> None:
+    with pytest.raises(UserError, match="no weights of its own"):
+        tiny.engine().weight_sink()
+
+
+# Copies and memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_an_own_copy_shares_nothing(
+    tiny: Any, lora: Any, make_request: Make, run_all: RunAll, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = actor(tiny, lora=lora)
+    trainer.logit_scale = 0.5
+
+    def probed(*_: object) -> None:
+        raise AssertionError("probed again")
+
+    monkeypatch.setattr("quartet.models.loading.probe", probed)
+    copied = own_copy(trainer)
+    assert (copied.precision, copied.numerics, copied.logit_scale) == ("fp32", "fast", 0.5)
+    assert copied.shares_prefixes == trainer.shares_prefixes
+    places = {p.data_ptr() for p in trainer.model.parameters()}
+    assert not places & {p.data_ptr() for p in copied.model.parameters()}
+    assert not {id(m) for m in trainer.model.modules()} & {id(m) for m in copied.model.modules()}
+    expected = run_all(NativeEngine(copied), requests_of(make_request))
+    train(trainer, 1)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.fill_(0.01)
+    assert run_all(NativeEngine(copied), requests_of(make_request)) == expected
+    assert any(p.requires_grad for p in trainer.model.parameters())
+    with torch.no_grad():
+        for parameter in copied.model.parameters():
+            parameter.fill_(7.0)
+    assert all(float(p.detach().max()) < 1 for p in trainer.model.parameters())
+
+
+def test_what_sleep_frees_is_measured() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=4000, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64,
+    )  # fmt: skip
+    engine = NativeEngine(packed_causal_lm(LlamaForCausalLM(config)), owns_weights=True, version=0)
+    weights, held = num_bytes_of(engine.packed.model), engine.resident_bytes()
+    assert held > 1.5 * weights > 2**25, "weights and packed copies"
+    freed = engine.sleep()
+    assert 0.9 * held < freed < 1.1 * held
+    assert engine.resident_bytes() == 0
+    taken = engine.wake()
+    assert 0.9 * weights < taken < 1.1 * weights
+    assert engine.resident_bytes() == weights
 
 
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(5, 3)
-        self.mid = nn.Linear(3, 3)
+        self.mid = nn.Linear(3, 4)
         self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.embed.weight
+        self.mid.weight.data = self.mid.weight.data.t().contiguous().t()
 
 
-def fresh(model: nn.Module) -> dict[str, Tensor]:
-    return {name: torch.randn_like(p) for name, p in model.named_parameters()}
-
-
-def test_copies_in_place_and_keeps_ties() -> None:
+def test_discarded_weights_come_back_empty_in_their_layout() -> None:
     model = Tied()
-    places = [p.data_ptr() for p in model.parameters()]
-    new = fresh(model)
-    copy_weights(model, new.items())
-    assert [p.data_ptr() for p in model.parameters()] == places
-    assert all(torch.equal(p, new[name]) for name, p in model.named_parameters())
-    assert model.head.weight is model.embed.weight
-
-
-@pytest.mark.parametrize("name", ["head.weight", "embed.weight"])
-def test_a_tied_weight_comes_under_any_of_its_names(name: str) -> None:
-    model = Tied()
-    new = fresh(model)
-    new[name] = new.pop("embed.weight")
-    copy_weights(model, new.items())
-    assert torch.equal(model.head.weight, new[name])
-
-
-def test_a_tied_weight_under_both_names_must_agree() -> None:
-    model = Tied()
-    new = fresh(model)
-    new["head.weight"] = new["embed.weight"].clone()
-    copy_weights(model, new.items())
-    new["head.weight"][0, 0] += 1
-    with pytest.raises(UserError, match="ties them"):
-        copy_weights(model, new.items())
-
-
-def test_casts_to_the_engines_dtype() -> None:
-    model = Tied().to(torch.bfloat16)
-    new = {name: p.float() for name, p in fresh(model).items()}
-    copy_weights(model, new.items())
-    assert torch.equal(model.mid.weight, new["mid.weight"].bfloat16())
-
-
-@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "twice"])
-def test_a_wrong_source_changes_nothing(fault: str) -> None:
-    model = Tied()
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    pairs = list(fresh(model).items())
-    if fault == "missing":
-        pairs.pop()
-    elif fault == "unknown":
-        pairs.append(("mid.extra", torch.zeros(1)))
-    elif fault == "shape":
-        pairs[-1] = (pairs[-1][0], torch.zeros(7))
-    else:
-        pairs.append(pairs[0])
-    named = {"missing": "mid.bias", "unknown": "mid.extra", "shape": "(7,)", "twice": "twice"}[fault]
-    with pytest.raises(UserError, match="do not fit") as error:
-        copy_weights(model, iter(pairs))
-    assert named in error.value.found
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def test_discarded_weights_come_back_empty_but_usable() -> None:
-    model = Tied()
-    new = fresh(model)
     discarded = DiscardedWeights(model)
     assert sum(p.numel() for p in model.parameters()) == 0
     discarded.restore()
-    copy_weights(model, new.items())
-    assert torch.equal(model.head.weight, new["embed.weight"])
-    assert model.head.weight is model.embed.weight
+    assert model.mid.weight.shape == (4, 3) and model.mid.weight.stride() == (1, 4)
+    assert model.head.weight is model.embed.weight and model.embed.weight.shape == (5, 3)
+    assert not any(p.any() for p in model.parameters())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.stream import AdmissionRule, GroupStream
+from quartet.schedule.stream import AdmissionRule, Ahead, GroupStream
 
 QUICK = settings(deadline=None, max_examples=300)
 
@@ -128,6 +128,85 @@ def test_a_restored_stream_continues_as_if_never_stopped(setup: Setup, data: st.
         assert before + resumed == sequential_reference(setup)
 
     run_virtual(main())
+
+
+@dataclass(frozen=True)
+class Aged:
+    """A group and the version of the weights that were out as it began."""
+
+    index: int
+    first_version: int
+
+
+def aged_stream(setup: Setup, produced: list[int], version: Callable[[], int]) -> GroupStream[Aged]:
+    async def produce(index: int) -> Aged:
+        produced.append(index)
+        group = Aged(index, version())
+        await asyncio.sleep(setup.delays[index % len(setup.delays)])
+        return group
+
+    accept = lambda group: group.index not in setup.rejects  # noqa: E731
+    return GroupStream(produce, setup.rule, chunk_size=setup.chunk_size, accept=accept)
+
+
+@QUICK
+@given(setups, st.data())
+def test_what_was_ready_ahead_of_its_step_is_neither_lost_nor_made_again(setup: Setup, data: st.DataObject) -> None:
+    """Stopped at any moment, also amid a step; and no group becomes older than the rule admits."""
+    stop_s = data.draw(st.floats(0, 60))
+
+    async def main() -> None:
+        published, steps = 0, []
+
+        async def consume(stream: GroupStream[Aged], first: int) -> None:
+            nonlocal published
+            for step in range(first, setup.num_steps):
+                groups = [group async for chunk in stream.chunks(step) for group in chunk]
+                assert all(step - g.first_version <= (setup.rule.max_staleness or 0) for g in groups)
+                steps.append([group.index for group in groups])
+                await asyncio.sleep(setup.train_s)
+                published = step + 1
+                stream.published(published)
+
+        before: list[int] = []
+        async with aged_stream(setup, before, lambda: published) as stream:
+            consumer = asyncio.create_task(consume(stream, 0))
+            await asyncio.wait({consumer}, timeout=stop_s)
+            state, ahead = stream.state(), stream.ahead()
+            consumer.cancel()
+            await asyncio.wait({consumer})
+        first = state["steps"]
+        del steps[first:]
+        published = max(published, first)  # a step that was consumed whole is trained on before anything is saved
+        state["versions_published"] = published
+        after: list[int] = []
+        async with aged_stream(setup, after, lambda: published) as stream:
+            stream.restore(state, ahead)
+            assert stream.ahead() == ahead
+            await consume(stream, first)
+        done = {*range(state["next_index"]), *ahead.groups, *ahead.rejected}
+        assert not done & set(after) and done <= set(before)
+        assert steps == [[i for chunk in step for i in chunk] for step in sequential_reference(setup)]
+
+    run_virtual(main())
+
+
+def test_groups_from_further_ahead_than_the_rule_admits_are_refused() -> None:
+    def restored(rule: AdmissionRule, ahead: Ahead[Aged]) -> None:
+        stream = aged_stream(Setup(rule, 1, 3, [1], 0, frozenset()), [], lambda: 0)
+        state = {"next_index": 6, "steps": 3, "accepted": 6, "rejected": 0, "versions_published": 3}
+        stream.restore(state, ahead)
+
+    old = Ahead({7: Aged(7, 1)})
+    restored(AdmissionRule(2, 2), old)
+    with pytest.raises(UserError, match="further ahead") as caught:
+        restored(AdmissionRule(2, 1), old)
+    assert "group 7 is for step 3, made with weights of version 1" in caught.value.found
+    assert "at least 2" in caught.value.remedy
+    far = Ahead({9: Aged(9, 3)}, rejected=(6,))
+    restored(AdmissionRule(2, 1), far)
+    with pytest.raises(UserError, match="further ahead"):
+        restored(AdmissionRule(2), far)
 
 
 def fixed(

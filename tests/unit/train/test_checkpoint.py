@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.train import checkpoint
-from quartet.train.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint, save_checkpoint
+from quartet.train.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint, save_checkpoint, snapshot
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 
 
@@ -169,7 +170,7 @@ def test_killed_while_saving(where, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["causal", "scalar"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resumed_equals_uninterrupted_bit_for_bit(kind, precision, tmp_path, batch, make_engine, weights):
-    """Weights, optimizer, learning rate and counters, through the files, into an engine of other weights."""
+    """Weights, optimizer, learning rate and counters, through a copy and the files, into an engine of other weights."""
     settings = {
         "dtype": torch.float32,
         "precision": precision,
@@ -186,8 +187,9 @@ def test_resumed_equals_uninterrupted_bit_for_bit(kind, precision, tmp_path, bat
         engine.train_step(batch, objective)
         engine.train_step(poisoned, objective)
         engine.train_step(batch, objective)
-    save_checkpoint(tmp_path, 3, {"engine": first.state()}, {}, keep=1)
+    parts = snapshot({"engine": first.state()})
     first.train_step(batch, objective)
+    save_checkpoint(tmp_path, 3, parts, {}, keep=1)
 
     resumed = make_engine(kind, **settings)
     with torch.no_grad():
@@ -210,6 +212,34 @@ def test_an_untrained_engine_can_be_saved(tmp_path, batch, make_engine, weights)
         each.train_step(batch, SFTObjective())
     expected = weights(engine)
     assert all(torch.equal(values, expected[name]) for name, values in weights(other).items())
+
+
+def test_a_snapshot_is_written_as_the_state_itself_would_be(tmp_path, batch, make_engine):
+    """The same tensors in the same order, also where weights are tied: what shares its storage is stored once."""
+    engine = make_engine()
+    engine.train_step(batch, SFTObjective())
+    state = {**engine.state(), "tied": [engine.packed.model.model.embed_tokens.weight.detach()]}
+    state["tied"].append(state["tied"][0][1:3].t())
+    stored = []
+    for value in (state, snapshot(state)):
+        torch.save(value, tmp_path / "state.pt")
+        with zipfile.ZipFile(tmp_path / "state.pt") as file:
+            stored.append({name: file.read(name) for name in file.namelist() if "/data/" in name})
+    assert stored[0] == stored[1] and len(stored[0]) > 10
+
+
+def test_a_snapshot_does_not_follow_its_state():
+    weight = torch.nn.Parameter(torch.zeros(2, 3))
+    state = {"tensors": (weight, weight.detach()[0]), "numbers": [1, {"deep": None}], "empty": torch.zeros(0)}
+    copied = snapshot(state)
+    with torch.no_grad():
+        weight.fill_(1.0)
+    state["numbers"][1]["deep"] = "changed"
+    assert copied["numbers"] == [1, {"deep": None}] and copied["empty"].shape == (0,)
+    whole, row = copied["tensors"]
+    assert type(whole) is torch.Tensor and whole.tolist() == [[0.0] * 3] * 2
+    row.fill_(2.0)
+    assert whole.tolist() == [[2.0] * 3, [0.0] * 3], "shared as in the state"
 
 
 @pytest.mark.parametrize("name", ["info.json", "engine.pt"])

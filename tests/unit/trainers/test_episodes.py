@@ -51,7 +51,7 @@ def sequence(
         action_mask=tuple(kind == "a" for kind in tokens),
         logprobs=tuple(-0.5 if kind == "a" else 0.0 for kind in tokens),
         rewards=tuple(by_place.get(i, 0.0) for i in range(len(tokens))),
-        version=2,
+        versions=tuple(2 if kind == "a" else -1 for kind in tokens),
         state=state,
         completion=f"{len(tokens)} tokens",
         finish_reason=reason,

@@ -34,14 +34,18 @@ from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion
+from quartet.schedule.engine_host import CanaryProbe, EngineHost
 from quartet.schedule.groups import chunk_of
+from quartet.schedule.handles import Here
 from quartet.schedule.local import local_arbiter
-from quartet.schedule.rollout import CanaryProbe, LocalRollout
+from quartet.schedule.rollout import Rollout
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs, forward_only
 from quartet.trainers.cast import Cast
 from quartet.trainers.casting import build_cast
+from quartet.trainers.company import LocalCompany
 from quartet.trainers.loader import Passed
+from quartet.trainers.placing import placement_of
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer
@@ -138,12 +142,28 @@ def test_a_critic_starts_from_the_actors_base(cast_of: Any) -> None:
 # Exclusive -----------------------------------------------------------------------------------------------
 
 
+def rollout_of(cast: Cast, worker: Worker) -> Rollout:
+    """An engine on the actor's own tensors."""
+    company = LocalCompany(cast.recipe, placement_of(cast.recipe, Passed()), cast)
+    return Rollout(
+        worker,
+        company.engines,
+        cast.requests,
+        steps_per_lease=cast.recipe.rollout.steps_per_lease,
+        version=0,
+        canary=cast.canary(),
+        trainer=cast.handles["actor"],
+        deliver=company.deliver,
+        shares_actor=company.shares_actor,
+    )
+
+
 async def rolled_out(
     cast: Cast, scored: bool, recorder: SpanRecorder
 ) -> tuple[list[Completion], RaggedBatch, list[Tensor]]:
     """Completions of two groups, a first chunk, and the reference's columns of it, again and again meanwhile."""
     worker = Worker(local_arbiter(cast.sizes(), version=0), recorder)
-    rollout = cast.rollout(worker, version=0)
+    rollout = rollout_of(cast, worker)
     reference: Any = next(s for s in cast.scorers(worker) if getattr(s, "role", "") == "reference")
     chunk = chunk_of(0, 0, [await rollout.generate(0)], cast.completion_text)
     running = asyncio.gather(*(rollout.generate(index) for index in (1, 2)))
@@ -244,8 +264,8 @@ def test_a_resumed_run_has_the_same_bits(objects: Any, causal_lm: Any, tmp_path:
     )
     saves = trainer._save
 
-    def stop(step: int, state: Any) -> None:
-        saves(step, state)
+    async def stop(step: int, state: Any) -> None:
+        await saves(step, state)
         if step == 2:
             raise KeyboardInterrupt
 
@@ -271,15 +291,22 @@ def test_a_canary_hears_adapters_that_were_not_sent(cast_of: Any, causal_lm: Any
 
     async def publish(version: int) -> dict[str, float]:
         worker = Worker(local_arbiter(cast.sizes(), version=version), SpanRecorder(tmp_path / f"{version}.jsonl"))
-        rollout = LocalRollout(
+        engine = NativeEngine(own, owns_weights=True, version=version - 1)
+
+        async def deliver(version: int) -> int:
+            engine.update_weights(sent["source"](), version)
+            return 0
+
+        rollout = Rollout(
             worker,
-            NativeEngine(own, owns_weights=True, version=version),
+            [Here(EngineHost(engine))],
             cast.requests,
             steps_per_lease=4,
             version=version,
             canary=CanaryProbe(tuple(cast.prompts.item(0).token_ids), 4, 1e-4),
-            trainer=cast.actor,
-            source=lambda: sent["source"](),
+            trainer=cast.handles["actor"],
+            deliver=deliver,
+            shares_actor=False,
         )
         return await rollout.publish(version)
 

@@ -148,3 +148,36 @@ def test_a_name_twice_is_refused() -> None:
 def test_memory_is_adopted_only_where_it_can_be(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="adopted only where"):
         TensorSink([("mlp.gate_up_proj.weight", torch.zeros(4, 2))], adopts=True, **options)  # type: ignore[arg-type]
+
+
+def test_an_engine_that_sleeps_in_a_sync_serves_nothing_after_it() -> None:
+    """What arrived may have gone into memory that the engine gave back."""
+    held = torch.zeros(3)
+    sink = TensorSink([("w", held)])
+
+    class Dozing(SharedSender):
+        def _move(self, *args: object) -> list[str]:
+            digests = super()._move(*args)  # type: ignore[arg-type]
+            sink.invalidate("the engine slept")
+            return digests
+
+    with pytest.raises(WeightsUnusable, match="no more room"):
+        Dozing([sink]).send(NamedSource(lambda: {"w": torch.ones(3)}.items()), 1)
+    with pytest.raises(WeightsUnusable, match="slept"):
+        sink.require()
+    send(sink, {"w": torch.ones(3)}, 1)
+    sink.require(1)
+
+
+def test_a_sink_may_begin_with_a_version_or_refuse_to_begin() -> None:
+    def refuse() -> None:
+        raise WeightsRefused("not now", found="a busy engine", remedy="later")
+
+    held = torch.zeros(3)
+    sink = TensorSink([("w", held)], version=4, on_begin=refuse)
+    sink.require(4)
+    assert sink.dtypes() == {"w": torch.float32}
+    with pytest.raises(WeightsRefused, match="not now"):
+        send(sink, {"w": torch.ones(3)}, 5)
+    sink.require(4)
+    assert not held.any()

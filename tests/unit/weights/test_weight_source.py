@@ -107,3 +107,20 @@ def test_what_a_gather_raises_comes_through() -> None:
     watch.begin()
     with pytest.raises(RuntimeError, match="connection reset"):
         watch.run("w", fail)
+
+
+def test_each_tensor_comes_in_the_dtype_that_is_wanted() -> None:
+    """Of an engine whose products are bf16 and whose norms are not; parts of a fused one go by their own."""
+    given = {
+        "norm": torch.randn(3),
+        "gate_up_proj": torch.randn(4, 3),
+        "steps": torch.tensor([4]),
+        "other": torch.ones(2),
+    }
+    like = {"norm": torch.float32, "gate_proj": torch.bfloat16, "up_proj": torch.float16}
+    source = NamedSource(given.items, dtype=torch.float64, like=like, fused=(GATE_UP,))
+    found = dict(zip((spec.name for spec in source.specs()), source.tensors(), strict=True))
+    assert [spec.torch_dtype for spec in source.specs()] == [tensor.dtype for tensor in found.values()]
+    wanted = {**like, "steps": torch.int64, "other": torch.float64}
+    assert {name: tensor.dtype for name, tensor in found.items()} == wanted
+    assert torch.equal(found["gate_proj"], given["gate_up_proj"][:2].bfloat16())

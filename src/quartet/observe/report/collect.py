@@ -7,7 +7,7 @@ part of a run is an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,12 @@ from quartet.observe.jsonl import read_rows
 from quartet.observe.metrics import find_metric
 from quartet.observe.report.alarms import show_alarms
 from quartet.observe.report.samples import Limits, collect_rollouts, compact, evenly
+from quartet.observe.report.timing import show_timing
 from quartet.observe.rollouts import list_steps
-from quartet.observe.spans import Span, read_spans
+from quartet.observe.spans import read_spans
 from quartet.observe.trackers import read_metrics
 
 MAX_METRIC_ROWS = 1_000
-MAX_TIMED_STEPS = 400
-MAX_DETAILED_STEPS = 16
-MAX_SPANS_PER_STEP = 800
 
 _RUN_FILES = ("run.json", "recipe.yaml", "metrics.jsonl", "spans.jsonl", "summary.json")
 
@@ -84,7 +82,7 @@ def _collect_stage(path: Path, limits: Limits, notes: list[str]) -> dict[str, An
         "job": run.get("job"),
         "started_s": min(starts, default=None),
         "metrics": _metric_columns(rows),
-        "timing": _timing(spans),
+        "timing": show_timing(spans),
         "alarms": show_alarms(_read_or_warn(path / "alarms.jsonl", read_rows, warn), limits),
         "rollouts": collect_rollouts(path / "rollouts", limits, warn),
     }
@@ -152,69 +150,3 @@ def _metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
         "series": {name: [compact(merged[step].get(name), 6) for step in steps] for name in names},
         "note": note,
     }
-
-
-def _timing(spans: list[Span]) -> dict[str, Any] | None:
-    """Seconds and tokens per stage for every step, and the spans themselves for some of the steps."""
-    if not spans:
-        return None
-    by_step: dict[int | None, list[Span]] = {}
-    for span in spans:
-        by_step.setdefault(span.step, []).append(span)
-    ordered = sorted(by_step, key=lambda step: (step is not None, step or 0))
-    steps = evenly(ordered, MAX_TIMED_STEPS)
-    detailed = evenly(steps, MAX_DETAILED_STEPS)
-    names = list(dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.start_s)))
-    dropped = sum(max(0, len(by_step[step]) - MAX_SPANS_PER_STEP) for step in detailed)
-    parts = []
-    if len(detailed) < len(ordered):
-        parts.append(f"Timelines of {len(detailed)} of {len(ordered)} steps, evenly spaced.")
-    if dropped:
-        parts.append(f"The shortest {dropped:,} spans of these steps are left out of the timelines.")
-    return {
-        "steps": steps,
-        "names": names,
-        "seconds": {name: [_total(by_step[s], name, "seconds") for s in steps] for name in names},
-        "tokens": {name: [_total(by_step[s], name, "tokens") for s in steps] for name in names},
-        "wall_s": [compact(_wall_s(by_step[step])) for step in steps],
-        "busy_s": [compact(_union_s(by_step[step])) for step in steps],
-        "detail": {str(step): _detail(by_step[step]) for step in detailed},
-        "note": " ".join(parts) or None,
-    }
-
-
-def _total(spans: Iterable[Span], name: str, attribute: str) -> float | int | str | None:
-    return compact(sum(getattr(span, attribute) for span in spans if span.name == name))
-
-
-def _wall_s(spans: list[Span]) -> float:
-    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
-
-
-def _union_s(spans: list[Span]) -> float:
-    """Seconds in which at least one span was open."""
-    total, reached = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start_s):
-        total += max(0.0, span.end_s - max(span.start_s, reached))
-        reached = max(reached, span.end_s)
-    return total
-
-
-def _detail(spans: list[Span]) -> list[dict[str, Any]]:
-    """Spans of one step with times relative to its beginning, in order of their start."""
-    origin = min(span.start_s for span in spans)
-    longest = sorted(spans, key=lambda span: -span.seconds)[:MAX_SPANS_PER_STEP]
-    return [
-        {
-            "name": span.name,
-            "start": round(span.start_s - origin, 5),
-            "end": round(span.end_s - origin, 5),
-            "role": span.role,
-            "mode": span.mode,
-            "chunk": span.chunk,
-            "tokens": span.tokens,
-            "bytes": span.nbytes,
-            "failed": span.failed,
-        }
-        for span in sorted(longest, key=lambda span: span.start_s)
-    ]

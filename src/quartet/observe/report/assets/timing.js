@@ -1,7 +1,11 @@
 // Stage timing: seconds per stage over all steps, the timeline of one step, and the same in figures.
 
 const NUM_HUES = 10;
-const hueOf = (names, name) => `hue${names.indexOf(name) % NUM_HUES}`;
+const MOVES = ['onload', 'offload'];
+const WRITTEN = ['checkpoint', 'write_rollouts', 'checkpoint_snapshot'];
+/** Parts that move and files that are written are no stages: they keep the hues free for those. */
+const hueOf = (names, name) => (MOVES.includes(name) ? name : WRITTEN.includes(name) ? 'written'
+  : `hue${names.filter((each) => !MOVES.includes(each) && !WRITTEN.includes(each)).indexOf(name) % NUM_HUES}`);
 const stepLabel = (step) => (step === null || step === 'null' ? 'outside steps' : `step ${step}`);
 
 /** Each step a stacked bar; a click picks the nearest step that has a timeline. */
@@ -69,10 +73,24 @@ function spanTip(span) {
   return [el('strong', null, span.name), tipTable(rows)];
 }
 
-function timeline(spans, names) {
-  const total = Math.max(...spans.map((span) => span.end)) || 1;
-  const lanes = new Map();
+/** Seconds of `[0, total]` in which at least one of the spans, given by their start, is open. */
+function covered(spans, total) {
+  let reached = 0;
+  let sum = 0;
   for (const span of spans) {
+    const end = Math.min(span.end, total);
+    sum += Math.max(0, end - Math.max(span.start, reached));
+    reached = Math.max(reached, end);
+  }
+  return sum;
+}
+
+/** A lane per role. What is written in the background may end after the step: it is cut off at the edge. */
+function timeline(spans, names) {
+  const own = spans.filter((span) => span.mode !== 'background');
+  const total = Math.max(...(own.length ? own : spans).map((span) => span.end)) || 1;
+  const lanes = new Map();
+  for (const span of spans.filter((each) => each.start < total)) {
     const lane = span.role ?? span.name;
     lanes.set(lane, [...(lanes.get(lane) ?? []), span]);
   }
@@ -81,12 +99,13 @@ function timeline(spans, names) {
   return el('div', { class: 'gantt' },
     [...lanes].map(([lane, members]) => {
       const rows = stackRows(members);
-      return el('div', { class: 'lane' }, el('div', { class: 'lane-name' }, lane),
+      const busy = `${((100 * covered(members, total)) / total).toFixed(0)} %`;
+      return el('div', { class: 'lane' }, el('div', { class: 'lane-name' }, lane, el('small', null, busy)),
         el('div', { class: 'track', style: { '--rows': String(Math.max(...rows) + 1) } },
           ticks.map((tick) => el('i', { style: { left: percent(tick) } })),
           members.map((span, i) => explained(el('div', {
             class: `span ${hueOf(names, span.name)}${span.failed ? ' failed' : ''}`, tabindex: '0',
-            style: { left: percent(span.start), width: percent(span.end - span.start), '--row': String(rows[i]) },
+            style: { left: percent(span.start), width: percent(Math.min(span.end, total) - span.start), '--row': String(rows[i]) },
           }, (span.end - span.start) / total > 0.09 ? span.name : ''), () => spanTip(span)))));
     }),
     el('div', { class: 'lane axis' }, el('div', { class: 'lane-name' }), el('div', { class: 'track' },
@@ -122,7 +141,11 @@ function timingSection(stage) {
   const table = el('div');
   const view = stackedSteps(timing, (step) => { const key = nearestKey(step); picker.set(key); show(key); });
   const nearestKey = (step) => (step === null || detailed.length === 1 ? detailed[0] : nearest(detailed.filter((key) => key !== 'null'), step));
-  const picker = stepper('step', detailed.map((key) => [key, stepLabel(key)]), detailed[detailed.length - 1], show);
+  // The last step may have been cut off, or begun ahead of its time: the last one with all its lanes is shown first.
+  const lanes = (key) => new Set(timing.detail[key].map((span) => span.role ?? span.name)).size;
+  const most = Math.max(...detailed.map(lanes));
+  const shown = detailed.filter((key) => lanes(key) === most).pop();
+  const picker = stepper('step', detailed.map((key) => [key, stepLabel(key)]), shown, show);
 
   function show(key) {
     const index = timing.steps.findIndex((step) => String(step) === key);
@@ -135,7 +158,7 @@ function timingSection(stage) {
     clear(table, stageTable(timing, index));
     view.mark(key);
   }
-  show(detailed[detailed.length - 1]);
+  show(shown);
   return el('div', null,
     timing.steps.length > 1 && el('div', { class: 'card' }, el('h4', null, 'Work per step'), view.node),
     el('div', { class: 'card' }, el('div', { class: 'toolbar' }, el('h4', null, 'Timeline'), picker, facts), chart, table), note(timing.note));

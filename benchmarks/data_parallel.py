@@ -1,0 +1,167 @@
+"""One update of the train engine in one and in several processes of one thread each, which train as one.
+
+    python benchmarks/data_parallel.py [--model small] [--longest 64 128] [--processes 2]
+
+64 responses to 8 prompts of 16 to 30 tokens, GRPO, fp32, gradient clipping and AdamW. All processes stay alive; one
+process and several take turns, so that both meet the same machine. Times are the driver's: from the call to the last
+rank's answer. Needs as many idle cores as processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import MODELS, arguments, build_model, markdown, model_config, prompt_ids, step_groups, write_results
+from torch import Tensor
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.cluster.worker import free_port
+from quartet.config.algorithms import GRPO
+from quartet.config.common import OptimConfig, TrainConfig
+from quartet.models.packed import PackedCausalLM
+from quartet.train.data_parallel import Peers
+from quartet.train.engine import TrainEngine
+from quartet.train.objectives import PolicyObjective
+
+
+class TimedPeers(Peers):
+    """Notes the seconds in which gradients were summed, waiting for the slowest rank left out."""
+
+    seconds = 0.0
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        self.gather(None)
+        begun = time.perf_counter()
+        super().add_up(tensors)
+        self.seconds += time.perf_counter() - begun
+
+
+def make_batch(model: str, longest: int, smoke: bool) -> RaggedBatch:
+    """Random tokens and advantages; every response token is trained on."""
+    groups = step_groups(2, 2, 8, 12) if smoke else step_groups(longest=longest)
+    generator, vocab = torch.Generator().manual_seed(2), model_config(model).vocab_size
+    responses = [[torch.randint(3, vocab, (n,), generator=generator).tolist() for n in g.responses] for g in groups]
+    count = sum(len(group.responses) for group in groups)
+    batch = RaggedBatch.from_groups(prompt_ids(groups, vocab), responses, [str(i) for i in range(count)])
+    action = batch.sequence_index() >= 0
+    return batch.with_sequence(trajectory=torch.arange(count)).with_token(
+        loss_mask=action,
+        action_mask=action,
+        advantages=torch.randn(batch.num_tokens, generator=generator) * action,
+        rollout_logprobs=torch.zeros(batch.num_tokens),
+    )
+
+
+def rank_process(calls: Connection, rank: int, world: int, port: int, model: str, longest: int, smoke: bool) -> None:
+    """Makes one update per call; answers with the seconds in which gradients were summed, and the gradient's norm."""
+    torch.set_num_threads(1)
+    peers = None
+    if world > 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        peers = TimedPeers()
+    config = TrainConfig(optim=OptimConfig(lr=1e-6))
+    engine = TrainEngine(PackedCausalLM(build_model(model), "fp32"), config, total_steps=1000, peers=peers)
+    batch = make_batch(model, longest, smoke)
+    objective = PolicyObjective(GRPO(), len(batch), 1.0, 0.0, True, longest)
+    metrics = engine.train_step(batch, objective)
+    calls.send((0.0, metrics["grad_norm"]))
+    while calls.recv():
+        before = peers.seconds if peers is not None else 0.0
+        metrics = engine.train_step(batch, objective)
+        calls.send(((peers.seconds if peers is not None else 0.0) - before, metrics["grad_norm"]))
+    if world > 1:
+        dist.destroy_process_group()
+
+
+class Team:
+    """Processes that train one model."""
+
+    def __init__(self, world: int, model: str, longest: int, smoke: bool) -> None:
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        self._calls, self._processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=rank_process, args=(theirs, rank, world, port, model, longest, smoke), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._calls.append(ours)
+            self._processes.append(process)
+        self.grad_norms = [calls.recv()[1] for calls in self._calls]
+
+    def update(self) -> tuple[float, float]:
+        """Seconds of an update, and of them those in which gradients were summed."""
+        begun = time.perf_counter()
+        for calls in self._calls:
+            calls.send(True)
+        summing = [calls.recv()[0] for calls in self._calls]
+        return time.perf_counter() - begun, max(summing)
+
+    def end(self) -> None:
+        for calls in self._calls:
+            calls.send(False)
+        for process in self._processes:
+            process.join(30)
+            process.kill()
+
+
+def measure(model: str, longest: int, args: Any) -> dict[str, Any]:
+    teams = {world: Team(world, model, longest, args.smoke) for world in (1, args.processes)}
+    found: dict[int, list[tuple[float, float]]] = {world: [] for world in teams}
+    try:
+        for _ in range(args.repeats):
+            for world, team in teams.items():
+                found[world].append(team.update())
+    finally:
+        for team in teams.values():
+            team.end()
+    return {
+        "model": model,
+        "longest": longest,
+        "tokens": make_batch(model, longest, args.smoke).num_tokens,
+        "grad_norm": {world: team.grad_norms for world, team in teams.items()},
+        "seconds": {world: statistics.median(s for s, _ in turns) for world, turns in found.items()},
+        "summing_s": {world: statistics.median(s for _, s in turns) for world, turns in found.items()},
+        "all_seconds": {world: [round(s, 4) for s, _ in turns] for world, turns in found.items()},
+    }
+
+
+def table(parts: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for part in parts:
+        alone = part["seconds"][1]
+        for world, seconds in part["seconds"].items():
+            summing = part["summing_s"][world]
+            shares = ["", ""] if world == 1 else [f"{summing:.3f}", f"{alone / seconds:.2f} ×"]
+            rows.append(
+                [part["model"], str(part["longest"]), str(part["tokens"]), str(world), f"{seconds:.3f}", *shares]
+            )
+    return markdown(["model", "longest", "tokens", "processes", "s", "of them summing", "speed-up"], rows)
+
+
+def main() -> None:
+    parser = arguments(__doc__, repeats=7)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--longest", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.set_defaults(threads=1)
+    args = parser.parse_args()
+    parts = []
+    for longest in args.longest:
+        parts.append(measure(args.model, longest, args))
+        write_results(args, {"data_parallel": parts})
+    print(table(parts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Ray inside an allocation: ``torchrun --nnodes 4 --nproc-per-node 8 … quartet rl recipe.yaml``.
+
+torchrun starts the same command in many processes. The first of each node (its *keeper*) starts a Ray node there, all
+of them one cluster. Rank 0 then runs the command itself, in a process of its own that sees the cluster as
+``RAY_ADDRESS`` and nothing of torchrun. Everybody else waits for its end and leaves with its exit status. Whoever fails
+or is killed ends all: torchrun ends the processes of a node together, their keeper tells the other nodes and ends the
+Ray node that it has started.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from quartet.cluster.ray_node import RayNode, die_with_parent, ended, with_parent
+from quartet.cluster.worker import LOOPBACK, free_port
+from quartet.config.errors import UserError
+
+POLL_S = 0.2
+BEAT_S = 1.0
+SILENCE_S = 30.0
+"""After which rank 0 counts as gone."""
+START_S = 180.0
+LEAVE_S = 10.0
+EXPECTED = (0, 2, 130)
+"""Exit statuses for which nobody needs Ray's logs: done, a mistake of the user, Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A process of torchrun's: its rank, its place on its node, and its node among all nodes."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    num_nodes: int
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str]) -> Seat:
+        """The one that torchrun's variables name."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+        return cls(*(int(environment[name]) for name in names))
+
+    @property
+    def is_keeper(self) -> bool:
+        return self.local_rank == 0
+
+
+def run_in_allocation(command: Sequence[str], seat: Seat) -> int:
+    """Runs the command once, on rank 0, with a Ray cluster of all nodes; returns when it has ended.
+
+    Returns:
+        The command's exit status, in every process; 1 where something else ended.
+
+    Raises:
+        UserError: Ray is not installed, or does not start (in the keeper of that node; the others return 2 or 1).
+    """
+    die_with_parent(signal.SIGTERM)  # torchrun, killed, would leave us behind
+    if importlib.util.find_spec("ray") is None:
+        if not seat.is_keeper:
+            return 2
+        raise UserError(
+            "an allocation of torchrun needs Ray to place the roles",
+            found=f"Ray is not installed on node {seat.node} ({sys.executable})",
+            remedy="pip install 'quartet-rl[ray]' on every node, or run without torchrun on one machine",
+        )
+    return _Member(seat).run(command)
+
+
+class _Member:
+    """One process of the allocation. What the processes tell each other stands in torchrun's store:
+
+    ``host/<node>`` (machine and address), ``ray`` (the cluster's address and token), ``beat`` (rank 0 lives), ``end``
+    (exit status and why), ``left`` (how many processes have seen it).
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.store = next(iter(distributed.rendezvous("env://", timeout=timedelta(seconds=SILENCE_S))))[0]
+        self.told_to_stop = False
+        self.node: RayNode | None = None
+        self._beaten_s = 0.0
+        self._heard: tuple[bytes, float] = (b"", time.monotonic())
+
+    def run(self, command: Sequence[str]) -> int:
+        signal.signal(signal.SIGTERM, self._stop)
+        # Ctrl-C reaches the command by itself: it saves and ends, and so do we.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        status, failure = 1, None
+        try:
+            if self.seat.is_keeper:
+                self._join()
+            status = self._command(command) if self.seat.rank == 0 else self._await(lambda: None)
+        except UserError as error:
+            failure = error
+        except _Ended as end:
+            status = end.status
+        self._leave(2 if failure is not None else status)
+        if failure is not None:
+            raise failure
+        return status
+
+    def _stop(self, *_: object) -> None:
+        self.told_to_stop = True
+
+    # Together --------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Starts this node's Ray, in the cluster that rank 0 begins."""
+        seat = self.seat
+        master = os.environ["MASTER_ADDR"]
+        self.store.set(f"host/{seat.node}", json.dumps([machine(), address_towards(master)]))
+        hosts = [json.loads(self._get(f"host/{node}")) for node in range(seat.num_nodes)]
+        address = own_address(seat.node, hosts)
+        if seat.rank == 0:
+            cluster, token = f"{address}:{free_port()}", secrets.token_hex(32)
+        else:
+            cluster, token = json.loads(self._get("ray"))
+        self.node = RayNode(cluster, address, token, is_head=seat.rank == 0, least_cpus=seat.local_world_size)
+        if seat.rank == 0:
+            self._await(partial(self.node.answers, 0))
+            self.store.set("ray", json.dumps([cluster, token]))
+
+    def _get(self, key: str) -> bytes:
+        found = self._await(lambda: self.store.get(key) if self.store.check([key]) else None, START_S)
+        return bytes(found)
+
+    def _command(self, command: Sequence[str]) -> int:
+        """Runs it once all nodes are there."""
+        assert self.node is not None
+        self._await(partial(self.node.answers, self.seat.num_nodes), START_S)
+        environment = {**self.node.environment, "RAY_ADDRESS": self.node.cluster}
+        running = subprocess.Popen(list(command), env=environment, preexec_fn=with_parent)
+        try:
+            status = int(self._await(running.poll))
+        finally:
+            ended(running)
+        return status if status >= 0 else 128 - status  # a signal's number, as a shell gives it
+
+    def _await(self, found: Callable[[], Any], timeout_s: float | None = None) -> Any:
+        """What ``found`` returns when it is no longer None (or False).
+
+        Raises:
+            _Ended: the allocation has come to its end meanwhile.
+            UserError: not within the time.
+        """
+        deadline = time.monotonic() + timeout_s if timeout_s is not None else None
+        while (value := self._asked(found)) is None or value is False:
+            self._check()
+            if deadline is not None and time.monotonic() > deadline:
+                raise UserError(
+                    "the nodes of the allocation did not come together",
+                    found=f"node {self.seat.node} of {self.seat.num_nodes} waited for {timeout_s:g} s",
+                    remedy="look at the output of the others; every node must reach the first one's ports",
+                )
+            time.sleep(POLL_S)
+        return value
+
+    def _check(self) -> None:
+        """Raises ``_Ended`` where there is nothing left to wait for."""
+        if self.told_to_stop:
+            raise _Ended(128 + signal.SIGTERM)
+        if self.node is not None:
+            self.node.check()
+        if (status := self._asked(lambda: self.store.get("end") if self.store.check(["end"]) else None)) is not None:
+            raise _Ended(int(status))
+        self._asked(self._beat if self.seat.rank == 0 else self._listen)
+
+    def _asked(self, question: Callable[[], Any]) -> Any:
+        """The answer; without one from the store, whoever held it is gone, and so are we."""
+        try:
+            return question()
+        except distributed.DistError as error:
+            raise _Ended(1) from error
+
+    def _beat(self) -> None:
+        if time.monotonic() - self._beaten_s > BEAT_S:
+            self._beaten_s = time.monotonic()
+            self.store.set("beat", str(self._beaten_s))
+
+    def _listen(self) -> None:
+        beat = self.store.get("beat") if self.store.check(["beat"]) else b""
+        if beat != self._heard[0]:
+            self._heard = (beat, time.monotonic())
+        elif beat and time.monotonic() - self._heard[1] > SILENCE_S:
+            raise _Ended(1)
+
+    def _leave(self, status: int) -> None:
+        """Tells the others, ends this node's Ray, and lets rank 0, whose machine may hold the store, go last."""
+        try:
+            # The first word counts: others fail because somebody has.
+            self.store.compare_set("end", "", str(status))
+        except distributed.DistError:
+            status = status or 1
+        if self.node is not None:
+            self.node.stop(keep_logs=status not in EXPECTED)
+        try:
+            self.store.add("left", 1)
+            deadline = time.monotonic() + LEAVE_S
+            while self.seat.rank == 0 and time.monotonic() < deadline:
+                if self.store.add("left", 0) >= self.seat.world_size:
+                    break
+                time.sleep(POLL_S)
+        except distributed.DistError:
+            return
+
+
+class _Ended(Exception):
+    """The allocation has ended with this status."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(status)
+
+
+# Addresses -----------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """A name for this machine, or for this container of it."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the network by which it reaches ``host``; nothing is sent."""
+    family = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(family[4])
+        return str(probe.getsockname()[0])
+
+
+def own_address(node: int, hosts: Sequence[tuple[str, str]], towards: Callable[[str], str] = address_towards) -> str:
+    """The address by which the other nodes reach this one.
+
+    Args:
+        hosts: per node its machine, and its address towards torchrun's meeting point. The node of the meeting point
+            itself often says that it is at a loopback address there.
+    """
+    if len({name for name, _ in hosts}) == 1:
+        return LOOPBACK
+    if not _is_loopback(hosts[node][1]):
+        return hosts[node][1]
+    return towards(next(address for _, address in hosts if not _is_loopback(address)))
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

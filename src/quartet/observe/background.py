@@ -1,0 +1,99 @@
+"""Work behind the run's back: one thread does what was handed over, in the order in which it was handed over."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+
+class BackgroundWriter:
+    """Does pieces of work on a thread of its own, strictly one after another.
+
+    Since the order is kept, a piece may rely on those before it: a checkpoint is complete only after the records that
+    were handed over before it. A piece that raises ends the writer: what waits behind it is dropped, and its error
+    comes out, as it is, of every later call. Calls belong to one thread.
+
+    Args:
+        limit: how many pieces of one name may wait or be under way; beyond it ``submit`` and ``wait_for_room`` wait.
+        limits: the same for single names.
+    """
+
+    def __init__(self, limit: int = 4, limits: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._limit, self._limits = limit, limits
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
+        self._pending: Counter[str] = Counter()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def wait_for_room(self, name: str) -> None:
+        """Returns once ``submit`` would not have to wait; until then nothing needs to be copied for it."""
+        limit = self._limits.get(name, self._limit)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._pending[name] < limit)
+            self._raise()
+
+    def submit(self, name: str, work: Callable[[], object]) -> None:
+        """Hands ``work`` over; nothing it reads may change from here on."""
+        self.wait_for_room(name)
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the writer is closed")
+            if self._thread is None:
+                # No daemon: an interpreter that ends waits for the file being written.
+                self._thread = threading.Thread(target=self._run, name="quartet-writer")
+                self._thread.start()
+            self._pending[name] += 1
+            self._waiting.append((name, work))
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Returns once everything handed over is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not self._pending.total())
+            self._raise()
+
+    def close(self, *, abandon: bool = False) -> None:
+        """Ends the thread after what was handed over; with ``abandon`` after the piece under way."""
+        with self._changed:
+            if abandon:
+                self._drop_waiting()
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _drop_waiting(self) -> None:
+        for name, _ in self._waiting:
+            self._pending[name] -= 1
+        self._waiting.clear()
+
+    def _run(self) -> None:
+        while (piece := self._next()) is not None:
+            name, work = piece
+            error: BaseException | None = None
+            try:
+                work()
+            except BaseException as raised:  # It belongs to the thread that submits, whatever it is.
+                error = raised
+            # What was handed over is large: none of it may live on until the next piece comes.
+            del piece, work
+            with self._changed:
+                self._pending[name] -= 1
+                if error is not None:
+                    self._error = error
+                    self._drop_waiting()
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[str, Callable[[], object]] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting)
+            return self._waiting.popleft() if self._waiting else None

@@ -1,0 +1,268 @@
+"""The pump of one rollout engine: collects requests, runs the engine in bursts, each under a lease, and hands out
+what comes of them.
+
+Requests go to the engine with the next burst, completions come after it, so that nothing but bursts crosses the way
+between the driver and an engine in another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from quartet.rollout.protocol import Completion, EngineStats, GenerationError, Request
+from quartet.schedule.clock import Waiting
+from quartet.schedule.engine_host import Burst, CanaryProbe
+from quartet.schedule.handles import Handle
+from quartet.schedule.journal import Diverged, Journal
+from quartet.schedule.leases import MissedVersion
+from quartet.schedule.worker import Worker
+
+
+@dataclass
+class Common:
+    """What the pumps of a run's engines share.
+
+    Args:
+        version: of the weights in the engines.
+        shares_actor: the engines compute with the actor's own tensors, which nobody may train meanwhile.
+        max_running: requests that an engine is given at a time, less one that is left for the canary; None for all.
+        span: name and step of what is generated now; None for generation under the version found.
+        num_pauses: while above 0 nothing is admitted.
+        num_publishing: calls that bring weights, waiting ones included.
+    """
+
+    worker: Worker
+    steps_per_lease: int
+    version: int
+    shares_actor: bool
+    journal: Journal | None = None
+    max_running: int | None = None
+    on_finished: Callable[[int], None] | None = None
+    span: tuple[str, int] | None = None
+    num_pauses: int = 0
+    num_publishing: int = 0
+    _changed: list[Waiting[None]] = field(default_factory=list)
+
+    def reads(self) -> dict[str, int | None]:
+        """Whatever weights the engines have; where they are the actor's own tensors, those of the same version."""
+        return {"rollout": None, **({"actor": self.version} if self.shares_actor else {})}
+
+    async def change(self, reason: str) -> None:
+        """Waits until something was told."""
+        waiting: Waiting[None] = Waiting(lambda: f"the rollout waits for {reason}")
+        self._changed.append(waiting)
+        await waiting
+
+    def tell(self) -> None:
+        """Something changed that somebody may wait for."""
+        changed, self._changed = self._changed, []
+        for waiting in changed:
+            if not waiting.done():
+                waiting.set_result(None)
+        if self.journal is not None:
+            self.journal.tell()
+
+
+@dataclass(eq=False)
+class _Ask:
+    """Requests that are submitted together. ``index`` is their group's, ``passes``: also while admission is paused."""
+
+    requests: tuple[Request, ...]
+    index: int | None
+    passes: bool
+
+
+class EnginePump:
+    def __init__(self, engine: Handle, common: Common) -> None:
+        self._engine = engine
+        self._common = common
+        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._asks: list[_Ask] = []  # not admitted
+        self._outbox: list[_Ask] = []  # admitted, not sent
+        self._running: set[str] = set()  # admitted, not ended
+        self._cancelled: list[str] = []  # sent, and nobody waits any more: the engine does not know yet
+        self._pump: asyncio.Task[None] | None = None
+        self.stats = EngineStats(policy_version=common.version)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests were admitted that have not ended."""
+        return bool(self._running)
+
+    async def complete(
+        self, requests: Sequence[Request], *, index: int | None = None, passes: bool = False
+    ) -> list[Completion]:
+        """Completions of the requests, in their order.
+
+        Args:
+            index: of the requests' group, for the journal.
+            passes: while admission is paused, too.
+
+        Raises:
+            UserError: the engine refuses them, or computes what is not finite.
+            ClusterError: the engine's process is gone, or failed.
+        """
+        loop = asyncio.get_running_loop()
+        ids = [request.request_id for request in requests]
+        if len(set(ids)) < len(ids) or not self._waiting.keys().isdisjoint(ids):
+            raise ValueError(f"requests {ids} are waited for already, or named alike")
+        futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
+        self._waiting.update(zip(ids, futures, strict=True))
+        ask = _Ask(tuple(requests), index, passes)
+        self._asks.append(ask)
+        if self._pump is None or self._pump.done():
+            self._pump = loop.create_task(self._run(), name="engine")
+            self._pump.add_done_callback(self._pump_ended)
+        self._common.tell()
+        try:
+            # Not one after the other: what failed behind the first failure would be reported as never retrieved.
+            return await asyncio.gather(*futures)
+        except BaseException:
+            self._abandon(ask)
+            raise
+
+    async def run_to_end(self, requests: Sequence[Request]) -> list[Completion]:
+        """All at once, by an engine that does nothing else; inside a lease."""
+        await self._forget_cancelled()
+        burst: Burst = await self._engine.call("run_to_end", requests)
+        self.stats = burst.stats
+        return list(burst.completions)
+
+    async def sing(self, probe: CanaryProbe) -> Completion:
+        """What the engine makes of the canary's prompt; inside a lease."""
+        await self._forget_cancelled()
+        found: tuple[Completion, Burst] = await self._engine.call("sing", probe)
+        heard, burst = found
+        self._take(burst)
+        return heard
+
+    async def close(self) -> None:
+        """Stops and waits until the engine has stopped; who waits for completions is cancelled."""
+        cancelled: asyncio.CancelledError | None = None
+        while self._pump is not None and not self._pump.done():
+            self._pump.cancel()
+            try:
+                await asyncio.wait({self._pump})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    async def _run(self) -> None:
+        journal = self._common.journal
+        while self._waiting:
+            self._admit()
+            if journal is not None and journal.is_due():
+                await journal.news()
+            elif self._running:
+                await self._burst()
+                await asyncio.sleep(0)  # who waited for what has ended may ask for a lease, too
+            elif self._common.num_pauses:
+                await self._common.change("admission")
+            else:
+                assert journal is not None, "without a journal the first that asks is admitted"
+                raise Diverged(f"nothing runs at burst {journal.tick}, and the journal admits nothing")
+
+    def _admit(self) -> None:
+        """In the order asked for, or in that of the journal that is followed."""
+        common, journal = self._common, self._common.journal
+        goes_on = True
+        while goes_on:
+            goes_on = False
+            for ask in list(self._asks):
+                if common.num_pauses and not ask.passes:
+                    continue
+                if not self._has_room(ask):
+                    break  # nor may smaller ones go before it, again and again
+                if journal is None or ask.index is None or journal.admit([ask.index]):
+                    self._asks.remove(ask)
+                    self._outbox.append(ask)
+                    self._running.update(request.request_id for request in ask.requests)
+                    goes_on = True
+
+    def _has_room(self, ask: _Ask) -> bool:
+        most = self._common.max_running
+        return most is None or not self._running or len(self._running) + len(ask.requests) < most
+
+    async def _burst(self) -> None:
+        common = self._common
+        name, step = common.span or ("generate", None)
+        try:
+            async with common.worker.turn("rollout", "generate", name, step=step, reads=common.reads()) as (
+                lease,
+                span,
+            ):
+                self._admit()
+                if not self._running:
+                    return
+                span.step = lease.versions["rollout"] if step is None else step
+                if common.journal is not None:
+                    common.journal.burst_begins()
+                submit, self._outbox = [ask.requests for ask in self._outbox], []
+                cancel, self._cancelled = self._cancelled, []
+                burst: Burst = await self._engine.call("burst", submit, cancel, common.steps_per_lease)
+                span.tokens = burst.sampled
+                self._take(burst)
+        except MissedVersion:
+            # The engine's tensors are the actor's, and have been trained: those who publish them are on their way.
+            if not common.num_publishing:
+                raise
+            await common.change("the actor's new weights")
+
+    def _take(self, burst: Burst) -> None:
+        self.stats = burst.stats
+        for completion in burst.completions:
+            future = self._pop(completion.request_id)
+            if future is not None:
+                future.set_result(completion)
+        for refusal in burst.refused:
+            self._fail(refusal.error(), refusal.request_ids)
+        if burst.failure is not None:
+            found, request_ids = burst.failure
+            self._fail(GenerationError(found, request_ids), request_ids)
+        if self._common.on_finished is not None:
+            self._common.on_finished(len(burst.completions))
+        self._common.tell()
+
+    def _fail(self, error: BaseException, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            future = self._pop(request_id)
+            if future is not None:
+                future.set_exception(error)
+
+    def _pop(self, request_id: str) -> asyncio.Future[Completion] | None:
+        """Who waits for the request, which has ended."""
+        self._running.discard(request_id)
+        future = self._waiting.pop(request_id, None)
+        return None if future is None or future.done() else future
+
+    def _abandon(self, ask: _Ask) -> None:
+        """Nobody waits for these any more."""
+        left = [r.request_id for r in ask.requests if self._waiting.pop(r.request_id, None) is not None]
+        self._running.difference_update(left)
+        if ask in self._asks:
+            self._asks.remove(ask)
+        elif ask in self._outbox:
+            self._outbox.remove(ask)
+        else:
+            self._cancelled += left
+        self._common.tell()
+
+    async def _forget_cancelled(self) -> None:
+        if self._cancelled:
+            cancel, self._cancelled = self._cancelled, []
+            await self._engine.call("burst", (), cancel, 0)
+
+    def _pump_ended(self, pump: asyncio.Task[None]) -> None:
+        """Whatever ended the pump early reaches everyone who waits for it."""
+        error = asyncio.CancelledError() if pump.cancelled() else pump.exception()
+        if error is None:
+            return
+        unsent = {request.request_id for ask in self._outbox for request in ask.requests}
+        self._cancelled += sorted(self._running - unsent)
+        self._asks.clear()
+        self._outbox.clear()
+        self._fail(error, list(self._waiting))
+        self._common.tell()

@@ -1,0 +1,44 @@
+"""Hosts whose parts can leave their device for others and come back, as the arbiter's leases ask."""
+
+from __future__ import annotations
+
+import tempfile
+
+from quartet.config.cluster import OffloadConfig
+from quartet.schedule.leases import Mode
+from quartet.train.host_memory import MappedFiles, PinnedMemory
+from quartet.train.offload import PARTS, Moved, Offload, Part, Store
+
+_PARTS_OF: dict[Mode, tuple[Part, ...]] = {"forward": ("params",), "generate": ("params",), "train": PARTS}
+
+
+def store_of(config: OffloadConfig) -> Store:
+    if config.to == "pinned_memory":
+        return PinnedMemory()
+    return MappedFiles(config.directory or tempfile.gettempdir())
+
+
+class Movable:
+    """A host with parts that move, once ``make_movable`` was called."""
+
+    _parts: Offload | None = None
+
+    def make_movable(self, config: OffloadConfig) -> None:
+        self._parts = self._offload(store_of(config))
+
+    def onload(self, mode: Mode) -> Moved:
+        """Brings in what ``mode`` needs and is not there."""
+        return self._movable.onload(_PARTS_OF[mode])
+
+    def offload(self) -> Moved:
+        """Everything leaves."""
+        return self._movable.offload()
+
+    @property
+    def _movable(self) -> Offload:
+        if self._parts is None:
+            raise RuntimeError(f"this {type(self).__name__} does not move: its pool has no budget")
+        return self._parts
+
+    def _offload(self, store: Store) -> Offload:
+        raise NotImplementedError

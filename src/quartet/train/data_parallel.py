@@ -1,0 +1,370 @@
+"""Data-parallel training: several processes hold one model each and train as one.
+
+Every rank is given the whole mini-batch, computes its share of it, and divides losses by the denominators of the whole,
+so gradients are simply summed. All ranks then make the same step, so their models stay equal to the bit. An update is
+three meetings of all ranks:
+
+1. *agree*: how each rank's passes went, with its metric sums. Where memory ran out on one, all start over with the same
+   smaller budget; where one failed, all fail.
+2. *sum*: one all-reduce of the gradients. Nothing is allocated in it, so no rank can fail while others wait.
+3. *settle*: how the step went, and that all saw the same gradient.
+
+A rank that fails outside of its passes says so in the meeting that the others are on their way to.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quartet.batch.partition import plan_tree_shares
+from quartet.batch.ragged import RaggedBatch
+from quartet.train.budget import TokenBudget, is_out_of_memory, num_computed_tokens
+from quartet.train.metrics import MetricSums, PlainSums
+
+T = TypeVar("T")
+Atoms = Sequence[Sequence[int]]
+Plans = Sequence[Sequence[Sequence[int]]]
+
+IN_PLACE_BYTES = 2**20
+"""Gradients of this size are summed where they lie; smaller ones travel in one bucket."""
+
+
+class PeerFailed(Exception):
+    """Another rank failed in an update, or cannot be reached any more; this rank's model took no part in it."""
+
+
+class Peers:
+    """The ranks that train one model together.
+
+    Args:
+        group: their process group; the default group where it is None.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    @classmethod
+    def of_world(cls) -> Peers:
+        """All ranks of the default process group."""
+        return cls()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's ``value``, in the order of the ranks.
+
+        Raises:
+            PeerFailed: a rank is gone.
+        """
+        found: list[Any] = [None] * self.size
+        with self._reaching():
+            dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces each tensor by its sum over all ranks, the same bits on every one; none may overlap another.
+
+        Raises:
+            PeerFailed: a rank is gone.
+        """
+        with self._reaching():
+            under_way = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
+            for work in under_way:
+                work.wait()
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerFailed(f"the other ranks of {self.size} cannot be reached any more: {error}") from error
+
+
+# Sharing out ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's share of one batch: the sequences there, and atoms by their numbers in the share."""
+
+    sequences: tuple[int, ...]
+    atoms: tuple[tuple[int, ...], ...]
+
+
+def share_out(batches: Sequence[tuple[RaggedBatch, Atoms]], num_ranks: int, *, share: bool) -> list[list[Piece]]:
+    """Of each rank its piece of every batch, as equal in tokens as they come; the same result on every rank.
+
+    The largest piece of a batch goes to the rank that has least so far.
+
+    Args:
+        batches: each with the sequences that must stay together.
+        share: prompts are computed once.
+    """
+    pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for batch, atoms in batches:
+        dealt = [[atoms[a] for a in part] for part in plan_tree_shares(batch, atoms, num_ranks, share=share)]
+        costs = [num_computed_tokens(batch, [s for atom in part for s in atom], share=share) for part in dealt]
+        dearest_first = sorted(range(num_ranks), key=lambda p: -costs[p])
+        idlest_first = sorted(range(num_ranks), key=loads.__getitem__)
+        for p, rank in zip(dearest_first, idlest_first, strict=True):
+            loads[rank] += costs[p]
+            pieces[rank].append(_piece(dealt[p]))
+    return pieces
+
+
+def _piece(atoms: Atoms) -> Piece:
+    sequences = sorted(s for atom in atoms for s in atom)
+    number = {s: i for i, s in enumerate(sequences)}
+    return Piece(tuple(sequences), tuple(tuple(number[s] for s in atom) for atom in atoms))
+
+
+def outline(batch: RaggedBatch) -> RaggedBatch:
+    """What planning needs of a batch: lengths, parents and ids."""
+    ids = torch.zeros(batch.num_tokens, dtype=torch.int64)
+    return replace(batch, input_ids=ids, token={}, sequence={}, objects={}, attachments={})
+
+
+# Gradients -----------------------------------------------------------------------------------------------
+
+
+class GradientBuckets:
+    """Gradients of all parameters, ready to be summed over ranks. Missing ones are put there as zeros.
+
+    Large gradients are summed where they lie, small ones in a flat bucket, all in fp32 at least. Everything is
+    allocated here and nothing in ``add_up``.
+
+    Attributes:
+        present: whose gradient was there, one character each, ``1`` or ``0``.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.present = "".join("0" if p.grad is None else "1" for p in parameters)
+        self._in_place: list[Tensor] = []
+        small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            if gradient.nbytes >= IN_PLACE_BYTES and gradient.dtype == dtype and gradient.is_contiguous():
+                self._in_place.append(gradient)
+            else:
+                small.setdefault((gradient.device, dtype), []).append(gradient)
+        self._buckets = [
+            (torch.empty(sum(g.numel() for g in bucket), dtype=dtype, device=device), bucket)
+            for (device, dtype), bucket in small.items()
+        ]
+
+    def add_up(self, peers: Peers, present: Sequence[str]) -> None:
+        """Sums over all ranks.
+
+        Args:
+            present: of each rank. A gradient that nobody had is nobody's afterwards, too.
+        """
+        for flat, bucket in self._buckets:
+            for view, gradient in _views(flat, bucket):
+                view.copy_(gradient)
+        peers.add_up([*self._in_place, *(flat for flat, _ in self._buckets)])
+        for flat, bucket in self._buckets:
+            for view, gradient in _views(flat, bucket):
+                gradient.copy_(view)
+        for parameter, of_ranks in zip(self._parameters, zip(*present, strict=True), strict=True):
+            if "1" not in of_ranks:
+                parameter.grad = None
+
+
+def _views(flat: Tensor, bucket: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each gradient with its place in the bucket."""
+    places = flat.split([gradient.numel() for gradient in bucket])
+    return ((place.view(gradient.shape), gradient) for place, gradient in zip(places, bucket, strict=True))
+
+
+def fingerprint(parameters: Sequence[nn.Parameter]) -> str:
+    """Tells models with different weights apart; not those whose weights are the same numbers in another order."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [p.detach().contiguous().view(integers[p.itemsize]).sum(dtype=torch.int64) for p in parameters]
+    numbers = [int(total) for total in sums]
+    return f"{zlib.crc32(repr((numbers, [tuple(p.shape) for p in parameters])).encode()):08x}"
+
+
+# Meetings ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says in a meeting.
+
+    Attributes:
+        failure: type and message of an exception.
+        out_of_memory: the allocator's message.
+        outset: what all ranks must have in common when an update begins, by name.
+        sums, present: of this rank's passes.
+        grad_norm: of the step.
+    """
+
+    failure: str | None = None
+    out_of_memory: str | None = None
+    outset: Mapping[str, str] = field(default_factory=dict)
+    sums: PlainSums | None = None
+    present: str = ""
+    grad_norm: float = 0.0
+
+
+class Replica:
+    """This rank's part in the updates of a model that several ranks train; see the module's docstring."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self._is_compared = False
+
+    @contextmanager
+    def announcing(self) -> Iterator[None]:
+        """A failure inside is told to the other ranks before it goes on, so that nobody waits for this one."""
+        try:
+            yield
+        except PeerFailed:
+            raise  # All others know it, too.
+        except Exception as error:  # Whatever a rank fails of, the others must not wait for it.
+            with suppress(PeerFailed):
+                self.peers.gather(Report(failure=_summary(error)))
+            raise
+
+    def accumulate(
+        self,
+        backward: Callable[[Sequence[RaggedBatch], Plans], MetricSums],
+        batches: Sequence[tuple[RaggedBatch, Atoms]],
+        parameters: Sequence[nn.Parameter],
+        budget: TokenBudget,
+        *,
+        share: bool,
+        num_updates: int,
+    ) -> MetricSums:
+        """Leaves the gradients of whole batches in ``parameters``.
+
+        Args:
+            backward: ``(own, plans)`` drops former gradients and makes those of this rank's piece of every batch, in
+                the micro-batches of ``plans``.
+            batches: each with the sequences that must stay together.
+            share: prompts are computed once.
+            num_updates: so far.
+
+        Returns:
+            The whole batches' metric sums.
+
+        Raises:
+            UserError: an atom is larger than the budget, or memory ran out at the smallest micro-batches; on all ranks.
+            PeerFailed: another rank failed.
+            RuntimeError: the ranks did not begin with the same weights, batches and budget.
+        """
+        this, whole = self.peers.rank, [batch for batch, _ in batches]
+        pieces = share_out(batches, self.peers.size, share=share)
+        own = [batch.select(piece.sequences) for batch, piece in zip(whole, pieces[this], strict=True)]
+        # Every rank plans for all, so that all come to the same budget; of others' batches outlines are enough.
+        outlines = [outline(batch) for batch in whole]
+        everybody = [
+            (own[i] if rank == this else outlines[i].select(piece.sequences), piece.atoms)
+            for rank, of_rank in enumerate(pieces)
+            for i, piece in enumerate(of_rank)
+        ]
+        mine = slice(this * len(whole), (this + 1) * len(whole))
+        outset = self._outset(num_updates, whole, parameters)
+        return budget.run_several(
+            lambda plans: self._attempt(
+                lambda: backward(own, plans[mine]), parameters, {**outset, budget.key: str(budget.tokens)}
+            ),
+            everybody,
+            share=share,
+        )
+
+    def _outset(
+        self, num_updates: int, batches: Sequence[RaggedBatch], parameters: Sequence[nn.Parameter]
+    ) -> dict[str, str]:
+        """Where an update begins; the weights themselves are compared in the first one alone."""
+        found = {"number of updates": str(num_updates)}
+        for i, batch in enumerate(batches):
+            ids = zlib.crc32("\n".join(batch.ids).encode())
+            found[f"batch {i}"] = f"{len(batch)} sequences of {batch.num_tokens} tokens ({ids:08x})"
+        if not self._is_compared:
+            found["weights"] = fingerprint(parameters)
+        return found
+
+    def _attempt(
+        self, backward: Callable[[], MetricSums], parameters: Sequence[nn.Parameter], outset: Mapping[str, str]
+    ) -> MetricSums:
+        """As ``accumulate`` under one budget; where memory ran out on one rank, ``torch.OutOfMemoryError`` on all."""
+        buckets: GradientBuckets | None = None
+        try:
+            sums = backward().plain()
+            buckets = GradientBuckets(parameters)
+            report = Report(outset=outset, sums=sums, present=buckets.present)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            report = Report(outset=outset, out_of_memory=_summary(error))
+        # Not in the handler: until it ends, its traceback holds the tensors of the failed attempt.
+        reports = self._meet(report)
+        _check_outset(reports)
+        for rank, other in enumerate(reports):
+            if other.out_of_memory is not None:
+                raise torch.OutOfMemoryError(f"{self._name(rank)}: {other.out_of_memory}")
+        assert buckets is not None
+        buckets.add_up(self.peers, [other.present for other in reports])
+        self._is_compared = True
+        return MetricSums.joined(other.sums for other in reports if other.sums is not None)
+
+    def settle(self, grad_norm: float) -> None:
+        """Waits until all ranks have made their step.
+
+        Raises:
+            PeerFailed: another rank failed in it.
+            RuntimeError: the ranks had different gradients.
+        """
+        norms = [report.grad_norm for report in self._meet(Report(grad_norm=grad_norm))]
+        # Equal but for other processors' rounding.
+        if not all(_is_same(norm, norms[0]) for norm in norms):
+            raise RuntimeError(f"the ranks' models have come apart: gradient norms by rank {norms}")
+
+    def _meet(self, report: Report) -> list[Report]:
+        reports = self.peers.gather(report)
+        failures = [f"{self._name(r)}: {found.failure}" for r, found in enumerate(reports) if found.failure is not None]
+        if failures:
+            raise PeerFailed("another rank failed in this update: " + "; ".join(failures))
+        return reports
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {self.peers.size}"
+
+
+def _check_outset(reports: Sequence[Report]) -> None:
+    for rank, report in enumerate(reports):
+        first = reports[0].outset
+        for name in {**first, **report.outset}:
+            ours, theirs = first.get(name, "none"), report.outset.get(name, "none")
+            if ours != theirs:
+                raise RuntimeError(
+                    f"ranks that train one model began an update differently: {name} of rank 0: {ours}, of rank "
+                    f"{rank}: {theirs}; every rank needs the whole mini-batch and the same state"
+                )
+
+
+def _is_same(norm: float, other: float) -> bool:
+    if not (math.isfinite(norm) and math.isfinite(other)):
+        return math.isfinite(norm) == math.isfinite(other)
+    return math.isclose(norm, other, rel_tol=1e-5)
+
+
+def _summary(error: Exception) -> str:
+    """Type and first line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

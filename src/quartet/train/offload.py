@@ -1,0 +1,376 @@
+"""A model's parts leave the device while others compute there, and come back bit for bit.
+
+The parts of a model are its parameters with its buffers, its gradients, and what its optimizer keeps. What moves are
+whole storages, so tied parameters and views of one storage move once, and strides stay as they are. The tensor objects
+stay the same, with their version counters, and only ``.data`` changes: optimizers and engines hold them on.
+
+A tensor that is away lies in host memory of a store, and its ``.data`` is that memory. So states, checkpoints and
+weight syncs read and write it there like any other tensor; only computing with it is refused.
+
+All copies are made before the first tensor is pointed elsewhere: an error leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal, Protocol, get_args
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from quartet.models.packed import PackedModel
+from quartet.observe.memory import held_bytes
+from quartet.train.host_memory import MappedFiles, PinnedMemory
+
+__all__ = ["PARTS", "MappedFiles", "Moved", "Offload", "Part", "PinnedMemory", "Store"]
+
+Part = Literal["params", "grads", "optimizer"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+_OWNERS: WeakKeyDictionary[nn.Module, ReferenceType[Offload]] = WeakKeyDictionary()
+"""Who moves which model."""
+_AWAY: WeakSet[nn.Module] = WeakSet()
+"""Bodies whose parameters are away. A copy of such a body is none of them, and computes."""
+
+
+class Store(Protocol):
+    """Gives host memory; ``quartet.train.host_memory`` has the stores."""
+
+    def allocate(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Tensors ``uint8 [size]``, each with a storage of its own, which live as long as they are held.
+
+        Raises:
+            UserError: there is no room; nothing is taken then.
+        """
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one movement did.
+
+    Args:
+        num_bytes: of the tensors that moved.
+        freed_bytes: measured on the device that they left, negative where they were taken: on a GPU what torch has
+            given to tensors, else the process's memory that no file stands behind.
+    """
+
+    num_bytes: int
+    freed_bytes: int
+    seconds: float
+
+
+@dataclass(eq=False)
+class _Home:
+    """Host memory of one storage.
+
+    Args:
+        memory: ``uint8 [n]``.
+        copied_to: the storage on the device that was filled from here, and the versions of its tensors then.
+    """
+
+    memory: Tensor
+    copied_to: tuple[StorageWeakRef, tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """One storage, and the tensors that lie in it."""
+
+    name: str
+    storage: torch.UntypedStorage
+    tensors: list[Tensor]
+
+    @property
+    def key(self) -> int:
+        """Identity of the storage that the tensors were found in."""
+        return int(self.storage._cdata)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.storage.nbytes()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether whatever writes here counts versions up. Fused optimizers and running statistics do not."""
+        return all(isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in self.tensors)
+
+    def state(self) -> tuple[StorageWeakRef, tuple[int, ...]]:
+        """Compares equal until a tensor is changed in place or lies elsewhere."""
+        return StorageWeakRef(self.storage), tuple(t._version for t in self.tensors)
+
+
+class Offload:
+    """Moves the parts of one model between its device and a store.
+
+    A frozen parameter that has not changed since it came back is not written to the store again.
+
+    Args:
+        packed: the model, wholly on its device. Nothing else may move it.
+        store: where parts go; it keeps the host memory of everything that was away once.
+        optimizer: of the model, where it is trained.
+
+    Raises:
+        RuntimeError: something else moves this model.
+    """
+
+    def __init__(self, packed: PackedModel, store: Store, optimizer: torch.optim.Optimizer | None = None) -> None:
+        former = _OWNERS.get(packed.model)
+        if packed.body in _AWAY or (former is not None and former() is not None):
+            raise RuntimeError(f"{_kind(packed)} has an Offload already; its parts would be lost between the two")
+        _OWNERS[packed.model] = ref(self)
+        self.packed = packed
+        self.store = store
+        self.optimizer = optimizer
+        self.device = packed.device
+        self._away: set[Part] = set()
+        self._homes: dict[str, _Home] = {}
+        self._barrier: Any = None
+
+    def offload(self, parts: Collection[Part] = PARTS) -> Moved:
+        """Parts leave the device; those that are away stay there.
+
+        Raises:
+            UserError: the store has no room; everything stays where it is.
+            RuntimeError: the adapters are switched off.
+            TypeError: a tensor is none that can move.
+        """
+        return self._move(parts, away=True)
+
+    def onload(self, parts: Collection[Part] = PARTS) -> Moved:
+        """Parts come back; those that are there stay.
+
+        Raises:
+            RuntimeError: the device has no room, then everything stays where it is; or the adapters are switched off.
+        """
+        return self._move(parts, away=False)
+
+    def settle(self) -> None:
+        """Brings tensors that were made anew, as by loading an optimizer's state, to where their part is."""
+        self.offload(tuple(self._away))
+        self.onload([part for part in PARTS if part not in self._away])
+
+    def resident_bytes(self) -> dict[Part, int]:
+        """On the device now."""
+        self._check_switch()
+        homes = self._home_keys()
+        return {
+            part: sum(piece.num_bytes for piece in self._pieces(part) if self._is_there(piece, homes)) for part in PARTS
+        }
+
+    def total_bytes(self) -> dict[Part, int]:
+        """When everything is there that an update needs, gradients included.
+
+        What the optimizer keeps is counted where it exists; before the first update it is two moments of every trained
+        parameter.
+        """
+        self._check_switch()
+        optimizer = sum(piece.num_bytes for piece in self._pieces("optimizer"))
+        trained = sum(p.numel() * p.element_size() for p in self._trained())
+        return {
+            "params": sum(piece.num_bytes for piece in self._pieces("params")),
+            "grads": trained,
+            "optimizer": optimizer or 2 * trained,
+        }
+
+    def is_resident(self, parts: Collection[Part]) -> bool:
+        """Whether all of ``parts`` may be computed with."""
+        return self._away.isdisjoint(_checked(parts))
+
+    def require(self, parts: Collection[Part]) -> None:
+        """Raises where a part is away.
+
+        Raises:
+            RuntimeError: it names them.
+        """
+        missing = [part for part in _checked(parts) if part in self._away]
+        if missing:
+            raise _away_error(self.packed.model, missing)
+
+    # Moving ----------------------------------------------------------------------------------------------
+
+    def _move(self, parts: Collection[Part], *, away: bool) -> Moved:
+        chosen = _checked(parts)
+        self._check_switch()
+        started_s, before_bytes = time.perf_counter(), held_bytes(self.device)
+        # What the device held is free as soon as this returns, and nothing here refers to it.
+        num_bytes = self._point_elsewhere(chosen, away=away)
+        self._away = self._away.union(chosen) if away else self._away.difference(chosen)
+        self._guard()
+        if away and self.device.type == "cuda":
+            # Other processes on the device can have it too.
+            torch.cuda.empty_cache()
+        freed_bytes = before_bytes - held_bytes(self.device)
+        return Moved(num_bytes, freed_bytes, time.perf_counter() - started_s)
+
+    # Tensors made in inference mode could never be trained again.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _point_elsewhere(self, parts: Sequence[Part], *, away: bool) -> int:
+        """Bytes of what moved."""
+        homes = self._home_keys()
+        pieces = [piece for part in parts for piece in self._pieces(part)]
+        if away:
+            moving = [piece for piece in pieces if piece.key not in homes]
+            targets = self._stored(moving)
+        else:
+            moving = [piece for piece in pieces if not self._is_there(piece, homes)]
+            targets = self._fetched(moving)
+        pointed = [
+            (tensor, _reflected(tensor, target))
+            for piece, target in zip(moving, targets, strict=True)
+            for tensor in piece.tensors
+        ]
+        for tensor, elsewhere in pointed:
+            tensor.data = elsewhere
+        if not away:
+            self._remember(moving)
+        return sum(piece.num_bytes for piece in moving)
+
+    def _stored(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+        """Copies of ``pieces`` in their homes."""
+        homeless = [piece for piece in pieces if not self._has_home(piece)]
+        fresh = self.store.allocate([piece.num_bytes for piece in homeless]) if homeless else []
+        for piece, memory in zip(homeless, fresh, strict=True):
+            self._homes[piece.name] = _Home(memory)
+        homes = [self._homes[piece.name] for piece in pieces]
+        changed = []
+        for piece, home in zip(pieces, homes, strict=True):
+            if piece.is_frozen and home.copied_to == piece.state():
+                continue
+            home.copied_to = None
+            changed.append((_bytes(piece.storage), home.memory))
+        self._copy(changed)
+        return [home.memory for home in homes]
+
+    def _has_home(self, piece: _Piece) -> bool:
+        """Whether it may be written to its home: what somebody still holds of a former stay is left as it is."""
+        home = self._homes.get(piece.name)
+        return home is not None and home.memory.numel() == piece.num_bytes and not _is_shared(home.memory)
+
+    def _fetched(self, pieces: Sequence[_Piece]) -> list[Tensor]:
+        """Copies of ``pieces`` on the device."""
+        fresh = [torch.empty(piece.num_bytes, dtype=torch.uint8, device=self.device) for piece in pieces]
+        self._copy([(_bytes(piece.storage), target) for piece, target in zip(pieces, fresh, strict=True)])
+        return fresh
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """All of them at once, and waits."""
+        for source, target in pairs:
+            target.copy_(source, non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _remember(self, moved: Sequence[_Piece]) -> None:
+        """What came back from its home needs not be written there again until it changes."""
+        for old in moved:
+            home = self._homes.get(old.name)
+            if home is not None and _key(home.memory) == old.key:
+                new = _Piece(old.name, old.tensors[0].untyped_storage(), old.tensors)
+                home.copied_to = new.state() if new.is_frozen else None
+
+    # What there is ---------------------------------------------------------------------------------------
+
+    def _pieces(self, part: Part) -> list[_Piece]:
+        found: dict[int, _Piece] = {}
+        for name, tensor in self._tensors(part):
+            _check_kind(name, tensor)
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                found.setdefault(_key(tensor), _Piece(f"{part}/{name}", storage, [])).tensors.append(tensor)
+        return list(found.values())
+
+    def _tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
+        model = self.packed.model
+        if part == "params":
+            yield from chain(model.named_parameters(), model.named_buffers())
+        elif part == "grads":
+            yield from ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        elif self.optimizer is not None:
+            # Not by asking for a parameter's state: that would make an empty one.
+            for number, values in enumerate(self.optimizer.state.values()):
+                yield from ((f"{number}/{key}", value) for key, value in values.items() if isinstance(value, Tensor))
+
+    def _trained(self) -> list[Tensor]:
+        return [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _is_there(self, piece: _Piece, homes: Collection[int]) -> bool:
+        """Whether it is on the device; ``homes`` as ``_home_keys`` gives them."""
+        return piece.key not in homes and piece.storage.device == self.device
+
+    def _home_keys(self) -> set[int]:
+        return {_key(home.memory) for home in self._homes.values()}
+
+    # Guards ----------------------------------------------------------------------------------------------
+
+    def _check_switch(self) -> None:
+        """While adapters are out, their factors are no parameters of the model and would be missed."""
+        if self.packed.adapters is not None:
+            self.packed.adapters.check_in()
+
+    def _guard(self) -> None:
+        """The model's body refuses to compute while its parameters are away, whoever calls it."""
+        body = self.packed.body
+        if "params" in self._away:
+            if body not in _AWAY:
+                self._barrier = body.register_forward_pre_hook(_refuse)
+                _AWAY.add(body)
+        elif body in _AWAY:
+            self._barrier.remove()
+            _AWAY.discard(body)
+
+
+def _refuse(body: nn.Module, _: Any) -> None:
+    # A function of the module, so that models are copied and pickled with it.
+    if body in _AWAY:
+        raise _away_error(body, ["params"])
+
+
+def _away_error(model: nn.Module, parts: Sequence[Part]) -> RuntimeError:
+    return RuntimeError(
+        f"{', '.join(parts)} of {type(model).__name__} are offloaded; onload({list(parts)}) before computing with them"
+    )
+
+
+def _kind(packed: PackedModel) -> str:
+    return type(packed.model).__name__
+
+
+def _checked(parts: Collection[Part]) -> list[Part]:
+    """Known parts, in their order, each once."""
+    if isinstance(parts, str) or not set(parts) <= set(PARTS):
+        raise ValueError(f"parts are a collection of {', '.join(PARTS)}, not {parts!r}")
+    return [part for part in PARTS if part in parts]
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _reflected(tensor: Tensor, memory: Tensor) -> Tensor:
+    """What lies in ``memory`` as ``tensor`` lies in its storage."""
+    place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=memory.device).set_(memory.untyped_storage(), *place)
+
+
+def _key(tensor: Tensor) -> int:
+    """Identity of its storage, while that lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _check_kind(name: str, tensor: Tensor) -> None:
+    """A movement must not fail halfway, so what cannot move is refused before."""
+    if tensor.layout != torch.strided or type(tensor.data) is not Tensor or tensor.is_inference():
+        kind = "an inference tensor" if tensor.is_inference() else f"a {type(tensor.data).__name__}"
+        raise TypeError(f"{name} is {kind} of layout {tensor.layout}; only plain tensors move")
+
+
+def _is_shared(memory: Tensor) -> bool:
+    """Whether another tensor lies in its storage."""
+    storage = memory.untyped_storage()
+    # One is that of ``memory``, one that of ``storage``.
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2

@@ -1,0 +1,310 @@
+"""The company of a run: the hosts of all roles, wherever they are, started, moved, replaced when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from quartet.cluster import ResourcePool, WorkerGroup, connect
+from quartet.config import UserError
+from quartet.config.cluster import RayCluster
+from quartet.config.placement import ResolvedPlacement, ResolvedPool
+from quartet.config.recipe import RLRecipe
+from quartet.observe.spans import SpanRecorder
+from quartet.rollout.weights import DiscardedWeights
+from quartet.schedule.engine_host import EngineHost
+from quartet.schedule.handles import Handle, Here, There
+from quartet.schedule.leases import Mode
+from quartet.schedule.model_host import FrozenHost, TrainedHost
+from quartet.schedule.weight_sync import deliver, link
+from quartet.trainers.cast import Cast
+from quartet.trainers.loader import Passed
+from quartet.trainers.placing import shares_actor, shares_reference
+from quartet.trainers.pool_worker import TRAINED, Part, PoolWorker, rollout_host
+
+Sizes = dict[str, dict[Mode, int]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a death cost: in words, and whether the states of the roles that train are to be restored."""
+
+    text: str
+    states: bool
+
+
+class Company:
+    """
+    Attributes:
+        models: role → what reaches its host.
+        engines: what reaches each engine's host.
+    """
+
+    def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement) -> None:
+        self.recipe = recipe
+        self.placement = placement
+        self.shares_actor = shares_actor(recipe, placement)
+        self.models: dict[str, Handle] = {}
+        self.engines: list[Handle] = []
+
+    def senders(self) -> list[tuple[Handle, Sequence[Handle]]]:
+        """Whose weights come to which engines."""
+        return [(self.models["actor"], self.engines)]
+
+    async def link(self) -> None:
+        """Opens the way of the weights from the actor to its engines; again, after workers were replaced."""
+        sync = self.recipe.weight_sync
+        for trainer, engines in [] if self.shares_actor else self.senders():
+            await link(trainer, engines, sync.transport, timeout_s=sync.timeout_s)
+
+    async def deliver(self, version: int) -> int:
+        """The actor's weights of ``version`` into all engines; returns the bytes that moved."""
+        if self.shares_actor:
+            for engine in self.engines:
+                await engine.call("share", version)
+            return 0
+        timeout_s = self.recipe.weight_sync.timeout_s
+        ways = [deliver(trainer, engines, version, timeout_s=timeout_s) for trainer, engines in self.senders()]
+        return sum(await asyncio.gather(*ways))
+
+    async def sizes(self) -> Sizes:
+        """Role → mode → bytes that must be on its pool's devices, over all its processes."""
+        found: Sizes = {}
+        for role, handle in [*self.models.items(), ("rollout", self.engines[0])]:
+            num = self.placement.pool(self.placement.pool_of[role]).num_processes
+            found[role] = {mode: num * size for mode, size in (await handle.call("sizes")).items()}
+        return found
+
+    def start(self) -> None:
+        """Starts what computes; ``models`` and ``engines`` reach it afterwards."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+    async def clear(self) -> None:
+        """Moves everything out of pools with a budget: the arbiter brings in what is asked for."""
+        for role in self.moving():
+            for handle in self.handles_of(role):
+                await handle.call("offload")
+
+    def handles_of(self, role: str) -> Sequence[Handle]:
+        return self.engines if role == "rollout" else [self.models[role]]
+
+    def replace_dead(self, error: Exception, is_learning: bool) -> Loss:
+        """New workers in the place of dead ones.
+
+        Args:
+            error: what the run ended with.
+            is_learning: updates of the step under way had begun.
+
+        Raises:
+            Exception: ``error``, where nobody died.
+            UserError: workers died more often than is allowed.
+        """
+        raise error
+
+    def moving(self) -> set[str]:
+        """Roles whose parts leave their devices for others."""
+        limited = {pool.name for pool in self.placement.pools if pool.budget_bytes is not None}
+        return {role for role, pool in self.placement.pool_of.items() if pool in limited}
+
+
+class LocalCompany(Company):
+    """Everybody in this process."""
+
+    def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, cast: Cast) -> None:
+        super().__init__(recipe, placement)
+        engine = rollout_host(recipe, cast.actor.packed, cast.codec, shares_actor=self.shares_actor, is_own=False)
+        hosts = {**cast.hosts, "rollout": engine}
+        for role in self.moving():
+            hosts[role].make_movable(recipe.offload)
+        self.models = {name: Here(host) for name, host in cast.hosts.items()}
+        self.engines = [Here(engine)]
+
+
+class RayCompany(Company):
+    """A group of workers for every pool. Pools are granted when this is made, before any model is loaded.
+
+    Args:
+        passed: models from Python, not taken over by anybody yet; copies go to the workers.
+    """
+
+    def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, passed: Passed) -> None:
+        super().__init__(recipe, placement)
+        assert isinstance(recipe.cluster, RayCluster)
+        self.cluster = recipe.cluster
+        self._passed = copy.deepcopy(passed.without_functions())
+        self._groups: dict[str, WorkerGroup] = {}
+        self._num_deaths = 0
+        self._backend = connect("ray", address=self.cluster.address)
+        try:
+            self._pools = {pool.name: self._granted(pool) for pool in placement.pools}
+        except BaseException:
+            self._backend.close()
+            raise
+
+    def start(self) -> None:
+        """Starts all workers side by side; each loads what it plays.
+
+        Raises:
+            UserError, WorkerError, WorkerDied: of the first pool that failed.
+        """
+        with ThreadPoolExecutor(len(self._pools)) as starting:
+            groups = {name: starting.submit(self._started, name) for name in self._pools}
+        self._groups = {name: group.result() for name, group in groups.items()}
+        self._reach()
+
+    def replace_dead(self, error: Exception, is_learning: bool) -> Loss:
+        """A pool with a dead worker starts anew. Where weights were lost, or are between two steps, the pools of all
+        roles that train do: they go back to one consistent point together."""
+        deaths = {name: found[0] for name, group in self._groups.items() if (found := group.dead())}
+        if not deaths:
+            raise error
+        trained = {home for role, home in self.placement.pool_of.items() if role in TRAINED}
+        states = is_learning or bool(trained & deaths.keys())
+        who = "; ".join(f"{death.brief()}: {death.last_error or death.reason}" for death in deaths.values())
+        self._num_deaths += 1
+        if self._num_deaths > self.cluster.max_restarts:
+            raise UserError(
+                "workers died more often than the run replaces them",
+                found=f"death {self._num_deaths}, cluster.max_restarts is {self.cluster.max_restarts}; {who}",
+                remedy="mend what kills them (the last error is above) and go on with --resume",
+            ) from error
+        anew = sorted(deaths.keys() | (trained if states else set()))
+        with ThreadPoolExecutor(len(anew)) as starting:
+            for restarted in [starting.submit(self._groups[name].restart) for name in anew]:
+                restarted.result()
+        since = "the last checkpoint" if states else "the step's beginning"
+        return Loss(f"{who}; pools {', '.join(anew)} start anew, the run goes on from {since}", states)
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def senders(self) -> list[tuple[Handle, Sequence[Handle]]]:
+        # Replicas of the actor are equal: the first sends, or in a common pool each to the engine beside it.
+        home = self.placement.pool_of
+        actors = [There(self._groups[home["actor"]], "actor", TrainedHost, rank) for rank in range(len(self.engines))]
+        if home["actor"] == home["rollout"]:
+            return [(actor, [engine]) for actor, engine in zip(actors, self.engines, strict=True)]
+        return [(actors[0], self.engines)]
+
+    def _started(self, pool: str) -> WorkerGroup:
+        part = self._part(pool)
+        return WorkerGroup(
+            self._pools[pool],
+            PoolWorker,
+            self.recipe,
+            self._passed,
+            part,
+            name=pool,
+            backend=self._backend,
+            max_restarts=2**31,
+            start_timeout_s=self.cluster.start_timeout_s,
+        )
+
+    def _part(self, pool: str) -> Part:
+        roles = tuple(role for role, home in self.placement.pool_of.items() if home == pool)
+        moves = self.placement.pool(pool).budget_bytes is not None
+        return Part(roles, self.shares_actor, shares_reference(self.placement), moves, os.getcwd())
+
+    def _reach(self) -> None:
+        home = self.placement.pool_of
+        for role in home:
+            if role != "rollout":
+                kind = TrainedHost if role in TRAINED else FrozenHost
+                self.models[role] = There(self._groups[home[role]], role, kind)
+        group = self._groups[home["rollout"]]
+        self.engines = [There(group, "rollout", EngineHost, rank) for rank in range(group.world_size)]
+
+    def _granted(self, pool: ResolvedPool) -> ResourcePool:
+        cluster = self.cluster
+        granted = ResourcePool(
+            pool.processes_per_node,
+            cpus=cluster.cpus_per_process,
+            gpus=cluster.gpus_per_process,
+            strategy=cluster.strategy,
+        )
+        try:
+            self._backend.grant(granted, cluster.start_timeout_s)
+        except UserError as error:
+            raise UserError(
+                f"placement: pool {pool.name!r} cannot be had; {error.problem}",
+                found=error.found,
+                remedy=f"{error.remedy}; or ask for less per process (cluster.cpus_per_process), or use fewer pools",
+            ) from error
+        return granted
+
+
+class Skeletons:
+    """The driver's own models of a run whose roles are in workers: checked, then without contents until the end.
+
+    Models passed from Python keep theirs.
+    """
+
+    def __init__(self, cast: Cast, passed: Passed, company: Company) -> None:
+        self._cast = cast
+        self._emptied: list[DiscardedWeights] = []
+        self._is_away = isinstance(company, RayCompany)
+        if self._is_away:
+            given = (passed.model, passed.critic, *passed.rewards, *passed.evaluation_rewards)
+            theirs = {id(model) for model in given}
+            own = [packed.model for packed in cast.models() if id(packed.model) not in theirs]
+            self._emptied = [DiscardedWeights(model) for model in own]
+
+    async def fill(self) -> None:
+        """The trained models become what their workers made of them."""
+        self._restore()
+        if self._is_away:
+            for role, engine in self._cast.engines().items():
+                engine.load_state(await self._cast.handles[role].call("state"))
+
+    def _restore(self) -> None:
+        while self._emptied:
+            self._emptied.pop().restore()
+
+    def __enter__(self) -> Skeletons:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+
+class PartsMover:
+    """Moves parts of roles for the arbiter, and notes what was measured.
+
+    ``freed_bytes`` and ``seconds`` are totals by role since the last ``take_metrics``.
+    """
+
+    def __init__(self, company: Company, recorder: SpanRecorder) -> None:
+        self._company = company
+        self._recorder = recorder
+        self._totals: dict[str, float] = {}
+
+    async def onload(self, role: str, mode: Mode) -> None:
+        await self._move("onload", role, mode)
+
+    async def offload(self, role: str) -> None:
+        await self._move("offload", role)
+
+    async def _move(self, name: str, role: str, *args: Mode) -> None:
+        if role not in self._company.moving():
+            return
+        with self._recorder.span(name, role=role) as span:
+            for handle in self._company.handles_of(role):
+                moved = await handle.call(name, *args)
+                span.nbytes = (span.nbytes or 0) + moved.num_bytes
+                self._add(f"handover/{name}_bytes", moved.num_bytes)
+                self._add(f"handover/{name}_s", moved.seconds)
+                if name == "offload":
+                    self._add("handover/freed_bytes", moved.freed_bytes)
+
+    def _add(self, metric: str, value: float) -> None:
+        self._totals[metric] = self._totals.get(metric, 0.0) + value
+
+    def take_metrics(self) -> dict[str, float]:
+        taken, self._totals = self._totals, {}
+        return taken

@@ -1,0 +1,213 @@
+"""The roles of an RL run from one step on: arbiter, stream, scorers, learners. After a death there is another one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.algorithms import AlgorithmConfig, GroupAlgorithm, Selection, kl_term
+from quartet.config.placement import AsynchronousPlacement
+from quartet.observe.spans import SpanRecorder
+from quartet.schedule.barriers import Barriers
+from quartet.schedule.iteration import Learner as AnyLearner
+from quartet.schedule.iteration import Roles, Scorer
+from quartet.schedule.journal import Journal
+from quartet.schedule.learners import Learner, UpdatePlan
+from quartet.schedule.placement import admission_rule, placed_arbiter
+from quartet.schedule.rollout import Rollout
+from quartet.schedule.stream import GroupStream
+from quartet.schedule.worker import Worker
+from quartet.train.engine import Objective
+from quartet.train.objectives import PolicyObjective, ValueObjective
+from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.cast import Cast, needs_greedy
+from quartet.trainers.company import Company, PartsMover, Sizes
+from quartet.trainers.dynamic_sampling import DynamicSampling
+from quartet.trainers.episodes import AnyGroup, GroupSource
+from quartet.trainers.greedy import GreedyBaseline
+from quartet.trainers.ptx import PTX
+from quartet.trainers.selection import learned_from, selection_objective
+
+
+@dataclass(frozen=True)
+class Play:
+    """What every session of a run is made of.
+
+    Args:
+        kl_coef: the coefficient now in force.
+        shuffle: of scores within a step, for control experiments.
+        warmup_steps: first steps, in which the actor rests.
+        on_finished: told of completions, or episodes, that ended.
+        journal: file in which an asynchronous run notes what durations decided.
+    """
+
+    cast: Cast
+    company: Company
+    recorder: SpanRecorder
+    kl_coef: Callable[[], float]
+    shuffle: Callable[[int, int], Tensor] | None
+    ptx: PTX | None
+    warmup_steps: int
+    on_finished: Callable[[int], None]
+    journal: Path
+
+
+class _ExperienceLearner:
+    """A learner that reads the batch out of an experience."""
+
+    def __init__(self, learner: Learner, algorithm: AlgorithmConfig) -> None:
+        self.learner = learner
+        self.algorithm = algorithm
+
+    async def train(self, experience: Experience, step: int) -> dict[str, float]:
+        batch = experience.batch
+        if isinstance(self.algorithm, Selection):
+            batch = learned_from(self.algorithm, batch)
+        return dict(await self.learner.train(batch, step))
+
+
+class Session:
+    """
+    Args:
+        step: complete steps so far, which is the version of all weights.
+        sizes: role → mode → bytes.
+
+    Attributes:
+        is_learning: updates of the step under way have begun, so the weights are no longer those of its beginning.
+        generated: what the engines had sampled when the step's rollouts were complete.
+    """
+
+    def __init__(self, play: Play, step: int, sizes: Sizes) -> None:
+        self.play = play
+        self.cast, self.recipe = play.cast, play.cast.recipe
+        self.is_learning = False
+        placement = play.company.placement
+        self.mover = PartsMover(play.company, play.recorder)
+        self.worker = Worker(placed_arbiter(placement, sizes, version=step, mover=self.mover), play.recorder)
+        self.journal = self._journal()
+        self.rollout = self._rollout(step)
+        self._assembler = Assembler(
+            self.recipe.algorithm,
+            self.cast.reward_weights,
+            play.kl_coef,
+            play.shuffle,
+            max_new_tokens=self.recipe.rollout.sampling.max_new_tokens,
+        )
+        source = self.cast.group_source(self.rollout, play.on_finished)
+        self.sampling = self._dynamic_sampling(source)
+        rule, chunk_size = admission_rule(placement, self.recipe.prompts_per_step), self.recipe.chunk_size
+        if self.sampling is None:
+            self.stream = GroupStream(source.generate, rule, chunk_size=chunk_size)
+        else:
+            self.stream = self.sampling.stream(rule, chunk_size=chunk_size)
+        self.roles = self._roles(source)
+        self.generated = self.rollout.stats()
+
+    def _rollout(self, step: int) -> Rollout:
+        play, cast, config = self.play, self.cast, self.recipe.rollout
+        return Rollout(
+            self.worker,
+            play.company.engines,
+            cast.requests,
+            steps_per_lease=config.steps_per_lease,
+            version=step,
+            canary=cast.canary(),
+            trainer=cast.handles["actor"],
+            deliver=play.company.deliver,
+            shares_actor=play.company.shares_actor,
+            in_flight=play.company.placement.in_flight,
+            max_running=config.max_running if play.company.placement.max_staleness is not None else None,
+            journal=self.journal,
+            on_finished=play.on_finished if cast.environment is None else None,
+        )
+
+    def _journal(self) -> Journal | None:
+        """What durations decide when generation runs ahead; kept where it can be followed."""
+        placement = self.recipe.placement
+        if not isinstance(placement, AsynchronousPlacement):
+            return None
+        can_be_kept = len(self.play.company.engines) == 1 and self.cast.environment is None
+        if placement.follow is None:
+            return Journal((), self.play.journal) if can_be_kept else None
+        return Journal(Journal.load(Path(placement.follow)), self.play.journal)
+
+    def _dynamic_sampling(self, source: GroupSource) -> DynamicSampling | None:
+        algorithm = self.recipe.algorithm
+        if not isinstance(algorithm, GroupAlgorithm) or algorithm.dynamic_sampling is None:
+            return None
+        rewards = self.cast.reward_scorers(self.worker)
+        return DynamicSampling(
+            algorithm.dynamic_sampling, source, lambda: self.rollout.version, rewards, self._assembler.judge
+        )
+
+    # The iteration's roles -------------------------------------------------------------------------------
+
+    def _roles(self, source: GroupSource) -> Roles[AnyGroup, RaggedBatch, Any, Experience]:
+        recipe = self.recipe
+        num_chunks = -(-recipe.prompts_per_step // recipe.chunk_size)
+        barriers = Barriers(self.play.company.placement.after, num_chunks=num_chunks)
+        return Roles(
+            stream=self.stream,
+            collect=barriers.collect(source.collect),
+            scorers=[barriers.scorer(stage, scorer) for stage, scorer in self._scorers()],
+            assemble=self._assemble,
+            learners=[barriers.learner(f"train_{role}", learner) for role, learner in self._learners()],
+            publish=self.rollout.publish,
+        )
+
+    def _scorers(self) -> list[tuple[str, Scorer[RaggedBatch, ColumnSet]]]:
+        """With their stages: rewards, unless groups come with theirs; a greedy baseline where there is one; columns."""
+        cast, rewards = self.cast, self.cast.reward_scorers(self.worker)
+        found: list[tuple[str, Scorer[RaggedBatch, ColumnSet]]] = []
+        if self.sampling is None:
+            found += [("reward", scorer) for scorer in rewards]
+        if needs_greedy(self.recipe):
+            found.append(("reward", GreedyBaseline(rewards, cast.completion_text, self._assembler.judge)))
+        return found + [(scorer.column, scorer) for scorer in cast.column_scorers(self.worker)]
+
+    def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
+        with self.play.recorder.span("advantages", step=chunks[0][0].step):
+            experience = self._assembler(chunks)
+        self.cast.note_emitted(experience.batch)
+        self.generated = self.rollout.stats()
+        self.is_learning = True
+        return experience
+
+    def _learners(self) -> list[tuple[str, AnyLearner[Experience]]]:
+        recipe, cast, algorithm = self.recipe, self.cast, self.recipe.algorithm
+        plan = UpdatePlan(recipe.minibatches, recipe.epochs, recipe.seed)
+        num_trajectories = recipe.prompts_per_step * recipe.responses_per_prompt
+        learners: list[Learner] = []
+        if cast.critic is not None and algorithm.name == "ppo":
+            ppo = algorithm
+
+            def value(step: int, is_first: bool) -> Objective:
+                return ValueObjective(ppo, num_trajectories)
+
+            learners.append(Learner(self.worker, "critic", cast.handles["critic"], plan, value, "critic"))
+        also = self.play.ptx.terms if self.play.ptx is not None else None
+        actor, resting = cast.handles["actor"], self.play.warmup_steps
+        learners.append(Learner(self.worker, "actor", actor, plan, self._policy, "policy", resting, also))
+        return [(learner.role, _ExperienceLearner(learner, algorithm)) for learner in learners]
+
+    def _policy(self, step: int, is_first: bool) -> Objective:
+        recipe, algorithm = self.recipe, self.recipe.algorithm
+        num_trajectories = recipe.prompts_per_step * recipe.responses_per_prompt
+        turns = recipe.environment.max_turns if recipe.environment is not None else 1
+        longest, temperature = recipe.rollout.sampling.max_new_tokens * turns, recipe.rollout.sampling.temperature
+        if isinstance(algorithm, Selection):
+            return selection_objective(algorithm, num_trajectories, temperature, longest, is_first=is_first)
+        kl_coef = self.play.kl_coef() if kl_term(algorithm).place == "loss" else 0.0
+        return PolicyObjective(algorithm, num_trajectories, temperature, kl_coef, is_first, longest)
+
+    async def aclose(self) -> None:
+        """Stops the engines' pumps."""
+        await self.rollout.close()
+        if self.journal is not None:
+            self.journal.close()

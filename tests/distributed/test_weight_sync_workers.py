@@ -1,0 +1,205 @@
+"""A trainer and its engines in workers of their own: weights arrive over handles, and a killed engine is named."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.cluster import ResourcePool, Worker, WorkerDied, WorkerGroup, connect
+from quartet.config import UserError
+from quartet.config.common import TrainConfig
+from quartet.models.loading import packed_causal_lm
+from quartet.models.packed import PackedCausalLM
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.protocol import Completion, Request, SamplingParams
+from quartet.schedule.handles import There
+from quartet.schedule.weight_sync import SendsWeights, TakesWeights, deliver, link, unlink
+from quartet.train.engine import Needs, TrainEngine
+from quartet.weights import WeightMismatch, WeightSyncError
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
+TINY = {"cpus": 0.01}
+PROMPT = (5, 9, 2)
+TIMEOUT_S = 30.0
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def model(seed: int) -> PackedCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.2,
+    )  # fmt: skip
+    return packed_causal_lm(LlamaForCausalLM(config).eval())
+
+
+class TrainerHost(SendsWeights):
+    def __init__(self) -> None:
+        self.engine = TrainEngine(model(0), TrainConfig(), total_steps=1)
+
+    @torch.no_grad()
+    def train(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.engine.packed.model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+    def logprobs(self, heard: Completion) -> list[float]:
+        batch = RaggedBatch.from_groups([PROMPT], [[heard.token_ids]], ["canary"])
+        mask = batch.sequence_index() >= 0
+        columns = self.engine.forward(batch.with_token(loss_mask=mask), Needs(logprobs=True))
+        found: list[float] = columns.token["logprobs"][mask].tolist()
+        return found
+
+
+class EngineHost(TakesWeights):
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.engine = NativeEngine(model(1), owns_weights=True)
+
+    def sing(self) -> Completion:
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=5)
+        self.engine.submit([Request("canary", "canary", PROMPT, sampling)])
+        while not (done := self.engine.step()):
+            pass
+        return done[0]
+
+    def version(self) -> int | None:
+        return self.engine.weight_sink().version
+
+    def dies_at(self, name: str) -> None:
+        """The process is killed when this tensor comes."""
+        sink, write = self.engine.weight_sink(), self.engine.weight_sink().write
+
+        def dies(found: str, start: int, values: Tensor) -> None:
+            if found == name:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(found, start, values)
+
+        sink.write = dies  # type: ignore[method-assign]
+
+    def changes(self, name: str) -> None:
+        """This tensor arrives with another value than it was sent with."""
+        sink, arrived = self.engine.weight_sink(), self.engine.weight_sink().arrived
+
+        @torch.no_grad()
+        def changed(found: str) -> None:
+            if found == name:
+                self.engine.packed.model.get_parameter(name).view(-1)[0] += 1
+            arrived(found)
+
+        sink.arrived = changed  # type: ignore[method-assign]
+
+
+class HostWorker(Worker):
+    def __init__(self, kind: type) -> None:
+        self.host = kind()
+
+    def on(self, role: str, method: str, *args: Any) -> Any:
+        return getattr(self.host, method)(*args)
+
+
+class Stage:
+    """One trainer worker and two engine workers."""
+
+    def __init__(self) -> None:
+        self.trainers = WorkerGroup(ResourcePool([1], **TINY), HostWorker, TrainerHost, name="trainer")
+        self.engines = WorkerGroup(ResourcePool([2], **TINY), HostWorker, EngineHost, name="rollout", max_restarts=9)
+        self.trainer = There(self.trainers, "actor", TrainerHost, 0)
+        self.version = 0
+        self.handles = [There(self.engines, "rollout", EngineHost, rank) for rank in range(2)]
+
+    async def served(self, version: int) -> None:
+        """Both engines have the version, and compute what the trainer computes."""
+        for handle in self.handles:
+            assert await handle.call("version") == version
+            heard = await handle.call("sing")
+            assert set(heard.versions) == {version}
+            expected = await self.trainer.call("logprobs", heard)
+            torch.testing.assert_close(torch.tensor(heard.logprobs), torch.tensor(expected), atol=1e-4, rtol=0.0)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[Stage]:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with connect("ray", num_cpus=4, log_to_driver=False):
+        yield Stage()
+
+
+@pytest.fixture
+def stage(whole: Stage) -> Stage:
+    """With living engines, whatever the test before did to them."""
+    if whole.engines.dead():
+        whole.engines.restart()
+    return whole
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared_memory", "collective"])
+def test_versions_and_canary_agree_after_every_sync(stage: Stage, transport: Any) -> None:
+    async def run() -> str:
+        chosen = await link(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
+        for version in range(stage.version + 1, stage.version + 4):
+            await stage.trainer.call("train", version)
+            assert await deliver(stage.trainer, stage.handles, version, timeout_s=TIMEOUT_S) > 0
+            await stage.served(version)
+        stage.version = version
+        await unlink(stage.trainer, stage.handles)
+        return chosen
+
+    assert asyncio.run(run()) == ("shared_memory" if transport == "auto" else transport)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+def test_an_engine_killed_in_mid_sync_is_named(stage: Stage, transport: Any) -> None:
+    async def run() -> None:
+        await link(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
+        pid = stage.engines.processes[1].pid
+        await stage.handles[1].call("dies_at", NAME)
+        start = time.monotonic()
+        with pytest.raises(WeightSyncError) as caught:
+            await deliver(stage.trainer, stage.handles, 20, timeout_s=TIMEOUT_S)
+        assert time.monotonic() - start < TIMEOUT_S
+        assert caught.value.rank == 1
+        assert str(pid) in str(caught.value)
+        assert isinstance(caught.value.__cause__, WorkerDied)
+        with pytest.raises(UserError, match="cannot compute with these weights"):
+            await stage.handles[0].call("sing")
+
+    asyncio.run(run())
+
+    async def again() -> None:
+        """What is left works on with a new engine."""
+        await link(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
+        await stage.trainer.call("train", 2)
+        await deliver(stage.trainer, stage.handles, 20, timeout_s=TIMEOUT_S)
+        await stage.served(20)
+        await unlink(stage.trainer, stage.handles)
+
+    stage.engines.restart()
+    asyncio.run(again())
+
+
+def test_a_mismatch_travels_with_its_rank_tensor_and_digests(stage: Stage) -> None:
+    async def run() -> None:
+        await link(stage.trainer, stage.handles, timeout_s=TIMEOUT_S)
+        await stage.handles[1].call("changes", NAME)
+        with pytest.raises(WeightMismatch) as caught:
+            await deliver(stage.trainer, stage.handles, 30, timeout_s=TIMEOUT_S)
+        assert caught.value.tensor == NAME and caught.value.sent != caught.value.arrived
+        for handle in stage.handles:
+            assert await handle.call("version") != 30
+            with pytest.raises(UserError, match="cannot compute with"):
+                await handle.call("sing")
+        await unlink(stage.trainer, stage.handles)
+
+    asyncio.run(run())

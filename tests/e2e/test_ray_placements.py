@@ -1,0 +1,61 @@
+"""Roles in processes of their own, on a Ray of this machine: the same training as in one process, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.cluster import connect
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
+ROLES = ["actor", "critic", "reference", "reward", "rollout"]
+RAY = {"type": "ray", "cpus_per_process": 0.1}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "separated": {"type": "separated", **{role: {} for role in ROLES}},
+    "full_offload": {"type": "full_offload", "pool": {"budget_bytes": 2_000_000}},
+    "pipelined": {
+        "type": "pipelined",
+        "pools": {
+            "policy": {"roles": ["rollout", "actor"]},
+            "scores": {"roles": ["critic", "reference", "reward"]},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One Ray for all tests: a run joins what this process is connected to."""
+    with connect("ray", num_cpus=4, log_to_driver=False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def serial(world_of_session: Any, recipes: Any) -> dict[str, Any]:
+    return {"steps": 3, "checkpoint": {"every_steps": 1}}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_workers_train_the_same_model(
+    name: str, cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, serial: Any
+) -> None:
+    if not Path("ray-serial").exists():
+        quartet("rl", world.recipe("ray-serial", recipes["rl"](output_dir="ray-serial", **serial)))
+    placed = recipes["rl"](output_dir=f"ray-{name}", placement=PLACEMENTS[name], cluster=RAY, **serial)
+    found = quartet("rl", world.recipe(f"ray-{name}", placed))
+    assert found.status == 0, found.err
+    same_run(Path("ray-serial"), Path(f"ray-{name}"))
+    assert "rl: 3/3" in found.out or "rl: 3/3" in found.err
+
+
+def test_a_pool_that_cannot_be_granted_is_refused_before_anything_is_loaded(
+    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any]
+) -> None:
+    placement = {"type": "full_offload", "pool": {"processes": 1000}}
+    recipe = recipes["rl"](output_dir="ray-big", placement=placement, cluster={"type": "ray"})
+    found = quartet("rl", world.recipe("ray-big", recipe))
+    found.expect_user_error("pool", "cannot be had")
+    assert not Path("ray-big").exists()

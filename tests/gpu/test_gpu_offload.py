@@ -1,0 +1,213 @@
+"""Parts of a model leave a CUDA device for pinned memory or files, and come back bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.models.packed import PackedCausalLM
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def batch(device: torch.device) -> RaggedBatch:
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(1, 1000, (n,), generator=generator).tolist()
+
+    found = RaggedBatch.from_groups(
+        [tokens(20), tokens(31)], [[tokens(9), tokens(30)], [tokens(12)]], ["a0", "a1", "b0"]
+    )
+    return found.with_token(loss_mask=found.sequence_index() >= 0).to(device)
+
+
+@pytest.fixture(params=["pinned", "files"])
+def store(request: pytest.FixtureRequest, device: torch.device, tmp_path: Path) -> Any:
+    from quartet.train.offload import MappedFiles, PinnedMemory
+
+    if request.param == "files":
+        return MappedFiles(tmp_path)
+    if device.type != "cuda":
+        pytest.skip("pinned memory needs a CUDA device")
+    return PinnedMemory()
+
+
+def engine_of(tiny: Any, *, lora: bool = False, family: str = "qwen2") -> Any:
+    from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
+    from quartet.train.engine import TrainEngine
+
+    config = TrainConfig(optim=OptimConfig(lr=1e-3), lora=LoRAConfig(rank=4) if lora else None)
+    packed = PackedCausalLM(tiny.model(family))
+    if lora:
+        packed.adapt(config.lora, seed=1)
+    return TrainEngine(packed, config, total_steps=20)
+
+
+def train(engine: Any, batch: RaggedBatch) -> dict[str, float]:
+    from quartet.train.objectives import SFTObjective
+
+    return engine.train_step(batch, SFTObjective())
+
+
+def on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: on_host(child) for key, child in value.items()}
+    return [on_host(child) for child in value] if isinstance(value, list) else value
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, list):
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
+    else:
+        assert found == expected
+
+
+def tensors_of(engine: Any) -> list[Tensor]:
+    states = [t for values in engine.optimizer.state.values() for t in values.values()]
+    return [*engine.packed.model.parameters(), *engine.packed.model.buffers(), *states]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all", "lora"])
+def test_hand_overs_change_no_bit(lora: bool, store: Any, tiny: Any, batch: RaggedBatch) -> None:
+    """Each update begins from the same bits, so that an operation's own order of sums is no matter."""
+    if lora:
+        pytest.importorskip("peft")
+    engine = engine_of(tiny, lora=lora)
+    engine.offloading(store)
+    for _ in range(4):
+        train(engine, batch)
+        there, places = on_host(engine.state()), [(t.device, t.stride(), t._version) for t in tensors_of(engine)]
+        engine.offload()
+        assert all(tensor.device.type == "cpu" for tensor in tensors_of(engine))
+        assert_same(on_host(engine.state()), there)
+        assert not any(engine.offloading().resident_bytes().values())
+        engine.onload()
+        assert [(t.device, t.stride(), t._version) for t in tensors_of(engine)] == places
+        assert_same(on_host(engine.state()), there)
+
+
+def test_a_run_with_hand_overs_is_that_without(store: Any, tiny: Any, batch: RaggedBatch) -> None:
+    from quartet.train.engine import Needs
+
+    plain, twin, moved = engine_of(tiny), engine_of(tiny), engine_of(tiny)
+    moved.offloading(store)
+    for _ in range(3):
+        for engine in (plain, twin):
+            engine.metrics = train(engine, batch)
+        if plain.metrics != twin.metrics:
+            pytest.skip("this device does not give the same bits twice by itself")
+        moved.offload()
+        moved.onload(["params"])
+        columns = moved.forward(batch, Needs(logprobs=True)).token["logprobs"]
+        moved.onload()
+        assert torch.equal(moved.forward(batch, Needs(logprobs=True)).token["logprobs"], columns)
+        assert train(moved, batch) == plain.metrics
+    assert_same(on_host(moved.state()), on_host(plain.state()))
+
+
+def test_the_device_has_the_room_again(cuda: torch.device, store: Any, tiny: Any, batch: RaggedBatch) -> None:
+    engine = engine_of(tiny)
+    train(engine, batch)
+    offload = engine.offloading(store)
+    totals = offload.total_bytes()
+    for parts in (("params",), ("optimizer",), ("params", "optimizer")):
+        before = torch.cuda.memory_allocated(cuda)
+        moved = engine.offload(parts)
+        num_bytes = sum(totals[part] for part in parts)
+        # The allocator's blocks are of 512 bytes, and there is one per tensor.
+        slack = 512 * len(tensors_of(engine))
+        assert moved.num_bytes == num_bytes
+        assert moved.freed_bytes == before - torch.cuda.memory_allocated(cuda)
+        assert num_bytes <= moved.freed_bytes <= num_bytes + slack
+        assert engine.onload(parts).freed_bytes == -moved.freed_bytes
+        assert torch.cuda.memory_allocated(cuda) == before
+
+
+def test_a_state_is_loaded_into_what_is_away(store: Any, tiny: Any, batch: RaggedBatch) -> None:
+    source, engine = engine_of(tiny), engine_of(tiny)
+    train(source, batch)
+    state = on_host(source.state())
+    engine.offloading(store)
+    for parts in (("params",), ("optimizer",), ("params", "grads", "optimizer")):
+        engine.offload(parts)
+        engine.load_state(copy.deepcopy(state))
+        assert_same(on_host(engine.state()), state)
+        for part, num_bytes in engine.offloading().resident_bytes().items():
+            assert part not in parts or num_bytes == 0
+        engine.onload()
+        assert all(tensor.device == engine.packed.device for tensor in tensors_of(engine))
+        assert_same(on_host(engine.state()), state)
+        train(engine, batch)
+
+
+def test_no_pass_on_what_is_away(store: Any, tiny: Any, batch: RaggedBatch) -> None:
+    """The batch follows the parameters to the host, so without the refusal the CPU would compute."""
+    from quartet.train.engine import Needs, forward_only
+    from quartet.train.offload import Offload
+
+    packed = PackedCausalLM(tiny.model("qwen2"))
+    packed.model.requires_grad_(False)
+    expected = forward_only(packed, batch, Needs(logprobs=True), 1000).token["logprobs"]
+    offload = Offload(packed, store)
+    for _ in range(2):
+        offload.offload()
+        with pytest.raises(RuntimeError, match="offloaded"):
+            forward_only(packed, batch, Needs(logprobs=True), 1000)
+        offload.onload()
+        assert torch.equal(forward_only(packed, batch, Needs(logprobs=True), 1000).token["logprobs"], expected)
+
+
+def test_pinned_memory_is_pinned_once(cuda: torch.device, tiny: Any) -> None:
+    from quartet.train.offload import Offload, PinnedMemory
+
+    packed = PackedCausalLM(tiny.model("llama"))
+    offload = Offload(packed, PinnedMemory())
+    offload.offload()
+    places = {parameter.data_ptr() for parameter in packed.model.parameters()}
+    assert all(parameter.is_pinned() for parameter in packed.model.parameters())
+    offload.onload()
+    offload.offload()
+    assert {parameter.data_ptr() for parameter in packed.model.parameters()} == places
+
+
+def test_a_device_without_room_leaves_everything_away(
+    cuda: torch.device, store: Any, tiny: Any, batch: RaggedBatch
+) -> None:
+    engine = engine_of(tiny)
+    train(engine, batch)
+    # More than what the allocator may still have in its blocks.
+    ballast = torch.zeros(2**29, dtype=torch.uint8, device=cuda)
+    engine.packed.model.register_buffer("ballast", ballast, persistent=False)
+    del ballast
+    engine.offloading(store)
+    expected = on_host(engine.state())
+    engine.offload()
+    total = torch.cuda.get_device_properties(cuda).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated(cuda) + 2**20) / total, cuda)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.onload()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)
+    assert not any(engine.offloading().resident_bytes().values())
+    assert_same(on_host(engine.state()), expected)
+    engine.onload()
+    assert_same(on_host(engine.state()), expected)
+    train(engine, batch)

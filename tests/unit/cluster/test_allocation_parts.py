@@ -1,0 +1,76 @@
+"""The parts of an allocation that need no processes: places, addresses, what a program inherits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from quartet.cluster import allocation
+from quartet.cluster.allocation import Seat, own_address, run_in_allocation
+from quartet.cluster.ray_node import beginning, descendants, without_torchrun
+from quartet.config.errors import UserError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "6",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "2",
+    "GROUP_WORLD_SIZE": "3",
+    "ROLE_RANK": "5",
+    "ROLE_NAME": "default",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job",
+}
+
+
+def test_a_seat_is_what_torchrun_says() -> None:
+    assert Seat.found(TORCHRUN) == Seat(rank=5, world_size=6, local_rank=1, local_world_size=2, node=2, num_nodes=3)
+
+
+def test_the_command_sees_nothing_of_torchrun() -> None:
+    assert without_torchrun({**TORCHRUN, "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1"}) == {
+        "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+
+
+def test_nodes_on_one_machine_meet_at_the_loopback() -> None:
+    assert own_address(1, [("a", "10.0.0.1"), ("a", "10.0.0.1")]) == "127.0.0.1"
+
+
+def test_a_node_has_the_address_by_which_it_reaches_the_meeting_point() -> None:
+    assert own_address(1, [("a", "127.0.1.1"), ("b", "10.0.0.2")]) == "10.0.0.2"
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_node_of_the_meeting_point_looks_towards_another(node: int) -> None:
+    """Its own name leads to the loopback there; it need not be the first node."""
+    hosts = [("a", "10.0.0.1"), ("b", "10.0.0.2")]
+    hosts[node] = (hosts[node][0], "127.0.1.1")
+    asked = []
+    found = own_address(node, hosts, lambda host: asked.append(host) or "10.0.0.9")
+    assert found == "10.0.0.9" and asked == [hosts[1 - node][1]]
+
+
+def test_processes_below_another_are_found_and_not_confused() -> None:
+    code = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'input()'])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as parent:
+        while not (found := descendants(parent.pid)):
+            assert parent.poll() is None
+        (child,) = found
+        assert found[child] == beginning(child) != beginning(os.getpid())
+        parent.communicate(b"\n")
+    assert beginning(child) == "", "it is gone"
+
+
+def test_without_ray_the_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(allocation, "die_with_parent", lambda number: None)
+    with pytest.raises(UserError, match="needs Ray"):
+        run_in_allocation(["true"], Seat(0, 2, 0, 2, 0, 1))
+    assert run_in_allocation(["true"], Seat(1, 2, 1, 2, 0, 1)) == 2

@@ -1,0 +1,558 @@
+"""The rollout role over engines that only count: many random runs on the virtual clock, failures, weights, quiet."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import RaggedBatch
+from quartet.cluster.errors import Death, WorkerDied
+from quartet.config import UserError
+from quartet.config.placement import InFlight
+from quartet.observe.spans import SpanRecorder, overlap_seconds
+from quartet.rollout.protocol import (
+    Completion,
+    EngineStats,
+    FinishReason,
+    GenerationError,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+)
+from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.engine_host import CanaryProbe, EngineHost
+from quartet.schedule.groups import PromptGroup
+from quartet.schedule.iteration import Chunk, Roles, run_iteration
+from quartet.schedule.journal import Journal
+from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
+from quartet.schedule.rollout import Rollout
+from quartet.schedule.stream import AdmissionRule, GroupStream
+from quartet.schedule.worker import Worker, drained
+
+PROBE = CanaryProbe((7, 7), 2, 1e-6)
+
+
+def logprob_of(version: int) -> float:
+    """What weights of that version say of any token."""
+    return -1.0 - version / 64
+
+
+@dataclass
+class _Held:
+    request: Request
+    left: int
+    versions: list[int] = field(default_factory=list)
+
+
+class CountingEngine:
+    """Takes a number of steps for each request that its id says; tokens count them."""
+
+    def __init__(self, lengths: Callable[[str], int], max_running: int = 4, version: int = 0) -> None:
+        self.lengths = lengths
+        self.max_running = max_running
+        self.weights = self.labelled = version
+        self.held: dict[str, _Held] = {}
+        self.finished: list[Completion] = []
+        self.counted = EngineStats()
+        self.log: list[tuple[str, Any]] = []
+        self.poisoned: set[str] = set()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.log.append(("submit", [r.request_id for r in requests]))
+        for request in requests:
+            if request.request_id in self.held or len(request.prompt_ids) > 8:
+                raise UserError("refused", found=request.request_id, remedy="none")
+        for request in requests:
+            length = min(self.lengths(request.request_id), request.sampling.max_new_tokens)
+            self.held[request.request_id] = _Held(request, length)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.held or self.finished)
+
+    def step(self) -> list[Completion]:
+        self.log.append(("step", len(self.held)))
+        self.counted.num_steps += 1
+        for held in list(self.held.values())[: self.max_running]:
+            if held.request.request_id in self.poisoned:
+                del self.held[held.request.request_id]
+                raise GenerationError("not finite", [held.request.request_id])
+            held.left -= 1
+            held.versions.append(self.weights)
+            self.counted.generated_tokens += 1
+            if held.left == 0:
+                self._end(held, FinishReason.LENGTH)
+        finished, self.finished = self.finished, []
+        return finished
+
+    def _end(self, held: _Held, reason: FinishReason) -> None:
+        del self.held[held.request.request_id]
+        num, versions = len(held.versions), tuple(held.versions)
+        logprobs = tuple(map(logprob_of, versions))
+        request = held.request
+        tokens = tuple(range(num))
+        self.finished.append(Completion(request.request_id, request.group, tokens, logprobs, versions, reason))
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        ids = list(request_ids)
+        self.log.append(("cancel", ids)) if ids else None
+        for request_id in ids:
+            if request_id in self.held:
+                self._end(self.held[request_id], FinishReason.CANCELLED)
+
+    def update_weights(self, source: Any, version: int) -> None:
+        self.log.append(("weights", version))
+        self.weights = version
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return replace(self.counted, policy_version=self.weights)
+
+
+@dataclass
+class Slow:
+    """A host's handle whose calls take time, as in another process."""
+
+    host: Any
+    seconds: Callable[[str], float]
+    died: bool = False
+
+    async def call(self, method: str, *args: Any) -> Any:
+        await drained(asyncio.sleep(self.seconds(method)))
+        if self.died:
+            raise WorkerDied(Death("rollout", 0, 1, "here", method, "killed", None))
+        return getattr(self.host, method)(*args)
+
+
+class Actor:
+    """Weights that are their version."""
+
+    def __init__(self) -> None:
+        self.weights = 0
+        self.heard: list[int] = []
+
+    def forward(self, batch: RaggedBatch, needs: Any) -> ColumnSet:
+        self.heard.append(self.weights)
+        return ColumnSet(batch.ids, {"logprobs": torch.full((batch.num_tokens,), logprob_of(self.weights))})
+
+
+ROLES = ("rollout", "actor", "critic", "reward")
+Steps = list[list[PromptGroup]]
+
+
+@dataclass
+class World:
+    """A run of counting engines.
+
+    Args:
+        seconds: ``(role, call) → seconds``.
+        pools: role → pool; each with one slot.
+        lengths: request id → tokens.
+    """
+
+    num_engines: int = 1
+    in_flight: InFlight = "pick_up"
+    shares_actor: bool = False
+    max_running: int | None = None
+    max_staleness: int | None = None
+    prompts_per_step: int = 2
+    responses: int = 2
+    chunk_size: int = 1
+    steps_per_lease: int = 2
+    pools: Mapping[str, str] = field(default_factory=lambda: dict(zip(ROLES, ROLES, strict=True)))
+    seconds: Callable[[str, str], float] = lambda role, call: 1.0
+    lengths: Callable[[str], int] = lambda request_id: 3
+    rejects: frozenset[int] = frozenset()
+    journal: Journal | None = None
+
+    def __post_init__(self) -> None:
+        self.actor = Actor()
+        self.engines = [CountingEngine(self.lengths) for _ in range(self.num_engines)]
+        self.handles = [
+            Slow(EngineHost(cast(RolloutEngine, engine)), lambda call: self.seconds("rollout", call))
+            for engine in self.engines
+        ]
+        self.recorder = SpanRecorder(clock=now)
+        modes: dict[str, Any] = {"rollout": {"generate": 0}, "reward": {"forward": 0}}
+        trained = {"forward": 0, "train": 0}
+        self.arbiter = Arbiter(
+            [PoolSpec(name) for name in dict.fromkeys(self.pools.values())],
+            [RoleSpec(role, self.pools[role], modes.get(role, trained)) for role in ROLES],
+            versions={"actor": 0, "critic": 0, "rollout": 0},
+        )
+        self.worker = Worker(self.arbiter, self.recorder)
+        self.rollout = Rollout(
+            self.worker,
+            self.handles,
+            self.requests,
+            steps_per_lease=self.steps_per_lease,
+            version=0,
+            canary=PROBE,
+            trainer=Slow(self.actor, lambda call: self.seconds("actor", call)),
+            deliver=self.deliver,
+            shares_actor=self.shares_actor,
+            in_flight=self.in_flight,
+            max_running=self.max_running,
+            journal=self.journal,
+        )
+        self.stream: GroupStream[PromptGroup] = GroupStream(
+            self.rollout.generate,
+            AdmissionRule(self.prompts_per_step, self.max_staleness),
+            chunk_size=self.chunk_size,
+            accept=lambda group: group.index not in self.rejects,
+        )
+        self.steps: Steps = []
+
+    def requests(self, index: int) -> tuple[Any, tuple[int, ...], list[Request]]:
+        sampling = SamplingParams(max_new_tokens=50)
+        ids = (index % 5, 1)
+        return index, ids, [Request(f"{index}.{r}", str(index), ids, sampling) for r in range(self.responses)]
+
+    async def deliver(self, version: int) -> int:
+        await asyncio.sleep(self.seconds("rollout", "deliver"))
+        assert self.actor.weights == version, "weights of another version would be taken"
+        for engine in self.engines:
+            engine.update_weights(None, version)
+        return 10
+
+    async def collected(self, num_steps: int, after: Callable[[int], Any] | None = None) -> Steps:
+        """So many iterations; ``after(step)`` is awaited behind each."""
+        roles: Roles[Any, Any, Any, Any] = Roles(
+            stream=self.stream,
+            collect=self._collect,
+            scorers=[_Scorer(self, "reward", False), _Scorer(self, "actor", True)],
+            assemble=list,
+            learners=[_Learner(self, "critic"), _Learner(self, "actor")],
+            publish=self.rollout.publish,
+        )
+        try:
+            async with self.stream:
+                for step in range(num_steps):
+                    result = await run_iteration(step, roles)
+                    assert result.metrics == {"agreement/canary_diff": 0.0, "policy_version": step + 1.0}
+                    if after is not None:
+                        await after(step + 1)
+        finally:
+            await self.rollout.close()
+        return self.steps
+
+    def _collect(self, step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk[list[PromptGroup]]:
+        if index == 0:
+            self.steps.append([])
+        self.steps[-1] += groups
+        return Chunk(step, index, 1, list(groups))
+
+
+@dataclass
+class _Scorer:
+    world: World
+    role: str
+    of_step: bool
+
+    async def score(self, chunk: Chunk[list[PromptGroup]]) -> float:
+        reads = {self.role: chunk.step} if self.of_step else {}
+        async with self.world.worker.turn(
+            self.role, "forward", "score", step=chunk.step, chunk=chunk.index, reads=reads
+        ):
+            await asyncio.sleep(self.world.seconds(self.role, "score"))
+        return 0.0
+
+
+@dataclass
+class _Learner:
+    world: World
+    role: str
+
+    async def train(self, experience: Any, step: int) -> dict[str, float]:
+        world = self.world
+        async with world.worker.turn(self.role, "train", f"train_{self.role}", step=step, writes=self.role):
+            if self.role == "actor":
+                world.actor.weights = -1  # neither the old ones nor the new ones
+            await asyncio.sleep(world.seconds(self.role, "train"))
+            if self.role == "actor":
+                world.actor.weights = step + 1
+        return {}
+
+
+# Many random runs ----------------------------------------------------------------------------------------
+
+
+def random_world(seed: int) -> World:
+    draw = random.Random(seed)
+    shares = draw.random() < 0.2
+    named = {role: draw.choice(("a", "b", role)) for role in ROLES}
+    return World(
+        num_engines=draw.randint(1, 3),
+        in_flight="pick_up" if shares else draw.choice(("pick_up", "finish_old")),
+        shares_actor=shares,
+        max_running=draw.choice((None, None, 4, 9)),
+        max_staleness=draw.choice((None, 0, 1, 1, 2, 3)),
+        prompts_per_step=draw.randint(1, 4),
+        responses=draw.randint(1, 3),
+        chunk_size=draw.randint(1, 4),
+        steps_per_lease=draw.randint(1, 4),
+        pools=named,
+        seconds=lambda role, call: draw.choice((0.0, 0.0, 0.5, 1.0, 1.0, 4.0)),
+        lengths=lambda request_id: random.Random(f"{seed} {request_id}").choice((1, 2, 3, 5, 17)),
+        rejects=frozenset(i for i in range(60) if draw.random() < 0.2) if draw.random() < 0.3 else frozenset(),
+    )
+
+
+def check(world: World, steps: Steps, num_steps: int) -> None:
+    kept = [i for i in range(200) if i not in world.rejects]
+    size = world.prompts_per_step
+    assert [[g.index for g in groups] for groups in steps] == [
+        kept[s * size : (s + 1) * size] for s in range(num_steps)
+    ]
+    for step, groups in enumerate(steps):
+        for group in groups:
+            assert [c.request_id for c in group.completions] == [f"{group.index}.{r}" for r in range(world.responses)]
+            for completion in group.completions:
+                versions = completion.versions
+                assert len(versions) == world.lengths(completion.request_id)
+                assert list(versions) == sorted(versions) and step - (world.max_staleness or 0) <= versions[0]
+                assert versions[-1] <= step and completion.logprobs == tuple(map(logprob_of, versions))
+                assert world.in_flight == "pick_up" or versions[0] == versions[-1]
+    assert world.arbiter.is_idle, world.arbiter.describe()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_every_random_run_ends_within_its_bounds(block: int) -> None:
+    """No deadlock, every group once and in order, the staleness bound, one version per response where asked for, and
+    evaluations at exactly the present version."""
+
+    async def main(seed: int) -> int:
+        world, num_steps = random_world(seed), 4
+        every = random.Random(seed + 1).choice((1, 2, 9))
+
+        async def evaluate(step: int) -> None:
+            if step % every:
+                return
+            requests = [
+                Request(f"eval.{i}.{k}", f"eval.{i}", (1, i), SamplingParams()) for i in range(3) for k in (0, 1)
+            ]
+            async with world.rollout.quiet() as quiet:
+                found = await world.rollout.evaluate(requests, step)
+                turn = await quiet.complete([Request("-1.0", "-1.0", (1,), SamplingParams())])
+            assert [c.request_id for c in found] == [r.request_id for r in requests]
+            assert {v for c in (*found, *turn) for v in c.versions} == {step}
+
+        steps = await world.collected(num_steps, evaluate)
+        check(world, steps, num_steps)
+        return sum(c.versions[0] < c.versions[-1] for groups in steps for g in groups for c in g.completions)
+
+    mixed = sum(run_virtual(main(seed)) for seed in range(block * 12, block * 12 + 12))
+    assert mixed > 5, "new weights come into running responses often enough to be tested"
+
+
+def test_a_cancelled_run_leaves_nothing() -> None:
+    async def main(seed: int) -> None:
+        world = random_world(seed)
+        run = asyncio.create_task(world.collected(9))
+        await asyncio.sleep(random.Random(seed).uniform(0, 40))
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert world.arbiter.is_idle and asyncio.all_tasks() == {asyncio.current_task()}
+
+    for seed in range(20):
+        run_virtual(main(seed))
+
+
+def test_a_dead_engine_fails_all_who_wait_and_leaves_nothing() -> None:
+    async def main(seed: int) -> bool:
+        world = random_world(seed)
+        asyncio.get_running_loop().call_later(
+            random.Random(seed).uniform(0, 30), setattr, world.handles[0], "died", True
+        )
+        with pytest.raises(WorkerDied, match="killed"):
+            await world.collected(200)
+        assert world.arbiter.is_idle and asyncio.all_tasks() == {asyncio.current_task()}
+        return True
+
+    for seed in range(20):
+        assert run_virtual(main(seed))
+
+
+# One thing each ------------------------------------------------------------------------------------------
+
+
+def test_generation_goes_on_while_the_actor_trains() -> None:
+    async def main(max_staleness: int | None) -> float:
+        def seconds(role: str, call: str) -> float:
+            return 6.0 if call == "train" else 1.0
+
+        world = World(max_staleness=max_staleness, lengths=lambda i: 20, seconds=seconds)
+        await world.collected(4)
+        return overlap_seconds(world.recorder.spans(), "generate", "train_actor")
+
+    assert run_virtual(main(None)) == 0.0
+    assert run_virtual(main(1)) >= 10.0
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 3])
+def test_engines_work_side_by_side_and_a_group_stays_together(num_engines: int) -> None:
+    async def main() -> tuple[float, list[set[int]]]:
+        world = World(num_engines=num_engines, prompts_per_step=6, lengths=lambda i: 8, steps_per_lease=1)
+        for engine in world.engines:
+            engine.max_running = 4
+        await asyncio.gather(*(world.rollout.generate(index) for index in range(6)))
+        of = [{int(i.split(".")[0]) for kind, ids in e.log if kind == "submit" for i in ids} for e in world.engines]
+        return now(), of
+
+    seconds, of = run_virtual(main())
+    assert of == [set(range(e, 6, num_engines)) for e in range(num_engines)]
+    assert seconds == 8.0 * {1: 3, 2: 2, 3: 1}[num_engines], "12 requests, 4 at a time on each"
+
+
+def test_what_an_engine_refuses_or_computes_wrongly_reaches_those_who_asked() -> None:
+    async def main() -> None:
+        world = World()
+        world.engines[0].poisoned = {"3.1"}
+        long = [Request("x", "1", (0,) * 9, SamplingParams())]
+        found = await asyncio.gather(
+            world.rollout.generate(2),
+            world.rollout.complete(long),
+            world.rollout.generate(3),
+            return_exceptions=True,
+        )
+        group, refused, failed = found
+        assert isinstance(group, PromptGroup) and len(group.completions) == 2
+        assert isinstance(refused, UserError) and refused.found == "x"
+        assert isinstance(failed, GenerationError) and failed.request_ids == ("3.1",)
+        assert [ids for kind, ids in world.engines[0].log if kind == "cancel"] == []
+        await world.rollout.generate(4)
+        assert ("cancel", ["3.0"]) in world.engines[0].log, "the engine hears of it with the next burst"
+        with pytest.raises(ValueError, match="waited for already"):
+            await asyncio.gather(world.rollout.generate(5), world.rollout.generate(5))
+
+    run_virtual(main())
+
+
+def test_an_engine_sees_its_requests_before_the_burst_and_in_order() -> None:
+    async def main() -> list[tuple[str, Any]]:
+        world = World(lengths=lambda i: 3, steps_per_lease=2)
+        first = asyncio.create_task(world.rollout.generate(0))
+        await asyncio.sleep(0.5)
+        second = [asyncio.create_task(world.rollout.generate(index)) for index in (1, 2)]
+        await asyncio.gather(first, *second)
+        return world.engines[0].log
+
+    assert run_virtual(main()) == [
+        ("submit", ["0.0", "0.1"]), ("step", 2), ("step", 2),
+        ("submit", ["1.0", "1.1"]), ("submit", ["2.0", "2.1"]), ("step", 6), ("step", 4),
+        ("step", 4), ("step", 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("max_running", [None, 5])
+def test_finishing_on_old_weights_waits_for_no_more_than_what_runs(max_running: int | None) -> None:
+    async def main() -> list[set[int]]:
+        world = World(in_flight="finish_old", max_running=max_running, lengths=lambda i: 6)
+        groups = [asyncio.create_task(world.rollout.generate(index)) for index in range(4)]
+        await asyncio.sleep(1.5)
+        await _Learner(world, "actor").train(None, 0)
+        await world.rollout.publish(1)
+        done = await asyncio.gather(*groups)
+        return [{v for c in g.completions for v in c.versions} for g in done]
+
+    versions = run_virtual(main())
+    assert versions == ([{0}] * 4 if max_running is None else [{0}, {0}, {1}, {1}])
+
+
+def test_a_canary_that_sings_otherwise_stops_the_run() -> None:
+    async def main() -> None:
+        world = World(num_engines=2)
+
+        async def half(version: int) -> int:
+            world.engines[0].update_weights(None, version)
+            return 5
+
+        world.rollout._deliver = half
+        with pytest.raises(UserError, match="computes with other weights") as caught:
+            await world.collected(1)
+        assert "0.0156" in caught.value.found
+        assert [s.nbytes for s in world.recorder.spans() if s.name == "publish"] == [5]
+
+    run_virtual(main())
+
+
+def test_the_actor_trains_on_no_sooner_than_its_weights_were_compared() -> None:
+    """Also when somebody asks for the next update as soon as the one before has ended."""
+
+    async def main() -> tuple[list[int], float]:
+        world = World(max_staleness=3, seconds=lambda role, call: 20.0 if call == "deliver" else 1.0)
+
+        async def trained() -> None:
+            for step in range(2):
+                await _Learner(world, "actor").train(None, step)
+
+        training = asyncio.create_task(trained())
+        for version in (1, 2):
+            await world.rollout.publish(version)
+        await training
+        return world.actor.heard, now()
+
+    heard, _ = run_virtual(main())
+    assert heard == [1, 2]
+
+
+def test_what_is_generated_inside_spans_of_has_their_name() -> None:
+    async def main() -> set[tuple[str, int | None]]:
+        world = World()
+        with world.rollout.spans_of("evaluate", 9):
+            await world.rollout.generate(0)
+        await world.rollout.generate(1)
+        return {(span.name, span.step) for span in world.recorder.spans()}
+
+    assert run_virtual(main()) == {("evaluate", 9), ("generate", 0)}
+
+
+def test_stats_are_sums_of_what_the_engines_counted() -> None:
+    async def main() -> None:
+        world = World(num_engines=2)
+        await asyncio.gather(*(world.rollout.generate(index) for index in range(3)))
+        await world.rollout.evaluate([Request("eval", "eval", (1,), SamplingParams())], 0)
+        stats = world.rollout.stats()
+        assert stats.generated_tokens == 3 * 2 * 3 + 3 and stats.policy_version == 0
+        assert stats.num_steps == sum(engine.counted.num_steps for engine in world.engines)
+
+    run_virtual(main())
+
+
+def test_evaluating_beside_groups_is_refused() -> None:
+    async def main() -> None:
+        world = World()
+        group = asyncio.create_task(world.rollout.generate(0))
+        await asyncio.sleep(0.5)
+        with pytest.raises(RuntimeError, match=r"inside of quiet\(\)"):
+            await world.rollout.evaluate([], 0)
+        async with world.rollout.quiet():
+            assert group.done() or not world.engines[0].held
+            later = asyncio.create_task(world.rollout.generate(1))
+            await asyncio.sleep(5.0)
+            assert not later.done() and ("submit", ["1.0", "1.1"]) not in world.engines[0].log
+        await asyncio.gather(group, later)
+
+    run_virtual(main())
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot finish on old weights"):
+        World(shares_actor=True, in_flight="finish_old")
+    with pytest.raises(UserError, match="journal") as caught:
+        World(num_engines=2, journal=Journal())
+    assert "2 rollout engines" in caught.value.found
+    with pytest.raises(UserError, match="journal"):
+        run_virtual(World(journal=Journal()).rollout.complete([Request("0.0.0", "0.0.0", (1,), SamplingParams())]))

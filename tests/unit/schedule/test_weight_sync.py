@@ -1,0 +1,426 @@
+"""Weights over handles: who is reached how, what arrives, and which error is told when an end fails."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quartet.cluster.errors import Death, WorkerDied
+from quartet.config import UserError
+from quartet.config.common import LoRAConfig, TrainConfig
+from quartet.models.loading import packed_causal_lm
+from quartet.models.packed import PackedCausalLM
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.protocol import Completion, Request, SamplingParams
+from quartet.rollout.weights import own_copy
+from quartet.schedule.handles import Handle, Here
+from quartet.schedule.weight_ends import Spot
+from quartet.schedule.weight_sync import SendsWeights, TakesWeights, choose_transport, deliver, link, unlink
+from quartet.train.engine import TrainEngine
+from quartet.weights import (
+    WeightMismatch,
+    WeightsRefused,
+    WeightsUnusable,
+    WeightSyncError,
+    WeightSyncTimeout,
+)
+
+LORA = LoRAConfig(rank=2, alpha=4)
+
+
+class TrainerHost(SendsWeights):
+    def __init__(self, engine: TrainEngine[PackedCausalLM]) -> None:
+        self.engine = engine
+
+
+class EngineHost(TakesWeights):
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A host on a thread that says it is another process."""
+
+    host: Any
+    number: int
+    machine: str = ""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        result = await asyncio.to_thread(getattr(self.host, method), *args)
+        if isinstance(result, Spot):
+            return replace(result, pid=-self.number, machine=result.machine + self.machine)
+        return result
+
+
+def model(precision: Any = "fp32", lora: LoRAConfig | None = None) -> PackedCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.2,
+    )  # fmt: skip
+    return packed_causal_lm(LlamaForCausalLM(config).eval(), precision=precision, lora=lora)
+
+
+def trainer_of(packed: PackedCausalLM, lora: LoRAConfig | None = None) -> TrainEngine[PackedCausalLM]:
+    return TrainEngine(packed, TrainConfig(lora=lora), total_steps=1)
+
+
+@torch.no_grad()
+def train(packed: PackedCausalLM, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    named = packed.model.named_parameters() if packed.adapters is None else packed.adapters.trained.items()
+    for _, parameter in named:
+        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def answers(engine: NativeEngine) -> dict[str, Completion]:
+    sampling = SamplingParams(max_new_tokens=6, seed=3)
+    engine.submit([Request(f"r{i}", f"r{i}", (5, 9, 2 + i), sampling) for i in range(3)])
+    done: dict[str, Completion] = {}
+    while engine.has_work:
+        done |= {completion.request_id: completion for completion in engine.step()}
+    return done
+
+
+@dataclass
+class Cast:
+    """A trainer, engines with copies of its model, and a handle on each."""
+
+    packed: PackedCausalLM
+    engines: list[NativeEngine]
+    trainer: Handle
+    handles: list[Handle]
+
+    def expected(self, version: int) -> dict[str, Completion]:
+        return answers(NativeEngine(self.packed, version=version))
+
+
+Make = Callable[..., Cast]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Cast] = []
+
+    def cast(num_engines: int, *, here: bool, precision: Any = "fp32", lora: LoRAConfig | None = None) -> Cast:
+        packed = model(precision, lora)
+        engines = [NativeEngine(own_copy(packed), owns_weights=True) for _ in range(num_engines)]
+        hosts = [EngineHost(engine) for engine in engines]
+        handles: list[Handle] = [Here(h) if here else Elsewhere(h, i) for i, h in enumerate(hosts)]
+        made.append(Cast(packed, engines, Here(TrainerHost(trainer_of(packed, lora))), handles))
+        return made[-1]
+
+    yield cast
+    for one in made:
+        asyncio.run(unlink(one.trainer, one.handles))
+
+
+# What arrives ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("transport", ["auto", "shared_memory", "collective"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_engines_serve_what_the_trainer_has(make: Make, transport: Any, precision: Any, lora: Any) -> None:
+    cast = make(2, here=transport == "auto", precision=precision, lora=lora)
+
+    async def run() -> str:
+        chosen = await link(cast.trainer, cast.handles, transport, timeout_s=20)
+        for version in (3, 4, 5):
+            train(cast.packed, version)
+            num_bytes = await deliver(cast.trainer, cast.handles, version, timeout_s=20)
+            for engine in cast.engines:
+                assert answers(engine) == cast.expected(version)
+                engine.sleep()
+                engine.wake()
+        sizes = cast.engines[0].weight_sink().dtypes()
+        named = dict(cast.engines[0].packed.model.named_parameters())
+        assert num_bytes == sum(named[name].numel() * dtype.itemsize for name, dtype in sizes.items())
+        return chosen
+
+    assert asyncio.run(run()) == ("shared" if transport == "auto" else transport)
+
+
+def test_within_one_process_nothing_waits_for_a_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    cast = make(2, here=True)
+    monkeypatch.setattr("socket.create_server", refused)
+
+    async def run() -> None:
+        await link(cast.trainer, cast.handles)
+        await deliver(cast.trainer, cast.handles, 1)
+
+    asyncio.run(run())
+    assert all(answers(engine) == cast.expected(1) for engine in cast.engines)
+
+
+def test_one_engine_of_this_process_hears_a_trainer_of_another(make: Make) -> None:
+    cast = make(1, here=True)
+    trainer = Elsewhere(cast.trainer.host, 7)  # type: ignore[attr-defined]
+
+    async def run() -> str:
+        chosen = await link(trainer, cast.handles, timeout_s=20)
+        train(cast.packed, 1)
+        await deliver(trainer, cast.handles, 1, timeout_s=20)
+        return chosen
+
+    assert asyncio.run(run()) == "shared_memory"
+    assert answers(cast.engines[0]) == cast.expected(1)
+
+
+def test_linked_anew_after_an_engine_was_replaced(make: Make) -> None:
+    cast = make(2, here=False)
+
+    async def run() -> None:
+        await link(cast.trainer, cast.handles, timeout_s=20)
+        await deliver(cast.trainer, cast.handles, 1, timeout_s=20)
+        cast.engines[1] = NativeEngine(own_copy(cast.packed), owns_weights=True)
+        with pytest.raises(WeightsUnusable):
+            cast.engines[1].step()
+        cast.handles[1] = Elsewhere(EngineHost(cast.engines[1]), 5)
+        await link(cast.trainer, cast.handles, timeout_s=20)
+        train(cast.packed, 2)
+        await deliver(cast.trainer, cast.handles, 2, timeout_s=20)
+
+    asyncio.run(run())
+    assert all(answers(engine) == cast.expected(2) for engine in cast.engines)
+
+
+# How the ends are reached ---------------------------------------------------------------------------------
+
+TRAINER = Spot("m", 1, "10.0.0.1", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engines", "expected"),
+    [
+        (TRAINER, [TRAINER, TRAINER], "shared"),
+        (TRAINER, [replace(TRAINER, pid=2), replace(TRAINER, pid=3)], "shared_memory"),
+        (TRAINER, [replace(TRAINER, pid=2), replace(TRAINER, pid=1, machine="n")], "collective"),
+        (replace(TRAINER, device="G1"), [replace(TRAINER, pid=2, device="G1")], "cuda_ipc"),
+        (replace(TRAINER, device="G1"), [replace(TRAINER, pid=2, device="G2")], "collective"),
+        (replace(TRAINER, device="G1"), [replace(TRAINER, machine="n", device="G1")], "collective"),
+    ],
+)
+def test_the_nearest_way_that_leads_to_all(trainer: Spot, engines: list[Spot], expected: str) -> None:
+    assert choose_transport(trainer, engines) == expected
+
+
+@pytest.mark.parametrize(
+    ("transport", "engines", "found"),
+    [
+        ("auto", [Here, 1], "1 of 2 engines in the trainer's process"),
+        ("shared", [1, 2], "0 of 2 engines"),
+        ("shared_memory", [Here], "wait for itself"),
+        ("collective", [1, 1], "take turns"),
+        ("shared_memory", [1, "far"], "other machines"),
+        ("cuda_ipc", [1], "not on one GPU"),
+    ],
+)
+def test_a_transport_that_leads_nowhere_is_refused(make: Make, transport: Any, engines: list[Any], found: str) -> None:
+    cast = make(len(engines), here=True)
+    for i, where in enumerate(engines):
+        host = cast.handles[i].host  # type: ignore[attr-defined]
+        if where is not Here:
+            cast.handles[i] = Elsewhere(host, 9, "far") if where == "far" else Elsewhere(host, where)
+    with pytest.raises(UserError) as caught:
+        asyncio.run(link(cast.trainer, cast.handles, transport, timeout_s=5))
+    assert found in caught.value.found
+
+
+def test_engines_of_different_dtypes_are_refused(make: Make) -> None:
+    cast = make(1, here=True)
+    other = NativeEngine(own_copy(model("bf16")), owns_weights=True)
+    with pytest.raises(UserError, match="different dtypes") as caught:
+        asyncio.run(link(cast.trainer, [*cast.handles, Here(EngineHost(other))]))
+    assert "engine 1" in caught.value.found
+
+
+def test_a_version_before_the_link_is_refused(make: Make) -> None:
+    cast = make(2, here=True)
+    with pytest.raises(WeightSyncError, match="not every engine is connected"):
+        asyncio.run(deliver(cast.trainer, cast.handles, 1))
+
+
+# What goes wrong ------------------------------------------------------------------------------------------
+
+
+def sync(cast: Cast, version: int, timeout_s: float = 20.0, transport: Any = "auto") -> None:
+    async def run() -> None:
+        await link(cast.trainer, cast.handles, transport, timeout_s=timeout_s)
+        await deliver(cast.trainer, cast.handles, version, timeout_s=timeout_s)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
+def test_a_byte_that_changes_is_told_with_rank_and_tensor(
+    make: Make, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cast = make(2, here=here)
+    sink, arrived = cast.engines[1].weight_sink(), cast.engines[1].weight_sink().arrived
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    @torch.no_grad()
+    def flip(found: str) -> None:
+        if found == name:
+            cast.engines[1].packed.model.get_parameter(name)[1, 1] += 1
+        arrived(found)
+
+    monkeypatch.setattr(sink, "arrived", flip)
+    with pytest.raises(WeightMismatch) as caught:
+        sync(cast, 1)
+    assert caught.value.tensor == name
+    assert here or caught.value.rank == 1
+    with pytest.raises(WeightsUnusable):
+        cast.engines[1].step()
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
+def test_an_engine_that_sleeps_is_told(make: Make, here: bool) -> None:
+    cast = make(2, here=here)
+    cast.engines[1].sleep()
+    with pytest.raises(WeightsRefused, match="sleeps") as caught:
+        sync(cast, 1)
+    assert here or caught.value.rank in (1, None)
+    with pytest.raises(WeightsUnusable):
+        cast.engines[0].step()
+    cast.engines[1].wake()
+    sync(cast, 1)
+    assert answers(cast.engines[1]) == cast.expected(1)
+
+
+def test_an_end_that_stands_still_ends_in_time_with_its_rank(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = make(2, here=False)
+    monkeypatch.setattr(cast.engines[1].weight_sink(), "begin", lambda *_: time.sleep(3))
+    start = time.monotonic()
+    with pytest.raises(WeightSyncTimeout) as caught:
+        sync(cast, 1, timeout_s=1.0)
+    assert caught.value.rank == 1
+    assert time.monotonic() - start < 12
+
+
+def test_a_call_that_never_ends_keeps_nobody(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that stands still outside of the protocol: its call has no end of its own."""
+    monkeypatch.setattr("quartet.schedule.weight_sync._GRACE_S", 0.2)
+    cast = make(2, here=False)
+
+    @dataclass(frozen=True)
+    class Stuck:
+        inner: Handle
+
+        async def call(self, method: str, *args: Any) -> Any:
+            if method == "weights_receive":
+                await asyncio.sleep(3600)
+            return await self.inner.call(method, *args)
+
+    cast.handles[0] = Stuck(cast.handles[0])
+    start = time.monotonic()
+    with pytest.raises(WeightSyncTimeout) as caught:
+        sync(cast, 1, timeout_s=1.0)
+    assert caught.value.rank == 0
+    assert time.monotonic() - start < 12
+
+
+def test_a_dead_worker_is_the_cause(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = make(2, here=False)
+    death = WorkerDied(Death("rollout", 1, 4, "h", "on", "killed", "OSError: gone"))
+
+    @dataclass(frozen=True)
+    class Dying:
+        inner: Handle
+
+        async def call(self, method: str, *args: Any) -> Any:
+            if method == "weights_receive":
+                self.inner.host.weight_inlet.close()  # type: ignore[attr-defined]
+                raise death
+            return await self.inner.call(method, *args)
+
+    cast.handles[1] = Dying(cast.handles[1])
+    with pytest.raises(WeightSyncError, match="receiver") as caught:
+        sync(cast, 1)
+    assert caught.value.rank == 1
+    assert caught.value.__cause__ is death
+
+
+def test_a_trainer_that_fails_is_told_with_its_own_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = make(1, here=False)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        raise OSError("the trainer's disk is full")
+        yield
+
+    monkeypatch.setattr(cast.trainer.host.engine, "weights", weights)  # type: ignore[attr-defined]
+    with pytest.raises(WeightSyncError, match="gave up") as caught:
+        sync(cast, 1)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WeightSyncError("p", found="f", remedy="r", rank=3, tensor="w"),
+        WeightSyncTimeout("p", found="f", remedy="r"),
+        WeightsRefused("p", found="f", remedy="r", tensor="w"),
+        WeightMismatch("w", sent="1", arrived="2", version=4, rank=1),
+    ],
+)
+def test_errors_travel_as_they_are(error: WeightSyncError) -> None:
+    for found in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(found) is type(error)
+        assert (str(found), vars(found)) == (str(error), vars(error))
+
+
+def test_another_version_than_the_one_waited_for_is_not_taken(make: Make) -> None:
+    cast = make(1, here=False)
+
+    async def run() -> None:
+        await link(cast.trainer, cast.handles, timeout_s=10)
+        await deliver(cast.trainer, cast.handles, 1, timeout_s=10)
+        await asyncio.gather(
+            cast.handles[0].call("weights_receive", 3),
+            asyncio.to_thread(cast.trainer.host.weights_send, 2),  # type: ignore[attr-defined]
+        )
+
+    asyncio.run(run())
+    assert cast.engines[0].weight_sink().version == 1
+    cast.engines[0].step()
+
+
+def test_what_the_trainer_gave_up_before_an_engine_listened_is_told_at_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cast = make(1, here=False)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        raise OSError("the trainer's disk is full")
+        yield
+
+    async def run() -> Any:
+        await link(cast.trainer, cast.handles, timeout_s=30)
+        with monkeypatch.context() as patch:
+            patch.setattr(cast.trainer.host.weight_outlet._source, "_named", weights)  # type: ignore[attr-defined]
+            with pytest.raises(OSError, match="disk is full"):
+                await cast.trainer.call("weights_send", 1)
+        start = time.monotonic()
+        failed = await cast.handles[0].call("weights_receive", 1)
+        assert time.monotonic() - start < 5
+        await deliver(cast.trainer, cast.handles, 1, timeout_s=30)
+        return failed
+
+    failed = asyncio.run(run())
+    assert "gave up" in failed.error.problem and "disk is full" in failed.error.found
+    assert answers(cast.engines[0]) == cast.expected(1)

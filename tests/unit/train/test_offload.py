@@ -1,0 +1,682 @@
+"""Parts of a model that leave the device: nothing computed changes by a bit, memory is really freed, errors undo it."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import os
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quartet.config import UserError
+from quartet.config.algorithms import PPO
+from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
+from quartet.models.packed import PackedCausalLM, PackedScalarModel
+from quartet.rollout.weight_copies import ConvertedWeight, Source, transposed
+from quartet.train import offload as module
+from quartet.train.checkpoint import snapshot
+from quartet.train.engine import Needs, TrainEngine, forward_only
+from quartet.train.objectives import SFTObjective, ValueObjective
+from quartet.train.offload import PARTS, MappedFiles, Offload
+
+KINDS = ("causal", "scalar", "lora", "tied")
+
+
+class Memory:
+    """A store in plain memory that counts what it gave, and has no room when told so."""
+
+    def __init__(self):
+        self.given = []
+        self.is_full = False
+
+    def allocate(self, sizes):
+        if self.is_full:
+            raise UserError("no room", found="a full store", remedy="make some")
+        self.given += sizes
+        return [torch.full((size,), 255, dtype=torch.uint8) for size in sizes]
+
+
+@pytest.fixture
+def build(make_model):
+    """``build(kind)``: an engine with fresh weights, the same ones for the same kind."""
+
+    def make(kind):
+        config = TrainConfig(
+            optim=OptimConfig(lr=1e-2, max_grad_norm=1.0),
+            lora=LoRAConfig(rank=3, alpha=7.0) if kind == "lora" else None,
+        )
+        model = make_model("scalar" if kind == "scalar" else "causal", torch.float32)
+        if kind == "tied":
+            model.config.tie_word_embeddings = True
+            model.lm_head.weight = model.model.embed_tokens.weight
+        packed = (PackedScalarModel if kind == "scalar" else PackedCausalLM)(model)
+        if kind == "lora":
+            packed.adapt(config.lora, seed=1)
+        return TrainEngine(packed, config, total_steps=10)
+
+    return make
+
+
+@pytest.fixture
+def frozen(make_model):
+    """A causal model that nobody trains."""
+    packed = PackedCausalLM(make_model("causal", torch.float32))
+    packed.model.requires_grad_(False)
+    return packed
+
+
+@pytest.fixture
+def files(tmp_path):
+    return MappedFiles(tmp_path / "away")
+
+
+@pytest.fixture
+def data(batch):
+    """The batch in fp32."""
+    return batch.with_token(
+        **{name: values.float() for name, values in batch.token.items() if values.dtype == torch.float64}
+    )
+
+
+def objective_for(engine):
+    return ValueObjective(PPO(), 6) if isinstance(engine.packed, PackedScalarModel) else SFTObjective()
+
+
+def needs_for(engine):
+    is_scalar = isinstance(engine.packed, PackedScalarModel)
+    return Needs(logprobs=not is_scalar, entropies=not is_scalar, values=is_scalar, mask="action_mask")
+
+
+def assert_same(found, expected, at=""):
+    """Two nested states are equal to the bit."""
+    assert type(found) is type(expected), at
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and found.stride() == expected.stride(), at
+        assert torch.equal(found, expected), at
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), at
+        for key in expected:
+            assert_same(found[key], expected[key], f"{at}/{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), at
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_same(a, b, f"{at}/{i}")
+    else:
+        assert found == expected, at
+
+
+def saved_bytes(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def parameters(packed):
+    return dict(packed.model.named_parameters())
+
+
+# Nothing changes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_with_a_hand_over_between_any_two_operations_has_the_bits_of_one_without(kind, build, data, files):
+    plain, moved = build(kind), build(kind)
+    moved.offloading(files)
+
+    def hand_over():
+        moved.offload()
+        assert not any(moved.offloading().resident_bytes().values())
+        moved.onload()
+
+    hand_over()
+    for _ in range(3):
+        for engine in (plain, moved):
+            engine.metrics = engine.train_step(data, objective_for(engine))
+            if engine is moved:
+                hand_over()
+        assert moved.metrics == plain.metrics
+        assert_same(
+            dict(moved.forward(data, needs_for(moved)).token), dict(plain.forward(data, needs_for(plain)).token)
+        )
+        hand_over()
+    assert_same(moved.state(), plain.state())
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_order_of_movements_and_work_leaves_the_bits_of_work_alone(seed, build, data, tmp_path):
+    draw = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    plain, moved = build(kind), build(kind)
+    offload = moved.offloading(Memory() if seed % 3 else MappedFiles(tmp_path))
+    tensors = {id(p): p for p in moved.packed.model.parameters()}
+    away, saved = set(), [snapshot(plain.state())]
+    for _ in range(30):
+        action = draw.choice(["offload", "onload", "onload", "forward", "train", "train", "state", "load"])
+        parts = draw.sample(PARTS, draw.randint(0, 3))
+        if action in ("offload", "onload"):
+            getattr(moved, action)(parts)
+            away = away | set(parts) if action == "offload" else away - set(parts)
+            resident = offload.resident_bytes()
+            assert not any(resident[part] for part in away)
+            assert "params" in away or resident["params"] == offload.total_bytes()["params"]
+            assert all(offload.is_resident([part]) == (part not in away) for part in PARTS)
+        elif action == "forward" and "params" in away:
+            with pytest.raises(RuntimeError, match="params of"):
+                moved.forward(data, needs_for(moved))
+        elif action == "forward":
+            found, expected = (engine.forward(data, needs_for(engine)) for engine in (moved, plain))
+            assert_same(dict(found.token), dict(expected.token))
+        elif action == "train" and away:
+            with pytest.raises(RuntimeError, match=", ".join(part for part in PARTS if part in away)):
+                moved.train_step(data, objective_for(moved))
+        elif action == "train":
+            found, expected = (engine.train_step(data, objective_for(engine)) for engine in (moved, plain))
+            assert found == expected
+        elif action == "state":
+            assert_same(moved.state(), plain.state())
+            assert_same(dict(moved.weights()), dict(plain.weights()))
+            saved.append(snapshot(moved.state()))
+        else:
+            state = draw.choice(saved)
+            for engine in (plain, moved):
+                engine.load_state(copy.deepcopy(state))
+            assert not any(offload.resident_bytes()[part] for part in away)
+    moved.onload()
+    assert_same(moved.state(), plain.state())
+    assert {id(p): p for p in moved.packed.model.parameters()} == tensors
+    assert offload.resident_bytes()["optimizer"] == sum(
+        t.untyped_storage().nbytes() for values in plain.optimizer.state.values() for t in values.values()
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_what_is_away_is_that_of_what_is_there(kind, build, data, files):
+    engine = build(kind)
+    engine.train_step(data, objective_for(engine))
+    there, weights = copy.deepcopy(engine.state()), copy.deepcopy(dict(engine.weights()))
+    file = saved_bytes(engine.state())
+    engine.offloading(files)
+    for parts in (["optimizer"], ["params"], ["grads"]):
+        engine.offload(parts)
+        assert_same(engine.state(), there)
+        assert_same(dict(engine.weights()), weights)
+    assert_same(snapshot(engine.state()), there)
+    assert saved_bytes(engine.state()) == file
+    assert not any(engine.offloading().resident_bytes().values())
+
+
+def test_a_state_is_loaded_into_what_is_away(build, data, files):
+    source, engine = build("causal"), build("causal")
+    for _ in range(2):
+        source.train_step(data, objective_for(source))
+    engine.offloading(files)
+    engine.offload()
+    engine.load_state(copy.deepcopy(source.state()))
+    assert not any(engine.offloading().resident_bytes().values())
+    assert_same(engine.state(), source.state())
+    engine.onload()
+    assert engine.train_step(data, objective_for(engine)) == source.train_step(data, objective_for(source))
+    assert_same(engine.state(), source.state())
+
+
+def test_gradients_move(build, files):
+    engine = build("causal")
+    generator = torch.Generator().manual_seed(3)
+    for p in engine.packed.model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    expected = {name: p.grad.clone() for name, p in parameters(engine.packed).items()}
+    offload = engine.offloading(files)
+    total = offload.resident_bytes()["grads"]
+    assert total == offload.total_bytes()["grads"] > 0
+    assert engine.offload(["grads"]).num_bytes == total
+    assert offload.resident_bytes()["grads"] == 0 and offload.is_resident(["params", "optimizer"])
+    assert_same({name: p.grad for name, p in parameters(engine.packed).items()}, expected)
+    assert engine.onload().num_bytes == total
+    assert_same({name: p.grad for name, p in parameters(engine.packed).items()}, expected)
+
+
+# Tensors keep what they are ------------------------------------------------------------------------------
+
+
+def test_tied_weights_and_views_move_once_and_stay_tied(make_model, files):
+    model = make_model("causal", torch.float32)
+    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach().t().contiguous().t())
+    both = torch.randn(6, 16)
+    model.register_buffer("upper", both[:2])
+    model.register_buffer("lower", both[2:])
+    q, k = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "k_proj"))
+    k.data = q.data[: k.shape[0]]
+    packed = PackedCausalLM(model)
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [(t.clone(), t.stride(), t.storage_offset(), t._version) for t in tensors]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    offload = Offload(packed, files)
+    del both
+
+    def check():
+        assert model.upper.untyped_storage().data_ptr() == model.lower.untyped_storage().data_ptr()
+        assert q.data_ptr() == k.data_ptr()
+        for tensor, (value, *place) in zip(tensors, before, strict=True):
+            assert torch.equal(tensor, value)
+            assert [tensor.stride(), tensor.storage_offset(), tensor._version] == place
+
+    assert offload.total_bytes() == {"params": sum(storages.values()), "grads": 0, "optimizer": 0}
+    assert offload.offload().num_bytes == sum(storages.values())
+    check()
+    assert offload.onload().num_bytes == sum(storages.values())
+    check()
+    with torch.no_grad():
+        q.zero_()
+    assert not k.any()
+
+
+def test_copies_of_weights_are_made_anew_after_an_update_and_not_after_a_hand_over(build, data, files):
+    class Counting(ConvertedWeight):
+        num_refreshes = 0
+
+        def refresh(self):
+            self.num_refreshes += 1
+            super().refresh()
+
+    engine = build("causal")
+    layer = engine.packed.model.model.layers[1].mlp.up_proj
+    weight = Counting(layer, "weight", Source(layer.weight), transposed)
+    engine.offloading(files)
+    for _ in range(2):
+        engine.offload()
+        engine.onload()
+        weight.follow()
+    assert weight.num_refreshes == 1
+    other = build("causal")
+    other.train_step(data, objective_for(other))
+    engine.load_state(other.state())
+    weight.follow()
+    assert weight.num_refreshes == 2
+    assert torch.equal(weight._copy, other.packed.model.model.layers[1].mlp.up_proj.weight)
+    engine.offload()
+    engine.load_state(build("causal").state())
+    engine.onload()
+    weight.follow()
+    assert weight.num_refreshes == 3 and torch.equal(weight._copy, layer.weight)
+
+
+def test_parts_moved_in_inference_mode_can_be_trained(build, data, files):
+    plain, engine = build("causal"), build("causal")
+    engine.offloading(files)
+    with torch.inference_mode():
+        engine.offload()
+        engine.onload()
+    assert engine.train_step(data, objective_for(engine)) == plain.train_step(data, objective_for(plain))
+    assert_same(engine.state(), plain.state())
+
+
+# Adapters ------------------------------------------------------------------------------------------------
+
+
+def test_of_a_model_with_adapters_only_what_is_trained_is_written_again(build, data, monkeypatch):
+    engine, written = build("lora"), written_bytes(monkeypatch)
+    offload = engine.offloading(Memory())
+    engine.train_step(data, objective_for(engine))
+    num_bytes = engine.offload().num_bytes
+    assert written.pop() == num_bytes == sum(offload.total_bytes().values()) - offload.total_bytes()["grads"]
+    engine.onload()
+    assert written.pop() == num_bytes
+    engine.train_step(data, objective_for(engine))
+    trained = sum(p.numel() * 4 for p in engine.packed.adapters.trained.values())
+    steps = 4 * len(engine.packed.adapters.trained)
+    buffers = sum(b.numel() * b.element_size() for b in engine.packed.model.buffers())
+    assert engine.offload().num_bytes == num_bytes
+    assert written.pop() == 3 * trained + steps + buffers < num_bytes / 2
+
+
+def test_nothing_moves_while_adapters_are_switched_off(build, files):
+    engine = build("lora")
+    offload = engine.offloading(files)
+    for switch in (engine.packed.without_adapters, engine.packed.with_merged_adapters):
+        with switch():
+            for move in (offload.offload, offload.onload, offload.resident_bytes, offload.total_bytes):
+                with pytest.raises(RuntimeError, match="switched off"):
+                    move()
+    assert offload.is_resident(PARTS)
+
+
+# What is not written again -------------------------------------------------------------------------------
+
+
+def written_bytes(monkeypatch):
+    """Bytes copied by each movement from now on."""
+    found, copy_all = [], Offload._copy
+
+    def counting(self, pairs):
+        found.append(sum(source.numel() for source, _ in pairs))
+        copy_all(self, pairs)
+
+    monkeypatch.setattr(Offload, "_copy", counting)
+    return found
+
+
+def _step(packed, optimizer):
+    for p in packed.model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("change", ["none", "in place", "through a view", "loaded", "elsewhere", "loaded while away"])
+def test_frozen_weights_are_written_again_only_if_they_changed(change, frozen, monkeypatch):
+    written = written_bytes(monkeypatch)
+    store = Memory()
+    offload = Offload(frozen, store)
+    buffers = sum(b.numel() * b.element_size() for b in frozen.model.buffers())
+    total = offload.offload().num_bytes
+    offload.onload()
+    weight = frozen.model.model.layers[0].mlp.down_proj.weight
+    num_bytes = weight.numel() * 4
+    state = {name: tensor + 1 for name, tensor in frozen.model.state_dict().items()}
+    with torch.no_grad():
+        if change == "in place":
+            weight.mul_(2)
+        elif change == "through a view":
+            weight.detach()[:2].zero_()
+        elif change == "elsewhere":
+            weight.data = weight.data * 2
+        elif change == "loaded":
+            frozen.model.load_state_dict(state)
+        elif change == "loaded while away":
+            offload.offload()
+            frozen.model.load_state_dict(state)
+            offload.onload()
+    expected = copy.deepcopy(frozen.model.state_dict())
+    del written[:]
+    assert offload.offload().num_bytes == total
+    persistent = sum(t.numel() * 4 for t in expected.values())
+    changed = {"none": 0, "loaded": persistent, "loaded while away": 0}.get(change, num_bytes)
+    assert written == [changed + buffers]
+    assert_same(frozen.model.state_dict(), expected)
+    offload.onload()
+    assert_same(frozen.model.state_dict(), expected)
+    assert sum(store.given) == total
+
+
+def test_trained_weights_are_always_written(build, data, monkeypatch):
+    """A fused optimizer does not count their versions up, which a comparison of versions would take for no change."""
+    engine, written = build("causal"), written_bytes(monkeypatch)
+    weight = engine.packed.model.model.layers[0].mlp.down_proj.weight
+    engine.offloading(Memory())
+    engine.train_step(data, objective_for(engine))
+    version = weight._version
+    num_bytes = engine.offload().num_bytes
+    engine.onload()
+    engine.train_step(data, objective_for(engine))
+    assert weight._version == version
+    del written[:]
+    engine.offload()
+    assert written == [num_bytes]
+
+
+def test_what_somebody_holds_of_a_stay_is_left_as_it_was(build, data):
+    engine, store = build("causal"), Memory()
+    engine.offloading(store)
+    engine.offload()
+    held = dict(engine.weights())
+    expected = copy.deepcopy(held)
+    engine.onload()
+    engine.train_step(data, objective_for(engine))
+    first = sum(store.given)
+    engine.offload(["params"])
+    assert_same(held, expected)
+    assert not torch.equal(held["lm_head.weight"], engine.packed.model.lm_head.weight)
+    assert sum(store.given) - first == sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+
+
+def test_a_store_gives_its_memory_once(build, data):
+    engine, store = build("scalar"), Memory()
+    offload = engine.offloading(store)
+    engine.train_step(data, objective_for(engine))
+    for _ in range(3):
+        engine.offload()
+        engine.onload()
+        engine.train_step(data, objective_for(engine))
+    totals = offload.total_bytes()
+    assert sum(store.given) == totals["params"] + totals["optimizer"]
+
+
+# Sizes and memory ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["causal", "lora"])
+def test_sizes(kind, build, data, files):
+    engine = build(kind)
+    offload = engine.offloading(files)
+    trained = [p for p in engine.packed.model.parameters() if p.requires_grad]
+    buffers = sum(b.numel() * b.element_size() for b in engine.packed.model.buffers())
+    params = sum(4 * p.numel() for p in engine.packed.model.parameters()) + buffers
+    grads = sum(4 * p.numel() for p in trained)
+    assert buffers > 0
+    assert offload.total_bytes() == {"params": params, "grads": grads, "optimizer": 2 * grads}
+    assert offload.resident_bytes() == {"params": params, "grads": 0, "optimizer": 0}
+    engine.train_step(data, objective_for(engine))
+    # AdamW counts the steps of every parameter.
+    optimizer = 2 * grads + 4 * len(trained)
+    assert offload.total_bytes() == {"params": params, "grads": grads, "optimizer": optimizer}
+    assert offload.resident_bytes() == {"params": params, "grads": 0, "optimizer": optimizer}
+    assert engine.offload(["optimizer"]).num_bytes == optimizer
+    assert offload.resident_bytes() == {"params": params, "grads": 0, "optimizer": 0}
+    assert offload.total_bytes() == {"params": params, "grads": grads, "optimizer": optimizer}
+
+
+def test_the_memory_of_what_leaves_is_free_and_that_is_measured(files):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16_384, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    packed = PackedCausalLM(LlamaForCausalLM(config).eval())
+    optimizer = torch.optim.AdamW(packed.model.parameters(), fused=True)
+    _step(packed, optimizer)
+    offload = Offload(packed, files, optimizer)
+    params, optimizer_bytes = (offload.total_bytes()[part] for part in ("params", "optimizer"))
+    assert params > 64 * 2**20
+
+    def check(moved, num_bytes, sign):
+        assert moved.num_bytes == num_bytes
+        assert sign * moved.freed_bytes == pytest.approx(num_bytes, rel=0.05)
+        assert moved.seconds > 0
+
+    for _ in range(2):
+        check(offload.offload(["optimizer"]), optimizer_bytes, 1)
+        check(offload.offload(), params, 1)
+        check(offload.onload(["params"]), params, -1)
+        check(offload.onload(), optimizer_bytes, -1)
+    assert abs(offload.onload().freed_bytes) < 2**20
+    held = packed.model.lm_head.weight.detach()
+    moved = offload.offload(["params"])
+    assert params - moved.freed_bytes == pytest.approx(held.numel() * 4, rel=0.05), "what is held is not free"
+
+
+# Errors leave everything as it was -----------------------------------------------------------------------
+
+
+def failing_copies(monkeypatch, error):
+    """The next movement fails halfway through its copies."""
+
+    def fail(self, pairs):
+        for source, target in pairs[: len(pairs) // 2]:
+            target.copy_(source)
+        raise error
+
+    monkeypatch.setattr(Offload, "_copy", fail)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["offload", "onload", "again"])
+def test_a_movement_that_fails_halfway_changes_nothing(kind, where, build, data, monkeypatch):
+    plain, engine = build(kind), build(kind)
+    offload = engine.offloading(Memory())
+    for each in (plain, engine):
+        each.train_step(data, objective_for(each))
+    if where != "offload":
+        engine.offload()
+    if where == "again":
+        engine.onload()
+        for each in (plain, engine):
+            each.train_step(data, objective_for(each))
+    resident = offload.resident_bytes()
+    with monkeypatch.context() as patch:
+        failing_copies(patch, MemoryError())
+        with pytest.raises(MemoryError):
+            (engine.onload if where == "onload" else engine.offload)()
+    assert offload.resident_bytes() == resident
+    assert offload.is_resident(PARTS) == (where != "onload")
+    assert_same(engine.state(), plain.state())
+    engine.onload()
+    for each in (plain, engine):
+        each.metrics = each.train_step(data, objective_for(each))
+    assert engine.metrics == plain.metrics
+    engine.offload()
+    assert_same(engine.state(), plain.state())
+
+
+def test_frozen_weights_whose_copy_failed_are_written_again(frozen, monkeypatch):
+    offload = Offload(frozen, Memory())
+    offload.offload()
+    offload.onload()
+    weight = frozen.model.model.layers[0].mlp.down_proj.weight
+    former = weight.clone()
+    with torch.no_grad():
+        weight.add_(1)
+    with monkeypatch.context() as patch:
+        failing_copies(patch, MemoryError())
+        with pytest.raises(MemoryError):
+            offload.offload()
+    with torch.no_grad():
+        weight.copy_(former)
+    expected = copy.deepcopy(frozen.model.state_dict())
+    offload.offload()
+    assert_same(frozen.model.state_dict(), expected)
+
+
+def test_a_full_disk_is_said_and_nothing_moves(build, data, files, monkeypatch):
+    engine = build("causal")
+    engine.offloading(files)
+    engine.offload(["params"])
+    engine.onload()
+    engine.train_step(data, objective_for(engine))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    expected = copy.deepcopy(engine.state())
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match="No space left"):
+        engine.offload()
+    assert engine.offloading().is_resident(PARTS)
+    assert_same(engine.state(), expected)
+    engine.train_step(data, objective_for(engine))
+
+
+def test_a_full_store_is_no_matter_for_what_has_its_place(frozen):
+    store = Memory()
+    offload = Offload(frozen, store)
+    offload.offload()
+    offload.onload()
+    store.is_full = True
+    offload.offload()
+    weight = frozen.model.lm_head.weight
+    offload.onload()
+    weight.data = torch.zeros(1)
+    with pytest.raises(UserError, match="no room"):
+        offload.offload()
+
+
+# Nobody computes with what is away -----------------------------------------------------------------------
+
+
+def test_passes_on_what_is_away_name_it(build, frozen, data, files):
+    engine = build("causal")
+    engine.offloading(files)
+    engine.offload(["grads", "optimizer"])
+    engine.forward(data, Needs(logprobs=True))
+    with pytest.raises(RuntimeError, match="grads, optimizer of LlamaForCausalLM are offloaded"):
+        engine.train_step(data, SFTObjective())
+    engine.onload(["grads"])
+    with pytest.raises(RuntimeError, match=r"^optimizer of LlamaForCausalLM are offloaded"):
+        engine.train_step(data, SFTObjective())
+    engine.offload(["params"])
+    with pytest.raises(RuntimeError, match=r"^params of LlamaForCausalLM"):
+        engine.forward(data, Needs(logprobs=True))
+    offload = Offload(frozen, files)
+    before = forward_only(frozen, data, Needs(logprobs=True), 1000)
+    offload.offload()
+    for run in (
+        lambda: forward_only(frozen, data, Needs(logprobs=True), 1000),
+        lambda: frozen.model(torch.zeros(1, 3, dtype=torch.long)),
+    ):
+        with pytest.raises(RuntimeError, match=r"params of .* offloaded"):
+            run()
+    offload.onload()
+    assert_same(dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token), dict(before.token))
+
+
+def test_a_copy_of_what_is_away_is_there(frozen, files):
+    offload = Offload(frozen, files)
+    offload.offload()
+    for twin in (copy.deepcopy(frozen.model), pickle.loads(pickle.dumps(frozen.model))):
+        assert_same(twin.state_dict(), frozen.model.state_dict())
+        assert twin.model not in module._AWAY
+        module._refuse(twin.model, ())
+    with pytest.raises(RuntimeError, match="offloaded"):
+        module._refuse(frozen.model.model, ())
+
+
+def test_only_one_moves_a_model(build, files):
+    engine = build("causal")
+    with pytest.raises(RuntimeError, match="offloading"):
+        engine.offload()
+    offload = engine.offloading(files)
+    assert engine.offloading() is offload is engine.offloading(files)
+    with pytest.raises(RuntimeError, match="have a store already"):
+        engine.offloading(Memory())
+    with pytest.raises(RuntimeError, match="has an Offload already"):
+        Offload(engine.packed, files)
+    engine.offload()
+    engine._offload = None
+    del offload
+    with pytest.raises(RuntimeError, match="has an Offload already"):
+        Offload(engine.packed, files)
+
+
+def test_a_model_is_free_for_another_once_its_first_is_gone(frozen, files):
+    first = Offload(frozen, files)
+    first.offload()
+    first.onload()
+    del first
+    Offload(frozen, files).offload()
+
+
+@pytest.mark.parametrize("parts", ["params", ["weights"], ["params", "adam"]])
+def test_parts_have_known_names(parts, frozen, files):
+    with pytest.raises(ValueError, match="params, grads, optimizer"):
+        Offload(frozen, files).offload(parts)
+
+
+def test_only_plain_tensors_move(frozen, files):
+    frozen.model.register_buffer("table", torch.eye(3).to_sparse())
+    before = copy.deepcopy(dict(frozen.model.named_parameters()))
+    offload = Offload(frozen, files)
+    with pytest.raises(TypeError, match="table"):
+        offload.offload()
+    frozen.model.table = None
+    with torch.inference_mode():
+        frozen.model.lm_head.weight = nn.Parameter(torch.zeros(31, 16), requires_grad=False)
+    with pytest.raises(TypeError, match=r"lm_head\.weight is an inference tensor"):
+        offload.offload()
+    del before["lm_head.weight"]
+    assert offload.is_resident(PARTS)
+    assert all(torch.equal(parameters(frozen)[name], value) for name, value in before.items())

@@ -1,0 +1,224 @@
+"""A run that follows the journal of another one trains on the same bits, whatever takes how long in it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.algorithms import GRPO
+from quartet.config.common import OptimConfig, TrainConfig
+from quartet.config.placement import InFlight
+from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig, SamplingConfig
+from quartet.observe.spans import SpanRecorder
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.protocol import Completion
+from quartet.rollout.weights import own_copy
+from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.engine_host import EngineHost
+from quartet.schedule.groups import PromptGroup, chunk_of, staleness_metrics
+from quartet.schedule.handles import Handle, Here
+from quartet.schedule.iteration import Chunk, Roles, run_iteration
+from quartet.schedule.journal import Diverged, Event, Journal
+from quartet.schedule.learners import Learner, UpdatePlan
+from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
+from quartet.schedule.rollout import Rollout
+from quartet.schedule.scorers import ModelScorer
+from quartet.schedule.stream import AdmissionRule, GroupStream
+from quartet.schedule.worker import Worker
+from quartet.train.engine import Needs
+from quartet.train.objectives import PolicyObjective
+from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.cast import Cast
+from quartet.trainers.casting import build_cast
+from quartet.trainers.loader import Passed
+
+STEPS, RECIPE = 4, RLRecipe(
+    algorithm=GRPO(),
+    actor=ActorConfig(train=TrainConfig(optim=OptimConfig(lr=2e-2))),
+    rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=14), max_running=8, steps_per_lease=2),
+    steps=4,
+    prompts_per_step=4,
+    responses_per_prompt=2,
+    minibatches=2,
+    threads=1,
+)  # fmt: skip
+
+
+class Delays:
+    """Seconds of each call, drawn from (seed, what, number)."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.num_calls = 0
+
+    async def pass_by(self, what: str) -> None:
+        self.num_calls += 1
+        draw = random.Random(f"{self.seed} {what} {self.num_calls}")
+        await asyncio.sleep(draw.choice({"burst": (0.5, 1.0), "score": (0.0, 3.0)}.get(what, (1.0, 4.0, 12.0))))
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A handle whose calls take time before they compute."""
+
+    handle: Handle
+    delays: Delays
+
+    async def call(self, method: str, *args: Any) -> Any:
+        await self.delays.pass_by(method)
+        return await self.handle.call(method, *args)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A reward: how many tokens are even."""
+
+    worker: Worker
+    delays: Delays
+
+    async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+        async with self.worker.turn("reward", "forward", "reward", step=chunk.step, chunk=chunk.index):
+            await self.delays.pass_by("score")
+        batch = chunk.data
+        even = [float(sum(t % 2 == 0 for t in batch.token_ids(s))) for s in range(len(batch))]
+        return ColumnSet(batch.ids, sequence={"reward/even": torch.tensor(even)})
+
+
+@dataclass
+class Found:
+    groups: list[PromptGroup] = field(default_factory=list)
+    answers: list[Completion] = field(default_factory=list)
+    staleness: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def responses(self) -> list[tuple[Completion, ...]]:
+        return [group.completions for group in self.groups]
+
+    def versions(self) -> list[tuple[int, ...]]:
+        return [completion.versions for group in self.groups for completion in group.completions]
+
+
+@pytest.fixture
+def play(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., Found]:
+    def run(seed: int, in_flight: InFlight, journal: Journal) -> Found:
+        cast = build_cast(RECIPE, Passed(causal_lm(), tokenizer, rewards=(len,)), prompts=prompts)
+        try:
+            return run_virtual(trained(cast, Delays(seed), in_flight, journal))
+        finally:
+            for model in cast.models():
+                model.release()
+
+    return run
+
+
+async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Journal) -> Found:
+    found = Found()
+    modes: dict[str, Any] = {"rollout": {"generate": 0}, "actor": {"forward": 0, "train": 0}, "reward": {"forward": 0}}
+    arbiter = Arbiter(
+        [PoolSpec(name) for name in modes],
+        [RoleSpec(name, name, of) for name, of in modes.items()],
+        versions={"actor": 0, "rollout": 0},
+    )
+    worker = Worker(arbiter, SpanRecorder(clock=now))
+    engine = NativeEngine(own_copy(cast.actor.packed), owns_weights=True, max_running=8, decode=cast.codec.decode)
+    actor = Slow(cast.handles["actor"], delays)
+
+    async def deliver(version: int) -> int:
+        engine.update_weights(list(cast.actor.weights()), version)
+        return 0
+
+    rollout = Rollout(
+        worker,
+        [Slow(Here(EngineHost(engine)), delays)],
+        cast.requests,
+        steps_per_lease=RECIPE.rollout.steps_per_lease,
+        version=0,
+        canary=cast.canary(),
+        trainer=actor,
+        deliver=deliver,
+        shares_actor=False,
+        in_flight=in_flight,
+        max_running=8,
+        journal=journal,
+    )
+    stream = GroupStream(rollout.generate, AdmissionRule(RECIPE.prompts_per_step, 1), chunk_size=1)
+
+    def collect(step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk[RaggedBatch]:
+        journal.consume(step, index, [group.consumed() for group in groups])
+        found.groups += groups
+        return chunk_of(step, index, groups, cast.completion_text)
+
+    def policy(step: int, is_first: bool) -> PolicyObjective:
+        found.staleness.append(staleness_metrics(experiences[step].batch, step)["staleness/max"])
+        return PolicyObjective(RECIPE.algorithm, 8, 1.0, 0.0, is_first, 14)
+
+    experiences: list[Experience] = []
+    assembler = Assembler(RECIPE.algorithm, {"even": 1.0}, lambda: 0.0, None, max_new_tokens=14)
+
+    def assemble(chunks: Any) -> RaggedBatch:
+        experiences.append(assembler(chunks))
+        return experiences[-1].batch
+
+    needs = Needs(logprobs=True, mask="action_mask")
+    roles: Roles[Any, Any, Any, Any] = Roles(
+        stream=stream,
+        collect=collect,
+        scorers=[Parity(worker, delays), ModelScorer(worker, "actor", actor, needs, "old_logprobs", trains=True)],
+        assemble=assemble,
+        learners=[Learner(worker, "actor", actor, UpdatePlan(2, 1, seed=0), policy, "policy")],
+        publish=rollout.publish,
+    )
+    _, _, requests = cast.requests(100)
+    try:
+        async with stream:
+            for step in range(STEPS):
+                await run_iteration(step, roles)
+                if step == 1:
+                    async with rollout.quiet():
+                        found.answers = await rollout.evaluate(requests, step)
+    finally:
+        await rollout.close()
+    found.weights = {name: tensor.clone() for name, tensor in cast.actor.packed.model.state_dict().items()}
+    return found
+
+
+def decided(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if event.kind != "consume"]
+
+
+@pytest.mark.parametrize("in_flight", ["pick_up", "finish_old"])
+def test_a_followed_journal_gives_the_same_bits(play: Callable[..., Found], in_flight: InFlight) -> None:
+    journal = Journal()
+    first = play(1, in_flight, journal)
+    assert {v for c in first.answers for v in c.versions} == {2}
+    assert max(first.staleness) == 1.0, "generation ran ahead"
+    mixed = [versions for versions in first.versions() if len(set(versions)) > 1]
+    assert bool(mixed) == (in_flight == "pick_up")
+    again = Journal(journal.events)
+    second = play(2, in_flight, again)
+    num = min(len(again.events), len(journal.events))
+    assert decided(again.events)[: num // 2] == decided(journal.events)[: num // 2]
+    assert second.responses() == first.responses() and second.answers == first.answers
+    assert all(torch.equal(tensor, second.weights[name]) for name, tensor in first.weights.items())
+    free = play(2, in_flight, Journal())
+    assert free.versions() != first.versions(), "the journal decided, not the data"
+    assert not all(torch.equal(tensor, free.weights[name]) for name, tensor in first.weights.items())
+
+
+def test_a_journal_of_other_data_is_noticed(play: Callable[..., Found]) -> None:
+    journal = Journal()
+    play(1, "pick_up", journal)
+    other = [
+        Event(**{**vars(event), "groups": tuple((i, ((0, 3),)) for i, _ in event.groups)}) for event in journal.events
+    ]
+    with pytest.raises(Diverged, match="step 0, chunk 0"):
+        play(1, "pick_up", Journal(other))

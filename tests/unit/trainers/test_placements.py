@@ -1,0 +1,193 @@
+"""Every placement in one process: the same training as without one, to the bit; parts really move where budgets ask."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.config import UserError
+from quartet.config.algorithms import GRPO, PPO, KLConfig, OffPolicyConfig
+from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, SamplingConfig, TrainConfig
+from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, RLRecipe, RolloutConfig
+from quartet.observe.trackers import read_metrics
+from quartet.trainers.rl import RLResult, RLTrainer
+
+NOT_NUMBERS = ("time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
+BIG = 10**9
+ROLES = ["actor", "critic", "reference", "reward", "rollout"]
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "separated": {"type": "separated", **{role: {} for role in ROLES}},
+    "forward_offload": {
+        "type": "forward_offload",
+        "rollout": {},
+        "actor_reference": {"budget_bytes": BIG},
+        "critic_reward": {"budget_bytes": BIG},
+    },
+    "homogeneous": {"type": "homogeneous", "rollout": {}, "models": {"budget_bytes": BIG}},
+    "full_offload": {"type": "full_offload", "pool": {"budget_bytes": BIG}},
+    "pipelined": {
+        "type": "pipelined",
+        "pools": {
+            "policy": {"roles": ["rollout", "actor"]},
+            "scores": {"roles": ["critic", "reference", "reward"], "budget_bytes": BIG},
+        },
+        "after": {"values": ["reward"]},
+    },
+}
+
+
+def recipe(path: Path, **changes: Any) -> RLRecipe:
+    train = TrainConfig(token_budget=512, forward_token_budget=512)
+    values: dict[str, Any] = {
+        "algorithm": PPO(kl=KLConfig(coef=0.05)),
+        "actor": ActorConfig(train=train),
+        "critic": CriticConfig(train=train),
+        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=8), max_running=6, steps_per_lease=2),
+        "steps": 3,
+        "prompts_per_step": 4,
+        "responses_per_prompt": 2,
+        "minibatches": 2,
+        "epochs": 2,
+        "chunk_size": 2,
+        "threads": 1,
+        "output_dir": str(path),
+        "log": LogConfig(tensorboard=False),
+        "checkpoint": CheckpointConfig(every_steps=1),
+    }
+    return RLRecipe(**{**values, **changes})
+
+
+def numbers(path: Path) -> list[dict[str, Any]]:
+    rows = read_metrics(path / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_NUMBERS)} for row in rows]
+
+
+def weights(result: RLResult) -> list[torch.Tensor]:
+    models = [result.model, *([result.critic] if result.critic is not None else [])]
+    return [tensor.clone() for model in models for tensor in model.state_dict().values()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def run(
+    causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
+) -> Callable[..., tuple[RLResult, Path]]:
+    def go(name: str, placement: dict[str, Any] | None = None, resume: bool = False, **changes: Any) -> Any:
+        path = tmp_path / name
+        trainer = RLTrainer(
+            recipe(path, placement=placement, **changes),
+            model=causal_lm(),
+            tokenizer=tokenizer,
+            rewards=[digits, scalar_model()],
+            prompts=prompts,
+            evaluation_prompts=prompts[:3],
+            resume=resume,
+        )
+        return trainer.train(), path
+
+    return go
+
+
+@pytest.fixture
+def tight(causal_lm: Any, scalar_model: Any) -> Callable[[], int]:
+    """The budget that the largest role needs in training, and nothing beside it."""
+    return lambda: max(4 * 4 * sum(p.numel() for p in model.parameters()) for model in (causal_lm(), scalar_model()))
+
+
+def budgeted(placement: dict[str, Any], budget: int) -> dict[str, Any]:
+    return json.loads(json.dumps(placement).replace(str(BIG), str(budget)))
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_placement_trains_the_same_model(name: str, run: Any, tight: Any) -> None:
+    serial, serial_path = run("serial")
+    placed, path = run(name, budgeted(PLACEMENTS[name], tight()))
+    assert same(weights(serial), weights(placed))
+    assert numbers(serial_path) == numbers(path)
+
+
+def test_parts_move_where_a_budget_asks_for_it(run: Any, tight: Any) -> None:
+    _, path = run("full", budgeted(PLACEMENTS["full_offload"], tight()))
+    for row in read_metrics(path / "metrics.jsonl")[1:]:
+        assert row["handover/onload_bytes"] > 0 and row["handover/offload_bytes"] > 0
+        assert "handover/freed_bytes" in row
+    _, path = run("apart", PLACEMENTS["separated"])
+    assert not any(name.startswith("handover/") for row in read_metrics(path / "metrics.jsonl") for name in row)
+
+
+@pytest.mark.parametrize("name", ["homogeneous", "full_offload"])
+def test_adapters_and_an_interrupted_run_under_a_budget(name: str, run: Any, tight: Any) -> None:
+    """A LoRA actor's reference becomes a model of its own where parts move; a resumed run goes on to the bit."""
+    changes = {"actor": ActorConfig(train=TrainConfig(token_budget=512, lora=LoRAConfig(rank=2, alpha=4.0)))}
+    serial, _ = run("serial", **changes)
+    placement = budgeted(PLACEMENTS[name], tight())
+    _, path = run(name, placement, **changes)
+    shutil.rmtree(path / "checkpoints" / "step_00000003")
+    resumed, _ = run(name, placement, resume=True, **changes)
+    assert same(weights(serial), weights(resumed))
+
+
+def test_a_method_without_critic_and_reference(run: Any) -> None:
+    changes = {"algorithm": GRPO(kl=KLConfig(coef=0.0))}
+    serial, _ = run("serial", **changes)
+    apart = {role: PLACEMENTS["separated"][role] for role in ("actor", "rollout", "reward")}
+    placed, _ = run("separated", {"type": "separated", **apart}, **changes)
+    assert same(weights(serial), weights(placed))
+
+
+@pytest.mark.parametrize("in_flight", ["pick_up", "finish_old"])
+def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, run: Any) -> None:
+    changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.05)), "steps": 4}
+    placement = {
+        "type": "asynchronous",
+        "max_staleness": 1,
+        "in_flight": in_flight,
+        "pools": {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reference", "reward"]}},
+    }
+    first, path = run("first", placement, **changes)
+    rows = read_metrics(path / "metrics.jsonl")[1:]
+    assert max(row["staleness/max"] for row in rows) <= 1
+    again, other = run("again", {**placement, "follow": str(path / "journal.jsonl")}, **changes)
+    assert same(weights(first), weights(again))
+    assert numbers(path) == numbers(other)
+
+
+# What cannot work ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("placement", "reason"),
+    [
+        ({"type": "separated", "actor": {}, "rollout": {}, "critic": {}, "reward": {}}, "reference.*has no pool"),
+        ({"type": "full_offload", "pool": {"processes": 2}}, "more processes than there are"),
+        ({"type": "full_offload", "pool": {"budget_bytes": 1000}}, "can never work"),
+    ],
+)
+def test_what_cannot_work_is_refused(placement: dict[str, Any], reason: str, run: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=reason):
+        run("bad", placement)
+    assert not (tmp_path / "bad" / "metrics.jsonl").exists() or not numbers(tmp_path / "bad")
+
+
+def test_stale_answers_need_a_correction(tmp_path: Path) -> None:
+    pools = {"all": {"roles": ["rollout", "actor", "reference", "critic", "reward"]}}
+    with pytest.raises(ValueError, match="algorithm.off_policy"):
+        recipe(tmp_path, placement={"type": "asynchronous", "pools": pools})
+
+
+def test_evaluation_is_the_same_under_every_placement(run: Any) -> None:
+    changes = {"evaluation": EvaluationConfig(every_steps=1)}
+    _, serial = run("serial", **changes)
+    _, placed = run("separated", PLACEMENTS["separated"], **changes)
+    kept = [{k: v for k, v in row.items() if k.startswith("eval/")} for row in numbers(serial)]
+    assert kept == [{k: v for k, v in row.items() if k.startswith("eval/")} for row in numbers(placed)]
+    assert any(kept)
