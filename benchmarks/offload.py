@@ -3,8 +3,9 @@
     python benchmarks/offload.py [--model small] [--device cuda] [--directory DIR]
 
 A frozen model moves its parameters, a trained one its optimizer's moments too. The first time out takes new memory from
-the store; later ones use it again, and of a frozen model only buffers are copied then. Coming back always copies. Beside
-it the machine's memcpy, into fresh memory and into memory in use; on a GPU torch's copies to and from pinned memory.
+the store; later ones use it again, and of a frozen model only buffers are copied then. Coming back always copies.
+Beside it the machine's memcpy, into fresh memory and into memory in use; on a GPU torch's copies to and from pinned
+memory.
 """
 
 from __future__ import annotations

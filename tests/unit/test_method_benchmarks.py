@@ -44,6 +44,18 @@ def test_states_of_rloo_are_counted_as_seven_tenths_of_ppos(bench: Callable[[str
     assert (ppo, rloo) == (40_000, 28_000)
 
 
+def test_runs_that_write_in_the_background_are_timed_beside_those_that_wait(
+    bench: Callable[[str], Any], tmp_path: Path
+) -> None:
+    background = bench("background")
+    args = argparse.Namespace(smoke=True, repeats=1, threads=1, steps=2, folder=tmp_path)
+    found = background.measure("tiny/sft", args)
+    for side, spans in (("at once", {"checkpoint"}), ("background", {"checkpoint", "checkpoint_snapshot"})):
+        assert found["sides"][side]["seconds"] > 0 and found["sides"][side]["spans"].keys() == spans
+        assert found["sides"][side]["bytes"] > 3 * 4 * 1_700_000, "weights and two moments in fp32"
+    assert background.table([found]).count("| tiny/sft |") == 2
+
+
 def test_living_bytes_see_tensors_and_gradients_once() -> None:
     """In a process of its own, because tensors of other tests come and go."""
     code = """

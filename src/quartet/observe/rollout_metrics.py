@@ -63,4 +63,16 @@ ROLLOUT_ROWS: tuple[tuple[str, str, str, str], ...] = (
         "Prompt tokens the engine computed for the step.",
         "More than the distinct prompt tokens: prompts are computed twice.",
     ),
+    (
+        "staleness/mean",
+        "versions",
+        "By how many versions the weights that are trained are newer than those that sampled a token; mean over tokens.",
+        "Near max_staleness: generation is far ahead, and importance weights do more of the work.",
+    ),
+    (
+        "staleness/max",
+        "versions",
+        "The same of the oldest token.",
+        "Above max_staleness, which must not happen.",
+    ),
 )

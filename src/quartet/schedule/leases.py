@@ -12,8 +12,8 @@ compete, and:
 
 * those of the highest rank go first (a planner's word on what the others wait for; by default all are equal),
   among equals those whose role is resident, then those that came first;
-* an open request is *passed over* when a later one is granted something that it needs (its role, a state, or
-  so much of the pool's slots and bytes that it would not fit beside). After `patience` times it is *urgent*:
+* an open request is *passed over* when a later one is granted something that it needs (its role, a state, the
+  pool's one movement of parts at a time, or so much of its slots and bytes that it would not fit beside). After `patience` times it is *urgent*:
   no later request is granted anything that an urgent one needs. So at most `patience` later requests ever
   hinder it.
 
@@ -352,8 +352,14 @@ class Arbiter:
             if other.access.conflicts(request.access) or other.role.name == request.role.name:
                 return True
             if other.role.pool == request.role.pool:
+                if self._moves(other) and self._moves(request):
+                    return True
                 claims[other.role.name] = max(other.needed_bytes, claims.get(other.role.name, 0))
         return len(claims) > 1 and not self._pools[request.role.pool].has_room(claims)
+
+    def _moves(self, request: _Request) -> bool:
+        """It needs parts moved in, and a pool moves those of one role at a time."""
+        return not self._pools[request.role.pool].is_resident(request.role.name, request.mode)
 
     def _grant(self, request: _Request) -> None:
         """Takes everything at once; nothing in here may fail or await."""

@@ -130,7 +130,7 @@ class Loader:
         path, lora = recipe.reference.path, recipe.actor.train.lora
         if path is None and lora is not None and self._shares_reference:
             return self.actor
-        model = self._placed(load_causal_lm(path)) if path is not None else copy.deepcopy(self.actor_model)
+        model = self._placed(load_causal_lm(path)) if path is not None else self._base_of_actor()
         model.requires_grad_(False)
         held, needed = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, self.actor_model))
         if held != needed:
@@ -140,6 +140,13 @@ class Loader:
                 remedy="use a reference with the actor's tokenizer, or leave reference.path out",
             )
         return self._own(packed_causal_lm(model, recipe.actor.train.precision, numerics=recipe.numerics))
+
+    def _base_of_actor(self) -> PreTrainedModel:
+        """A copy of the actor as it starts, without adapters."""
+        if self.recipe.actor.train.lora is None:
+            return copy.deepcopy(self.actor_model)
+        with self.actor.without_adapters():
+            return copy.deepcopy(self.actor_model)
 
     @cached_property
     def reward_models(self) -> list[RewardModelRole]:

@@ -21,7 +21,9 @@ from quartet.envs.protocol import Environment
 from quartet.models.loading import save_causal_lm, save_scalar_model, seen_tokens
 from quartet.observe.progress import Progress, Stage
 from quartet.observe.rollouts import RolloutWriter
+from quartet.schedule.groups import ahead_from_state, ahead_state, staleness_metrics
 from quartet.schedule.iteration import run_iteration
+from quartet.schedule.stream import Ahead
 from quartet.train.objectives import trajectory_index
 from quartet.trainers.advantages import Experience
 from quartet.trainers.cast import Cast, needs_greedy
@@ -62,10 +64,11 @@ class RLResult:
 
 @dataclass(frozen=True)
 class _Beginning:
-    """Where a session begins: complete steps, and where the stream stood."""
+    """Where a session begins: complete steps, where the stream stood, and what it had beyond that."""
 
     step: int
-    stream_state: Mapping[str, Any] | None
+    stream: Mapping[str, Any] | None = None
+    ahead: Ahead[Any] | None = None
 
 
 class RLTrainer:
@@ -197,8 +200,8 @@ class RLTrainer:
         self._session = None
         self._session = session = await self._open_session(step)
         async with contextlib.aclosing(session), session.stream:
-            if beginning.stream_state is not None:
-                session.stream.restore(beginning.stream_state)
+            if beginning.stream is not None:
+                session.stream.restore(beginning.stream, beginning.ahead)
             if self.ptx is not None:
                 self.ptx.start(max(step, self._warmup_steps) * self.recipe.minibatches * self.recipe.epochs)
             writer = RolloutWriter(self.path / "rollouts")
@@ -206,7 +209,7 @@ class RLTrainer:
                 self.run.tracker.log(0, await self._evaluate(session, 0))
                 self.run.recorder.drop_through(0)
             while step < self.recipe.steps:
-                self._at = _Beginning(step, session.stream.state())
+                self._at = _Beginning(step, session.stream.state(), session.stream.ahead())
                 step = await self._step(step, session, writer)
 
     async def _open_session(self, step: int) -> Session:
@@ -260,6 +263,7 @@ class RLTrainer:
             **result.experience.metrics,
             **timing(spans, watch.seconds, after.generated_tokens - before.generated_tokens),
             **lengths(batch),
+            **(staleness_metrics(batch, step) if self.company.placement.max_staleness is not None else {}),
             **episode_metrics(batch),
             **greedy_metrics(batch),
             **(session.sampling.take_metrics() if session.sampling is not None else {}),
@@ -283,7 +287,7 @@ class RLTrainer:
             shown = {"score": "reward/score_mean", "kl": "kl/ref", "tokens/s": "rollout/tokens_per_s"}
             self._bar.advance(1, **{k: round(metrics[v], 3) for k, v in shown.items() if v in metrics})
         if self.run.due(done, recipe.steps):
-            await self._save(done, session.stream.state())
+            await self._save(_Beginning(done, session.stream.state(), session.stream.ahead()))
         self.run.check_stop(done)
         return done
 
@@ -380,7 +384,7 @@ class RLTrainer:
         self.kl_coef = kl_term(self.recipe.algorithm).coef if found is None else found[2]["kl_coef"]
         if found is None:
             self.cast.emitted.zero_()
-            return _Beginning(0, None)
+            return _Beginning(0)
         step, parts, info = found
         for name in self.cast.engines():
             await self.cast.handles[name].call("load_state", parts[name])
@@ -389,16 +393,21 @@ class RLTrainer:
             await self._refresh.load_state(parts["reference"])
         if self.held_out is not None:
             self.held_out.restore(info.get("alarm"))
-        return _Beginning(step, info["stream"])
+        ahead = ahead_from_state(parts["ahead"], self.cast.item) if "ahead" in parts else None
+        return _Beginning(step, info["stream"], ahead)
 
-    async def _save(self, step: int, stream_state: Mapping[str, Any]) -> None:
+    async def _save(self, at: _Beginning) -> None:
+        """Saves the state of ``at``, which is the present one."""
+        step = at.step
         parts: dict[str, Any] = {name: await self.cast.handles[name].call("state") for name in self.cast.engines()}
         parts["emitted"] = self.cast.emitted
         if self._refresh is not None:
             parts["reference"] = await self._refresh.state()
+        if at.ahead is not None and (ahead := ahead_state(at.ahead)) is not None:
+            parts["ahead"] = ahead
         with self.run.recorder.span("checkpoint", step=step - 1):
             alarm = self.held_out.state() if self.held_out is not None else None
-            self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": dict(stream_state), "alarm": alarm})
+            self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": dict(at.stream or {}), "alarm": alarm})
 
     @contextlib.asynccontextmanager
     async def _saved_if_clean(self, session: Session) -> AsyncIterator[None]:
@@ -414,7 +423,7 @@ class RLTrainer:
         except BaseException:
             step = self._at.step
             if not session.is_learning and step > 0 and step not in self.run.saved_steps():
-                await self._save(step, self._at.stream_state or {})
+                await self._save(self._at)
             raise
 
 

@@ -35,6 +35,9 @@ ROWS, COLUMNS = 63, 1025
 BLOCK_WORDS = ROWS * COLUMNS
 BLOCK_BYTES = 8 * BLOCK_WORDS
 _NUM_SUMS = ROWS + COLUMNS
+_STRIP_ROWS = 21
+"""Rows of a block that are copied and summed up before the next ones come: few enough for the cache next to the core,
+at both ends of the copy."""
 _PIECE_BYTES = 8 * BLOCK_BYTES
 """What one thread takes at a time."""
 _DEVICE_PIECE_BLOCKS = 256
@@ -66,26 +69,44 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def partial_digest(data: Bytes, first_block: int = 0) -> int:
-    """The part of the sum that ``data`` gives, where it begins at block ``first_block`` of its tensor."""
+def partial_digest(data: Bytes, first_block: int = 0, copy: Bytes | None = None) -> int:
+    """The part of the sum that ``data`` gives, where it begins at block ``first_block`` of its tensor.
+
+    Args:
+        copy: filled with ``data`` on the way, while that is in the cache.
+    """
     starts = range(0, len(data), BLOCK_BYTES)
     sums = np.empty((len(starts), _NUM_SUMS), dtype=np.uint64)
+    strips = np.empty((ROWS // _STRIP_ROWS, COLUMNS), dtype=np.uint64)
     for out, start in zip(sums, starts, strict=True):
-        _sum_up(_words_of(data[start : start + BLOCK_BYTES]), out)
+        end = start + BLOCK_BYTES
+        written = None if copy is None else copy[start:end]
+        if end <= len(data):
+            _take_block(data[start:end], out, strips, written)
+        else:
+            _take_rest(data[start:], out, written)
     return _combine(sums, first_block)
 
 
-def _words_of(data: Bytes) -> Words:
-    whole, rest = divmod(len(data), 8)
-    if not rest:
-        return data.view(np.uint64)
-    filled = np.zeros(whole + 1, dtype=np.uint64)
-    filled.view(np.uint8)[: len(data)] = data
-    return filled
+def _take_block(data: Bytes, out: Words, strips: Words, copy: Bytes | None) -> None:
+    """``f`` of a whole block, strip by strip; ``strips`` is room for the sums of each one's columns."""
+    block = data.view(np.uint64).reshape(ROWS, COLUMNS)
+    target = None if copy is None else copy.view(np.uint64).reshape(ROWS, COLUMNS)
+    for number, first in enumerate(range(0, ROWS, _STRIP_ROWS)):
+        rows = slice(first, first + _STRIP_ROWS)
+        if target is not None:
+            # For pieces of this size numpy's vector loops are faster than its copy, which calls the C library's.
+            np.positive(block[rows], out=target[rows])
+        np.add.reduce(block[rows], axis=1, out=out[COLUMNS + first : COLUMNS + first + _STRIP_ROWS])
+        np.add.reduce(block[rows], axis=0, out=strips[number])
+    np.add.reduce(strips, axis=0, out=out[:COLUMNS])
 
 
-def _sum_up(words: Words, out: Words) -> None:
-    """``f`` of at most one block."""
+def _take_rest(data: Bytes, out: Words, copy: Bytes | None) -> None:
+    """``f`` of what is less than a block."""
+    if copy is not None:
+        copy[:] = data
+    words = _words_of(data)
     rows, rest = divmod(len(words), COLUMNS)
     block = words[: rows * COLUMNS].reshape(rows, COLUMNS)
     np.add.reduce(block, axis=0, out=out[:COLUMNS])
@@ -95,6 +116,15 @@ def _sum_up(words: Words, out: Words) -> None:
         out[:rest] += last
         out[COLUMNS + rows :] = 0
         out[COLUMNS + rows] = np.add.reduce(last)
+
+
+def _words_of(data: Bytes) -> Words:
+    whole, rest = divmod(len(data), 8)
+    if not rest:
+        return data.view(np.uint64)
+    filled = np.zeros(whole + 1, dtype=np.uint64)
+    filled.view(np.uint8)[: len(data)] = data
+    return filled
 
 
 def _combine(sums: Words, first_block: int) -> int:
@@ -174,13 +204,7 @@ class Hasher:
 
         def copy_piece(at: int) -> int:
             end = min(at + _PIECE_BYTES, len(read))
-            starts = range(at, end, BLOCK_BYTES)
-            sums = np.empty((len(starts), _NUM_SUMS), dtype=np.uint64)
-            for out, start in zip(sums, starts, strict=True):
-                block = slice(start, min(start + BLOCK_BYTES, end))
-                _copy(read[block], written[block])
-                _sum_up(_words_of(read[block]), out)
-            return _combine(sums, at // BLOCK_BYTES)
+            return partial_digest(read[at:end], at // BLOCK_BYTES, written[at:end])
 
         return _as_text(sum(self._map(copy_piece, _pieces(len(read)))) & _MASK)
 
@@ -188,13 +212,6 @@ class Hasher:
         if self._pool is None or len(jobs) < 2:
             return [work(job) for job in jobs]
         return list(self._pool.map(work, jobs))
-
-
-def _copy(source: Bytes, target: Bytes) -> None:
-    """For pieces of this size numpy's vector loops are faster than its copy, which calls the C library's."""
-    whole = len(source) // 8 * 8
-    np.positive(source[:whole].view(np.uint64), out=target[:whole].view(np.uint64))
-    target[whole:] = source[whole:]
 
 
 def _pieces(num_bytes: int) -> range:

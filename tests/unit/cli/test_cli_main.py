@@ -116,3 +116,23 @@ def test_a_users_error_from_anywhere_is_printed_whole(run: Run, monkeypatch: pyt
     error = UserError("it broke", found="pieces", remedy="glue")
     monkeypatch.setattr(cli, "_train", raising(error))
     assert run("rl", "a.yaml")[2] == "error: it broke\n  found: pieces\n  do: glue\n"
+
+
+def test_under_torchrun_the_command_is_run_once_more_on_the_allocations_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from quartet.cluster import allocation
+
+    seen: list[Any] = []
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setattr(allocation, "run_in_allocation", lambda command, seat: seen.append((command, seat.rank)) or 7)
+    monkeypatch.setattr(sys, "argv", ["quartet", "rl", "recipe.yaml", "seed=3", "--resume"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 7
+    ours = [sys.executable, "-m", "quartet", "rl", "recipe.yaml", "seed=3", "--resume"]
+    assert seen == [([*ours, "cluster.type=ray", "cluster.address=null"], 0)]

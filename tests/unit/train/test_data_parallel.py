@@ -148,12 +148,16 @@ def test_a_group_is_cut_where_that_evens_out_more_than_its_prompt_costs():
     assert max(num_computed_tokens(three, part, share=True) for part in parts) <= 132, "a group in two halves"
 
 
-def test_the_idlest_rank_gets_the_largest_piece_of_the_next_batch(batch):
+def test_the_idlest_rank_gets_the_largest_piece_of_the_next_batch():
     one = RaggedBatch.from_sequences([[1] * 9])
     pieces = share_out([(one, [[0]]), (one, [[0]]), (one, [[0]])], 2, share=True)
     counts = [[len(piece.sequences) for piece in of_rank] for of_rank in pieces]
     assert sorted(map(sum, counts)) == [1, 2]
     assert [sum(of_batch) for of_batch in zip(*counts, strict=True)] == [1, 1, 1]
+    uneven = RaggedBatch.from_sequences([[1] * 5, [1] * 3, [1] * 3])
+    pieces = share_out([(uneven, [[0], [1], [2]])] * 2, 2, share=True)
+    tokens = [sum(len(uneven.token_ids(s)) for piece in of_rank for s in piece.sequences) for of_rank in pieces]
+    assert tokens == [11, 11], "6 and 5, then 5 and 6"
 
 
 def test_atoms_keep_their_members():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.recipe import ActorConfig, CheckpointConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.quickstart import task
 from quartet.quickstart.tokenizer import build_tokenizer
+from quartet.trainers.rl import RLTrainer
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +66,25 @@ def digits() -> Callable[..., list[float]]:
         return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
     return share_of_digits
+
+
+@pytest.fixture
+def tiny_rl(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTrainer]:
+    """Makes an RL trainer of the tiny model; a recipe's ``values`` go over those that keep tests quick."""
+
+    def make(path: Path, *rewards: Any, resume: bool = False, ptx_rows: Any = None, **values: Any) -> RLTrainer:
+        common: dict[str, Any] = {
+            "output_dir": str(path),
+            "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
+            "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=5), max_running=8),
+            "log": LogConfig(tensorboard=False),
+            "checkpoint": CheckpointConfig(every_steps=1),
+            "threads": 1,
+        }
+        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": rewards, "prompts": prompts}
+        return RLTrainer(RLRecipe(**{**common, **values}), resume=resume, ptx_rows=ptx_rows, **objects)
+
+    return make
 
 
 @pytest.fixture

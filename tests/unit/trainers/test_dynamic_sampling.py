@@ -13,8 +13,8 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, DynamicSamplingConfig, KLConfig
-from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.recipe import ActorConfig, CheckpointConfig, LogConfig, RLRecipe, RolloutConfig
+from quartet.config.common import SamplingConfig
+from quartet.config.recipe import RolloutConfig
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLTrainer
@@ -29,28 +29,19 @@ def parity(completions: list[str], **_: Any) -> list[float]:
     return [float(sum(map(ord, text)) % 2) for text in completions]
 
 
-def recipe(path: Path, **changes: Any) -> RLRecipe:
-    values: dict[str, Any] = {
-        "output_dir": str(path),
-        "algorithm": GRPO(dynamic_sampling=DynamicSamplingConfig(max_prompts_factor=10.0)),
-        "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
-        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=5), max_running=8),
-        "steps": STEPS,
-        "prompts_per_step": PROMPTS,
-        "responses_per_prompt": RESPONSES,
-        "chunk_size": 2,
-        "log": LogConfig(tensorboard=False),
-        "checkpoint": CheckpointConfig(every_steps=1),
-        "threads": 1,
-    }
-    return RLRecipe(**{**values, **changes})
+VALUES: dict[str, Any] = {
+    "algorithm": GRPO(dynamic_sampling=DynamicSamplingConfig(max_prompts_factor=10.0)),
+    "steps": STEPS,
+    "prompts_per_step": PROMPTS,
+    "responses_per_prompt": RESPONSES,
+    "chunk_size": 2,
+}
 
 
 @pytest.fixture
-def trainer(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTrainer]:
-    def make(path: Path, reward: Callable[..., Any] = parity, *, resume: bool = False, **changes: Any) -> RLTrainer:
-        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [reward], "prompts": prompts}
-        return RLTrainer(recipe(path, **changes), resume=resume, **objects)
+def trainer(tiny_rl: Callable[..., RLTrainer]) -> Callable[..., RLTrainer]:
+    def make(path: Path, reward: Callable[..., Any] = parity, **changes: Any) -> RLTrainer:
+        return tiny_rl(path, reward, **{**VALUES, **changes})
 
     return make
 
@@ -217,13 +208,10 @@ def test_a_group_with_one_score_is_replaced_too(tmp_path: Path, trainer: Callabl
 
 
 def test_a_reward_model_and_a_function_count_together(
-    tmp_path: Path, causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any
+    tmp_path: Path, tiny_rl: Callable[..., RLTrainer], scalar_model: Any
 ) -> None:
     """A model's scores are never exactly equal, so no group is rejected, and its columns are those of the step."""
-    rewards = [scalar_model(), parity]
-    objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": rewards, "prompts": prompts}
-    used = RLTrainer(recipe(tmp_path / "run", steps=1), **objects)
-    used.train()
+    tiny_rl(tmp_path / "run", scalar_model(), parity, **{**VALUES, "steps": 1}).train()
     row = rows_of(tmp_path / "run")[-1]
     assert row["groups/rejected_frac"] == 0.0 and row["groups/sampled"] == PROMPTS
     assert {"reward/reward_model", "reward/parity"} <= row.keys()

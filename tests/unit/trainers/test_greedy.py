@@ -14,8 +14,6 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import GRPO, KLConfig, ReMax
-from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.recipe import ActorConfig, CheckpointConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
@@ -35,28 +33,19 @@ def ordinals(completions: list[str], **_: Any) -> list[float]:
     return [sum(map(ord, text)) % 17 / 16 for text in completions]
 
 
-def recipe(path: Path, **changes: Any) -> RLRecipe:
-    values: dict[str, Any] = {
-        "output_dir": str(path),
-        "algorithm": ReMax(kl=KLConfig(coef=0.1), missing_eos_penalty=0.25),
-        "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
-        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=5), max_running=8),
-        "steps": 2,
-        "prompts_per_step": PROMPTS,
-        "responses_per_prompt": RESPONSES,
-        "chunk_size": 2,
-        "log": LogConfig(tensorboard=False),
-        "checkpoint": CheckpointConfig(every_steps=1),
-        "threads": 1,
-    }
-    return RLRecipe(**{**values, **changes})
+VALUES: dict[str, Any] = {
+    "algorithm": ReMax(kl=KLConfig(coef=0.1), missing_eos_penalty=0.25),
+    "steps": 2,
+    "prompts_per_step": PROMPTS,
+    "responses_per_prompt": RESPONSES,
+    "chunk_size": 2,
+}
 
 
 @pytest.fixture
-def trainer(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTrainer]:
-    def make(path: Path, reward: Callable[..., Any] = ordinals, *, resume: bool = False, **changes: Any) -> RLTrainer:
-        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [reward], "prompts": prompts}
-        return RLTrainer(recipe(path, **changes), resume=resume, **objects)
+def trainer(tiny_rl: Callable[..., RLTrainer]) -> Callable[..., RLTrainer]:
+    def make(path: Path, reward: Callable[..., Any] = ordinals, **changes: Any) -> RLTrainer:
+        return tiny_rl(path, reward, **{**VALUES, **changes})
 
     return make
 

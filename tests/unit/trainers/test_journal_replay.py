@@ -44,7 +44,7 @@ from quartet.trainers.loader import Passed
 STEPS, RECIPE = 4, RLRecipe(
     algorithm=GRPO(),
     actor=ActorConfig(train=TrainConfig(optim=OptimConfig(lr=2e-2))),
-    rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=14), max_running=8, steps_per_lease=2),
+    rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=14), max_running=8, steps_per_lease=1),
     steps=4,
     prompts_per_step=4,
     responses_per_prompt=2,
@@ -54,16 +54,18 @@ STEPS, RECIPE = 4, RLRecipe(
 
 
 class Delays:
-    """Seconds of each call, drawn from (seed, what, number)."""
+    """Seconds of each call, drawn from (seed, what, number); updates take ``slower`` times as long."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, slower: int) -> None:
         self.seed = seed
+        self.slower = slower
         self.num_calls = 0
 
     async def pass_by(self, what: str) -> None:
         self.num_calls += 1
         draw = random.Random(f"{self.seed} {what} {self.num_calls}")
-        await asyncio.sleep(draw.choice({"burst": (0.5, 1.0), "score": (0.0, 3.0)}.get(what, (1.0, 4.0, 12.0))))
+        seconds = draw.choice({"burst": (0.5, 2.0), "score": (0.0, 3.0)}.get(what, (1.0, 6.0)))
+        await asyncio.sleep(seconds * (self.slower if what == "update" else 1))
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,11 @@ class Found:
 
 
 @pytest.fixture
-def play(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., Found]:
-    def run(seed: int, in_flight: InFlight, journal: Journal) -> Found:
-        cast = build_cast(RECIPE, Passed(causal_lm(), tokenizer, rewards=(len,)), prompts=prompts)
+def play(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Callable[..., Found]:
+    def run(seed: int, in_flight: InFlight, journal: Journal, slower: int = 1) -> Found:
+        cast = build_cast(RECIPE, Passed(causal_lm(), tokenizer, rewards=(digits,)), prompts=prompts)
         try:
-            return run_virtual(trained(cast, Delays(seed), in_flight, journal))
+            return run_virtual(trained(cast, Delays(seed, slower), in_flight, journal))
         finally:
             for model in cast.models():
                 model.release()
@@ -130,6 +132,7 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
     )
     worker = Worker(arbiter, SpanRecorder(clock=now))
     engine = NativeEngine(own_copy(cast.actor.packed), owns_weights=True, max_running=8, decode=cast.codec.decode)
+    engine.update_weights(list(cast.actor.weights()), 0)
     actor = Slow(cast.handles["actor"], delays)
 
     async def deliver(version: int) -> int:
@@ -204,12 +207,12 @@ def test_a_followed_journal_gives_the_same_bits(play: Callable[..., Found], in_f
     mixed = [versions for versions in first.versions() if len(set(versions)) > 1]
     assert bool(mixed) == (in_flight == "pick_up")
     again = Journal(journal.events)
-    second = play(2, in_flight, again)
+    second = play(2, in_flight, again, 20)
     num = min(len(again.events), len(journal.events))
     assert decided(again.events)[: num // 2] == decided(journal.events)[: num // 2]
     assert second.responses() == first.responses() and second.answers == first.answers
     assert all(torch.equal(tensor, second.weights[name]) for name, tensor in first.weights.items())
-    free = play(2, in_flight, Journal())
+    free = play(2, in_flight, Journal(), 20)
     assert free.versions() != first.versions(), "the journal decided, not the data"
     assert not all(torch.equal(tensor, free.weights[name]) for name, tensor in first.weights.items())
 

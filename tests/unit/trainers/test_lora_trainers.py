@@ -264,9 +264,9 @@ def test_a_resumed_run_has_the_same_bits(objects: Any, causal_lm: Any, tmp_path:
     )
     saves = trainer._save
 
-    async def stop(step: int, state: Any) -> None:
-        await saves(step, state)
-        if step == 2:
+    async def stop(at: Any) -> None:
+        await saves(at)
+        if at.step == 2:
             raise KeyboardInterrupt
 
     trainer._save = stop  # type: ignore[method-assign]

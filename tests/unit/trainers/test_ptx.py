@@ -16,11 +16,8 @@ from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import DataConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import (
     ActorConfig,
-    CheckpointConfig,
     CriticConfig,
-    LogConfig,
     PTXConfig,
-    RLRecipe,
     RolloutConfig,
 )
 from quartet.observe.trackers import read_metrics
@@ -34,35 +31,23 @@ def digits_of(completions: list[str], **_: Any) -> list[float]:
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
-def recipe(path: Path, **changes: Any) -> RLRecipe:
-    train = TrainConfig(optim=OptimConfig(lr=1e-2))
-    values: dict[str, Any] = {
-        "output_dir": str(path),
-        "algorithm": GRPO(),
-        "ptx": PTXConfig(coef=0.5, examples_per_minibatch=SIZE),
-        "actor": ActorConfig(train=train),
-        "critic": CriticConfig(train=train),
-        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=4), max_running=8),
-        "steps": 3,
-        "prompts_per_step": 4,
-        "responses_per_prompt": 3,
-        "minibatches": MINIBATCHES,
-        "epochs": EPOCHS,
-        "log": LogConfig(tensorboard=False),
-        "checkpoint": CheckpointConfig(every_steps=1),
-        "threads": 1,
-    }
-    return RLRecipe(**{**values, **changes})
+VALUES: dict[str, Any] = {
+    "algorithm": GRPO(),
+    "ptx": PTXConfig(coef=0.5, examples_per_minibatch=SIZE),
+    "critic": CriticConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
+    "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=4), max_running=8),
+    "steps": 3,
+    "prompts_per_step": 4,
+    "responses_per_prompt": 3,
+    "minibatches": MINIBATCHES,
+    "epochs": EPOCHS,
+}
 
 
 @pytest.fixture
-def trainer(causal_lm: Any, tokenizer: Any, prompts: Any, demonstrations: Any) -> Callable[..., RLTrainer]:
-    def make(
-        path: Path, reward: Any = digits_of, *, resume: bool = False, rows: Any = ..., **changes: Any
-    ) -> RLTrainer:
-        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [reward], "prompts": prompts}
-        shown = demonstrations if rows is ... else rows
-        return RLTrainer(recipe(path, **changes), resume=resume, ptx_rows=shown, **objects)
+def trainer(tiny_rl: Callable[..., RLTrainer], demonstrations: Any) -> Callable[..., RLTrainer]:
+    def make(path: Path, reward: Any = digits_of, *, rows: Any = ..., **changes: Any) -> RLTrainer:
+        return tiny_rl(path, reward, ptx_rows=demonstrations if rows is ... else rows, **{**VALUES, **changes})
 
     return make
 
