@@ -5,7 +5,8 @@
 A case is model/job. Every step saves a checkpoint (fp32 weights and both Adam moments), and in RL its rollouts. A run
 waits at most for the checkpoint before it, so that a step takes the longer of computing and writing and not their sum,
 as far as the two do not share cores. Runs of both kinds take turns; a step's seconds are those from row to row of
-``metrics.jsonl``, the median of all runs. ``--folder`` says which disk is written to.
+``metrics.jsonl``, the median of all runs; *held up* are those in which the run itself copies, waits or writes, which
+others on the machine disturb less. ``--folder`` says which disk is written to.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from common import arguments, build_model, build_tokenizer, markdown, write_resu
 
 import quartet
 from quartet.observe.jsonl import read_rows
-from quartet.observe.spans import read_spans, seconds_by_name
+from quartet.observe.spans import BACKGROUND, read_spans, seconds_by_name
 
 CASES = ("tiny/sft", "small/sft", "tiny/rl")
 PROMPT, RESPONSE, ROWS = 64, 192, 8
-SPANS = ("checkpoint_snapshot", "checkpoint", "write_rollouts")
+SPANS = ("checkpoint_snapshot", "checkpoint_wait", "checkpoint", "write_rollouts")
 
 
 def texts(vocab_size: int, num: int, length: int, seed: int) -> list[str]:
@@ -71,10 +72,12 @@ def run(case: str, path: Path, *, background: bool, steps: int, threads: int, sm
         trainer = quartet.RLTrainer(recipe, prompts=prompts, rewards=[constant], **objects)
     trainer.train()
     times = [row["time_s"] for row in read_rows(path / "metrics.jsonl") if row["step"] > 0]
-    spans = seconds_by_name(read_spans(path / "spans.jsonl"))
+    found = read_spans(path / "spans.jsonl")
+    spans = seconds_by_name(found)
     return {
         "seconds": [later - earlier for earlier, later in pairwise(times)],
         "spans": {name: spans[name] / steps for name in SPANS if name in spans},
+        "held_up_s": sum(s.seconds for s in found if s.name in SPANS and s.mode != BACKGROUND) / steps,
         "bytes": sum(file.stat().st_size for file in (path / "checkpoints" / f"step_{steps:08d}").iterdir()),
     }
 
@@ -93,7 +96,11 @@ def measure(case: str, args: Any) -> dict[str, Any]:
         "sides": {
             side: {
                 "seconds": statistics.median(s for run in runs for s in run["seconds"]),
-                "spans": {name: statistics.median(run["spans"][name] for run in runs) for name in runs[0]["spans"]},
+                "spans": {
+                    name: statistics.median(run["spans"][name] for run in runs)
+                    for name in set.intersection(*(set(run["spans"]) for run in runs))
+                },
+                "held_up_s": statistics.median(run["held_up_s"] for run in runs),
                 "bytes": runs[0]["bytes"],
             }
             for side, runs in sides.items()
@@ -115,11 +122,12 @@ def table(parts: Sequence[dict[str, Any]]) -> str:
                     f"{found['seconds']:.3f}",
                     f"{1 / found['seconds']:.2f}",
                     f"{at_once / found['seconds']:.2f}",
+                    f"{found['held_up_s']:.3f}",
                     *spans,
                 ]
             )
-    head = ["case", "written", "MiB", "s/step", "steps/s", "over at once", "s copying", "s checkpoint", "s rollouts"]
-    return markdown(head, rows)
+    head = ["case", "written", "MiB", "s/step", "steps/s", "over at once", "s held up"]
+    return markdown([*head, "s copying", "s waiting", "s checkpoint", "s rollouts"], rows)
 
 
 def main() -> None:

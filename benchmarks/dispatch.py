@@ -10,6 +10,7 @@ nothing but moved. Bytes moved are those that Ray serialises: every argument and
 
 from __future__ import annotations
 
+import asyncio
 import os
 import statistics
 import time
@@ -178,6 +179,23 @@ def calls(group: WorkerGroup, raw: Sequence[Any], args: Any) -> list[dict[str, A
     return found
 
 
+def awaited(group: WorkerGroup, raw: Sequence[Any], number: int) -> dict[str, Any]:
+    """Seconds of a small call that a coroutine awaits, as the driver of a run does, ours and raw."""
+
+    async def both() -> dict[str, float]:
+        seconds: dict[str, list[float]] = {"ours": [], "raw": []}
+        for turn in range(number + 1):
+            for name in seconds:
+                begun = time.perf_counter()
+                await (group.one.submit(1) if name == "ours" else raw[0].one.remote(1))
+                if turn:
+                    seconds[name].append(time.perf_counter() - begun)
+        return {name: statistics.median(of) for name, of in seconds.items()}
+
+    found = asyncio.run(both())
+    return {"payload": "a number there and back, awaited", **found, "ratio": found["ours"] / found["raw"]}
+
+
 def moved(backend: Any, group: WorkerGroup, batch: RaggedBatch) -> dict[str, Any]:
     """Bytes that go out and come back when a batch is split and collected, over its own."""
     import ray
@@ -245,7 +263,8 @@ def main() -> None:
         raw = [ray.remote(num_cpus=0)(Echo).remote() for _ in range(args.workers)]
         ray.get([actor.size.remote(1) for actor in raw])
         batch = ragged(args.megabytes * MIB)
-        results = {"calls": calls(group, raw, args), "moved": moved(backend, group, batch)}
+        small = awaited(group, raw, args.calls)
+        results = {"calls": [*calls(group, raw, args), small], "moved": moved(backend, group, batch)}
         results["passed_on"] = passed_on(group, other, batch, args.repeats)
     write_results(args, results)
     rows = [

@@ -1,6 +1,6 @@
 """Seconds of a weight sync over every transport that runs on a CPU, beside the machine's own memory copy.
 
-    python benchmarks/weight_sync.py [--threads 1] [--repeats 5] [--megabytes 500]
+    python benchmarks/weight_sync.py [--threads 1] [--repeats 5] [--megabytes 500] [--cases shared_memory,collective]
 
 The sender is this process, the engine another one on the same machine. A sync is timed from the call of ``send`` to
 its return, when the engine has verified every digest and serves the new version; all weights have changed before.
@@ -93,6 +93,12 @@ def digest_seconds(num_bytes: int, repeats: int) -> float:
     return statistics.median(timed(lambda: hasher.digest(flat)) for _ in range(repeats))
 
 
+def copy_seconds(num_bytes: int, repeats: int) -> float:
+    """Of a sender's own work over shared memory: the copy, with the digest taken on the way."""
+    hasher, source, target = Hasher(), *(torch.full((num_bytes,), n, dtype=torch.uint8) for n in (1, 2))
+    return statistics.median(timed(lambda: hasher.copy(source, target)) for _ in range(repeats))
+
+
 def timed(work: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     work()
@@ -162,13 +168,16 @@ def measure(args: Any) -> dict[str, Any]:
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         for case, (kind, adopts) in CASES.items():
+            if args.cases and kind not in args.cases.split(","):
+                continue
             pairs = sync_seconds(kind, adopts, args, wanted, Path(folder))
             rows[case] = {
                 "memcpy_s": statistics.median(copied for copied, _ in pairs),
                 "sync_s": statistics.median(seconds for _, seconds in pairs),
                 "share": statistics.median(copied / seconds for copied, seconds in pairs),
             }
-    return {"bytes": num_bytes, "digest_s": digest_seconds(num_bytes, args.repeats), "syncs": rows}
+    alone = {"digest_s": digest_seconds(num_bytes, args.repeats), "copy_s": copy_seconds(num_bytes, args.repeats)}
+    return {"bytes": num_bytes, **alone, "syncs": rows}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -178,7 +187,8 @@ def table(found: dict[str, Any]) -> str:
         return name, f"{seconds:.3f}", f"{gigabytes / seconds:.2f}", f"{100 * share:.0f} %"
 
     memcpy = statistics.median(case["memcpy_s"] for case in found["syncs"].values())
-    rows = [row("memcpy", memcpy, 1.0), row("digest alone", found["digest_s"], memcpy / found["digest_s"])]
+    alone = {"digest alone": found["digest_s"], "copy with digest, alone": found["copy_s"]}
+    rows = [row("memcpy", memcpy, 1.0), *(row(name, seconds, memcpy / seconds) for name, seconds in alone.items())]
     rows += [row(name, case["sync_s"], case["share"]) for name, case in found["syncs"].items()]
     return markdown((f"{gigabytes:.2f} GB", "s", "GB/s", "of memcpy"), rows)
 
@@ -186,6 +196,7 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = arguments(__doc__, repeats=5)
     parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--cases", help="transports to measure, separated by commas; all when left out")
     args = parser.parse_args()
     found = measure(args)
     print(table(found))

@@ -51,6 +51,26 @@ def test_workers_train_the_same_model(
     assert "rl: 3/3" in found.out or "rl: 3/3" in found.err
 
 
+def test_several_processes_play_one_role(
+    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any, serial: Any
+) -> None:
+    """Two actors train as one, two engines generate: sums have another order, figures are the same to four digits."""
+    placement = {
+        "type": "forward_offload",
+        "rollout": {"processes": 2},
+        "actor_reference": {"processes": 2},
+        "critic_reward": {"processes": 1},
+    }
+    if not Path("ray-serial").exists():
+        quartet("rl", world.recipe("ray-serial", recipes["rl"](output_dir="ray-serial", **serial)))
+    recipe = recipes["rl"](output_dir="ray-many", placement=placement, cluster=RAY, **serial)
+    found = quartet("rl", world.recipe("ray-many", recipe))
+    assert found.status == 0, found.err
+    one, many = (metrics_of(Path(name))[1] for name in ("ray-serial", "ray-many"))
+    for name in ("loss/value", "reward/score_mean", "critic/grad_norm", "rollout/length_mean"):
+        assert many[name] == pytest.approx(one[name], rel=1e-4), name
+
+
 def test_a_pool_that_cannot_be_granted_is_refused_before_anything_is_loaded(
     cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any]
 ) -> None:

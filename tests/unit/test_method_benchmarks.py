@@ -51,7 +51,8 @@ def test_runs_that_write_in_the_background_are_timed_beside_those_that_wait(
     args = argparse.Namespace(smoke=True, repeats=1, threads=1, steps=2, folder=tmp_path)
     found = background.measure("tiny/sft", args)
     for side, spans in (("at once", {"checkpoint"}), ("background", {"checkpoint", "checkpoint_snapshot"})):
-        assert found["sides"][side]["seconds"] > 0 and found["sides"][side]["spans"].keys() == spans
+        assert found["sides"][side]["seconds"] > 0 and spans <= found["sides"][side]["spans"].keys()
+        assert found["sides"][side]["held_up_s"] > 0
         assert found["sides"][side]["bytes"] > 3 * 4 * 1_700_000, "weights and two moments in fp32"
     assert background.table([found]).count("| tiny/sft |") == 2
 

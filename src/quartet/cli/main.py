@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, e.g. actor.train.optim.lr=1e-6")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, e.g. steps=10, or @fragment.yaml")]
 ON_THE_CLUSTER = ("cluster.type=ray", "cluster.address=null")
 """Overrides inside an allocation: roles go to the Ray that was started there."""
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")]
@@ -86,8 +86,8 @@ def preference(recipe: RecipePath, overrides: Overrides = None, resume: Resume =
 @app.command()
 def rl(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
     """Reinforcement learning (PPO, GRPO, RLOO) against rewards."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _in_allocation()
+    if _is_in_allocation():
+        _run_in_allocation()
     from quartet.trainers.rl import RLTrainer
 
     _train("rl", RLTrainer, recipe, overrides, resume)
@@ -173,7 +173,12 @@ def _train(job: str, trainer: Any, recipe_path: Path, overrides: list[str] | Non
     show_run(result.path, result.summary)
 
 
-def _in_allocation() -> None:
+def _is_in_allocation() -> bool:
+    """Whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _run_in_allocation() -> None:
     """Started by torchrun: the same command once more, in a process of its own with a Ray cluster of all nodes."""
     from quartet.cluster.allocation import Seat, run_in_allocation
 
@@ -190,7 +195,7 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as stop:
         # typer has turned a KeyboardInterrupt into this status, without a word
-        if stop.code == 130:
+        if stop.code == 130 and not _is_in_allocation():
             typer.echo("stopped at once; --resume goes on from the last checkpoint", err=True)
         raise
     except Interrupted as error:

@@ -70,5 +70,5 @@ def _groups(structure: Structure) -> list[list[int]]:
 
 def _runs(structure: Structure, group: Sequence[int], parts: int) -> list[list[int]]:
     """A group as runs of about equally many sequences, so many that none is dearer than a ``parts``-th of the batch."""
-    pieces = max(min(-(-_tokens(structure, group) * parts // max(structure.num_tokens, 1)), len(group)), 1)
+    pieces = min(-(-_tokens(structure, group) * parts // structure.num_tokens), len(group))
     return [list(group[a:b]) for a, b in pairwise(len(group) * p // pieces for p in range(pieces + 1))]

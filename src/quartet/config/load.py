@@ -33,7 +33,7 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
         job: a key of ``RECIPES``.
         path: the YAML file; None starts from an empty recipe.
         overrides: ``actor.train.optim.lr=1e-6``, values in YAML, lists by index (``rewards.0.weight=2``; the
-            index after the last appends).
+            index after the last appends); ``@fragment.yaml`` sets all keys of that file.
 
     Raises:
         UserError: anything wrong with file, overrides or values; all mistakes in values are listed at once.
@@ -47,7 +47,10 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
     data = {} if path is None else _read(Path(path))
     label = "the recipe" if path is None else f"recipe {path}"
     for override in overrides:
-        _apply(data, override)
+        if override.startswith("@"):
+            _merge(data, _read(Path(override.removeprefix("@"))))
+        else:
+            _apply(data, override)
     if data.get("job", job) != job:
         other = data["job"]
         known = isinstance(other, str) and other in RECIPES and path is not None
@@ -90,6 +93,16 @@ def _read(path: Path) -> dict[str, Any]:
             remedy="write lines like `steps: 100`",
         )
     return value
+
+
+def _merge(data: dict[str, Any], fragment: dict[str, Any]) -> None:
+    """Sets the fragment's keys, section by section; a section of another kind is replaced, and so is a list."""
+    for key, value in fragment.items():
+        former = data.get(key)
+        if isinstance(former, dict) and isinstance(value, dict) and former.get("type") == value.get("type"):
+            _merge(former, value)
+        else:
+            data[key] = value
 
 
 def _kind(value: Any) -> str:

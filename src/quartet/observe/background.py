@@ -29,11 +29,14 @@ class BackgroundWriter:
         self._closed = False
         self._thread: threading.Thread | None = None
 
+    def has_room(self, name: str) -> bool:
+        """Whether ``submit`` would neither wait nor raise."""
+        return self._error is None and self._pending[name] < self._limits.get(name, self._limit)
+
     def wait_for_room(self, name: str) -> None:
         """Returns once ``submit`` would not have to wait; until then nothing needs to be copied for it."""
-        limit = self._limits.get(name, self._limit)
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._pending[name] < limit)
+            self._changed.wait_for(lambda: self._error or self.has_room(name))
             self._raise()
 
     def submit(self, name: str, work: Callable[[], object]) -> None:

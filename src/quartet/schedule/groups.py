@@ -14,7 +14,6 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.stream import Ahead
 from quartet.schedule.journal import Consumed
 
 NO_VERSION = -1
@@ -127,20 +126,6 @@ def group_from_state(state: Mapping[str, Any], prompt: Any) -> PromptGroup:
         None if state["greedy"] is None else completion_from_state(state["greedy"]),
         tuple(columns_from_state(found) for found in state["rewards"]),
     )
-
-
-def ahead_state(ahead: Ahead[Any]) -> dict[str, Any] | None:
-    """Groups beyond the stream's state; None where there are none, or episodes, which are played again."""
-    groups = ahead.groups.values()
-    if not ahead.groups and not ahead.rejected or not all(isinstance(group, PromptGroup) for group in groups):
-        return None
-    return {"groups": [group_state(group) for group in groups], "rejected": list(ahead.rejected)}
-
-
-def ahead_from_state(state: Mapping[str, Any], item: Callable[[int], Any]) -> Ahead[PromptGroup]:
-    """``item``: index → the data set's item."""
-    groups = [group_from_state(found, item(found["index"])) for found in state["groups"]]
-    return Ahead({group.index: group for group in groups}, tuple(state["rejected"]))
 
 
 def check_prompt(index: int, prompt_ids: Sequence[int], prompt: Any) -> None:

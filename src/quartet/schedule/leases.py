@@ -13,9 +13,9 @@ compete, and:
 * those of the highest rank go first (a planner's word on what the others wait for; by default all are equal),
   among equals those whose role is resident, then those that came first;
 * an open request is *passed over* when a later one is granted something that it needs (its role, a state, the
-  pool's one movement of parts at a time, or so much of its slots and bytes that it would not fit beside). After `patience` times it is *urgent*:
-  no later request is granted anything that an urgent one needs. So at most `patience` later requests ever
-  hinder it.
+  pool's one movement of parts at a time, or so much of its slots and bytes that it would not fit beside).
+  After `patience` times it is *urgent*: no later request is granted anything that an urgent one needs. So at
+  most `patience` later requests ever hinder it.
 
 Forward and train leases have their role to themselves. Generate leases of one role that write nothing share
 it and its slot, because an engine batches its requests.

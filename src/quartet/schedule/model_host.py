@@ -75,11 +75,13 @@ class FrozenHost(Movable):
         return {"forward": model_bytes(self.packed)}
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's whole state."""
-        return dict(self.packed.model.state_dict())
+        """The model's whole state, as copies."""
+        with self.present():
+            return {name: tensor.clone() for name, tensor in self.packed.model.state_dict().items()}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        self.packed.model.load_state_dict(weights)
+        with self.present():
+            self.packed.model.load_state_dict(weights)
 
     def _offload(self, store: Store) -> Offload:
         return Offload(self.packed, store)
@@ -119,7 +121,7 @@ class TrainedHost(SendsWeights, Movable):
     def weights(self) -> dict[str, Tensor]:
         """The model's whole state with its adapters merged, as copies."""
         packed = self.engine.packed
-        with packed.with_merged_adapters():
+        with self.present(), packed.with_merged_adapters():
             return {name: tensor.clone() for name, tensor in packed.model.state_dict().items()}
 
     def _offload(self, store: Store) -> Offload:

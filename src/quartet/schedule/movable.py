@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 
 from quartet.config.cluster import OffloadConfig
 from quartet.schedule.leases import Mode
@@ -33,6 +35,24 @@ class Movable:
     def offload(self) -> Moved:
         """Everything leaves."""
         return self._movable.offload()
+
+    @contextlib.contextmanager
+    def present(self) -> Iterator[None]:
+        """Within, the parameters are there, whatever leases say: for the moments in which a model is read or replaced
+        as a whole."""
+        away = self._parts is not None and not self._parts.is_resident(("params",))
+        if away:
+            self._movable.onload(("params",))
+        try:
+            yield
+        finally:
+            if away:
+                self._movable.offload(("params",))
+
+    def stay(self) -> None:
+        """Parameters come back for good: the model is its owner's again. Nothing where it does not move."""
+        if self._parts is not None:
+            self._parts.release()
 
     @property
     def _movable(self) -> Offload:

@@ -235,7 +235,7 @@ class Replica:
             yield
         except PeerFailed:
             raise  # All others know it, too.
-        except Exception as error:  # Whatever a rank fails of, the others must not wait for it.
+        except (Exception, SystemExit) as error:  # Whatever a rank fails of, the others must not wait for it.
             with suppress(PeerFailed):
                 self.peers.gather(Report(failure=_summary(error)))
             raise
@@ -364,7 +364,7 @@ def _is_same(norm: float, other: float) -> bool:
     return math.isclose(norm, other, rel_tol=1e-5)
 
 
-def _summary(error: Exception) -> str:
+def _summary(error: BaseException) -> str:
     """Type and first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -12,6 +12,7 @@ All copies are made before the first tensor is pointed elsewhere: an error leave
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,18 @@ class Offload:
             RuntimeError: the device has no room, then everything stays where it is; or the adapters are switched off.
         """
         return self._move(parts, away=False)
+
+    def release(self) -> None:
+        """The model is its owner's again, to compute with as they like; afterwards nothing here moves it.
+
+        Parameters come back; where the device has no room they stay in host memory, as those of a model on the CPU.
+        Gradients and the optimizer's part stay where they are.
+        """
+        with contextlib.suppress(torch.OutOfMemoryError, MemoryError):
+            self.onload(("params",))
+        self._away.discard("params")
+        self._guard()
+        _OWNERS.pop(self.packed.model, None)
 
     def settle(self) -> None:
         """Brings tensors that were made anew, as by loading an optimizer's state, to where their part is."""

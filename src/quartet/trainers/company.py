@@ -124,6 +124,12 @@ class LocalCompany(Company):
             hosts[role].make_movable(recipe.offload)
         self.models = {name: Here(host) for name, host in cast.hosts.items()}
         self.engines = [Here(engine)]
+        self._models = list(cast.hosts.values())
+
+    def close(self) -> None:
+        """Models that a run was given are as usable after it as before."""
+        for host in self._models:
+            host.stay()
 
 
 class RayCompany(Company):

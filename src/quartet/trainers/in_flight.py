@@ -21,8 +21,10 @@ from quartet.schedule.stream import Ahead
 from quartet.trainers.episodes import AnyGroup, EpisodeGroup
 
 
-def ahead_state(ahead: Ahead[AnyGroup]) -> dict[str, Any]:
-    """Tensors and plain values; prompts are left out, since their indices give them."""
+def ahead_state(ahead: Ahead[AnyGroup]) -> dict[str, Any] | None:
+    """Tensors and plain values, None where there is nothing; prompts are left out, since their indices give them."""
+    if not ahead.groups and not ahead.rejected:
+        return None
     groups = [group_state(g) if isinstance(g, PromptGroup) else _episodes_state(g) for g in ahead.groups.values()]
     return {"groups": groups, "rejected": list(ahead.rejected)}
 

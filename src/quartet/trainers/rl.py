@@ -21,7 +21,7 @@ from quartet.envs.protocol import Environment
 from quartet.models.loading import save_causal_lm, save_scalar_model, seen_tokens
 from quartet.observe.progress import Progress, Stage
 from quartet.observe.rollouts import RolloutWriter
-from quartet.schedule.groups import ahead_from_state, ahead_state, staleness_metrics
+from quartet.schedule.groups import staleness_metrics
 from quartet.schedule.iteration import run_iteration
 from quartet.schedule.stream import Ahead
 from quartet.train.objectives import trajectory_index
@@ -32,6 +32,7 @@ from quartet.trainers.company import Company, LocalCompany, RayCompany, Skeleton
 from quartet.trainers.episodes import episode_metrics
 from quartet.trainers.greedy import greedy_metrics
 from quartet.trainers.held_out import HeldOut
+from quartet.trainers.in_flight import ahead_from_state, ahead_state
 from quartet.trainers.loader import Passed
 from quartet.trainers.placing import placement_of, shares_reference
 from quartet.trainers.ptx import build_ptx
@@ -154,8 +155,8 @@ class RLTrainer:
         with (
             self.run,
             self.run.stoppable(),
-            contextlib.closing(self.company),
             self.cast.released_at_end(),
+            contextlib.closing(self.company),
             self._skeletons,
             self._ptx_closed(),
         ):
@@ -276,8 +277,8 @@ class RLTrainer:
         }
         self._adapt_kl(result.experience, step)
         if step % recipe.log.rollouts_every == 0 or done == recipe.steps:
-            with self.run.recorder.span("write_rollouts", step=step):
-                writer.write(done, rollout_records(batch, self.cast.codec))
+            records = rollout_records(batch, self.cast.codec)
+            self.run.write_later("write_rollouts", done, lambda: writer.write(done, records))
         if self.held_out is not None:
             self.held_out.note_training(done, metrics)
             metrics.update(await self._evaluate(session, done) if self.held_out.due(done) else {})
@@ -405,9 +406,8 @@ class RLTrainer:
             parts["reference"] = await self._refresh.state()
         if at.ahead is not None and (ahead := ahead_state(at.ahead)) is not None:
             parts["ahead"] = ahead
-        with self.run.recorder.span("checkpoint", step=step - 1):
-            alarm = self.held_out.state() if self.held_out is not None else None
-            self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": dict(at.stream or {}), "alarm": alarm})
+        alarm = self.held_out.state() if self.held_out is not None else None
+        self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": dict(at.stream or {}), "alarm": alarm})
 
     @contextlib.asynccontextmanager
     async def _saved_if_clean(self, session: Session) -> AsyncIterator[None]:
@@ -424,6 +424,7 @@ class RLTrainer:
             step = self._at.step
             if not session.is_learning and step > 0 and step not in self.run.saved_steps():
                 await self._save(self._at)
+                self.run.drain()
             raise
 
 

@@ -341,7 +341,9 @@ class RunDirectory:
         config = self.recipe.checkpoint
         info = copy.deepcopy({**info, "recipe": self.recipe.model_dump(mode="json")})
         if config.background:
-            self._writer.wait_for_room(_CHECKPOINT)
+            if not self._writer.has_room(_CHECKPOINT):
+                with self.recorder.span("checkpoint_wait", step=step - 1, role=_WRITER):
+                    self._writer.wait_for_room(_CHECKPOINT)
             with self.recorder.span("checkpoint_snapshot", step=step - 1, role=_WRITER):
                 parts = snapshot(parts)
         self.write_later(

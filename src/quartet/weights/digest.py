@@ -75,47 +75,47 @@ def partial_digest(data: Bytes, first_block: int = 0, copy: Bytes | None = None)
     Args:
         copy: filled with ``data`` on the way, while that is in the cache.
     """
-    starts = range(0, len(data), BLOCK_BYTES)
-    sums = np.empty((len(starts), _NUM_SUMS), dtype=np.uint64)
-    strips = np.empty((ROWS // _STRIP_ROWS, COLUMNS), dtype=np.uint64)
-    for out, start in zip(sums, starts, strict=True):
-        end = start + BLOCK_BYTES
-        written = None if copy is None else copy[start:end]
-        if end <= len(data):
-            _take_block(data[start:end], out, strips, written)
-        else:
-            _take_rest(data[start:], out, written)
-    return _combine(sums, first_block)
+    whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
+    sums = [_sums_of_blocks(data[:whole], None if copy is None else copy[:whole])]
+    if whole < len(data):
+        sums.append(_sums_of_rest(data[whole:]))
+        if copy is not None:
+            copy[whole:] = data[whole:]
+    return _combine(np.concatenate(sums), first_block)
 
 
-def _take_block(data: Bytes, out: Words, strips: Words, copy: Bytes | None) -> None:
-    """``f`` of a whole block, strip by strip; ``strips`` is room for the sums of each one's columns."""
-    block = data.view(np.uint64).reshape(ROWS, COLUMNS)
-    target = None if copy is None else copy.view(np.uint64).reshape(ROWS, COLUMNS)
-    for number, first in enumerate(range(0, ROWS, _STRIP_ROWS)):
-        rows = slice(first, first + _STRIP_ROWS)
-        if target is not None:
-            # For pieces of this size numpy's vector loops are faster than its copy, which calls the C library's.
-            np.positive(block[rows], out=target[rows])
-        np.add.reduce(block[rows], axis=1, out=out[COLUMNS + first : COLUMNS + first + _STRIP_ROWS])
-        np.add.reduce(block[rows], axis=0, out=strips[number])
-    np.add.reduce(strips, axis=0, out=out[:COLUMNS])
+def _sums_of_blocks(data: Bytes, copy: Bytes | None) -> Words:
+    """``f`` of whole blocks, ``[blocks, 1088]``."""
+    lines = data.view(np.uint64).reshape(-1, COLUMNS)
+    written = None if copy is None else copy.view(np.uint64).reshape(-1, COLUMNS)
+    sums = np.empty((len(lines) // ROWS, _NUM_SUMS), dtype=np.uint64)
+    strip_rows = ROWS if written is None else _STRIP_ROWS
+    columns = np.empty((ROWS // strip_rows, COLUMNS), dtype=np.uint64)
+    for out, begin in zip(sums, range(0, len(lines), ROWS), strict=True):
+        for number, at in enumerate(range(0, ROWS, strip_rows)):
+            strip = lines[begin + at : begin + at + strip_rows]
+            if written is not None:
+                # For pieces of this size numpy's vector loops are faster than its copy, which calls the C library's.
+                np.positive(strip, out=written[begin + at : begin + at + strip_rows])
+            np.add.reduce(strip, axis=1, out=out[COLUMNS + at : COLUMNS + at + strip_rows])
+            np.add.reduce(strip, axis=0, out=columns[number])
+        np.add.reduce(columns, axis=0, out=out[:COLUMNS])
+    return sums
 
 
-def _take_rest(data: Bytes, out: Words, copy: Bytes | None) -> None:
-    """``f`` of what is less than a block."""
-    if copy is not None:
-        copy[:] = data
+def _sums_of_rest(data: Bytes) -> Words:
+    """``f`` of what is less than a block, ``[1, 1088]``."""
     words = _words_of(data)
+    sums = np.zeros((1, _NUM_SUMS), dtype=np.uint64)
+    (out,) = sums
     rows, rest = divmod(len(words), COLUMNS)
     block = words[: rows * COLUMNS].reshape(rows, COLUMNS)
     np.add.reduce(block, axis=0, out=out[:COLUMNS])
     np.add.reduce(block, axis=1, out=out[COLUMNS : COLUMNS + rows])
-    if rows < ROWS:
-        last = words[rows * COLUMNS :]
-        out[:rest] += last
-        out[COLUMNS + rows :] = 0
-        out[COLUMNS + rows] = np.add.reduce(last)
+    if rest:
+        out[:rest] += words[rows * COLUMNS :]
+        out[COLUMNS + rows] = np.add.reduce(words[rows * COLUMNS :])
+    return sums
 
 
 def _words_of(data: Bytes) -> Words:

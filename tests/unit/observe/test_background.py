@@ -72,6 +72,7 @@ def test_only_so_much_waits(writer: BackgroundWriter, gate: Gate) -> None:
     writer.submit("rollouts", lambda: None)
     waiting = [in_thread(lambda name=name: writer.wait_for_room(name)) for name in ("checkpoint", "rollouts")]
     assert all(still_waits(thread) for thread in waiting)
+    assert [writer.has_room(name) for name in ("checkpoint", "rollouts", "metrics")] == [False, False, True]
     writer.wait_for_room("metrics")
     gate.go.set()
     for thread in waiting:
@@ -136,6 +137,7 @@ def test_a_failure_drops_what_follows_and_comes_out_of_every_later_call(writer: 
         with pytest.raises(OSError) as caught:
             call()
         assert caught.value is full
+    assert not writer.has_room("checkpoint")
     assert done == []
 
 

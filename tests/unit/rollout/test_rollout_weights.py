@@ -54,13 +54,16 @@ def actor(tiny: Any, precision: Any = "fp32", lora: LoRAConfig | None = None) ->
 # An engine of its own computes as one that shares ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [NativeEngine, CudaEngine])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", NativeEngine), ("qwen2", NativeEngine), ("gemma2", NativeEngine), ("qwen2", CudaEngine)],
+)
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_own_engine_gives_the_bits_of_one_that_shares(
-    family: Any, precision: Any, lora: Any, kind: Any, make_request: Make, run_all: RunAll
+    family: str, precision: Any, lora: Any, kind: Any, build_tiny: Build, make_request: Make, run_all: RunAll
 ) -> None:
-    trainer = actor(family, precision, lora)
+    trainer = actor(build_tiny(family), precision, lora)
     own = own_copy(trainer)
     shared, apart = kind(trainer, max_running=4), kind(own, owns_weights=True, max_running=4)
     sent = requests_of(make_request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -475,6 +476,20 @@ def test_a_rank_that_fails_tells_the_others(place, batch, make_engine, weights):
     if place != "step":
         alone = make_engine().train_step(batch, SFTObjective())
         assert after == pytest.approx(alone, rel=1e-9)
+
+
+def test_a_library_that_gives_up_is_noticed_too(batch, make_engine):
+    def work(peers):
+        engine = make_engine(peers=peers)
+        _fail_on(engine, 0, peers, {0}, lambda: sys.exit("no licence"))
+        with pytest.raises(SystemExit if peers.rank == 0 else PeerFailed) as raised:
+            engine.train_step(batch, SFTObjective())
+        return str(raised.value)
+
+    assert done(ranks(2, work)) == [
+        "no licence",
+        "another rank failed in this update: rank 0 of 2: SystemExit: no licence",
+    ]
 
 
 @pytest.mark.parametrize("what", ["weights", "batch", "budget", "updates", "terms"])

@@ -658,6 +658,21 @@ def test_a_model_is_free_for_another_once_its_first_is_gone(frozen, files):
     Offload(frozen, files).offload()
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_released_model_computes_wherever_it_lies(has_room, frozen, data, files, monkeypatch):
+    expected = dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token)
+    offload = Offload(frozen, files)
+    offload.offload()
+    if not has_room:
+        failing_copies(monkeypatch, torch.OutOfMemoryError("the device is full"))
+    offload.release()
+    assert (offload.resident_bytes()["params"] > 0) == has_room
+    assert_same(dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token), expected)
+    frozen.model(torch.zeros(1, 3, dtype=torch.long))
+    monkeypatch.undo()
+    Offload(frozen, files).offload()
+
+
 @pytest.mark.parametrize("parts", ["params", ["weights"], ["params", "adam"]])
 def test_parts_have_known_names(parts, frozen, files):
     with pytest.raises(ValueError, match="params, grads, optimizer"):

@@ -41,8 +41,9 @@ from quartet.trainers.cast import Cast
 from quartet.trainers.casting import build_cast
 from quartet.trainers.loader import Passed
 
-STEPS, RECIPE = 4, RLRecipe(
-    algorithm=GRPO(),
+STEPS, ALGORITHM = 4, GRPO()
+RECIPE = RLRecipe(
+    algorithm=ALGORITHM,
     actor=ActorConfig(train=TrainConfig(optim=OptimConfig(lr=2e-2))),
     rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=14), max_running=8, steps_per_lease=1),
     steps=4,
@@ -150,7 +151,7 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
         deliver=deliver,
         shares_actor=False,
         in_flight=in_flight,
-        max_running=8,
+        max_running=6,
         journal=journal,
     )
     stream = GroupStream(rollout.generate, AdmissionRule(RECIPE.prompts_per_step, 1), chunk_size=1)
@@ -162,10 +163,10 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
 
     def policy(step: int, is_first: bool) -> PolicyObjective:
         found.staleness.append(staleness_metrics(experiences[step].batch, step)["staleness/max"])
-        return PolicyObjective(RECIPE.algorithm, 8, 1.0, 0.0, is_first, 14)
+        return PolicyObjective(ALGORITHM, 8, 1.0, 0.0, is_first, 14)
 
     experiences: list[Experience] = []
-    assembler = Assembler(RECIPE.algorithm, {"even": 1.0}, lambda: 0.0, None, max_new_tokens=14)
+    assembler = Assembler(ALGORITHM, {"even": 1.0}, lambda: 0.0, None, max_new_tokens=14)
 
     def assemble(chunks: Any) -> RaggedBatch:
         experiences.append(assembler(chunks))

@@ -12,9 +12,17 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.config.algorithms import GRPO, PPO, KLConfig, OffPolicyConfig
+from quartet.config.algorithms import (
+    GRPO,
+    PPO,
+    DynamicSamplingConfig,
+    KLConfig,
+    OffPolicyConfig,
+    OnlineDPO,
+    ReMax,
+)
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, SamplingConfig, TrainConfig
-from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, RLRecipe, RolloutConfig
+from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, PTXConfig, RLRecipe, RolloutConfig
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLResult, RLTrainer
 
@@ -81,7 +89,13 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def run(
     causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
 ) -> Callable[..., tuple[RLResult, Path]]:
-    def go(name: str, placement: dict[str, Any] | None = None, resume: bool = False, **changes: Any) -> Any:
+    def go(
+        name: str,
+        placement: dict[str, Any] | None = None,
+        resume: bool = False,
+        ptx_rows: Any = None,
+        **changes: Any,
+    ) -> Any:
         path = tmp_path / name
         trainer = RLTrainer(
             recipe(path, placement=placement, **changes),
@@ -89,7 +103,8 @@ def run(
             tokenizer=tokenizer,
             rewards=[digits, scalar_model()],
             prompts=prompts,
-            evaluation_prompts=prompts[:3],
+            evaluation_prompts=prompts[:2],
+            ptx_rows=ptx_rows,
             resume=resume,
         )
         return trainer.train(), path
@@ -122,6 +137,26 @@ def test_parts_move_where_a_budget_asks_for_it(run: Any, tight: Any) -> None:
         assert "handover/freed_bytes" in row
     _, path = run("apart", PLACEMENTS["separated"])
     assert not any(name.startswith("handover/") for row in read_metrics(path / "metrics.jsonl") for name in row)
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4.0)], ids=["all weights", "lora"])
+def test_models_are_usable_after_a_run_that_moved_them(
+    lora: LoRAConfig | None, causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path, tight: Any
+) -> None:
+    placement = budgeted(PLACEMENTS["full_offload"], tight())
+    actor = ActorConfig(train=TrainConfig(token_budget=512, lora=lora))
+    judge = scalar_model()
+    result = RLTrainer(
+        recipe(tmp_path, placement=placement, actor=actor, steps=1),
+        model=causal_lm(),
+        tokenizer=tokenizer,
+        rewards=[judge],
+        prompts=prompts,
+    ).train()
+    for model in (result.model, result.critic, judge):
+        assert bool(torch.isfinite(model(torch.zeros(1, 3, dtype=torch.long)).logits).all())
+        model.requires_grad_(True)
+        model(torch.zeros(1, 3, dtype=torch.long)).logits.sum().backward()
 
 
 @pytest.mark.parametrize("name", ["homogeneous", "full_offload"])
@@ -161,6 +196,31 @@ def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, ru
     assert numbers(path) == numbers(other)
 
 
+FEATURES: dict[str, dict[str, Any]] = {
+    "demonstrations": {"ptx": PTXConfig(coef=0.5, examples_per_minibatch=2)},
+    "dynamic sampling": {
+        "algorithm": GRPO(dynamic_sampling=DynamicSamplingConfig(max_prompts_factor=10.0), kl=KLConfig(coef=0.05))
+    },
+    "greedy baseline": {"algorithm": ReMax(kl=KLConfig(coef=0.05)), "responses_per_prompt": 1},
+    "iterative dpo": {"algorithm": OnlineDPO(refresh_steps=1), "epochs": 1},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("name", ["separated", "full_offload"])
+def test_what_else_a_run_may_have(name: str, feature: str, run: Any, tight: Any, demonstrations: Any) -> None:
+    """An engine with weights of its own, and parts that move, change nothing about it."""
+    changes = FEATURES[feature]
+    rows = demonstrations if feature == "demonstrations" else None
+    placement = budgeted(PLACEMENTS[name], tight())
+    if "algorithm" in changes:
+        placement.pop("critic", None)
+    serial, serial_path = run("serial", ptx_rows=rows, **changes)
+    placed, path = run(name, placement, ptx_rows=rows, **changes)
+    assert same(weights(serial), weights(placed))
+    assert numbers(serial_path) == numbers(path)
+
+
 # What cannot work ----------------------------------------------------------------------------------------
 
 
@@ -180,7 +240,7 @@ def test_what_cannot_work_is_refused(placement: dict[str, Any], reason: str, run
 
 def test_stale_answers_need_a_correction(tmp_path: Path) -> None:
     pools = {"all": {"roles": ["rollout", "actor", "reference", "critic", "reward"]}}
-    with pytest.raises(ValueError, match="algorithm.off_policy"):
+    with pytest.raises(ValueError, match=r"algorithm\.off_policy"):
         recipe(tmp_path, placement={"type": "asynchronous", "pools": pools})
 
 

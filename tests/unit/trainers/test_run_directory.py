@@ -182,6 +182,25 @@ def test_a_checkpoint_holds_the_state_of_its_step_although_it_is_written_later(
     assert spans["checkpoint"]["start_s"] >= spans["checkpoint_snapshot"]["end_s"]
 
 
+def test_one_checkpoint_waits_for_the_other(tmp_path: Path) -> None:
+    """Only one copy of the state exists at a time, and the wait is on record."""
+    go = threading.Event()
+    with RunDirectory(tmp_path / "run", RECIPE) as run:
+        run.start(0)
+        run.write_later("held", 1, lambda: go.wait(10))
+        run.save(1, {"engine": {"x": 1}}, {})
+        timer = threading.Timer(0.2, go.set)
+        timer.start()
+        run.save(2, {"engine": {"x": 2}}, {})
+        timer.join()
+        assert run.saved_steps() == [1, 2]
+    rows = read_rows(tmp_path / "run" / "spans.jsonl")
+    [waited] = [row for row in rows if row["name"] == "checkpoint_wait"]
+    [first, second] = [row for row in rows if row["name"] == "checkpoint_snapshot"]
+    assert waited["step"] == 1 and waited["end_s"] - waited["start_s"] > 0.1
+    assert first["end_s"] <= waited["start_s"] and waited["end_s"] <= second["start_s"]
+
+
 def test_a_checkpoint_is_complete_only_after_the_records_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 const NUM_HUES = 10;
 const MOVES = ['onload', 'offload'];
-const WRITTEN = ['checkpoint', 'write_rollouts', 'checkpoint_snapshot'];
+const WRITTEN = ['checkpoint', 'write_rollouts', 'checkpoint_snapshot', 'checkpoint_wait'];
 /** Parts that move and files that are written are no stages: they keep the hues free for those. */
 const hueOf = (names, name) => (MOVES.includes(name) ? name : WRITTEN.includes(name) ? 'written'
   : `hue${names.filter((each) => !MOVES.includes(each) && !WRITTEN.includes(each)).indexOf(name) % NUM_HUES}`);

@@ -1,0 +1,138 @@
+"""Workers are killed in the middle of their work; the run replaces them and ends as if nobody had died."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.cluster import WorkerGroup, connect
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
+PLACEMENT = {
+    "type": "pipelined",
+    "pools": {
+        "engine": {"roles": ["rollout"]},
+        "trained": {"roles": ["actor", "critic"]},
+        "frozen": {"roles": ["reference", "reward"], "processes": 2},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Death:
+    """SIGKILL of ranks of the pool on which a role is, when a call of its method has just been made.
+
+    Args:
+        after: so many calls of that method since the last death (or the beginning).
+    """
+
+    role: str
+    method: str
+    after: int
+    ranks: tuple[int, ...] = (0,)
+
+
+class Killer:
+    """Kills in the order of the deaths, each when its time has come."""
+
+    def __init__(self, deaths: list[Death]) -> None:
+        self.left = list(deaths)
+        self.pools: list[str] = []
+        self._calls = 0
+
+    def note(self, group: WorkerGroup, role: str, method: str) -> None:
+        if not self.left or (role, method) != (self.left[0].role, self.left[0].method):
+            return
+        self._calls += 1
+        if self._calls > self.left[0].after:
+            for rank in self.left.pop(0).ranks:
+                os.kill(group.processes[rank].pid, signal.SIGKILL)
+            self.pools.append(group.name)
+            self._calls = 0
+
+
+@pytest.fixture
+def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Death]], Killer]:
+    real = WorkerGroup.call
+
+    def install(deaths: list[Death]) -> Killer:
+        made = Killer(deaths)
+
+        def call(self: WorkerGroup, method: str, *args: Any, **options: Any) -> Any:
+            future = real(self, method, *args, **options)
+            if method == "on":
+                made.note(self, args[0], args[1])
+            return future
+
+        monkeypatch.setattr(WorkerGroup, "call", call)
+        return made
+
+    return install
+
+
+@pytest.fixture
+def same_result(same_run: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Path], None]:
+    """As ``same_run``, but that tokens count as work, and some were generated twice."""
+    monkeypatch.setitem(same_run.__globals__, "TIMES", (*same_run.__globals__["TIMES"], "rollout/tokens"))
+    check: Callable[[Path, Path], None] = same_run
+    return check
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with connect("ray", num_cpus=4, log_to_driver=False):
+        yield
+
+
+def recipe_of(recipes: Any, name: str, *, max_restarts: int) -> dict[str, Any]:
+    cluster = {"type": "ray", "cpus_per_process": 0.1, "max_restarts": max_restarts}
+    content: dict[str, Any] = recipes["rl"](output_dir=name, placement=PLACEMENT, cluster=cluster)
+    return content
+
+
+@pytest.fixture
+def undisturbed(cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any]) -> Path:
+    path = Path("undisturbed")
+    if not path.exists():
+        found = quartet("rl", world.recipe("undisturbed", recipe_of(recipes, "undisturbed", max_restarts=0)))
+        assert found.status == 0, found.err
+    return path
+
+
+DEATHS = [
+    Death("reference", "forward", after=5),  # one of two ranks, in the second step
+    Death("rollout", "burst", after=1),  # in the middle of generation
+    Death("reward_model", "forward", after=2, ranks=(0, 1)),  # the whole pool
+    Death("actor", "update", after=1),  # between two consistent points
+]
+
+
+def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
+    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_result: Any, killer: Any
+) -> None:
+    deaths = killer(DEATHS)
+    found = quartet("rl", world.recipe("disturbed", recipe_of(recipes, "disturbed", max_restarts=len(DEATHS))))
+    assert found.status == 0, found.err
+    assert not deaths.left, "all of them died"
+    said = " ".join((found.out + found.err).split())
+    for pool, count in (("frozen", 2), ("engine", 1), ("trained", 1)):
+        assert said.count(f"of group '{pool}' died: ") == count, said
+    same_result(undisturbed, Path("disturbed"))
+
+
+def test_more_deaths_than_allowed_end_a_run_that_can_be_resumed(
+    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_result: Any, killer: Any
+) -> None:
+    killer([Death("actor", "update", after=3), Death("rollout", "burst", after=1)])
+    recipe = world.recipe("mortal", recipe_of(recipes, "mortal", max_restarts=1))
+    found = quartet("rl", recipe)
+    found.expect_user_error("died more often", "cluster.max_restarts is 1", "rank 0 of group 'engine' died", "--resume")
+    found = quartet("rl", recipe, "--resume")
+    assert found.status == 0, found.err
+    same_result(undisturbed, Path("mortal"))

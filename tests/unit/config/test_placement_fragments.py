@@ -1,0 +1,53 @@
+"""The fragments of recipes/placements: each joins a PPO recipe, and resolves for its roles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quartet.config import UserError
+from quartet.config.load import load_recipe
+from quartet.config.placement import resolve
+from quartet.config.recipe import RLRecipe
+
+ROOT = Path(__file__).parents[3] / "recipes"
+FRAGMENTS = sorted((ROOT / "placements").glob("*.yaml"))
+ROLES = {"actor": "actor", "rollout": "rollout", "critic": "critic", "reference": "reference", "helpful": "reward"}
+
+
+def test_there_is_one_for_each_placement() -> None:
+    names = ["asynchronous", "forward_offload", "full_offload", "homogeneous", "pipelined", "separated"]
+    assert [path.stem for path in FRAGMENTS] == names
+
+
+@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
+def test_a_fragment_joins_a_recipe(path: Path) -> None:
+    plain = load_recipe("rl", ROOT / "rl-ppo.yaml")
+    recipe = load_recipe("rl", ROOT / "rl-ppo.yaml", [f"@{path}"])
+    assert isinstance(recipe, RLRecipe) and isinstance(plain, RLRecipe) and recipe.placement is not None
+    assert recipe.placement.type == path.stem
+    assert resolve(recipe.placement, ROLES).pool_of.keys() == ROLES.keys()  # type: ignore[arg-type]
+    assert recipe.actor == plain.actor and recipe.rewards == plain.rewards, "the rest of the recipe stays"
+    assert recipe.algorithm.name == "ppo"
+
+
+def test_an_override_after_a_fragment_wins(tmp_path: Path) -> None:
+    (tmp_path / "few.yaml").write_text("steps: 7\nrollout: {max_running: 3}\n")
+    recipe = load_recipe("rl", ROOT / "rl-ppo.yaml", [f"@{tmp_path / 'few.yaml'}", "steps=9"])
+    assert isinstance(recipe, RLRecipe)
+    assert (recipe.steps, recipe.rollout.max_running) == (9, 3)
+    plain = load_recipe("rl", ROOT / "rl-ppo.yaml")
+    assert isinstance(plain, RLRecipe) and recipe.rollout.sampling == plain.rollout.sampling
+
+
+def test_a_section_of_another_kind_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("placement: {type: full_offload, pool: {}}\n")
+    (tmp_path / "two.yaml").write_text("placement: {type: separated, actor: {}, rollout: {}}\n")
+    recipe = load_recipe("rl", ROOT / "rl-ppo.yaml", [f"@{tmp_path / name}" for name in ("one.yaml", "two.yaml")])
+    assert isinstance(recipe, RLRecipe) and recipe.placement is not None and recipe.placement.type == "separated"
+
+
+def test_a_fragment_that_is_not_there_is_named() -> None:
+    with pytest.raises(UserError, match="nowhere.yaml"):
+        load_recipe("rl", ROOT / "rl-ppo.yaml", ["@nowhere.yaml"])
