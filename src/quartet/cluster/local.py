@@ -17,6 +17,7 @@ import torch
 
 from quartet.cluster.backend import Handle, forget
 from quartet.cluster.errors import Lost
+from quartet.cluster.futures import BatchFuture
 from quartet.cluster.host import Host, ProcessInfo
 from quartet.cluster.pool import Node, ResourcePool, check_pool
 from quartet.cluster.worker import TAKES_TURNS
@@ -114,6 +115,7 @@ class LocalBackend:
         host = seat.host
         if host is None:
             return Lost(handle.key, "it was stopped")
+        _check_no_future_inside(args)
         with _environment({**seat.environment, **getattr(host, "environment", {})}):
             return getattr(host, method)(*(value.value if isinstance(value, LocalRef) else value for value in args))
 
@@ -148,6 +150,15 @@ class LocalBackend:
                 seat.leave()
         self._seats.clear()
         forget(self)
+
+
+def _check_no_future_inside(args: tuple[Any, ...]) -> None:
+    """With Ray it could not travel; here it would, as something that no worker can use."""
+    for value in args:
+        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        for each in inside:
+            if isinstance(each, BatchFuture):
+                each.__reduce__()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ denominators, those of the whole batch, so an update does not depend on how the 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,7 +26,7 @@ from quartet.models.packing import pack
 from quartet.train.budget import TokenBudget
 from quartet.train.data_parallel import Peers, Replica
 from quartet.train.metrics import MetricSums
-from quartet.train.offload import PARTS, Moved, Offload, Part, Store
+from quartet.train.offload import PARTS, Moved, Offload, Part, Parts, Store
 from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 
 
@@ -292,11 +292,11 @@ class TrainEngine(Generic[Model]):
             raise RuntimeError("this engine's parts have a store already, and may lie there now")
         return self._offload
 
-    def offload(self, parts: Collection[Part] = PARTS) -> Moved:
+    def offload(self, parts: Parts = PARTS) -> Moved:
         """Gives the device's room back; see ``Offload``."""
         return self.offloading().offload(parts)
 
-    def onload(self, parts: Collection[Part] = PARTS) -> Moved:
+    def onload(self, parts: Parts = PARTS) -> Moved:
         """Brings parts back; see ``Offload``."""
         return self.offloading().onload(parts)
 

@@ -32,6 +32,8 @@ __all__ = ["PARTS", "MappedFiles", "Moved", "Offload", "Part", "PinnedMemory", "
 
 Part = Literal["params", "grads", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
+Parts = Collection[Part] | tuple[Part, ...]
+"""The tuple is there for type checkers, which else take a literal one for one of strings."""
 
 _OWNERS: WeakKeyDictionary[nn.Module, ReferenceType[Offload]] = WeakKeyDictionary()
 """Who moves which model."""
@@ -132,7 +134,7 @@ class Offload:
         self._homes: dict[str, _Home] = {}
         self._barrier: Any = None
 
-    def offload(self, parts: Collection[Part] = PARTS) -> Moved:
+    def offload(self, parts: Parts = PARTS) -> Moved:
         """Parts leave the device; those that are away stay there.
 
         Raises:
@@ -142,7 +144,7 @@ class Offload:
         """
         return self._move(parts, away=True)
 
-    def onload(self, parts: Collection[Part] = PARTS) -> Moved:
+    def onload(self, parts: Parts = PARTS) -> Moved:
         """Parts come back; those that are there stay.
 
         Raises:
@@ -190,11 +192,11 @@ class Offload:
             "optimizer": optimizer or 2 * trained,
         }
 
-    def is_resident(self, parts: Collection[Part]) -> bool:
+    def is_resident(self, parts: Parts) -> bool:
         """Whether all of ``parts`` may be computed with."""
         return self._away.isdisjoint(_checked(parts))
 
-    def require(self, parts: Collection[Part]) -> None:
+    def require(self, parts: Parts) -> None:
         """Raises where a part is away.
 
         Raises:
@@ -206,7 +208,7 @@ class Offload:
 
     # Moving ----------------------------------------------------------------------------------------------
 
-    def _move(self, parts: Collection[Part], *, away: bool) -> Moved:
+    def _move(self, parts: Parts, *, away: bool) -> Moved:
         chosen = _checked(parts)
         self._check_switch()
         started_s, before_bytes = time.perf_counter(), held_bytes(self.device)
@@ -353,7 +355,7 @@ def _kind(packed: PackedModel) -> str:
     return type(packed.model).__name__
 
 
-def _checked(parts: Collection[Part]) -> list[Part]:
+def _checked(parts: Parts) -> list[Part]:
     """Known parts, in their order, each once."""
     if isinstance(parts, str) or not set(parts) <= set(PARTS):
         raise ValueError(f"parts are a collection of {', '.join(PARTS)}, not {parts!r}")

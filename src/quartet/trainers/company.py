@@ -79,6 +79,10 @@ class Company:
             found[role] = {mode: num * size for mode, size in (await handle.call("sizes")).items()}
         return found
 
+    def describe(self) -> str:
+        """What is about to be started, in words; nothing where it is this process alone."""
+        return ""
+
     def start(self) -> None:
         """Starts what computes; ``models`` and ``engines`` reach it afterwards."""
 
@@ -152,6 +156,13 @@ class RayCompany(Company):
         except BaseException:
             self._backend.close()
             raise
+
+    def describe(self) -> str:
+        of_pool = [
+            f"{pool.name} ({pool.num_processes} × {', '.join(self._part(pool.name).roles)})"
+            for pool in self.placement.pools
+        ]
+        return f"placement {self.placement.type}: starting workers for {'; '.join(of_pool)}"
 
     def start(self) -> None:
         """Starts all workers side by side; each loads what it plays.

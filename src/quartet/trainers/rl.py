@@ -172,6 +172,8 @@ class RLTrainer:
 
     async def _train(self) -> RLResult:
         watch = Stopwatch()
+        if text := self.company.describe():
+            self.progress.print(text)
         await asyncio.to_thread(self.company.start)
         self.cast.handles = self.company.models
         beginning = await self._restore()
@@ -227,7 +229,7 @@ class RLTrainer:
             self.ptx,
             self._warmup_steps,
             self._on_finished,
-            self.path / "journal.jsonl",
+            self.path,
         )
         return Session(play, step, sizes)
 

@@ -15,8 +15,8 @@ from quartet.config.algorithms import AlgorithmConfig, GroupAlgorithm, Selection
 from quartet.config.placement import AsynchronousPlacement
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.barriers import Barriers
+from quartet.schedule.iteration import Chunk, Roles, Scorer
 from quartet.schedule.iteration import Learner as AnyLearner
-from quartet.schedule.iteration import Roles, Scorer
 from quartet.schedule.journal import Journal
 from quartet.schedule.learners import Learner, UpdatePlan
 from quartet.schedule.placement import admission_rule, placed_arbiter
@@ -44,7 +44,8 @@ class Play:
         shuffle: of scores within a step, for control experiments.
         warmup_steps: first steps, in which the actor rests.
         on_finished: told of completions, or episodes, that ended.
-        journal: file in which an asynchronous run notes what durations decided.
+        path: the run directory. An asynchronous session notes in ``journal.jsonl`` what durations decided, one that
+            begins after ``step`` steps in ``journal_<step>.jsonl``.
     """
 
     cast: Cast
@@ -55,7 +56,7 @@ class Play:
     ptx: PTX | None
     warmup_steps: int
     on_finished: Callable[[int], None]
-    journal: Path
+    path: Path
 
 
 class _ExperienceLearner:
@@ -90,7 +91,7 @@ class Session:
         placement = play.company.placement
         self.mover = PartsMover(play.company, play.recorder)
         self.worker = Worker(placed_arbiter(placement, sizes, version=step, mover=self.mover), play.recorder)
-        self.journal = self._journal()
+        self.journal = self._journal(step)
         self.rollout = self._rollout(step)
         self._assembler = Assembler(
             self.recipe.algorithm,
@@ -127,15 +128,17 @@ class Session:
             on_finished=play.on_finished if cast.environment is None else None,
         )
 
-    def _journal(self) -> Journal | None:
+    def _journal(self, step: int) -> Journal | None:
         """What durations decide when generation runs ahead; kept where it can be followed."""
         placement = self.recipe.placement
         if not isinstance(placement, AsynchronousPlacement):
             return None
+        path = self.play.path / (f"journal_{step:08d}.jsonl" if step else "journal.jsonl")
+        path.unlink(missing_ok=True)
         can_be_kept = len(self.play.company.engines) == 1 and self.cast.environment is None
         if placement.follow is None:
-            return Journal((), self.play.journal) if can_be_kept else None
-        return Journal(Journal.load(Path(placement.follow)), self.play.journal)
+            return Journal((), path) if can_be_kept else None
+        return Journal(Journal.load(Path(placement.follow)), path)
 
     def _dynamic_sampling(self, source: GroupSource) -> DynamicSampling | None:
         algorithm = self.recipe.algorithm
@@ -154,12 +157,24 @@ class Session:
         barriers = Barriers(self.play.company.placement.after, num_chunks=num_chunks)
         return Roles(
             stream=self.stream,
-            collect=barriers.collect(source.collect),
+            collect=barriers.collect(self._collected(source)),
             scorers=[barriers.scorer(stage, scorer) for stage, scorer in self._scorers()],
             assemble=self._assemble,
             learners=[barriers.learner(f"train_{role}", learner) for role, learner in self._learners()],
             publish=self.rollout.publish,
         )
+
+    def _collected(self, source: GroupSource) -> Callable[[int, int, Sequence[Any]], Chunk[RaggedBatch]]:
+        """Chunks of groups, of which the journal is told; followed, it compares them."""
+        journal = self.journal
+        if journal is None:
+            return source.collect
+
+        def collect(step: int, index: int, groups: Sequence[Any]) -> Chunk[RaggedBatch]:
+            journal.consume(step, index, [group.consumed() for group in groups])
+            return source.collect(step, index, groups)
+
+        return collect
 
     def _scorers(self) -> list[tuple[str, Scorer[RaggedBatch, ColumnSet]]]:
         """With their stages: rewards, unless groups come with theirs; a greedy baseline where there is one; columns."""

@@ -43,7 +43,7 @@ def source_of(trainer: PackedCausalLM) -> Iterator[tuple[str, Tensor]]:
 
 
 def requests_of(make_request: Make) -> list[Request]:
-    return [make_request(f"r{i}", length=5 + i, seed=i, max_new_tokens=7) for i in range(5)]
+    return [make_request(f"r{i}", length=5 + i, seed=i, max_new_tokens=5) for i in range(5)]
 
 
 def actor(tiny: Any, precision: Any = "fp32", lora: LoRAConfig | None = None) -> PackedCausalLM:
@@ -55,11 +55,19 @@ def actor(tiny: Any, precision: Any = "fp32", lora: LoRAConfig | None = None) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("llama", NativeEngine), ("qwen2", NativeEngine), ("gemma2", NativeEngine), ("qwen2", CudaEngine)],
+    ("family", "precision", "lora", "kind"),
+    [
+        ("llama", "fp32", None, NativeEngine),
+        ("llama", "bf16", LORA, NativeEngine),
+        ("qwen2", "fp32", LORA, NativeEngine),
+        ("qwen2", "bf16", None, NativeEngine),
+        ("gemma2", "fp32", None, NativeEngine),
+        ("gemma2", "fp32", LORA, NativeEngine),
+        ("gemma2", "bf16", None, NativeEngine),
+        ("qwen2", "fp32", None, CudaEngine),
+        ("qwen2", "bf16", LORA, CudaEngine),
+    ],
 )
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_own_engine_gives_the_bits_of_one_that_shares(
     family: str, precision: Any, lora: Any, kind: Any, build_tiny: Build, make_request: Make, run_all: RunAll
 ) -> None:

@@ -548,6 +548,25 @@ def test_evaluating_beside_groups_is_refused() -> None:
     run_virtual(main())
 
 
+def test_groups_that_nobody_waits_for_any_more_are_not_waited_for() -> None:
+    async def main() -> float:
+        world = World(lengths=lambda i: 30)
+        group = asyncio.create_task(world.rollout.generate(0))
+        await asyncio.sleep(1.5)
+        group.cancel()
+        async with world.rollout.quiet():
+            await world.rollout.evaluate([Request("eval", "eval", (1,), SamplingParams(max_new_tokens=2))], 0)
+            assert world.engines[0].log[-4:] == [
+                ("cancel", ["0.0", "0.1"]),
+                ("submit", ["eval"]),
+                ("step", 1),
+                ("step", 1),
+            ]
+        return now()
+
+    assert run_virtual(main()) < 6.0
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="cannot finish on old weights"):
         World(shares_actor=True, in_flight="finish_old")
