@@ -187,7 +187,7 @@ def awaited(group: WorkerGroup, raw: Sequence[Any], number: int) -> dict[str, An
         for turn in range(number + 1):
             for name in seconds:
                 begun = time.perf_counter()
-                await (group.one.submit(1) if name == "ours" else raw[0].one.remote(1))
+                await (group.one.ask(1) if name == "ours" else raw[0].one.remote(1))
                 if turn:
                     seconds[name].append(time.perf_counter() - begun)
         return {name: statistics.median(of) for name, of in seconds.items()}

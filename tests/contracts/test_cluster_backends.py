@@ -341,6 +341,28 @@ def test_who_awaits_a_future_does_not_poll(
     assert torch.equal(join(BATCH, columns).token["score"], BATCH.input_ids * 10.0)
 
 
+def test_a_coroutine_asks_for_what_a_call_returns(
+    backend: Backend, four: WorkerGroup, scorers: tuple[WorkerGroup, WorkerGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def several() -> list[Any]:
+        made = scorers[0].double(["a", "b"])
+        return [
+            *await asyncio.gather(
+                four.ask("plain", 10), four.ask("plain", 5, mode=RANK_ZERO), four.own.ask(list("abcd"))
+            ),
+            await scorers[1].double.ask(made),
+            join(BATCH, await scorers[1].score.ask(BATCH)).token["score"],
+        ]
+
+    monkeypatch.setattr(backend, "wait", None)
+    everyone, first, own, doubled, scores = asyncio.run(several())
+    assert (everyone, first, doubled) == ([10, 11, 12, 13], 5, ["aaaa", "bbbb"])
+    assert own == [(rank, text) for rank, text in enumerate("abcd")]
+    assert torch.equal(scores, BATCH.input_ids * 10.0)
+    with pytest.raises(WorkerError, match="fail_on raised in rank 3"):
+        asyncio.run(four.ask("fail_on", 3, "value"))
+
+
 def test_large_results_are_awaited_as_well(four: WorkerGroup) -> None:
     value = torch.arange(100_000)
 

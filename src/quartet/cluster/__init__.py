@@ -5,9 +5,9 @@
 - ``group``: worker groups, fused roles, detached groups
 - ``dispatch``: how a call becomes calls on workers, and results one; ``layout`` and ``balance`` say who gets what
 - ``futures``, ``manifests``: results that travel from worker to worker
-- ``processes``, ``errors``: starting, watching, naming what went wrong
+- ``processes``, ``pending``, ``errors``: starting, calling, watching, naming what went wrong
 - ``allocation``, ``ray_node``: Ray inside an allocation that torchrun has started
-- ``backend``: the interface; ``local`` (this process) and ``ray_backend``
+- ``backend``: the interface; ``local`` (this process) and ``ray_backend`` (with ``ray_address``, ``wire``)
 """
 
 from quartet.cluster.backend import connect

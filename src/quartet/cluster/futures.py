@@ -14,7 +14,7 @@ from quartet.cluster.layout import Layout
 from quartet.cluster.manifests import Gather, Manifest, PartRefs, share_of
 
 if TYPE_CHECKING:
-    from quartet.cluster.processes import Pending
+    from quartet.cluster.pending import Pending
 
 _partitions = itertools.count()
 

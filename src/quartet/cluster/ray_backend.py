@@ -1,6 +1,6 @@
 """The back end ``ray``: one actor per worker, one placement group per pool, data in Ray's object store.
 
-Imported by ``connect`` alone: this module and ``wire`` need Ray, nothing else does.
+Imported by ``connect`` alone: this module, ``ray_address`` and ``wire`` need Ray, nothing else does.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
-import socket
 import stat
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,10 +30,10 @@ from quartet.cluster.backend import Handle, forget
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.host import Host, ProcessInfo
 from quartet.cluster.pool import Node, ResourcePool, check_pool, refused
+from quartet.cluster.ray_address import NAMESPACE, check_same, join_cluster
 from quartet.cluster.wire import deregister_tensors, register_tensors
 from quartet.config.errors import UserError
 
-NAMESPACE = "quartet"
 _open: list[RayBackend] = []
 """Back ends of this process that are not closed; Ray is one connection for all of them."""
 _READ_TIMEOUT_S = 5.0
@@ -158,12 +156,12 @@ class RayBackend:
         self._handles: dict[str, Handle] = {}
         self._started_ray = not ray.is_initialized()
         if not self._started_ray:
-            _check_same(address)
+            check_same(address)
         else:
             address = address or os.environ.get("RAY_ADDRESS")
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             if address and address != "local":
-                _join(address, connect_timeout_s, log_to_driver)
+                join_cluster(address, connect_timeout_s, log_to_driver)
             else:
                 ray.init(
                     address="local",
@@ -381,70 +379,3 @@ def read_tails(paths: Sequence[str], count: int, *, block: int = 2**16) -> list[
             text = file.read().decode(errors="replace").splitlines()
             lines += [line for line in text if line.strip() and not line.startswith(":")][-count:]
     return lines[-count:]
-
-
-# The cluster's address -----------------------------------------------------------------------------------
-
-
-def _check_same(address: str | None) -> None:
-    """A process has one connection to Ray; a second back end shares it."""
-    there = ray.get_runtime_context().gcs_address
-    if address not in (None, "auto", "local", there):
-        raise UserError(
-            "this process is connected to another Ray cluster",
-            found=f"address={address!r}, connected to {there!r}",
-            remedy="close that back end first, or leave the address out",
-        )
-
-
-def _join(address: str, timeout_s: float, log_to_driver: bool) -> None:
-    if address.startswith("ray://"):
-        raise UserError(
-            "Ray's client protocol cannot carry worker groups",
-            found=f"address={address!r}",
-            remedy="submit the program as a Ray job, or run it on a node of the cluster with address='auto'",
-        )
-    if address not in ("auto", "local"):
-        _check_answers(address, timeout_s)
-    try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=log_to_driver)
-    except (ConnectionError, RuntimeError) as error:
-        raise _unreachable(address, str(error).strip().splitlines()[0]) from error
-
-
-def _check_answers(address: str, timeout_s: float) -> None:
-    """Ray itself would go on trying for a minute, or end the process."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(
-            "this is no address of a Ray cluster",
-            found=f"address={address!r}",
-            remedy="write host:port as `ray start --head` prints it (the port is 6379 by default), or auto",
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=timeout_s).close()
-    except OSError as error:
-        raise _unreachable(address, str(error)) from error
-    answer: list[BaseException | None] = []
-
-    def ask() -> None:
-        try:
-            ray._raylet.GcsClient(address=address)
-            answer.append(None)
-        except RayError as error:
-            answer.append(error)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(timeout_s)
-    if answer != [None]:
-        raise _unreachable(address, str(answer[0]) if answer else f"no answer within {timeout_s:g} s")
-
-
-def _unreachable(address: str, why: str) -> UserError:
-    return UserError(
-        "the Ray cluster does not answer",
-        found=f"address={address!r}: {why}",
-        remedy="check the address and that `ray status --address …` answers from this machine, start one with "
-        "`ray start --head`, or leave the address out to start Ray on this machine",
-    )

@@ -30,7 +30,8 @@ class RolloutRecord:
         sequence_id: unique within the step; the key by which columns were joined.
         prompt_id: the same for the same prompt at every step.
         response_index: place among the responses to this prompt.
-        policy_version: version of the weights that sampled the response.
+        policy_version: version of the weights that sampled the first token; where later tokens of the step differ there
+            is a column of that name, too (-1: not sampled).
         prompt_tokens, response_tokens: the decoded piece of each token, as many as there are ids.
         finish_reason: why generation ended (``stop``, ``length``, ...).
         rewards: value of each reward source, None where it does not apply.

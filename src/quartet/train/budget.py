@@ -18,7 +18,10 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an accelerator's or the host's memory ran out; torch's CPU allocator raises a plain RuntimeError."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return "DefaultCPUAllocator" in str(error) and "allocate memory" in str(error)
+    text = str(error)
+    if "CUDA error: out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text:
+        return True
+    return "DefaultCPUAllocator" in text and "allocate memory" in text
 
 
 def num_computed_tokens(batch: RaggedBatch, sequences: Sequence[int], *, share: bool) -> int:

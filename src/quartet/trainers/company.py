@@ -310,13 +310,14 @@ class PartsMover:
     async def _move(self, name: str, role: str, *args: Mode) -> None:
         if role not in self._company.moving():
             return
+        is_leaving = name == "offload"
         with self._recorder.span(name, role=role) as span:
             for handle in self._company.handles_of(role):
                 moved = await handle.call(name, *args)
                 span.nbytes = (span.nbytes or 0) + moved.num_bytes
-                self._add(f"handover/{name}_bytes", moved.num_bytes)
-                self._add(f"handover/{name}_s", moved.seconds)
-                if name == "offload":
+                self._add("handover/offload_bytes" if is_leaving else "handover/onload_bytes", moved.num_bytes)
+                self._add("handover/offload_s" if is_leaving else "handover/onload_s", moved.seconds)
+                if is_leaving:
                     self._add("handover/freed_bytes", moved.freed_bytes)
 
     def _add(self, metric: str, value: float) -> None:

@@ -34,6 +34,8 @@ def rollout_records(batch: RaggedBatch, codec: TextCodec) -> list[RolloutRecord]
     columns = {name: batch.token[name].float() for name in (*_COLUMNS, *own) if name in batch.token}
     if "old_logprobs" in columns:
         columns["ratio"] = (columns["old_logprobs"] - columns["rollout_logprobs"]).clamp(-20, 20).exp()
+    if _mixes_versions(batch):
+        columns["policy_version"] = batch.token["policy_version"].float()
     rewards = {name: batch.sequence[name].tolist() for name in batch.sequence if name.startswith(REWARD_PREFIX)}
     scores = batch.sequence["score"].tolist()
     parts = batch.sequence["part"].tolist() if "part" in batch.sequence else [0] * len(batch)
@@ -71,6 +73,13 @@ def rollout_records(batch: RaggedBatch, codec: TextCodec) -> list[RolloutRecord]
             )
         )
     return records + (_greedy_records(batch, codec) if "greedy" in batch.objects else [])
+
+
+def _mixes_versions(batch: RaggedBatch) -> bool:
+    """Whether new weights came into a response as it was generated; else its first token's version is all of it."""
+    actions = batch.token["action_mask"]
+    first = batch.sequence["version"][batch.sequence_index()[actions]]
+    return bool((batch.token["policy_version"][actions] != first).any())
 
 
 def _greedy_records(batch: RaggedBatch, codec: TextCodec) -> list[RolloutRecord]:

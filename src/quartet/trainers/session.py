@@ -133,12 +133,13 @@ class Session:
         placement = self.recipe.placement
         if not isinstance(placement, AsynchronousPlacement):
             return None
+        can_be_kept = len(self.play.company.engines) == 1 and self.cast.environment is None
+        if placement.follow is None and not can_be_kept:
+            return None
+        script = Journal.load(Path(placement.follow)) if placement.follow is not None else []
         path = self.play.path / (f"journal_{step:08d}.jsonl" if step else "journal.jsonl")
         path.unlink(missing_ok=True)
-        can_be_kept = len(self.play.company.engines) == 1 and self.cast.environment is None
-        if placement.follow is None:
-            return Journal((), path) if can_be_kept else None
-        return Journal(Journal.load(Path(placement.follow)), path)
+        return Journal(script, path)
 
     def _dynamic_sampling(self, source: GroupSource) -> DynamicSampling | None:
         algorithm = self.recipe.algorithm

@@ -55,6 +55,7 @@ class ThreadPeers(Peers):
         return found
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
+        assert all(t.is_contiguous() and t.dtype in (torch.float32, torch.float64) for t in tensors)
         for of_ranks in zip(*self.gather(list(tensors)), strict=True):
             tensor = tensors[0]
             tensor.copy_(torch.stack(list(of_ranks)).sum(0))

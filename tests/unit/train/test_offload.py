@@ -668,7 +668,6 @@ def test_a_released_model_computes_wherever_it_lies(has_room, frozen, data, file
     offload.release()
     assert (offload.resident_bytes()["params"] > 0) == has_room
     assert_same(dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token), expected)
-    frozen.model(torch.zeros(1, 3, dtype=torch.long))
     monkeypatch.undo()
     Offload(frozen, files).offload()
 

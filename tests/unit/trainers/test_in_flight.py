@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from quartet.config import UserError
 from quartet.data.datasets import PromptItem
 from quartet.envs.episode import Episode, EpisodeEnd
 from quartet.envs.transcript import EpisodeSequence
+from quartet.observe.rollouts import RolloutRecord
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import PromptGroup, chunk_of, staleness_metrics
 from quartet.schedule.stream import Ahead
+from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import load_checkpoint, save_checkpoint
 from quartet.trainers.episodes import AnyGroup, EpisodeGroup, episode_chunk
 from quartet.trainers.in_flight import ahead_from_state, ahead_state
+from quartet.trainers.records import rollout_records
 
 
 def item(index: int) -> PromptItem:
@@ -91,3 +95,17 @@ def test_so_do_the_tokens_of_episodes() -> None:
     assert batch.token["policy_version"].tolist() == [-1, -1, 4, -1, -1, 5, 5, -1, -1, 6]
     assert batch.sequence["version"].tolist() == [4, 5] and episode_group(7).first_version == 4
     assert staleness_metrics(batch, 6) == {"staleness/mean": 1.0, "staleness/max": 2.0}
+
+
+def test_records_show_versions_token_by_token_only_where_they_differ(tokenizer: Any) -> None:
+    def records(*groups: PromptGroup) -> list[RolloutRecord]:
+        batch = chunk_of(4, 0, groups, lambda ids, made: "text").data
+        batch = batch.with_sequence(score=torch.zeros(len(batch)))
+        return rollout_records(batch, TextCodec(tokenizer))
+
+    mixed = PromptGroup(7, item(7), item(7).token_ids, (completion(7, 0, (2, 2, 3)), completion(7, 1, (3,))))
+    first, second = records(mixed)
+    assert (first.policy_version, first.columns["policy_version"]) == (2, [2.0, 2.0, 3.0])
+    assert (second.policy_version, second.columns["policy_version"]) == (3, [3.0])
+    whole = replace(mixed, completions=(completion(7, 0, (2, 2, 2)), completion(7, 1, (3,))))
+    assert [(r.policy_version, "policy_version" in r.columns) for r in records(whole)] == [(2, False), (3, False)]
