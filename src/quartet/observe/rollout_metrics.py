@@ -66,7 +66,7 @@ ROLLOUT_ROWS: tuple[tuple[str, str, str, str], ...] = (
     (
         "staleness/mean",
         "versions",
-        "By how many versions the weights that are trained are newer than those that sampled a token; mean over tokens.",
+        "By how many versions the trained weights are newer than those that sampled a token; mean over tokens.",
         "Near max_staleness: generation is far ahead, and importance weights do more of the work.",
     ),
     (
