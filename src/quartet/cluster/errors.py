@@ -23,6 +23,7 @@ class Failure:
         summary: type and message, one line.
         traceback: as the worker printed it.
         user_error: problem, found and remedy of a ``UserError``.
+        is_echo: it only says that another rank failed: the exception's class has an ``is_echo`` that is true.
     """
 
     group: str
@@ -33,6 +34,7 @@ class Failure:
     summary: str
     traceback: str
     user_error: tuple[str, str, str] | None = None
+    is_echo: bool = False
 
     @classmethod
     def of(cls, error: BaseException, *, group: str, rank: int, pid: int, host: str, where: str) -> Failure:
@@ -40,7 +42,7 @@ class Failure:
         three = (error.problem, error.found, error.remedy) if isinstance(error, UserError) else None
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         text = "".join(traceback.format_exception(error)).rstrip()
-        return cls(group, rank, pid, host, where, summary, text, three)
+        return cls(group, rank, pid, host, where, summary, text, three, bool(getattr(error, "is_echo", False)))
 
     def brief(self) -> str:
         return f"rank {self.rank} of group {self.group!r}: {self.summary}"

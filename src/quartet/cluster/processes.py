@@ -301,7 +301,7 @@ class Processes:
             # Data that is gone says less than who is gone.
             first, *more = sorted(deaths.values(), key=lambda death: death.rank is None)
             raise WorkerDied(first, [*(death.brief() for death in more), *others])
-        first_failed = next(iter(failures.values()))
+        first_failed = min(failures.values(), key=lambda failure: failure.is_echo)
         raise_failure(first_failed, [line for line in others if line != first_failed.brief()])
 
     def _death(self, lost: Lost, during: str) -> Death:

@@ -41,6 +41,9 @@ IN_PLACE_BYTES = 2**20
 class PeerFailed(Exception):
     """Another rank failed in an update, or cannot be reached any more; this rank's model took no part in it."""
 
+    is_echo = True
+    """Whoever reports the failures of several ranks tells that of the other one first."""
+
 
 class Peers:
     """The ranks that train one model together.
