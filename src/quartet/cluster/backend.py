@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from quartet.cluster.host import ProcessInfo
-from quartet.cluster.pool import ResourcePool
+from quartet.cluster.pool import Node, ResourcePool
 from quartet.config.errors import UserError
 
 Ref: TypeAlias = Any
@@ -41,6 +41,9 @@ class Backend(AbstractContextManager["Backend"], Protocol):
         Raises:
             UserError: the pool can never be granted, or was not within the time.
         """
+
+    def nodes(self) -> Sequence[Node]:
+        """The living machines, with what they have."""
 
     def release(self, pool: ResourcePool, name: str | None = None) -> None:
         """Gives back what the pool holds."""

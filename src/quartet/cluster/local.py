@@ -71,6 +71,10 @@ class LocalBackend:
         self._seats: list[_Seat] = []
         self._started = 0
 
+    def nodes(self) -> list[Node]:
+        here = {"CPU": 1.0}
+        return [Node("this process", here, here)]
+
     def grant(self, pool: ResourcePool, timeout_s: float, name: str | None = None) -> None:
         """Any number of workers may take turns on the CPU; each GPU worker needs a device of its own."""
         here = {"GPU": float(torch.cuda.device_count())}

@@ -187,6 +187,9 @@ class RayBackend:
 
     # Pools -----------------------------------------------------------------------------------------------
 
+    def nodes(self) -> list[Node]:
+        return nodes()
+
     def grant(self, pool: ResourcePool, timeout_s: float, name: str | None = None) -> None:
         if id(pool) in self._grants:
             if name is not None and self._grants[id(pool)].name != name:

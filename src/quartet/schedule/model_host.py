@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import SPLIT, dispatch
+from quartet.cluster.dispatch import RANK_ZERO, SPLIT, dispatch
 from quartet.models.packed import PackedModel
 from quartet.schedule.leases import Mode
 from quartet.schedule.movable import Movable
@@ -67,13 +67,16 @@ class FrozenHost(Movable):
         """Forward-only pass; fields as in ``Outputs``."""
         return forward_only(self.packed, batch, needs, self._budget, self._logprob_chunk, share=self._share_prefixes)
 
+    @dispatch(RANK_ZERO)
     def stats(self) -> ModelStats:
         return ModelStats(self._budget.num_oom)
 
+    @dispatch(RANK_ZERO)
     def sizes(self) -> dict[Mode, int]:
         """Bytes that must be on the device in each mode."""
         return {"forward": model_bytes(self.packed)}
 
+    @dispatch(RANK_ZERO)
     def weights(self) -> dict[str, Tensor]:
         """The model's whole state, as copies."""
         with self.present():
@@ -102,15 +105,18 @@ class TrainedHost(SendsWeights, Movable):
         """The updates in their order; of each what ``TrainEngine.train_step`` returns."""
         return [self.engine.train_step(experience.select(u.sequences), u.objective, u.also) for u in updates]
 
+    @dispatch(RANK_ZERO)
     def stats(self) -> ModelStats:
         engine = self.engine
         return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens)
 
+    @dispatch(RANK_ZERO)
     def sizes(self) -> dict[Mode, int]:
         """Bytes that must be on the device in each mode: parameters, and for training what comes with them."""
         size = model_bytes(self.engine.packed)
         return {"forward": size, "train": size + train_bytes(self.engine.packed)}
 
+    @dispatch(RANK_ZERO)
     def state(self) -> dict[str, Any]:
         """Everything that an exact resume needs."""
         return self.engine.state()
@@ -118,6 +124,7 @@ class TrainedHost(SendsWeights, Movable):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.load_state(state)
 
+    @dispatch(RANK_ZERO)
     def weights(self) -> dict[str, Tensor]:
         """The model's whole state with its adapters merged, as copies."""
         packed = self.engine.packed

@@ -334,15 +334,19 @@ class GroupStream(Generic[G]):
                 raise failure
 
     def _launch(self) -> None:
-        """Starts as many groups as the rule admits, in index order."""
+        """Starts as many groups as the rule admits, in index order; restored ones are there already."""
+        self._skip_restored()
         while not self._closed and self._admits_another():
             index = self._next_launch
             self._next_launch += 1
-            if index in self._decided:  # restored
-                continue
+            self._skip_restored()  # at once: they may be consumed before the next launch
             task = asyncio.get_running_loop().create_task(self._attempt(index), name=f"group {index}")
             self._running[index] = task
             task.add_done_callback(partial(self._settle, index))
+
+    def _skip_restored(self) -> None:
+        while self._next_launch in self._decided:
+            self._next_launch += 1
 
     def _admits_another(self) -> bool:
         capacity = self._rule.capacity(

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from quartet.cluster import ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
+from quartet.config.algorithms import OnlineDPO
 from quartet.config.cluster import RayCluster
-from quartet.config.placement import ResolvedPlacement, ResolvedPool
+from quartet.config.placement import ResolvedPlacement, ResolvedPool, check_devices
 from quartet.config.recipe import RLRecipe
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.weights import DiscardedWeights
@@ -150,8 +151,11 @@ class RayCompany(Company):
         self._passed = copy.deepcopy(passed.without_functions())
         self._groups: dict[str, WorkerGroup] = {}
         self._num_deaths = 0
+        refreshes = isinstance(recipe.algorithm, OnlineDPO) and recipe.algorithm.refresh_steps is not None
+        self._changing = {*TRAINED, "reference"} if refreshes else {*TRAINED}
         self._backend = connect("ray", address=self.cluster.address)
         try:
+            self._check_room()
             self._pools = {pool.name: self._granted(pool) for pool in placement.pools}
         except BaseException:
             self._backend.close()
@@ -177,12 +181,12 @@ class RayCompany(Company):
 
     def replace_dead(self, error: Exception, is_learning: bool) -> Loss:
         """A pool with a dead worker starts anew. Where weights were lost, or are between two steps, the pools of all
-        roles that train do: they go back to one consistent point together."""
+        roles whose weights change do: they go back to one consistent point together."""
         deaths = {name: found[0] for name, group in self._groups.items() if (found := group.dead())}
         if not deaths:
             raise error
-        trained = {home for role, home in self.placement.pool_of.items() if role in TRAINED}
-        states = is_learning or bool(trained & deaths.keys())
+        changing = {home for role, home in self.placement.pool_of.items() if role in self._changing}
+        states = is_learning or bool(changing & deaths.keys())
         who = "; ".join(f"{death.brief()}: {death.last_error or death.reason}" for death in deaths.values())
         self._num_deaths += 1
         if self._num_deaths > self.cluster.max_restarts:
@@ -191,7 +195,7 @@ class RayCompany(Company):
                 found=f"death {self._num_deaths}, cluster.max_restarts is {self.cluster.max_restarts}; {who}",
                 remedy="mend what kills them (the last error is above) and go on with --resume",
             ) from error
-        anew = sorted(deaths.keys() | (trained if states else set()))
+        anew = sorted(deaths.keys() | (changing if states else set()))
         with ThreadPoolExecutor(len(anew)) as starting:
             for restarted in [starting.submit(self._groups[name].restart) for name in anew]:
                 restarted.result()
@@ -237,23 +241,37 @@ class RayCompany(Company):
         group = self._groups[home["rollout"]]
         self.engines = [There(group, "rollout", EngineHost, rank) for rank in range(group.world_size)]
 
-    def _granted(self, pool: ResolvedPool) -> ResourcePool:
-        cluster = self.cluster
-        granted = ResourcePool(
-            pool.processes_per_node,
-            cpus=cluster.cpus_per_process,
-            gpus=cluster.gpus_per_process,
-            strategy=cluster.strategy,
-        )
+    def _check_room(self) -> None:
+        """All pools at once, before any is granted."""
+        needs = self._resources([1]).needs
+        if not needs:
+            return
+        room = [node.holds(needs, node.total) for node in self._backend.nodes()]
         try:
-            self._backend.grant(granted, cluster.start_timeout_s)
+            check_devices(self.placement, room)
+        except UserError as error:
+            asked = " and ".join(f"{amount:g} {name}" for name, amount in needs.items())
+            raise UserError(
+                error.problem,
+                found=f"{error.found}; a device is {asked} here",
+                remedy=f"{error.remedy}; or ask for less per process (cluster.cpus_per_process)",
+            ) from error
+
+    def _granted(self, pool: ResolvedPool) -> ResourcePool:
+        granted = self._resources(pool.processes_per_node)
+        try:
+            self._backend.grant(granted, self.cluster.start_timeout_s)
         except UserError as error:
             raise UserError(
                 f"placement: pool {pool.name!r} cannot be had; {error.problem}",
                 found=error.found,
-                remedy=f"{error.remedy}; or ask for less per process (cluster.cpus_per_process), or use fewer pools",
+                remedy=f"{error.remedy} (cluster.cpus_per_process, placement)",
             ) from error
         return granted
+
+    def _resources(self, processes: Sequence[int]) -> ResourcePool:
+        cpus, gpus = self.cluster.cpus_per_process, self.cluster.gpus_per_process
+        return ResourcePool(processes, cpus=cpus, gpus=gpus, strategy=self.cluster.strategy)
 
 
 class Skeletons:

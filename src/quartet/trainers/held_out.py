@@ -66,9 +66,7 @@ class HeldOut:
         models = [role.name for role in (*cast.reward_models, *cast.evaluation_models)]
         self.graded = check_graded(config.grading, sources, models)
         self._check_watched(sources)
-        self.alarm: HackingAlarm | None = None
-        if config.alarm is not None:
-            self.alarm = HackingAlarm(config.alarm.false_alarm_rate, math.ceil(steps / config.every_steps))
+        self.alarm = self._new_alarm()
 
     def _check_watched(self, sources: Sequence[str]) -> None:
         source = self.config.alarm.source if self.config.alarm is not None else None
@@ -116,9 +114,16 @@ class HeldOut:
         return self.alarm.state() if self.alarm is not None else None
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """As saved; a checkpoint without one begins anew."""
+        """As saved; without a checkpoint, or with one that has no alarm, it begins anew."""
+        self.alarm = self._new_alarm()
         if self.alarm is not None and state is not None:
             self.alarm.restore(state)
+
+    def _new_alarm(self) -> HackingAlarm | None:
+        alarm = self.config.alarm
+        if alarm is None:
+            return None
+        return HackingAlarm(alarm.false_alarm_rate, math.ceil(self.steps / self.config.every_steps))
 
     def remarks(self) -> list[str]:
         """What keeps the alarm silent, in words."""

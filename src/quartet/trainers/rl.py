@@ -385,6 +385,8 @@ class RLTrainer:
         """From the newest checkpoint; without one the models are as the run began."""
         found = self.run.latest()
         self.kl_coef = kl_term(self.recipe.algorithm).coef if found is None else found[2]["kl_coef"]
+        if self.held_out is not None:
+            self.held_out.restore(found[2].get("alarm") if found is not None else None)
         if found is None:
             self.cast.emitted.zero_()
             return _Beginning(0)
@@ -394,8 +396,6 @@ class RLTrainer:
         self.cast.emitted = parts["emitted"]
         if self._refresh is not None:
             await self._refresh.load_state(parts["reference"])
-        if self.held_out is not None:
-            self.held_out.restore(info.get("alarm"))
         ahead = ahead_from_state(parts["ahead"], self.cast.item) if "ahead" in parts else None
         return _Beginning(step, info["stream"], ahead)
 

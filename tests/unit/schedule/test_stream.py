@@ -184,12 +184,30 @@ def test_what_was_ready_ahead_of_its_step_is_neither_lost_nor_made_again(setup: 
         async with aged_stream(setup, after, lambda: published) as stream:
             stream.restore(state, ahead)
             assert stream.ahead() == ahead
+            assert stream.num_accepted == state["accepted"] + len(ahead.groups), "they count for the capacity"
             await consume(stream, first)
         done = {*range(state["next_index"]), *ahead.groups, *ahead.rejected}
         assert not done & set(after) and done == complete
         assert steps == [[i for chunk in step for i in chunk] for step in sequential_reference(setup)]
 
     run_virtual(main())
+
+
+def test_a_restored_group_is_not_made_again_after_its_step() -> None:
+    """Nor is room taken for it, which the next step's groups need."""
+
+    async def main() -> list[int]:
+        produced: list[int] = []
+        stream = aged_stream(Setup(AdmissionRule(2, 0), 2, 2, [1], 0, frozenset()), produced, lambda: 0)
+        async with stream:
+            state = {"next_index": 0, "steps": 0, "accepted": 0, "rejected": 0, "versions_published": 0}
+            stream.restore(state, Ahead({1: Aged(1, 0)}))
+            for step in range(2):
+                assert [g.index async for chunk in stream.chunks(step) for g in chunk] == [2 * step, 2 * step + 1]
+                stream.published(step + 1)
+        return produced
+
+    assert run_virtual(main()) == [0, 2, 3], "the next ones would have begun"
 
 
 def test_groups_from_further_ahead_than_the_rule_admits_are_refused() -> None:
