@@ -6,6 +6,8 @@ The driver is a stand-in for ``quartet rl``; a node of the allocation is a torch
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,6 +109,8 @@ def allocation(tmp_path: Path) -> Iterator[Allocation]:
         if agent.poll() is None:
             agent.terminate()
             agent.wait(60)
+    for kept in re.findall(r"logs of Ray on \S+: (/tmp/quartet-ray-\w+)", made.said()):
+        shutil.rmtree(kept)
 
 
 def test_two_nodes_are_one_cluster(allocation: Allocation, tmp_path: Path) -> None:

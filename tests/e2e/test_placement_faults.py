@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -59,7 +60,7 @@ class Killer:
 
 @pytest.fixture
 def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Death]], Killer]:
-    real = WorkerGroup.call
+    real, asked = WorkerGroup.call, WorkerGroup.ask
 
     def install(deaths: list[Death]) -> Killer:
         made = Killer(deaths)
@@ -70,18 +71,18 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Death]], Killer]:
                 made.note(self, args[0], args[1])
             return future
 
+        async def ask(self: WorkerGroup, method: str, *args: Any, **options: Any) -> Any:
+            task = asyncio.ensure_future(asked(self, method, *args, **options))
+            await asyncio.sleep(0)  # the call is made
+            if method == "on":
+                made.note(self, args[0], args[1])
+            return await task
+
         monkeypatch.setattr(WorkerGroup, "call", call)
+        monkeypatch.setattr(WorkerGroup, "ask", ask)
         return made
 
     return install
-
-
-@pytest.fixture
-def same_result(same_run: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Path], None]:
-    """As ``same_run``, but that tokens count as work, and some were generated twice."""
-    monkeypatch.setitem(same_run.__globals__, "TIMES", (*same_run.__globals__["TIMES"], "rollout/tokens"))
-    check: Callable[[Path, Path], None] = same_run
-    return check
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ DEATHS = [
 
 
 def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
-    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_result: Any, killer: Any
+    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, killer: Any
 ) -> None:
     deaths = killer(DEATHS)
     found = quartet("rl", world.recipe("disturbed", recipe_of(recipes, "disturbed", max_restarts=len(DEATHS))))
@@ -123,11 +124,11 @@ def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
     said = " ".join((found.out + found.err).split())
     for pool, count in (("frozen", 2), ("engine", 1), ("trained", 1)):
         assert said.count(f"of group '{pool}' died: ") == count, said
-    same_result(undisturbed, Path("disturbed"))
+    same_run(undisturbed, Path("disturbed"))
 
 
 def test_more_deaths_than_allowed_end_a_run_that_can_be_resumed(
-    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_result: Any, killer: Any
+    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, killer: Any
 ) -> None:
     killer([Death("actor", "update", after=3), Death("rollout", "burst", after=1)])
     recipe = world.recipe("mortal", recipe_of(recipes, "mortal", max_restarts=1))
@@ -135,4 +136,4 @@ def test_more_deaths_than_allowed_end_a_run_that_can_be_resumed(
     found.expect_user_error("died more often", "cluster.max_restarts is 1", "rank 0 of group 'engine' died", "--resume")
     found = quartet("rl", recipe, "--resume")
     assert found.status == 0, found.err
-    same_result(undisturbed, Path("mortal"))
+    same_run(undisturbed, Path("mortal"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quartet.cluster.dispatch import BROADCAST, Mode, OneRank, marks_of
+from quartet.cluster.dispatch import BROADCAST, Mode, OneRank, Split, marks_of
 from quartet.cluster.group import WorkerGroup
 from quartet.schedule.worker import drained
 
@@ -48,7 +48,9 @@ class There:
 
     async def call(self, method: str, *args: Any) -> Any:
         mode = self._mode(method)
-        result = await drained(self.group.call("on", self.role, method, *args, mode=mode, blocking=False))
+        if isinstance(mode, Split):
+            return await drained(self.group.call("on", self.role, method, *args, mode=mode, blocking=False))
+        result = await drained(self.group.ask("on", self.role, method, *args, mode=mode))
         return result[0] if mode == BROADCAST else result
 
     def _mode(self, method: str) -> Mode:

@@ -123,6 +123,11 @@ class Rollout:
         total.policy_version = self.version
         return total
 
+    async def read_stats(self) -> None:
+        """Asks the engines, which may have worked for somebody before."""
+        for pump in self._pumps:
+            await pump.read_stats()
+
     # Generation ------------------------------------------------------------------------------------------
 
     async def generate(self, index: int) -> PromptGroup:

@@ -27,6 +27,8 @@ from quartet.trainers.loader import Passed
 from quartet.trainers.placing import shares_actor, shares_reference
 from quartet.trainers.pool_worker import TRAINED, Part, PoolWorker, rollout_host
 
+_PATIENCE_S = 5.0
+"""So long a worker may take to say that it lives; one that is busy counts as living."""
 Sizes = dict[str, dict[Mode, int]]
 
 
@@ -182,7 +184,7 @@ class RayCompany(Company):
     def replace_dead(self, error: Exception, is_learning: bool) -> Loss:
         """A pool with a dead worker starts anew. Where weights were lost, or are between two steps, the pools of all
         roles whose weights change do: they go back to one consistent point together."""
-        deaths = {name: found[0] for name, group in self._groups.items() if (found := group.dead())}
+        deaths = {name: found[0] for name, group in self._groups.items() if (found := group.dead(_PATIENCE_S))}
         if not deaths:
             raise error
         changing = {home for role, home in self.placement.pool_of.items() if role in self._changing}

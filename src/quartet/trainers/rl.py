@@ -231,7 +231,9 @@ class RLTrainer:
             self._on_finished,
             self.path,
         )
-        return Session(play, step, sizes)
+        session = Session(play, step, sizes)
+        await session.rollout.read_stats()
+        return session
 
     async def _after_death(self, error: ClusterError | WeightSyncError) -> _Beginning:
         """Replaces the workers that died; the step under way, or those since the last checkpoint, are done again.
@@ -241,15 +243,19 @@ class RLTrainer:
             ClusterError, WeightSyncError: nobody died.
         """
         is_learning = self._session is not None and self._session.is_learning
-        lost = await asyncio.to_thread(self.company.replace_dead, error, is_learning)
-        self.progress.print(lost.text)
-        self.run.drain()
-        if not lost.states:
-            self.run.rewind(self._at.step)
-            return self._at
-        beginning = await self._restore()
-        self.run.rewind(beginning.step)
-        return beginning
+        while True:
+            try:
+                lost = await asyncio.to_thread(self.company.replace_dead, error, is_learning)
+                self.progress.print(lost.text)
+                self.run.drain()
+                beginning = await self._restore() if lost.states else self._at
+            except (ClusterError, WeightSyncError) as another:
+                if another is error:
+                    raise
+                error, is_learning = another, True  # died while others were being replaced
+            else:
+                self.run.rewind(beginning.step)
+                return beginning
 
     async def _step(self, step: int, session: Session, writer: RolloutWriter) -> int:
         """One iteration and everything that follows it; returns the number of complete steps."""

@@ -49,5 +49,5 @@ def test_a_section_of_another_kind_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_fragment_that_is_not_there_is_named() -> None:
-    with pytest.raises(UserError, match="nowhere.yaml"):
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
         load_recipe("rl", ROOT / "rl-ppo.yaml", ["@nowhere.yaml"])
