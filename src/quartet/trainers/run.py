@@ -46,6 +46,9 @@ _FREE_KEYS = (
     "output_dir",
     "log",
     "checkpoint",
+    "cluster",
+    "offload",
+    "weight_sync",
     "ptx.prefetch",
     "algorithm.dynamic_sampling.max_prompts_factor",
 )
@@ -214,10 +217,13 @@ class RunDirectory:
             )
         saved = _flatten(parse_yaml((self.path / "recipe.yaml").read_text(encoding="utf-8")))
         current = _flatten(parse_yaml(dump_recipe(self.recipe)))
+        free_keys = _FREE_KEYS
+        if "asynchronous" not in (saved.get("placement.type"), current.get("placement.type")):
+            free_keys += ("placement",)  # where roles work changes no weight; how far generation is ahead does
         changed = sorted(
             key
             for key in set(saved) | set(current)
-            if saved.get(key) != current.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in _FREE_KEYS)
+            if saved.get(key) != current.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in free_keys)
         )
         if changed:
             raise UserError(

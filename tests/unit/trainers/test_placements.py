@@ -171,6 +171,22 @@ def test_adapters_and_an_interrupted_run_under_a_budget(name: str, run: Any, tig
     assert same(weights(serial), weights(resumed))
 
 
+def test_a_run_is_resumed_under_another_placement(run: Any, tight: Any) -> None:
+    serial, _ = run("serial")
+    _, path = run("moved")
+    shutil.rmtree(path / "checkpoints" / "step_00000003")
+    resumed, _ = run("moved", budgeted(PLACEMENTS["full_offload"], tight()), resume=True)
+    assert same(weights(serial), weights(resumed))
+
+
+def test_an_asynchronous_run_is_not_resumed_as_another(run: Any) -> None:
+    changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.0)), "steps": 1}
+    pools = {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reward"]}}
+    run("ahead", {"type": "asynchronous", "pools": pools}, **changes)
+    with pytest.raises(UserError, match="another recipe"):
+        run("ahead", {"type": "pipelined", "pools": pools}, resume=True, **changes)
+
+
 def test_a_method_without_critic_and_reference(run: Any) -> None:
     changes = {"algorithm": GRPO(kl=KLConfig(coef=0.0))}
     serial, _ = run("serial", **changes)
