@@ -1,4 +1,4 @@
-"""One rank of ``tests/distributed/test_data_parallel.py``: ``data_parallel_ranks.py JOB RANK WORLD PORT FOLDER``.
+"""One rank of ``test_data_parallel_processes.py``: ``data_parallel_ranks.py JOB RANK WORLD PORT FOLDER``.
 
 Every case is run by all ranks together and, in the test, by one process alone; results go to ``FOLDER/rank<RANK>.pt``.
 """

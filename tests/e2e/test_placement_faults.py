@@ -111,6 +111,7 @@ DEATHS = [
     Death("rollout", "burst", after=1),  # in the middle of generation
     Death("reward_model", "forward", after=2, ranks=(0, 1)),  # the whole pool
     Death("actor", "update", after=1),  # between two consistent points
+    Death("actor", "update", after=1),  # in a step after one that was not saved: engines have newer weights already
 ]
 
 
@@ -122,7 +123,7 @@ def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
     assert found.status == 0, found.err
     assert not deaths.left, "all of them died"
     said = " ".join((found.out + found.err).split())
-    for pool, count in (("frozen", 2), ("engine", 1), ("trained", 1)):
+    for pool, count in (("frozen", 2), ("engine", 1), ("trained", 2)):
         assert said.count(f"of group '{pool}' died: ") == count, said
     same_run(undisturbed, Path("disturbed"))
 

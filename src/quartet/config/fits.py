@@ -22,8 +22,8 @@ from quartet.config.algorithms import (
     kl_term,
     reads_reference,
 )
-from quartet.config.placement import AsynchronousPlacement
-from quartet.config.rewards import ProcessModelReward
+from quartet.config.placement import ROLES, AsynchronousPlacement
+from quartet.config.rewards import ModelReward, ProcessModelReward
 
 if TYPE_CHECKING:
     from quartet.config.recipe import RLRecipe
@@ -205,6 +205,10 @@ def _refreshed_reference(recipe: RLRecipe) -> str | None:
 
 
 def _reward_names(recipe: RLRecipe) -> str | None:
+    sources = (*recipe.rewards, *(recipe.evaluation.rewards if recipe.evaluation is not None else ()))
+    models = {source.name for source in sources if isinstance(source, ModelReward | ProcessModelReward)}
+    if clash := sorted(models & set(ROLES) - {"reward"}):
+        return f"a reward model is called {clash[0]!r}, as a role of every run is: give it another name"
     names = [source.name for source in recipe.rewards if source.name]
     names += ["environment"] if recipe.environment is not None else []
     return f"two rewards have the same name: {names}" if len(set(names)) != len(names) else None

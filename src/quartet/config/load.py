@@ -99,10 +99,15 @@ def _merge(data: dict[str, Any], fragment: dict[str, Any]) -> None:
     """Sets the fragment's keys, section by section; a section of another kind is replaced, and so is a list."""
     for key, value in fragment.items():
         former = data.get(key)
-        if isinstance(former, dict) and isinstance(value, dict) and former.get("type") == value.get("type"):
+        if isinstance(former, dict) and isinstance(value, dict) and _is_of_kind(former, value):
             _merge(former, value)
         else:
             data[key] = value
+
+
+def _is_of_kind(former: dict[str, Any], value: dict[str, Any]) -> bool:
+    """Whether a fragment's section names no other kind than the one that is there."""
+    return all(value[tag] == former.get(tag) for tag in ("type", "name") if tag in value)
 
 
 def _kind(value: Any) -> str:

@@ -68,6 +68,13 @@ class EngineHost:
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
+        self._asked: set[str] = set()  # submitted, not ended
+
+    def begin(self) -> EngineStats:
+        """The counts so far, for a new driver; what a former one left unfinished is given up."""
+        self.engine.cancel(tuple(self._asked))
+        self._asked.clear()
+        return self.engine.stats()
 
     def burst(self, submit: Sequence[Sequence[Request]], cancel: Sequence[str], num_steps: int) -> Burst:
         """Cancels, submits, then at most ``num_steps`` engine steps, as long as there is work.
@@ -138,6 +145,7 @@ class EngineHost:
         except UserError as error:
             ids = tuple(request.request_id for request in requests)
             return Refusal(ids, error.problem, error.found, error.remedy)
+        self._asked.update(request.request_id for request in requests)
         return None
 
     def _burst(
@@ -148,5 +156,7 @@ class EngineHost:
         failure: tuple[str, tuple[str, ...]] | None = None,
     ) -> Burst:
         stats = self.engine.stats()
+        self._asked.difference_update(completion.request_id for completion in completions)
+        self._asked.difference_update(failure[1] if failure is not None else ())
         ended = tuple(c for c in completions if c.finish_reason is not FinishReason.CANCELLED)
         return Burst(ended, stats.generated_tokens - generated_before, stats, refused, failure)

@@ -91,9 +91,9 @@ class EnginePump:
         """Whether requests were admitted that have not ended."""
         return bool(self._running)
 
-    async def read_stats(self) -> None:
-        """As the engine counts now, before its first burst."""
-        self.stats = await self._engine.call("stats")
+    async def begin(self) -> None:
+        """Takes the engine over, which may have worked for somebody before."""
+        self.stats = await self._engine.call("begin")
 
     async def complete(
         self, requests: Sequence[Request], *, index: int | None = None, passes: bool = False

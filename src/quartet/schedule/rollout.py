@@ -123,10 +123,10 @@ class Rollout:
         total.policy_version = self.version
         return total
 
-    async def read_stats(self) -> None:
-        """Asks the engines, which may have worked for somebody before."""
+    async def begin(self) -> None:
+        """Takes the engines over, which may have worked for somebody before."""
         for pump in self._pumps:
-            await pump.read_stats()
+            await pump.begin()
 
     # Generation ------------------------------------------------------------------------------------------
 

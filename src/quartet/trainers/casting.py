@@ -101,7 +101,7 @@ def _check_contexts(loader: Loader, longest: int) -> None:
     """Those of the models that only read."""
     if loader.reference is not None:
         check_context(loader.reference.model, longest, "reference")
-    for role in loader.reward_models:
+    for role in loader.reward_models + loader.evaluation_models:
         if role.codec is None:
             check_context(role.model.model, longest, f"reward model {role.name!r}")
 

@@ -197,7 +197,9 @@ class RayCompany(Company):
                 found=f"death {self._num_deaths}, cluster.max_restarts is {self.cluster.max_restarts}; {who}",
                 remedy="mend what kills them (the last error is above) and go on with --resume",
             ) from error
-        anew = sorted(deaths.keys() | (changing if states else set()))
+        # Engines that have newer weights already do not take older ones.
+        going_back = changing | {self.placement.pool_of["rollout"]} if states else set()
+        anew = sorted(deaths.keys() | going_back)
         with ThreadPoolExecutor(len(anew)) as starting:
             for restarted in [starting.submit(self._groups[name].restart) for name in anew]:
                 restarted.result()
@@ -289,7 +291,8 @@ class Skeletons:
         if self._is_away:
             given = (passed.model, passed.critic, *passed.rewards, *passed.evaluation_rewards)
             theirs = {id(model) for model in given}
-            own = [packed.model for packed in cast.models() if id(packed.model) not in theirs]
+            # What workers say of a model with adapters leaves the base out.
+            own = [p.model for p in cast.models() if id(p.model) not in theirs and p.adapters is None]
             self._emptied = [DiscardedWeights(model) for model in own]
 
     async def fill(self) -> None:

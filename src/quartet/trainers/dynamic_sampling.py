@@ -89,8 +89,6 @@ class DynamicSampling:
         # In the order of the stream: sums must not depend on which group was scored first.
         outcomes = [self._outcomes[index] for index in sorted(self._outcomes)]
         self._outcomes.clear()
-        if not outcomes:
-            return {}  # all of the step's groups were sampled before the run was resumed
         if not outcomes:  # all of the step's were sampled earlier: generation runs ahead
             return {}
         rejected = sum(not outcome.has_variance for outcome in outcomes)

@@ -92,6 +92,11 @@ class Part:
     directory: str
 
 
+def _made_after(role: str) -> int:
+    """A critic may start as a copy of a reward model, everything else as one of the actor."""
+    return {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}.get(role, 2)
+
+
 class PoolWorker(Worker):
     """All roles of one pool. Loads only their models (and, for a moment, what a critic starts from)."""
 
@@ -109,18 +114,19 @@ class PoolWorker(Worker):
             shares_reference=part.shares_reference,
             peers=Peers.of_world() if self.world_size > 1 and trains else None,
         )
-        self._hosts: dict[str, Host] = {role: loader.host(role) for role in part.roles if role != "rollout"}
-        if "rollout" in part.roles:
-            self._hosts["rollout"] = rollout_host(
-                recipe,
-                loader.actor,
-                loader.codec,
-                shares_actor=part.shares_actor,
-                is_own="actor" not in part.roles,
-            )
-        if part.moves:
-            for host in self._hosts.values():
+        self._hosts: dict[str, Host] = {}
+        # Each leaves before the next one comes; those that others start from come last.
+        for role in sorted(part.roles, key=_made_after):
+            host: Host
+            if role == "rollout":
+                is_own = "actor" not in part.roles
+                host = rollout_host(recipe, loader.actor, loader.codec, shares_actor=part.shares_actor, is_own=is_own)
+            else:
+                host = loader.host(role)
+            if part.moves:
                 host.make_movable(recipe.offload)
+                host.offload()
+            self._hosts[role] = host
 
     def on(self, role: str, method: str, *args: Any) -> Any:
         """A method of a role's host."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.algorithms.controllers import adaptive_kl_coef
-from quartet.cluster import ClusterError
+from quartet.cluster import ClusterError, WorkerDied
 from quartet.config.algorithms import OnlineDPO, kl_term
 from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.envs.protocol import Environment
@@ -153,12 +153,12 @@ class RLTrainer:
             UserError: a reward failed, the disk is full, …; the last complete step is saved.
         """
         with (
-            self.run,
-            self.run.stoppable(),
             self.cast.released_at_end(),
             contextlib.closing(self.company),
             self._skeletons,
             self._ptx_closed(),
+            self.run,
+            self.run.stoppable(),
         ):
             return asyncio.run(self._train())
 
@@ -209,6 +209,8 @@ class RLTrainer:
                 self.ptx.start(max(step, self._warmup_steps) * self.recipe.minibatches * self.recipe.epochs)
             writer = RolloutWriter(self.path / "rollouts")
             if step == 0:
+                if self.held_out is not None:
+                    self.held_out.restore(None)
                 self.run.tracker.log(0, await self._evaluate(session, 0))
                 self.run.recorder.drop_through(0)
             while step < self.recipe.steps:
@@ -232,7 +234,7 @@ class RLTrainer:
             self.path,
         )
         session = Session(play, step, sizes)
-        await session.rollout.read_stats()
+        await session.rollout.begin()
         return session
 
     async def _after_death(self, error: ClusterError | WeightSyncError) -> _Beginning:
@@ -426,7 +428,7 @@ class RLTrainer:
         session.is_learning = False
         try:
             yield
-        except (ClusterError, WeightSyncError):
+        except (WorkerDied, WeightSyncError):
             raise  # a worker's death is dealt with by going on
         except BaseException:
             step = self._at.step

@@ -217,7 +217,7 @@ class RunDirectory:
             )
         saved = _flatten(parse_yaml((self.path / "recipe.yaml").read_text(encoding="utf-8")))
         current = _flatten(parse_yaml(dump_recipe(self.recipe)))
-        free_keys = _FREE_KEYS
+        free_keys: tuple[str, ...] = _FREE_KEYS
         if "asynchronous" not in (saved.get("placement.type"), current.get("placement.type")):
             free_keys += ("placement",)  # where roles work changes no weight; how far generation is ahead does
         changed = sorted(

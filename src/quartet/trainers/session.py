@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
+from quartet.config import UserError
 from quartet.config.algorithms import AlgorithmConfig, GroupAlgorithm, Selection, kl_term
 from quartet.config.placement import AsynchronousPlacement
 from quartet.observe.spans import SpanRecorder
@@ -136,6 +137,12 @@ class Session:
         can_be_kept = len(self.play.company.engines) == 1 and self.cast.environment is None
         if placement.follow is None and not can_be_kept:
             return None
+        if placement.follow is not None and step:
+            raise UserError(
+                "a journal is followed from a run's first step only",
+                found=f"placement.follow, and a run that goes on after step {step}",
+                remedy="start the run again in another output_dir",
+            )
         script = Journal.load(Path(placement.follow)) if placement.follow is not None else []
         path = self.play.path / (f"journal_{step:08d}.jsonl" if step else "journal.jsonl")
         path.unlink(missing_ok=True)

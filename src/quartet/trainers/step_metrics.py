@@ -18,7 +18,7 @@ def timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, fl
     found["rollout/tokens"] = float(generated)
     if seconds.get("generate"):
         # Of the bursts themselves: an engine that is ahead has sampled some of the step's tokens earlier.
-        sampled = sum(span.tokens for span in spans if span.name == "generate")
+        sampled = sum(span.tokens or 0 for span in spans if span.name == "generate")
         found["rollout/tokens_per_s"] = sampled / seconds["generate"]
     windows = [Span("generation", min(g), max(h)) for g, h in [_window(spans, "generate")] if g]
     scoring = [Span("scoring", s.start_s, s.end_s) for s in spans if s.chunk is not None]

@@ -48,6 +48,18 @@ def test_a_section_of_another_kind_is_replaced(tmp_path: Path) -> None:
     assert isinstance(recipe, RLRecipe) and recipe.placement is not None and recipe.placement.type == "separated"
 
 
+def test_a_section_that_names_no_kind_keeps_the_one_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "few.yaml").write_text("cluster: {cpus_per_process: 0.1}\nalgorithm: {name: grpo}\n")
+    recipe = load_recipe(
+        "rl",
+        ROOT / "rl-ppo.yaml",
+        [f"@{ROOT / 'placements' / 'pipelined.yaml'}", f"@{tmp_path / 'few.yaml'}", "responses_per_prompt=2"],
+    )
+    assert isinstance(recipe, RLRecipe)
+    assert recipe.cluster.type == "ray" and recipe.cluster.cpus_per_process == 0.1
+    assert recipe.algorithm.name == "grpo", "another method brings nothing of the former one along"
+
+
 def test_a_fragment_that_is_not_there_is_named() -> None:
     with pytest.raises(UserError, match=r"nowhere\.yaml"):
         load_recipe("rl", ROOT / "rl-ppo.yaml", ["@nowhere.yaml"])

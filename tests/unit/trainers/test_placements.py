@@ -23,6 +23,7 @@ from quartet.config.algorithms import (
 )
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, PTXConfig, RLRecipe, RolloutConfig
+from quartet.config.rewards import ModelReward
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLResult, RLTrainer
 
@@ -185,6 +186,25 @@ def test_an_asynchronous_run_is_not_resumed_as_another(run: Any) -> None:
     run("ahead", {"type": "asynchronous", "pools": pools}, **changes)
     with pytest.raises(UserError, match="another recipe"):
         run("ahead", {"type": "pipelined", "pools": pools}, resume=True, **changes)
+
+
+def test_a_journal_is_followed_from_the_first_step_only(run: Any) -> None:
+    changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.0)), "steps": 2}
+    placement = {
+        "type": "asynchronous",
+        "pools": {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reward"]}},
+    }
+    _, path = run("first", placement, **changes)
+    followed = {**placement, "follow": str(path / "journal.jsonl")}
+    _, other = run("second", followed, **changes)
+    shutil.rmtree(other / "checkpoints" / "step_00000002")
+    with pytest.raises(UserError, match="from a run's first step only"):
+        run("second", followed, resume=True, **changes)
+
+
+def test_a_reward_model_is_not_called_as_a_role(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a reward model is called 'critic'"):
+        recipe(tmp_path, rewards=(ModelReward(path="somewhere", name="critic"),))
 
 
 def test_a_method_without_critic_and_reference(run: Any) -> None:
