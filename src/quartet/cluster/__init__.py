@@ -12,7 +12,7 @@
 
 from quartet.cluster.backend import connect
 from quartet.cluster.dispatch import BROADCAST, PER_RANK, RANK_ZERO, SPLIT, Custom, OneRank, Split, dispatch
-from quartet.cluster.errors import ClusterError, WorkerDied, WorkerError
+from quartet.cluster.errors import ClusterError, Death, WorkerDied, WorkerError
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup, colocate
 from quartet.cluster.host import ClassWithArgs
@@ -30,6 +30,7 @@ __all__ = [
     "ClassWithArgs",
     "ClusterError",
     "Custom",
+    "Death",
     "Layout",
     "OneRank",
     "PerRank",

@@ -120,8 +120,11 @@ def _apply(data: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
+        is_file = override.endswith((".yaml", ".yml"))
         raise UserError(
-            "an override is written key=value", found=override, remedy="for example actor.train.optim.lr=1e-6"
+            "an override is written key=value, or @fragment.yaml",
+            found=override,
+            remedy=f"write @{override}" if is_file else "for example actor.train.optim.lr=1e-6",
         )
     try:
         value = parse_yaml(text)

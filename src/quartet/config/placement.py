@@ -105,7 +105,7 @@ class ForwardOffloadPlacement(_Placement):
     type: Literal["forward_offload"] = "forward_offload"
     rollout: DevicesConfig
     actor_reference: PoolConfig
-    critic_reward: PoolConfig
+    critic_reward: PoolConfig | None = Field(None, description="Left out where a run has neither.")
 
 
 class HomogeneousPlacement(_Placement):
@@ -308,8 +308,9 @@ def _homes(config: PlacementConfig) -> dict[Role, str]:
         case SeparatedPlacement():
             return {role: role for role in ROLES if getattr(config, role) is not None}
         case ForwardOffloadPlacement():
-            first, second = "actor_reference", "critic_reward"
-            return {"rollout": "rollout", "actor": first, "reference": first, "critic": second, "reward": second}
+            homes: dict[Role, str] = {"rollout": "rollout", "actor": "actor_reference", "reference": "actor_reference"}
+            second = "critic_reward"
+            return homes if config.critic_reward is None else {**homes, "critic": second, "reward": second}
         case HomogeneousPlacement():
             return {role: "rollout" if role == "rollout" else "models" for role in ROLES}
         case FullOffloadPlacement():
@@ -328,7 +329,8 @@ def _homeless(config: PlacementConfig, name: str, kind: Role) -> UserError:
         nearest = max(config.pools, key=lambda pool: config.pools[pool].processes * config.pools[pool].nodes)
         remedy = f"add {kind} to placement.pools.{nearest}.roles, say"
     else:
-        remedy = f"set placement.{kind}"
+        joint = isinstance(config, ForwardOffloadPlacement) and kind in ("critic", "reward")
+        remedy = f"set placement.{'critic_reward' if joint else kind}"
     title = f"role {name!r}" if name == kind else f"role {name!r} (a {kind})"
     return UserError(f"{title} has no pool", found=f"placement {config.type}: {placed}", remedy=remedy)
 

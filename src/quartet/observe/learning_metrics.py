@@ -218,7 +218,7 @@ LEARNING_ROWS: tuple[tuple[str, str, str, str], ...] = (
         "agreement/logprob_diff_max",
         "nats",
         "Largest absolute difference of rollout_logprobs and old_logprobs.",
-        "Above 0.01 in fp32 or 0.5 in bf16.",
+        "Above 0.01 in fp32 or 0.5 in bf16, unless generation ran ahead: it then includes what was learned since.",
     ),
     (
         "agreement/canary_diff",

@@ -60,7 +60,7 @@ SYSTEM_ROWS: tuple[tuple[str, str, str, str], ...] = (
     (
         "policy_version",
         "versions",
-        "Version of the weights with which the step's rollouts were sampled.",
+        "Version of the weights that the engines have after the step; the rollouts say which sampled them.",
         "Stands still while training goes on.",
     ),
     (

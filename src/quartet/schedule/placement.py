@@ -36,9 +36,10 @@ def placed_arbiter(
     roles = [RoleSpec(name, placement.pool_of[name], sizes) for name, sizes in resident_bytes.items()]
     versions = dict.fromkeys(states_of(roles), version)
     arbiter = Arbiter(pools, roles, versions=versions, mover=mover, patience=patience, ranks=ranks)
-    for role in roles:
-        for mode in role.resident_bytes:
-            arbiter.check_possible(role.name, mode)
+    # The largest first: what it asks for is enough for the others.
+    needs = [(size, role.name, mode) for role in roles for mode, size in role.resident_bytes.items()]
+    for _, name, mode in sorted(needs, key=lambda need: -need[0]):
+        arbiter.check_possible(name, mode)
     return arbiter
 
 

@@ -38,7 +38,7 @@ class PinnedMemory:
             raise UserError(
                 "pinned memory is a matter of CUDA devices",
                 found="torch.cuda.is_available() is False",
-                remedy="use MappedFiles for a model on the CPU",
+                remedy="use MappedFiles (offload.to: mapped_files) for a model on the CPU",
             )
 
     def allocate(self, sizes: Sequence[int]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from quartet.cluster import ResourcePool, WorkerGroup, connect
+from quartet.cluster import Death, ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
 from quartet.config.algorithms import OnlineDPO
 from quartet.config.cluster import RayCluster
@@ -189,7 +189,7 @@ class RayCompany(Company):
             raise error
         changing = {home for role, home in self.placement.pool_of.items() if role in self._changing}
         states = is_learning or bool(changing & deaths.keys())
-        who = "; ".join(f"{death.brief()}: {death.last_error or death.reason}" for death in deaths.values())
+        who = "; ".join(self._obituary(pool, death) for pool, death in deaths.items())
         self._num_deaths += 1
         if self._num_deaths > self.cluster.max_restarts:
             raise UserError(
@@ -203,8 +203,11 @@ class RayCompany(Company):
         with ThreadPoolExecutor(len(anew)) as starting:
             for restarted in [starting.submit(self._groups[name].restart) for name in anew]:
                 restarted.result()
-        since = "the last checkpoint" if states else "the step's beginning"
-        return Loss(f"{who}; pools {', '.join(anew)} start anew, the run goes on from {since}", states)
+        return Loss(f"{who}; started anew: {', '.join(anew)}", states)
+
+    def _obituary(self, pool: str, death: Death) -> str:
+        roles = ", ".join(self._part(pool).roles)
+        return f"{death.brief()}: {death.last_error or 'it left no error, so it was killed from outside'} ({roles})"
 
     def close(self) -> None:
         self._backend.close()
@@ -258,7 +261,7 @@ class RayCompany(Company):
             raise UserError(
                 error.problem,
                 found=f"{error.found}; a device is {asked} here",
-                remedy=f"{error.remedy}; or ask for less per process (cluster.cpus_per_process)",
+                remedy=f"{error.remedy}; or ask for less per process (cluster.cpus_per_process, gpus_per_process)",
             ) from error
 
     def _granted(self, pool: ResolvedPool) -> ResourcePool:

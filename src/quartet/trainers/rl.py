@@ -140,6 +140,7 @@ class RLTrainer:
         self.kl_coef = kl_term(recipe.algorithm).coef
         self._shuffle = _shuffled(recipe.seed) if shuffle_scores else None
         self._session: Session | None = None
+        self._deaths: list[str] = []
         self._bar: Stage | None = None
         self._rollout_bar: Stage | None = None
 
@@ -248,9 +249,10 @@ class RLTrainer:
         while True:
             try:
                 lost = await asyncio.to_thread(self.company.replace_dead, error, is_learning)
-                self.progress.print(lost.text)
                 self.run.drain()
                 beginning = await self._restore() if lost.states else self._at
+                self._deaths.append(f"{lost.text}; the run went on after step {beginning.step}")
+                self.progress.print(self._deaths[-1])
             except (ClusterError, WeightSyncError) as another:
                 if another is error:
                     raise
@@ -322,7 +324,7 @@ class RLTrainer:
         cast = self.cast
         with writing(self.path / "model"):
             save_causal_lm(cast.actor.packed, cast.codec.tokenizer, self.path / "model")
-        notes = self._remarks()
+        notes = [*self._remarks(), *self._deaths]
         if cast.critic is not None:
             ids = (torch.tensor(item.token_ids) for item in cast.prompts.items)
             with writing(self.path / "critic"):
