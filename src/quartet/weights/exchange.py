@@ -104,9 +104,23 @@ class Exchange:
                 channel.send({"type": "abort", "sync": self.sync, "version": self.version, "reason": reason})
 
     def _who_is_late(self, error: WeightSyncTimeout, kind: str, number: int, doing: str) -> WeightSyncTimeout:
-        """A receiver that got tired of waiting for us (and is still there) is not the one that we wait for."""
-        late = [rank for rank in self.hub.channels if rank != error.rank and not self._has(rank, kind, number)]
-        return self.hub.late(late[0], self.at, doing) if late and error.rank in self.hub.channels else error
+        """A receiver that got tired of waiting (and is still there) waits for another one; where all of them are tired,
+        for us."""
+        if error.rank not in self.hub.channels:
+            return error
+        others = [rank for rank in self.hub.channels if rank != error.rank and not self._has(rank, kind, number)]
+        soon = time.monotonic() + _EXPLANATION_S
+        late = [rank for rank in others if not self._is_tired(rank, soon) and not self._has(rank, kind, number)]
+        return self.hub.late(late[0], self.at, doing) if late else error
+
+    def _is_tired(self, rank: int, deadline: float) -> bool:
+        """Whether a receiver says, soon, that it has failed, too."""
+        try:
+            while (message := self.hub.channels[rank].receive(max(0.0, deadline - time.monotonic()))) is not None:
+                self._note(rank, message)
+        except (PeerGone, WeightSyncError):
+            return True
+        return False
 
     def _has(self, rank: int, kind: str, number: int) -> bool:
         return self._answers.get((rank, kind), -1) >= number
