@@ -1,7 +1,5 @@
 """Parts of a model that leave the device: nothing computed changes by a bit, memory is really freed, errors undo it."""
 
-from __future__ import sys
-
 import copy
 import errno
 import io
@@ -9,6 +7,7 @@ import os
 import pickle
 import random
 import subprocess
+import sys
 
 import pytest
 import torch
