@@ -48,16 +48,17 @@ PLACEMENTS: dict[str, dict[str, Any] | None] = {
     },
 }
 STAGES = ("generate", "reward", "ref_logprobs", "old_logprobs", "values", "train_actor", "train_critic", "publish")
-NAMES = {"reward": "reward/reward"}
+NAMES = {"reward": "reward/reward", "judge": "reward_score"}
 """Stages whose spans have another name."""
 JUDGE = '''
-import threading, time
-ONE_AT_A_TIME = threading.Lock()
+import asyncio
 
-def score(completions, **_):
+ONE_AT_A_TIME = asyncio.Lock()
+
+async def score(completions, **_):
     """A judge elsewhere that takes {seconds} s for every answer."""
-    with ONE_AT_A_TIME:
-        time.sleep({seconds} * len(completions))
+    async with ONE_AT_A_TIME:
+        await asyncio.sleep({seconds} * len(completions))
     return [float(len(text) % 7) for text in completions]
 '''
 
@@ -176,6 +177,10 @@ def judge(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "rewards": [{"type": "function", "target": "judge.py:score"}],
         "algorithm": {"name": "grpo", "kl": {"coef": 0.0}},
         "cluster": {"type": "local"},
+        # In waves of about equal length: where all answers decode together, or the first chunk has the longest one,
+        # chunks are complete at the end, and there is nothing to overlap.
+        "rollout": {"sampling": {"max_new_tokens": LONGEST // 4}, "max_running": 8, "steps_per_lease": 2},
+        "responses_per_prompt": 2 * RESPONSES,
     }
     one_pool = {"type": "pipelined", "pools": {"all": {"roles": ["rollout", "actor"]}}}
     seconds: dict[str, list[float]] = {"full_offload": [], "pipelined": []}
@@ -226,7 +231,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=("placements", "judge"), default=["placements", "judge"])
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--judge-s", type=float, default=0.05, help="seconds that the judge takes for an answer")
+    parser.add_argument("--judge-s", type=float, default=0.012, help="seconds that the judge takes for an answer")
     args = parser.parse_args()
     if args.smoke:
         args.steps, args.repeats = 2, 1
