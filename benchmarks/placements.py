@@ -179,7 +179,11 @@ def judge(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "cluster": {"type": "local"},
         # In waves of about equal length: where all answers decode together, or the first chunk has the longest one,
         # chunks are complete at the end, and there is nothing to overlap.
-        "rollout": {"sampling": {"max_new_tokens": LONGEST // 4}, "max_running": 8, "steps_per_lease": 2},
+        "rollout": {
+            "sampling": {"max_new_tokens": LONGEST // 4},
+            "max_running": 8,
+            "steps_per_lease": args.steps_per_lease,
+        },
         "responses_per_prompt": 2 * RESPONSES,
     }
     one_pool = {"type": "pipelined", "pools": {"all": {"roles": ["rollout", "actor"]}}}
@@ -232,6 +236,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("placements", "judge"), default=["placements", "judge"])
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--judge-s", type=float, default=0.012, help="seconds that the judge takes for an answer")
+    parser.add_argument("--steps-per-lease", type=int, default=2, help="decode steps between looks at complete chunks")
     args = parser.parse_args()
     if args.smoke:
         args.steps, args.repeats = 2, 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from quartet.config.cluster import OffloadConfig
@@ -20,7 +21,7 @@ def store_of(config: OffloadConfig) -> Store:
     return MappedFiles(config.directory or tempfile.gettempdir())
 
 
-class Movable:
+class Movable(ABC):
     """A host with parts that move, once ``make_movable`` was called."""
 
     _parts: Offload | None = None
@@ -60,5 +61,6 @@ class Movable:
             raise RuntimeError(f"this {type(self).__name__} does not move: its pool has no budget")
         return self._parts
 
+    @abstractmethod
     def _offload(self, store: Store) -> Offload:
-        raise NotImplementedError
+        """What moves this host's parts to ``store`` and back."""
