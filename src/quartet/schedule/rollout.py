@@ -31,16 +31,6 @@ from quartet.train.engine import Needs
 _T = TypeVar("_T")
 
 
-def shared_by(engine: Handle) -> Callable[[int], Awaitable[int]]:
-    """``deliver`` for an engine that computes with the actor's own tensors: nothing moves, it only hears of it."""
-
-    async def deliver(version: int) -> int:
-        await engine.call("share", version)
-        return 0
-
-    return deliver
-
-
 class Rollout:
     """Drives the engines for the group stream.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -58,28 +58,3 @@ class Worker:
                 name, step=step, role=role, mode=mode, chunk=chunk, tokens=tokens or None, nbytes=nbytes or None
             ) as span:
                 yield lease, span
-
-    async def run(
-        self,
-        role: str,
-        mode: Mode,
-        name: str,
-        work: Callable[[], _T],
-        *,
-        step: int,
-        chunk: int | None = None,
-        tokens: int = 0,
-        nbytes: int = 0,
-        reads: Mapping[str, int | None] | None = None,
-        writes: str | None = None,
-        tokens_of: Callable[[_T], int] | None = None,
-    ) -> _T:
-        """``work`` in this process, in one go, under the lease."""
-        turn = self.turn(
-            role, mode, name, step=step, chunk=chunk, tokens=tokens, nbytes=nbytes, reads=reads, writes=writes
-        )
-        async with turn as (_, span):
-            result = work()
-            if tokens_of is not None:
-                span.tokens = tokens_of(result)
-            return result
