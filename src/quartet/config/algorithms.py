@@ -23,12 +23,13 @@ best and worst of the group      pairs, as in DPO        ``online_dpo``
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from quartet.config.common import Strict
 from quartet.config.preference import REFERENCE_FREE, DPOLoss, PairLossConfig
+from quartet.config.units import Nats, Responses, Tokens
 
 Aggregation = Literal[
     "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
@@ -42,8 +43,8 @@ class ClippedLoss(Strict):
     """Schulman et al. 2017: the ratio of each token is clipped."""
 
     name: Literal["clipped"] = "clipped"
-    clip_eps_low: float = Field(0.2, gt=0, le=1)
-    clip_eps_high: float = Field(0.2, gt=0)
+    clip_eps_low: float = Field(0.2, gt=0, le=1, description="A token's ratio is clipped at 1 less this.")
+    clip_eps_high: float = Field(0.2, gt=0, description="A token's ratio is clipped at 1 plus this.")
     dual_clip: float | None = Field(
         None, gt=1, description="Most that a token of negative advantage costs, over that advantage."
     )
@@ -53,24 +54,26 @@ class SequenceClippedLoss(Strict):
     """RLOO as published (Ahmadian et al. 2024): the completion is one action, its ratio the product over tokens."""
 
     name: Literal["sequence_clipped"] = "sequence_clipped"
-    clip_eps_low: float = Field(0.2, gt=0, le=1)
-    clip_eps_high: float = Field(0.2, gt=0)
+    clip_eps_low: float = Field(0.2, gt=0, le=1, description="A response's ratio is clipped at 1 less this.")
+    clip_eps_high: float = Field(0.2, gt=0, description="A response's ratio is clipped at 1 plus this.")
 
 
 class GSPOLoss(Strict):
     """Zheng et al. 2025: the ratio of a sequence, normalised by its length, is clipped for all of its tokens."""
 
     name: Literal["gspo"] = "gspo"
-    clip_eps_low: float = Field(3e-4, gt=0, le=1)
-    clip_eps_high: float = Field(4e-4, gt=0)
+    clip_eps_low: float = Field(3e-4, gt=0, le=1, description="A response's ratio is clipped at 1 less this.")
+    clip_eps_high: float = Field(4e-4, gt=0, description="A response's ratio is clipped at 1 plus this.")
 
 
 class CISPOLoss(Strict):
     """MiniMax 2025: the ratio is a clipped, constant weight of the log-probability, so no token loses its gradient."""
 
     name: Literal["cispo"] = "cispo"
-    clip_eps_low: float | None = Field(None, gt=0, le=1, description="No lower bound when left out.")
-    clip_eps_high: float = Field(0.28, gt=0)
+    clip_eps_low: float | None = Field(
+        None, gt=0, le=1, description="A token's weight is clipped at 1 less this; no lower bound when left out."
+    )
+    clip_eps_high: float = Field(0.28, gt=0, description="A token's weight is clipped at 1 plus this.")
 
 
 class ReinforceLoss(Strict):
@@ -92,19 +95,25 @@ SEQUENCE_LOSSES = (SequenceClippedLoss, GSPOLoss)
 class KLConfig(Strict):
     """Penalty for leaving the reference policy; coefficient 0 loads no reference model."""
 
-    coef: float = Field(0.05, ge=0)
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    place: Literal["reward", "loss"] = "reward"
-    target: float | None = Field(None, gt=0, description="Adaptive coefficient: KL per response to steer to.")
-    horizon: int = Field(10_000, ge=1, description="Responses over which the adaptive coefficient moves.")
+    coef: float = Field(0.05, ge=0, description="Weight of the KL; 0 loads no reference model.")
+    estimator: Literal["k1", "k2", "k3"] = Field(
+        "k1", description="KL of a token from r = log(policy / reference): r, r² / 2, or exp(-r) - 1 + r."
+    )
+    place: Literal["reward", "loss"] = Field(
+        "reward", description="Subtracted from the tokens' rewards, or added to the loss."
+    )
+    target: Nats | None = Field(None, gt=0, description="Adaptive coefficient: KL per response to steer to.")
+    horizon: Responses = Field(10_000, ge=1, description="Responses over which the adaptive coefficient moves.")
 
 
 class OffPolicyConfig(Strict):
-    """Importance weight ``old / rollout``."""
+    """Importance weights ``old / rollout``: of the trainer's policy over the engine's that sampled."""
 
-    level: Literal["token", "sequence"] = "token"
-    mode: Literal["truncate", "mask"] = "truncate"
-    cap: float = Field(2.0, gt=1)
+    level: Literal["token", "sequence"] = Field("token", description="One weight per token, or one per response.")
+    mode: Literal["truncate", "mask"] = Field(
+        "truncate", description="Weights above cap: set to it, or left out of the loss."
+    )
+    cap: float = Field(2.0, gt=1, description="Largest weight.")
 
 
 class DynamicSamplingConfig(Strict):
@@ -118,8 +127,8 @@ class DynamicSamplingConfig(Strict):
 class OverlongConfig(Strict):
     """Yu et al. 2025 (DAPO): the last ``buffer`` tokens before the limit cost up to ``penalty``, linearly."""
 
-    buffer: int = Field(ge=1, description="Tokens; less than rollout.sampling.max_new_tokens.")
-    penalty: float = Field(1.0, gt=0)
+    buffer: Tokens = Field(ge=1, description="Tokens that cost something; less than rollout.sampling.max_new_tokens.")
+    penalty: float = Field(1.0, gt=0, description="What a response at the limit loses of its score.")
 
 
 # Methods -------------------------------------------------------------------------------------------------
@@ -128,17 +137,22 @@ class OverlongConfig(Strict):
 class PolicyGradient(Strict):
     """What every method with a policy loss has."""
 
-    policy_loss: PolicyLossConfig = ClippedLoss()
-    aggregation: Aggregation = "token_mean"
-    entropy_coef: float = Field(0.0, ge=0)
-    off_policy: OffPolicyConfig | None = None
+    policy_loss: PolicyLossConfig = Field(ClippedLoss(), description="How ratio and advantage make a token's loss.")
+    aggregation: Aggregation = Field("token_mean", description="How tokens' losses make one: docs/algorithms.md.")
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the policy's entropy, which the loss then raises.")
+    off_policy: OffPolicyConfig | None = Field(
+        None, description="Correct for the difference between sampler and trainer; no correction when left out."
+    )
 
 
 class ScoredAlgorithm(Strict):
     """Methods that learn from scores."""
 
-    missing_eos_penalty: float = Field(0.0, ge=0)
-    overlong: OverlongConfig | None = None
+    default_responses: ClassVar[int] = 1
+    """``responses_per_prompt`` where the recipe leaves it out."""
+
+    missing_eos_penalty: float = Field(0.0, ge=0, description="What a response loses that was cut off at its limit.")
+    overlong: OverlongConfig | None = Field(None, description="Soft penalty of long responses; none when left out.")
 
 
 class RewardedAlgorithm(PolicyGradient, ScoredAlgorithm):
@@ -151,10 +165,14 @@ class PPO(RewardedAlgorithm):
     """Schulman et al. 2017 with a critic and generalised advantages."""
 
     name: Literal["ppo"] = "ppo"
-    gamma: float = Field(1.0, gt=0, le=1)
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    value_clip: float | None = Field(0.2, gt=0)
-    whiten_advantages: bool = True
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
+    gae_lambda: float = Field(
+        0.95, ge=0, le=1, description="Generalised advantages: 0 is one step and the critic, 1 the whole return."
+    )
+    value_clip: float | None = Field(
+        0.2, gt=0, description="Most that a value may move from the one before the update; null: no limit."
+    )
+    whiten_advantages: bool = Field(True, description="Advantages of a step to mean 0 and deviation 1.")
     bootstrap_truncated: bool = Field(
         False, description="Where a response was cut off, the value of the state behind it stands for what is missing."
     )
@@ -163,7 +181,11 @@ class PPO(RewardedAlgorithm):
 class GroupAlgorithm(RewardedAlgorithm):
     """Advantages that compare the responses of a group, one per response."""
 
-    dynamic_sampling: DynamicSamplingConfig | None = None
+    default_responses: ClassVar[int] = 8
+
+    dynamic_sampling: DynamicSamplingConfig | None = Field(
+        None, description="Sample again for groups of equal scores; they are kept when left out."
+    )
 
 
 class GroupRelative(GroupAlgorithm):
@@ -228,6 +250,7 @@ class RLOO(GroupAlgorithm):
     ``policy_loss: {name: clipped}`` is the variant on tokens.
     """
 
+    default_responses: ClassVar[int] = 4
     name: Literal["rloo"] = "rloo"
     policy_loss: PolicyLossConfig = SequenceClippedLoss()
 
@@ -244,12 +267,13 @@ class ReinforcePlusPlus(RewardedAlgorithm):
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
     kl: KLConfig = KLConfig(coef=0.01)
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
 
 
 class ReinforcePlusPlusBaseline(GroupAlgorithm):
     """Hu et al. 2025: rewards less the mean of their group, then normalised over the whole rollout batch."""
 
+    default_responses: ClassVar[int] = 4
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     kl: KLConfig = KLConfig(coef=0.01, estimator="k2", place="loss")
 
@@ -259,7 +283,7 @@ class ReMax(RewardedAlgorithm):
 
     name: Literal["remax"] = "remax"
     policy_loss: PolicyLossConfig = ReinforceLoss()
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
 
 
 class Selection(ScoredAlgorithm):
@@ -269,8 +293,9 @@ class Selection(ScoredAlgorithm):
 class BestOfN(Selection):
     """Rejection-sampling fine-tuning: the best ``keep`` responses of each group become demonstrations."""
 
+    default_responses: ClassVar[int] = 8
     name: Literal["best_of_n"] = "best_of_n"
-    keep: int = Field(1, ge=1)
+    keep: Responses = Field(1, ge=1, description="Best responses of each group to learn from.")
     min_score: float | None = Field(None, description="Responses that score less are never learned from.")
     aggregation: Aggregation = "token_mean"
 
@@ -281,8 +306,11 @@ class OnlineDPO(Selection):
     The pair's ``margin`` is the difference of their scores.
     """
 
+    default_responses: ClassVar[int] = 4
     name: Literal["online_dpo"] = "online_dpo"
-    loss: Annotated[PairLossConfig, Field(discriminator="name")] = DPOLoss()
+    loss: Annotated[PairLossConfig, Field(discriminator="name")] = Field(
+        DPOLoss(), description="Loss of a pair, as in the job preference."
+    )
     refresh_steps: int | None = Field(
         None, ge=1, description="Iterative DPO: every so many steps the reference becomes the actor as it is."
     )

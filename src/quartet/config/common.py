@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from quartet.config.units import Rows, Steps, Tokens
+from quartet.config.validation import explain
 
 
 class Strict(BaseModel):
     """Frozen, and unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    if not TYPE_CHECKING:  # the type checker keeps each model's own signature
+
+        def __init__(self, **values: Any) -> None:
+            """Raises ``UserError`` for mistakes in ``values``, with the command line's suggestions."""
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise explain(error, type(self), type(self).__name__) from None
+
+        # Tells pydantic to build nested sections without this method, so that all mistakes are listed together.
+        __init__.__pydantic_base_init__ = True
 
 
 # Models, optimisation ------------------------------------------------------------------------------------
@@ -19,21 +34,23 @@ class Strict(BaseModel):
 class ModelConfig(Strict):
     """A transformers model directory or hub name."""
 
-    path: str
+    path: str = Field(description="Model directory or hub name.")
     tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
 
 
 class OptimConfig(Strict):
     """AdamW with linear warm-up."""
 
-    lr: float = Field(1e-5, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr: float = Field(1e-5, gt=0, description="Learning rate at its peak.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments.")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon, beside the root of the second moment.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
+    warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises from 0 to its peak.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Course of the learning rate after warm-up, down to min_lr_ratio at the last update."
+    )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Learning rate at the end, over its peak.")
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm, over all weights.")
 
 
 ALL_LINEAR = "all-linear"
@@ -45,7 +62,7 @@ class LoRAConfig(Strict):
     The scalar head of a critic or reward model is trained in full beside them.
     """
 
-    rank: int = Field(16, ge=1)
+    rank: int = Field(16, ge=1, description="Rows of A and columns of B: the size of an adapter.")
     alpha: float = Field(32.0, gt=0, description="Adapters count alpha / rank times.")
     target_modules: tuple[str, ...] = Field(
         (ALL_LINEAR,),
@@ -86,11 +103,11 @@ class TrainConfig(Strict):
 
     optim: OptimConfig = OptimConfig()
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast over fp32 master weights.")
-    token_budget: int = Field(
+    token_budget: Tokens = Field(
         8192, ge=1, description="Most tokens of one micro-batch with gradients; a shared prompt counts once."
     )
-    forward_token_budget: int = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
-    logprob_chunk: int = Field(1024, ge=1, description="Rows of logits that exist at a time.")
+    forward_token_budget: Tokens = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
+    logprob_chunk: Tokens = Field(1024, ge=1, description="Tokens whose logits exist at a time; less saves memory.")
     share_prefixes: bool = Field(True, description="Compute a prompt once for all of its responses.")
     activation_checkpointing: bool = Field(
         False, description="Keep only each layer's input and compute the layer again in the backward pass."
@@ -108,30 +125,34 @@ class DataConfig(Strict):
     mapped reach the rewards under their own names.
     """
 
-    path: str
+    path: str = Field(description="File, directory, or hub name (owner/name).")
     split: str = Field("train", description="Split of a hub data set; files have none.")
-    columns: dict[str, str] = Field(default_factory=dict)
-    limit: int | None = Field(None, ge=1, description="Use only the first so many rows.")
+    columns: dict[str, str] = Field(default_factory=dict, description="Our name: the file's, as {prompt: question}.")
+    limit: Rows | None = Field(None, ge=1, description="Use only the first so many rows.")
     max_tokens: int | None = Field(None, ge=1, description="Longest prompt (RL) or sequence; the context if left out.")
     overlong: Literal["error", "skip"] = Field("error", description="skip: left out, counted and reported.")
 
 
 class SamplingConfig(Strict):
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0: no limit.")
+    """How tokens are drawn. Limits of the choice leave the log-probabilities that are trained on as they are."""
+
+    temperature: float = Field(1.0, ge=0, description="Divides the logits; 0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus: the likeliest tokens with this probability together.")
+    top_k: int = Field(0, ge=0, description="Only the so many likeliest tokens; 0: no limit.")
     min_p: float = Field(
         0.0, ge=0, lt=1, description="Leaves out tokens below this share of the likeliest's probability."
     )
-    max_new_tokens: int = Field(128, ge=1)
-    stop_strings: tuple[str, ...] = ()
+    max_new_tokens: int = Field(128, ge=1, description="Longest response; a longer one is cut off.")
+    stop_strings: tuple[str, ...] = Field((), description="Texts that end a response; they stay in it.")
 
 
 # What every job has ---------------------------------------------------------------------------------------
 
 
 class CheckpointConfig(Strict):
-    every_steps: int = Field(50, ge=1)
+    """When everything is saved that a resumed run needs."""
+
+    every_steps: int = Field(50, ge=1, description="Steps between checkpoints; one more at the end, and on Ctrl-C.")
     keep: int = Field(2, ge=1, description="Newest complete checkpoints kept.")
     background: bool = Field(
         True,
@@ -141,15 +162,17 @@ class CheckpointConfig(Strict):
 
 
 class LogConfig(Strict):
-    tensorboard: bool = True
-    rollouts_every: int = Field(1, ge=1, description="Steps between kept rollouts.")
+    """What is written beside metrics.jsonl."""
+
+    tensorboard: bool = Field(True, description="Write the metrics for TensorBoard too.")
+    rollouts_every: Steps = Field(1, ge=1, description="Steps between kept rollouts.")
 
 
 class Recipe(Strict):
     """What every job has."""
 
-    seed: int = Field(0, ge=0, lt=2**32)
-    output_dir: str | None = Field(None, description="Default: runs/<job>-<date>-<time>.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Decides data order, new weights and sampling.")
+    output_dir: str | None = Field(None, description="Where the run is kept; runs/<job>-<date>-<time> when left out.")
     threads: int | None = Field(None, ge=1, description="CPU threads of torch; all when left out.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -161,8 +184,8 @@ class SupervisedRecipe(Recipe):
     job: str
     model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
-    evaluation_data: DataConfig | None = None
-    evaluate_every_steps: int = Field(50, ge=1)
+    evaluation_data: DataConfig | None = Field(None, description="Held-out rows; no evaluation when left out.")
+    evaluate_every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
     train: TrainConfig = TrainConfig()
     steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, description="Passes over the data where steps is left out.")

@@ -7,7 +7,7 @@ into ``minibatches`` (one optimizer update each), and the whole is gone through 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -33,20 +33,21 @@ from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.config.rewards import RewardConfig
+from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Sequences, Steps
 
 
 class SFTRecipe(SupervisedRecipe):
     """Supervised fine-tuning on demonstrations; only the demonstrator's tokens carry loss."""
 
     job: Literal["sft"] = "sft"
-    examples_per_step: int = Field(32, ge=1)
+    examples_per_step: Rows = Field(32, ge=1, description="Rows in each update.")
 
 
 class RewardModelRecipe(SupervisedRecipe):
     """Pairwise (Bradley-Terry) reward model."""
 
     job: Literal["reward-model"] = "reward-model"
-    pairs_per_step: int = Field(32, ge=1)
+    pairs_per_step: Pairs = Field(32, ge=1, description="Pairs in each update.")
     centring: float = Field(0.0, ge=0, description="Weight of (chosen + rejected)², keeps scores near 0.")
     margin_scale: float = Field(1.0, ge=0, description="Factor of the data's column `margin`; 0 ignores it.")
     doubtful_pairs: DoubtfulPairs = Field("keep", description="An empty answer, or one that begins the other.")
@@ -55,33 +56,37 @@ class RewardModelRecipe(SupervisedRecipe):
 class RolloutConfig(Strict):
     """The native engine and its sampling."""
 
-    engine: Literal["native"] = "native"
+    engine: Literal["native"] = Field("native", description="Quartet's own engine, the only one.")
     sampling: SamplingConfig = SamplingConfig()
-    max_running: int = Field(64, ge=1, description="Sequences that decode together.")
+    max_running: Sequences = Field(64, ge=1, description="Sequences that decode together.")
     max_prefill_tokens: int = Field(2048, ge=16, description="Prompt tokens computed per step, beside decoding.")
     cache_tokens: int | None = Field(
         None, ge=1, description="Tokens the key/value cache holds; grows with the requests when left out."
     )
-    steps_per_lease: int = Field(8, ge=1, description="Decode steps between which scoring may interleave.")
+    steps_per_lease: Steps = Field(8, ge=1, description="Decode steps between which scoring may interleave.")
 
 
 class ActorConfig(Strict):
+    """The policy that is trained."""
+
     model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
     train: TrainConfig = TrainConfig()
 
 
 class CriticConfig(Strict):
-    """``path`` left out: starts as a copy of the reward model, or of the actor's body where there is none."""
+    """PPO's value model: one value for every token."""
 
-    path: str | None = None
+    path: str | None = Field(
+        None, description="Its start; a copy of the reward model, else of the actor's body, when left out."
+    )
     train: TrainConfig = TrainConfig(optim=OptimConfig(lr=2e-5))
     warmup_steps: int = Field(0, ge=0, description="First steps, in which only the critic learns.")
 
 
 class ReferenceConfig(Strict):
-    """``path`` left out: the actor as it starts."""
+    """The frozen policy that KL is measured against; the teacher of distillation."""
 
-    path: str | None = None
+    path: str | None = Field(None, description="Model directory or hub name; the actor as it starts when left out.")
 
 
 class PTXConfig(Strict):
@@ -89,8 +94,12 @@ class PTXConfig(Strict):
 
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
     coef: float = Field(gt=0, description="Weight of the demonstrations' loss, a mean over their loss tokens.")
-    examples_per_minibatch: int = Field(ge=1, description="Demonstrations in each update of the actor.")
-    prefetch: int = Field(2, ge=0, description="Tokenised batches prepared ahead, in a thread.")
+    examples_per_minibatch: Rows = Field(ge=1, description="Demonstrations in each update of the actor.")
+    prefetch: Batches = Field(2, ge=0, description="Tokenised batches prepared ahead, in a thread.")
+
+
+def _responses(algorithm: Any) -> int:
+    return int(getattr(algorithm, "default_responses", 1))
 
 
 class RLRecipe(Recipe):
@@ -100,28 +109,37 @@ class RLRecipe(Recipe):
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
-    rewards: tuple[RewardConfig, ...] = ()
-    algorithm: AlgorithmConfig = PPO()
+    rewards: tuple[RewardConfig, ...] = Field((), description="Sources of reward; a response's score is their sum.")
+    algorithm: AlgorithmConfig = Field(PPO(), description="The method, with its own keys.")
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes prompts.")
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig | None = Field(None, description="Episodes of several turns, in place of answers.")
-    ptx: PTXConfig | None = None
-    evaluation: EvaluationConfig | None = None
-    steps: int = Field(100, ge=1)
-    prompts_per_step: int = Field(32, ge=1)
-    responses_per_prompt: int = Field(1, ge=1)
-    minibatches: int = Field(1, ge=1)
-    epochs: int = Field(1, ge=1)
-    chunk_size: int = Field(8, ge=1, description="Groups that are scored together.")
+    ptx: PTXConfig | None = Field(None, description="Demonstrations mixed into the updates; none when left out.")
+    evaluation: EvaluationConfig | None = Field(None, description="Held-out evaluation; none when left out.")
+    steps: int = Field(100, ge=1, description="Iterations: sample, score, update.")
+    prompts_per_step: Prompts = Field(32, ge=1, description="Prompts answered in each step.")
+    responses_per_prompt: int = Field(
+        default_factory=lambda values: _responses(values.get("algorithm")),
+        ge=1,
+        description="Answers to each prompt, the group of group-relative methods; the method's own number if left out.",
+    )
+    minibatches: int = Field(1, ge=1, description="Updates that a step's groups are cut into; divides the prompts.")
+    epochs: int = Field(1, ge=1, description="Passes over a step's responses.")
+    chunk_size: Groups = Field(8, ge=1, description="Groups that are scored together.")
     numerics: Literal["fast", "exact"] = Field(
         "fast",
         description="exact: sampler and trainer agree to the last bit (CPU, fp32, one thread; slower).",
     )
-    canary_tolerance: float | None = Field(None, gt=0, description="Default by precision: 1e-3 fp32, 0.25 bf16.")
+    canary_tolerance: Nats | None = Field(
+        None,
+        gt=0,
+        description="Most that a log-probability of the engine may differ from the trainer's after an update; when left "
+        "out 1e-3 with fp32, 0.25 with bf16.",
+    )
     placement: PlacementConfig | None = Field(
         None, description="Which role works where; left out: all in one process, taking turns."
     )
-    cluster: ClusterConfig = LocalCluster()
+    cluster: ClusterConfig = Field(LocalCluster(), description="Where the processes of the run are.")
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     offload: OffloadConfig = OffloadConfig()
 
@@ -141,12 +159,12 @@ class IteratedRecipe(Recipe):
     """
 
     job: Literal["iterated-reward-model"] = "iterated-reward-model"
-    rounds: int = Field(2, ge=1)
+    rounds: int = Field(2, ge=1, description="Rounds of pairs, reward model and RL.")
     collect: CollectConfig
     reward_model: RewardModelRecipe = RewardModelRecipe()
     rl: RLRecipe = RLRecipe()
-    reward_name: str = "reward_model"
-    reward_weight: float = 1.0
+    reward_name: str = Field("reward_model", description="Name of the trained reward model among rl.rewards.")
+    reward_weight: float = Field(1.0, description="Its weight among them.")
     keep_training: bool = Field(
         False, description="A round goes on with the reward model before; else it starts from reward_model.model."
     )

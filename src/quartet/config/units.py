@@ -1,0 +1,30 @@
+"""What the numbers of a recipe count, where the name of a key does not end with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a number, for `quartet config` and docs/reference; nothing is checked by it."""
+
+    name: str
+
+
+Tokens = Annotated[int, Unit("tokens")]
+Rows = Annotated[int, Unit("rows")]
+Steps = Annotated[int, Unit("steps")]
+Pairs = Annotated[int, Unit("pairs")]
+Batches = Annotated[int, Unit("batches")]
+Prompts = Annotated[int, Unit("prompts")]
+Groups = Annotated[int, Unit("groups")]
+Responses = Annotated[int, Unit("responses")]
+Samples = Annotated[int, Unit("samples")]
+Sequences = Annotated[int, Unit("sequences")]
+Processes = Annotated[int, Unit("processes")]
+Nats = Annotated[float, Unit("nats")]
+
+IN_NAMES = {"s": "seconds", "bytes": "bytes", "kb": "kB", "mb": "MB", "tokens": "tokens", "steps": "steps"}
+"""Last word of a key, and the unit that it says by itself."""
