@@ -22,10 +22,14 @@ class RayCluster(Strict):
     address: str | None = Field(
         None, description="Of a running cluster; left out: RAY_ADDRESS, else Ray starts on this machine."
     )
-    cpus_per_process: float = Field(1.0, ge=0)
-    gpus_per_process: float = Field(0.0, ge=0)
+    cpus_per_process: float = Field(1.0, ge=0, description="CPUs that Ray grants each process; parts are allowed.")
+    gpus_per_process: float = Field(
+        0.0, ge=0, description="GPUs that Ray grants each process; with 1, models go there."
+    )
     strategy: Literal["pack", "spread"] = Field("pack", description="Nodes of a pool: as few as possible, or apart.")
-    start_timeout_s: float = Field(300.0, gt=0, description="For a pool to be granted, and its processes to start.")
+    start_timeout_s: float = Field(
+        300.0, gt=0, description="Longest wait until a pool is granted and its processes run."
+    )
     max_restarts: int = Field(3, ge=0, description="How often a run replaces workers that died.")
 
 
@@ -44,5 +48,7 @@ class WeightSyncConfig(Strict):
 class OffloadConfig(Strict):
     """Where parts go that must leave their device for others; only pools with budget_bytes ever move any."""
 
-    to: Literal["mapped_files", "pinned_memory"] = "mapped_files"
+    to: Literal["mapped_files", "pinned_memory"] = Field(
+        "mapped_files", description="Files mapped into memory, or host memory that a GPU reads fastest."
+    )
     directory: str | None = Field(None, description="For mapped_files; the system's temporary directory by default.")

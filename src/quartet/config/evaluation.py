@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from quartet.config.common import DataConfig, ModelConfig, Recipe, SamplingConfig, Strict
 from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig
+from quartet.config.units import Prompts, Samples, Sequences
 
 # What counts as right --------------------------------------------------------------------------------------
 
@@ -29,7 +30,7 @@ class RegexAnswer(Strict):
     r"""The last match of ``pattern``, its first group if it has one, e.g. ``\\boxed\{(.*?)\}``."""
 
     type: Literal["regex"] = "regex"
-    pattern: str
+    pattern: str = Field(description="Regular expression; its first group is the answer, else the whole match.")
 
     @field_validator("pattern")
     @classmethod
@@ -58,7 +59,7 @@ class GradingConfig(Strict):
         None, description="k of maj@k; samples_per_prompt when left out and above 2."
     )
     answer: AnswerConfig = Field(TextAnswer(), description="What a majority vote counts as one answer.")
-    confidence: float = Field(0.95, gt=0, lt=1, description="Of every interval.")
+    confidence: float = Field(0.95, gt=0, lt=1, description="Confidence of every interval.")
 
     def passes(self, samples: int) -> tuple[int, ...]:
         return self.pass_at if self.pass_at is not None else (samples,) if samples > 1 else ()
@@ -94,22 +95,22 @@ class AlarmConfig(Strict):
     source: str | None = Field(
         None, description="Held-out source that is watched; the evaluation's score when left out."
     )
-    examples: int = Field(8, ge=0, description="Held-out prompts shown with an alarm.")
+    examples: Prompts = Field(8, ge=0, description="Held-out prompts shown with an alarm.")
 
 
 class EvaluationConfig(Strict):
     """Held-out evaluation during training."""
 
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes evaluation prompts.")
-    every_steps: int = Field(50, ge=1)
+    every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    samples_per_prompt: int = Field(1, ge=1)
+    samples_per_prompt: Samples = Field(1, ge=1, description="Answers to each prompt; above 1 needs a temperature.")
     rewards: tuple[RewardConfig, ...] = Field(
         (),
         description="Sources that only evaluation uses; their sum is eval/score_mean. The training rewards if empty.",
     )
     grading: GradingConfig = GradingConfig()
-    alarm: AlarmConfig | None = Field(AlarmConfig(), description="null: none.")
+    alarm: AlarmConfig | None = Field(AlarmConfig(), description="Reward-hacking alarm; null: none.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> EvaluationConfig:
@@ -153,12 +154,14 @@ class EvalRecipe(Recipe):
     job: Literal["eval"] = "eval"
     model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
     data: DataConfig | None = Field(None, description="Left out only from Python, which passes prompts.")
-    rewards: tuple[RewardConfig, ...] = ()
+    rewards: tuple[RewardConfig, ...] = Field(
+        (), description="Sources that score the answers; an answer's score is their sum."
+    )
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    samples_per_prompt: int = Field(1, ge=1)
+    samples_per_prompt: Samples = Field(1, ge=1, description="Answers to each prompt; above 1 needs a temperature.")
     grading: GradingConfig = GradingConfig()
-    compare: ComparisonConfig | None = None
-    max_running: int = Field(64, ge=1)
+    compare: ComparisonConfig | None = Field(None, description="Another model to compare with; none when left out.")
+    max_running: Sequences = Field(64, ge=1, description="Sequences that decode together.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> EvalRecipe:

@@ -26,6 +26,7 @@ from pydantic import Field, field_validator, model_validator
 from quartet.config.common import Strict
 from quartet.config.errors import UserError
 from quartet.config.packing import packs, shrunk
+from quartet.config.units import Processes
 
 Role = Literal["actor", "critic", "reference", "reward", "rollout"]
 Stage = Literal["generate", "reward", "ref_logprobs", "old_logprobs", "values", "train_actor", "train_critic"]
@@ -52,8 +53,8 @@ Edges = dict[Stage, tuple[Stage, ...]]
 class DevicesConfig(Strict):
     """``nodes`` machines with ``processes`` each, one device per process."""
 
-    processes: int = Field(1, ge=1, description="Processes on each node.")
-    nodes: int = Field(1, ge=1)
+    processes: Processes = Field(1, ge=1, description="Processes on each node.")
+    nodes: int = Field(1, ge=1, description="Machines of the pool.")
     budget_bytes: int | None = Field(
         None, ge=1, description="Bytes of models that may be resident, over all processes; no limit when left out."
     )
@@ -68,14 +69,14 @@ class PoolConfig(DevicesConfig):
 class NamedPoolConfig(PoolConfig):
     """Devices and the roles on them."""
 
-    roles: tuple[Role, ...] = Field(min_length=1)
+    roles: tuple[Role, ...] = Field(min_length=1, description="Roles that work on these devices.")
 
 
 class ShardingConfig(Strict):
     """How one copy of a model is cut; the pool holds as many copies as fit."""
 
-    tensor: int = Field(1, ge=1)
-    context: int = Field(1, ge=1)
+    tensor: Processes = Field(1, ge=1, description="Processes that share each weight; only 1 for now.")
+    context: Processes = Field(1, ge=1, description="Processes that share each sequence; only 1 for now.")
 
     @property
     def processes(self) -> int:
@@ -92,39 +93,45 @@ class SeparatedPlacement(_Placement):
     """Every role on devices of its own."""
 
     type: Literal["separated"] = "separated"
-    actor: DevicesConfig
-    rollout: DevicesConfig
-    critic: DevicesConfig | None = None
-    reference: DevicesConfig | None = None
-    reward: DevicesConfig | None = None
+    actor: DevicesConfig = Field(description="Devices of the actor.")
+    rollout: DevicesConfig = Field(description="Devices of the rollout engine.")
+    critic: DevicesConfig | None = Field(None, description="Devices of the critic; left out where a run has none.")
+    reference: DevicesConfig | None = Field(
+        None, description="Devices of the reference; left out where a run has none."
+    )
+    reward: DevicesConfig | None = Field(
+        None, description="Devices of each reward model; left out where a run has none."
+    )
 
 
 class ForwardOffloadPlacement(_Placement):
     """Two models share devices and take turns in forward passes; actor and critic train at the same time."""
 
     type: Literal["forward_offload"] = "forward_offload"
-    rollout: DevicesConfig
-    actor_reference: PoolConfig
-    critic_reward: PoolConfig | None = Field(None, description="Left out where a run has neither.")
+    rollout: DevicesConfig = Field(description="Devices of the rollout engine.")
+    actor_reference: PoolConfig = Field(description="Devices of actor and reference.")
+    critic_reward: PoolConfig | None = Field(
+        None, description="Devices of critic and reward models; left out where a run has neither."
+    )
 
 
 class HomogeneousPlacement(_Placement):
     """All four models take turns on one pool; the rollout engine has its own."""
 
     type: Literal["homogeneous"] = "homogeneous"
-    rollout: DevicesConfig
-    models: PoolConfig
+    rollout: DevicesConfig = Field(description="Devices of the rollout engine.")
+    models: PoolConfig = Field(description="Devices of actor, critic, reference and reward models.")
 
 
 class FullOffloadPlacement(_Placement):
     """Everything takes turns on one pool; the engine gives up cache and weights while others work."""
 
     type: Literal["full_offload"] = "full_offload"
-    pool: PoolConfig
+    pool: PoolConfig = Field(description="Devices of every role.")
 
 
 class _Pools(_Placement):
-    pools: dict[str, NamedPoolConfig] = Field(min_length=1)
+    pools: dict[str, NamedPoolConfig] = Field(min_length=1, description="Pools by name; each role is on one of them.")
     after: Edges = Field(
         default_factory=dict,
         description="Extra edges, {values: [reward]}: no part of a stage before all of the others of its step.",

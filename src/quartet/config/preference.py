@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from quartet.config.common import Strict, SupervisedRecipe
+from quartet.config.units import Pairs
 
 DoubtfulPairs = Literal["keep", "skip", "error"]
 """What happens to pairs with an empty answer, or whose chosen answer is the beginning of the rejected one. Pairs of two
@@ -35,7 +36,7 @@ class DPOLoss(_PairLoss):
     """Rafailov et al. 2023."""
 
     name: Literal["dpo"] = "dpo"
-    beta: float = Field(0.1, gt=0)
+    beta: float = Field(0.1, gt=0, description="Scale of the log-ratios; more holds closer to the reference.")
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="Share of labels thought to be wrong (conservative DPO)."
     )
@@ -48,7 +49,7 @@ class RobustDPOLoss(_PairLoss):
     """Chowdhury et al. 2024: unbiased where a share of the labels is flipped."""
 
     name: Literal["robust_dpo"] = "robust_dpo"
-    beta: float = Field(0.1, gt=0)
+    beta: float = Field(0.1, gt=0, description="Scale of the log-ratios; more holds closer to the reference.")
     label_smoothing: float = Field(0.1, ge=0, lt=0.5, description="Share of labels that are flipped.")
 
 
@@ -56,7 +57,7 @@ class IPOLoss(_PairLoss):
     """Azar et al. 2023: a squared distance to a gap of 1 / (2 beta) (the paper's tau)."""
 
     name: Literal["ipo"] = "ipo"
-    beta: float = Field(0.1, gt=0)
+    beta: float = Field(0.1, gt=0, description="The gap of log-ratios to reach is 1 / (2 beta).")
     per_token: bool = Field(True, description="Log-ratios are divided by the answers' lengths.")
 
 
@@ -64,14 +65,14 @@ class HingeLoss(_PairLoss):
     """SLiC's rank loss on log-ratios: pairs further apart than 1 / beta are left alone."""
 
     name: Literal["hinge"] = "hinge"
-    beta: float = Field(0.1, gt=0)
+    beta: float = Field(0.1, gt=0, description="Scale of the log-ratios; more holds closer to the reference.")
 
 
 class SimPOLoss(_PairLoss):
     """Meng et al. 2024: mean log-probabilities, a target margin, no reference."""
 
     name: Literal["simpo"] = "simpo"
-    beta: float = Field(2.0, gt=0)
+    beta: float = Field(2.0, gt=0, description="Scale of the mean log-probabilities.")
     gamma: float = Field(1.0, ge=0, description="Margin between the implicit rewards.")
 
 
@@ -86,9 +87,9 @@ class KTOLoss(Strict):
     """Ethayarajh et al. 2024: answers judged one by one; a pair counts as one good and one bad answer."""
 
     name: Literal["kto"] = "kto"
-    beta: float = Field(0.1, gt=0)
-    desirable_weight: float = Field(1.0, ge=0)
-    undesirable_weight: float = Field(1.0, ge=0)
+    beta: float = Field(0.1, gt=0, description="Scale of the log-ratios; more holds closer to the reference.")
+    desirable_weight: float = Field(1.0, ge=0, description="Weight of good answers.")
+    undesirable_weight: float = Field(1.0, ge=0, description="Weight of bad answers.")
 
 
 PreferenceLossConfig = Annotated[
@@ -115,10 +116,10 @@ class PreferenceRecipe(SupervisedRecipe):
     """Preference training of a causal LM on pairs (or judged answers), without sampling."""
 
     job: Literal["preference"] = "preference"
-    loss: PreferenceLossConfig = DPOLoss()
+    loss: PreferenceLossConfig = Field(DPOLoss(), description="The method, with its own keys.")
     reference: CachedReferenceConfig = CachedReferenceConfig()
     doubtful_pairs: DoubtfulPairs = Field("keep", description="An empty answer, or one that begins the other.")
-    pairs_per_step: int = Field(32, ge=1, description="Pairs, or judged answers.")
+    pairs_per_step: Pairs = Field(32, ge=1, description="Pairs, or judged answers, in each update.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> PreferenceRecipe:

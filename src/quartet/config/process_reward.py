@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from quartet.config.common import Strict, SupervisedRecipe
+from quartet.config.units import Rows
 
 # Combination ---------------------------------------------------------------------------------------------
 
@@ -41,4 +42,4 @@ class ProcessRewardRecipe(SupervisedRecipe):
 
     job: Literal["process-reward"] = "process-reward"
     separator: str = Field("\n\n", min_length=1, description="Ends every step but the last, which may have none.")
-    answers_per_step: int = Field(32, ge=1)
+    answers_per_step: Rows = Field(32, ge=1, description="Answers in each update.")

@@ -133,8 +133,8 @@ class RLRecipe(Recipe):
     canary_tolerance: Nats | None = Field(
         None,
         gt=0,
-        description="Most that a log-probability of the engine may differ from the trainer's after an update; when left "
-        "out 1e-3 with fp32, 0.25 with bf16.",
+        description="Most that a log-probability of the engine may differ from the trainer's after an update; "
+        "when left out 1e-3 with fp32, 0.25 with bf16.",
     )
     placement: PlacementConfig | None = Field(
         None, description="Which role works where; left out: all in one process, taking turns."
