@@ -25,6 +25,7 @@ from pydantic import Field, field_validator, model_validator
 
 from quartet.config.common import Strict
 from quartet.config.process_reward import CombineConfig, MinSteps
+from quartet.config.units import Processes, Responses, Tokens
 
 OnError = Literal["stop", "leave_out"]
 Isolation = Literal["namespaces", "process"]
@@ -43,16 +44,16 @@ class GateConfig(Strict):
     """
 
     source: str = Field(description="The `name` of another reward; its own score counts, before weights and gates.")
-    at_least: float
+    at_least: float = Field(description="The gate is open from this score on.")
     otherwise: float | None = Field(None, description="The whole reward of a completion at which the gate is closed.")
 
 
 class Source(Strict):
     """What every source has."""
 
-    name: str | None = None
-    weight: float = 1.0
-    gate: GateConfig | None = None
+    name: str | None = Field(None, description="Name in metrics, gates and files; no two sources share one.")
+    weight: float = Field(1.0, description="Factor of the score in the sum.")
+    gate: GateConfig | None = Field(None, description="Counts only where another source's score is high enough.")
 
     @model_validator(mode="after")
     def _opens_by_another(self) -> Source:
@@ -77,10 +78,10 @@ class ModelReward(Source):
     """A sequence-classification model with one label, run in the trainer's own forward."""
 
     type: Literal["model"] = "model"
-    path: str
-    tokenizer: str | None = None
+    path: str = Field(description="Model directory or hub name.")
+    tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
     name: str = "reward_model"
-    forward_token_budget: int = Field(16384, ge=1)
+    forward_token_budget: Tokens = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
 
 
 class ProcessModelReward(Source):
@@ -91,8 +92,8 @@ class ProcessModelReward(Source):
     """
 
     type: Literal["process_model"] = "process_model"
-    path: str
-    tokenizer: str | None = None
+    path: str = Field(description="Model directory or hub name.")
+    tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
     name: str = "process_reward"
     separator: str | None = Field(
         None, min_length=1, description="Ends a step in the completion; what the model was trained with if left out."
@@ -101,8 +102,8 @@ class ProcessModelReward(Source):
         "probability",
         description="What counts: the probability that a step is right, the same from -1 to 1, its logit.",
     )
-    combine: CombineConfig = MinSteps()
-    forward_token_budget: int = Field(16384, ge=1)
+    combine: CombineConfig = Field(MinSteps(), description="How the steps' scores make one number.")
+    forward_token_budget: Tokens = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
 
 
 class FunctionReward(Fallible):
@@ -112,7 +113,7 @@ class FunctionReward(Fallible):
     target: str = Field(description="path/to/file.py:name or package.module:name")
     name: str | None = Field(None, description="The function's own name when left out.")
     thread: bool = Field(False, description="Run it in threads beside generation (a sync function that waits).")
-    batch_size: int | None = Field(None, ge=1, description="Completions per call; a whole chunk when left out.")
+    batch_size: Responses | None = Field(None, ge=1, description="Completions per call; a whole chunk when left out.")
     concurrency: int = Field(4, ge=1, description="Most calls that are under way at a time.")
 
 
@@ -121,8 +122,8 @@ class ExactMatchReward(Source):
 
     type: Literal["exact_match"] = "exact_match"
     name: str = "exact_match"
-    column: str = "answer"
-    ignore_case: bool = False
+    column: str = Field("answer", description="Column of the data with the right answer.")
+    ignore_case: bool = Field(False, description="Upper and lower case are the same.")
 
 
 class NumericReward(Source):
@@ -130,7 +131,7 @@ class NumericReward(Source):
 
     type: Literal["numeric"] = "numeric"
     name: str = "numeric"
-    column: str = "answer"
+    column: str = Field("answer", description="Column of the data with the right answer.")
     tolerance: float = Field(0.0, ge=0, description="Most that the numbers may differ.")
     relative_tolerance: float = Field(
         0.0, ge=0, description="The same as a share of the right number; either suffices."
@@ -142,9 +143,9 @@ class RegexReward(Source):
 
     type: Literal["regex"] = "regex"
     name: str = "regex"
-    pattern: str
-    column: str | None = None
-    ignore_case: bool = False
+    pattern: str = Field(description="Regular expression, looked for anywhere in the completion.")
+    column: str | None = Field(None, description="Column of the data with the text that the group must be.")
+    ignore_case: bool = Field(False, description="Upper and lower case are the same.")
 
     @model_validator(mode="after")
     def _can_be_matched(self) -> RegexReward:
@@ -163,8 +164,10 @@ class FormatReward(Source):
 
     type: Literal["format"] = "format"
     name: str = "format"
-    pattern: str | None = Field(None, description="`.` also stands for a line break.")
-    tags: tuple[str, ...] | None = None
+    pattern: str | None = Field(
+        None, description="Regular expression of the whole completion; `.` also stands for a line break."
+    )
+    tags: tuple[str, ...] | None = Field(None, description="Names without brackets, as in [think, answer].")
 
     @model_validator(mode="after")
     def _is_one_form(self) -> FormatReward:
@@ -187,9 +190,9 @@ class LengthReward(Source):
 
     type: Literal["length"] = "length"
     name: str = "length"
-    max: int | None = Field(None, ge=1)
-    target: int | None = Field(None, ge=1)
-    unit: Literal["characters", "words"] = "characters"
+    max: int | None = Field(None, ge=1, description="Length, in `unit`, up to which a completion scores 1.")
+    target: int | None = Field(None, ge=1, description="The one length, in `unit`, that scores 1.")
+    unit: Literal["characters", "words"] = Field("characters", description="What length counts.")
 
     @model_validator(mode="after")
     def _is_one_measure(self) -> LengthReward:
@@ -206,13 +209,13 @@ class MathReward(Fallible):
 
     type: Literal["math"] = "math"
     name: str = "math"
-    column: str = "answer"
+    column: str = Field("answer", description="Column of the data with the right answer.")
     extract: tuple[Literal["latex", "expr"], ...] = Field(
         ("latex", "expr"), min_length=1, description="What an answer may be: LaTeX in its delimiters, a plain number."
     )
     digits: int = Field(6, ge=1, description="Decimal places to which numbers are compared.")
     timeout_s: float = Field(5.0, gt=0, description="Most seconds for one completion; it scores 0 then.")
-    concurrency: int = Field(2, ge=1, description="Processes that compare, about 100 MB each.")
+    concurrency: Processes = Field(2, ge=1, description="Processes that compare, about 100 MB each.")
 
 
 class CodeReward(Fallible):
@@ -231,8 +234,8 @@ class CodeReward(Fallible):
     memory_mb: int = Field(512, ge=64, description="Most address space of each process.")
     disk_mb: int = Field(16, ge=1, description="Most that it may write to disk, a part of memory, in all.")
     output_kb: int = Field(256, ge=1, description="Most output that is read; more is a failure.")
-    processes: int = Field(16, ge=1, description="Most processes and threads at a time.")
-    concurrency: int = Field(2, ge=1, description="Completions that are run at a time.")
+    processes: Processes = Field(16, ge=1, description="Most processes and threads at a time.")
+    concurrency: Responses = Field(2, ge=1, description="Completions that are run at a time.")
 
 
 # On a server ----------------------------------------------------------------------------------------------
@@ -243,24 +246,24 @@ class RetryConfig(Strict):
     request and n decide. A server that answers with Retry-After sets the wait itself, up to ``longest_wait_s``.
     """
 
-    attempts: int = Field(4, ge=1)
-    first_wait_s: float = Field(0.5, ge=0)
-    longest_wait_s: float = Field(20.0, gt=0)
-    seed: int = 0
+    attempts: int = Field(4, ge=1, description="Most attempts at one request, the first included.")
+    first_wait_s: float = Field(0.5, ge=0, description="Wait before the second attempt; it doubles each time.")
+    longest_wait_s: float = Field(20.0, gt=0, description="Longest wait, also where the server asks for more.")
+    seed: int = Field(0, description="Decides the jitter of the waits.")
 
 
 class BreakerConfig(Strict):
     """After so many attempts in a row without an answer requests fail at once for ``rest_s``; then one is tried."""
 
-    failures: int = Field(20, ge=1)
-    rest_s: float = Field(30.0, gt=0)
+    failures: int = Field(20, ge=1, description="Attempts in a row without an answer, after which the server rests.")
+    rest_s: float = Field(30.0, gt=0, description="How long nothing is asked of it then.")
 
 
 class RemoteSource(Fallible):
     """What every source on a server has."""
 
     on_error: OnError = Field("leave_out", description="stop: a sample that fails stops the run before the update.")
-    url: str
+    url: str = Field(description="http://host:port/path or https://…, without a query.")
     api_key_env: str | None = Field(
         None, description="Environment variable whose value is sent as `Authorization: Bearer …`; never logged."
     )
@@ -282,20 +285,20 @@ class HTTPReward(RemoteSource):
 
     type: Literal["http"] = "http"
     name: str = "http"
-    batch_size: int = Field(16, ge=1, description="Completions per request.")
+    batch_size: Responses = Field(16, ge=1, description="Completions per request.")
 
 
 class PointwiseJudge(Strict):
     """Each completion gets a score of its own."""
 
     name: Literal["pointwise"] = "pointwise"
-    rubric: str = "Is the answer correct, complete and clear?"
+    rubric: str = Field("Is the answer correct, complete and clear?", description="What the judge is asked.")
     template: str | None = Field(None, description="Own prompt with {rubric}, {prompt}, {completion} and columns.")
     pattern: str = Field(
         r"(?i)score\W{0,5}?(-?\d+(?:\.\d+)?)", description="The last match's group is the score in the judge's answer."
     )
-    lowest: float = 0.0
-    highest: float = 10.0
+    lowest: float = Field(0.0, description="Least score the judge may give; less has failed.")
+    highest: float = Field(10.0, description="Highest score the judge may give; more has failed.")
 
     @model_validator(mode="after")
     def _has_a_scale(self) -> PointwiseJudge:
@@ -315,7 +318,7 @@ class PairwiseJudge(Strict):
 
     name: Literal["pairwise"] = "pairwise"
     column: str = Field("answer", description="The answer to compare with.")
-    rubric: str = "Which answer is more correct, complete and clear?"
+    rubric: str = Field("Which answer is more correct, complete and clear?", description="What the judge is asked.")
     template: str | None = Field(None, description="Own prompt with {rubric}, {prompt}, {a}, {b} and columns.")
     pattern: str = Field(
         r"\[\[(A|B|C)\]\]", description="The last match's group is the verdict: A, B, anything else for equal."
@@ -339,10 +342,10 @@ class JudgeReward(RemoteSource):
     type: Literal["judge"] = "judge"
     name: str = "judge"
     url: str = Field(description="Up to and without /chat/completions, e.g. http://localhost:8000/v1.")
-    model: str
-    method: JudgeMethod = PointwiseJudge()
-    temperature: float = Field(0.0, ge=0)
-    max_tokens: int = Field(512, ge=1)
+    model: str = Field(description="Name of the model at the server.")
+    method: JudgeMethod = Field(PointwiseJudge(), description="How completions are judged.")
+    temperature: float = Field(0.0, ge=0, description="Temperature of the judge's answer; 0 is greedy.")
+    max_tokens: int = Field(512, ge=1, description="Longest answer of the judge.")
     timeout_s: float = Field(60.0, gt=0, description="Most seconds of one attempt, the whole answer included.")
 
 
