@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from quartet.config import Interrupted, UserError
+from quartet.config.printable import printable
 
 app = typer.Typer(
     name="quartet",
@@ -148,7 +149,9 @@ def generate(
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
     for text, answers in zip(prompt, run(packed, codec, prompts, sampling, num_responses=num, seed=seed), strict=True):
         for answer in answers:
-            typer.echo(answer.text if chat else text + answer.text)
+            whole = answer.text if chat else text + answer.text
+            # Programs that read the output get the answer as it is; a terminal must not obey it.
+            typer.echo(printable(whole) if sys.stdout.isatty() else whole)
 
 
 @app.command()

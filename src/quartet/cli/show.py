@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quartet.config.printable import printable
+
 if TYPE_CHECKING:
     from quartet.quickstart.run import QuickstartResult
     from quartet.trainers.evaluate import EvaluationResult
@@ -71,10 +73,10 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
                 table.add_row(name, f"{stage['metrics'][name]:.4g}")
         console.print(table)
     for note in summary.get("notes", ()):
-        console.print(Text(f"note: {note}"), soft_wrap=True)
+        console.print(Text(printable(f"note: {note}")), soft_wrap=True)
     alarm = summary.get("reward_hacking", {})
     if alarm.get("raised"):
-        console.print(Text(alarm["text"], style="bold red"), soft_wrap=True)
+        console.print(Text(printable(alarm["text"]), style="bold red"), soft_wrap=True)
     console.print(Text(f"model: {path / 'model'}"), soft_wrap=True)
     console.print(Text(f"next:  {command_name()} report {path}"), soft_wrap=True)
 
@@ -108,7 +110,7 @@ def show_quickstart(result: QuickstartResult) -> None:
     for column in ("prompt", "after SFT", "after PPO"):
         sides.add_column(column, overflow="fold")
     for example in changed:
-        sides.add_row(*(Text(cell) for cell in example))
+        sides.add_row(*(Text(printable(cell)) for cell in example))
     console.print(sides)
     console.print(
         Text(f"report: {shown_path(result.path / 'report.html')}   (open it in a browser: every token, every step)"),
@@ -139,7 +141,7 @@ def show_evaluation(result: EvaluationResult) -> None:
         table.add_column(column, justify="left" if column == "metric" else "right")
     others = {figure.name: figure for figure in result.against}
     for figure in result.figures:
-        row = [figure.name, f"{figure.value:.4g}", _interval(figure)]
+        row = [printable(figure.name), f"{figure.value:.4g}", _interval(figure)]
         if result.against:
             other = others.get(figure.name)
             row.append("" if other is None else f"{other.value:.4g}  {_interval(other)}")
@@ -153,7 +155,7 @@ def show_evaluation(result: EvaluationResult) -> None:
             f"({found.low:.1%} to {found.high:.1%})"
         )
     for note in result.notes:
-        console.print(Text(f"note: {note}"))
+        console.print(Text(printable(f"note: {note}")))
     names = ["answers.jsonl", *(["against.jsonl", "comparison.jsonl"] if result.comparison is not None else [])]
     for name in names:
         console.print(Text(f"{name.partition('.')[0]}: {result.path / name}"), soft_wrap=True)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quartet.config.printable import printable
+
 
 class UserError(Exception):
     """A three-part message: what is wrong, what was found, what to do instead.
 
-    The command line prints it without a traceback and exits with status 2; Python users catch it.
+    The command line prints it without a traceback and exits with status 2; Python users catch it. What was found may be
+    foreign text: the message holds it as ``printable`` writes it.
     """
 
     def __init__(self, problem: str, *, found: str, remedy: str) -> None:
         self.problem = problem
         self.found = found
         self.remedy = remedy
-        super().__init__(f"{problem}\n  found: {found}\n  do: {remedy}")
+        super().__init__(printable(f"{problem}\n  found: {found}\n  do: {remedy}"))
 
 
 class Interrupted(Exception):

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+from quartet.config.printable import printable
+
 Figure = float | int | str
 
 
@@ -23,7 +25,7 @@ def format_figure(value: Figure) -> str:
 
 
 def _format_figures(figures: dict[str, Figure]) -> str:
-    return "  ".join(f"{name} {format_figure(value)}" for name, value in figures.items())
+    return printable("  ".join(f"{name} {format_figure(value)}" for name, value in figures.items()))
 
 
 class Stage:
@@ -119,12 +121,12 @@ class Progress:
         """A new bar. ``total`` None: unknown. ``transient``: gone when it ends (for a bar per rollout)."""
         task = None
         if self._bars is not None:
-            task = self._bars.add_task(title, total=total, figures="")
+            task = self._bars.add_task(printable(title), total=total, figures="")
         return Stage(self, title, total, transient, task)
 
     def print(self, text: str) -> None:
-        """A line of its own, above the bars."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """A line of its own, above the bars. It may hold foreign text."""
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def refresh(self, stage: Stage) -> None:
         """Shows the stage's present state (called by the stage)."""

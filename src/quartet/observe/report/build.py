@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.errors import UserError
+from quartet.config.printable import printable
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.report.collect import collect_run
 from quartet.observe.report.samples import Limits
@@ -50,7 +51,7 @@ def render_page(data: Mapping[str, Any]) -> str:
     style = _asset("report.css")
     script = "(() => {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n})();\n"
     slots = {
-        "title": html.escape(f"{data['run'].get('name', 'run')} · Quartet"),
+        "title": html.escape(printable(f"{data['run'].get('name', 'run')} · Quartet")),
         "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}",
         "style": style,
         "data": _inert_json(data),

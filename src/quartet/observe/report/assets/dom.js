@@ -11,14 +11,21 @@ window.addEventListener('securitypolicyviolation', (event) => {
 
 const SVG = 'http://www.w3.org/2000/svg';
 
+// Foreign text must not reorder or hide what stands beside it: directions, controls and invisible characters are written
+// out. Line feeds, tabs and joiners stay; the token viewer has signs of its own for many.
+const UNSAFE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}\ud800-\udfff]/gu;
+const printable = (text) => text.replace(UNSAFE, (char) => `⟨U+${char.codePointAt(0).toString(16).toUpperCase().padStart(4, '0')}⟩`);
+const READ = new Set(['title', 'aria-label']);
+
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
     else if (name === 'style') for (const [key, text] of Object.entries(value)) node.style.setProperty(key, text);
-    else node.setAttribute(name, value === true ? '' : value);
+    else node.setAttribute(name, value === true ? '' : READ.has(name) ? printable(String(value)) : value);
   }
-  node.append(...children.flat(2).filter((child) => child !== null && child !== undefined && child !== false));
+  const kept = children.flat(2).filter((child) => child !== null && child !== undefined && child !== false);
+  node.append(...kept.map((child) => (typeof child === 'string' ? printable(child) : child)));
   return node;
 }
 
