@@ -172,7 +172,7 @@ def _with_defaults(model: type[BaseModel], data: dict[str, Any], place: BaseMode
     Needed because pydantic takes a partly given section's missing keys from the section's class, not from the
     default of the field that holds it. ``place`` is that default, where there is one.
     """
-    filled = {} if place is None else place.model_dump(mode="json")
+    filled = {} if place is None else place.model_dump(mode="json", exclude=_derived(place))
     filled.update(data)
     for name, field in model.model_fields.items():
         if name not in data:
@@ -180,9 +180,16 @@ def _with_defaults(model: type[BaseModel], data: dict[str, Any], place: BaseMode
         if place is not None:
             default = getattr(place, name)
         else:
-            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            is_plain = not field.is_required() and not field.default_factory_takes_validated_data
+            default = field.get_default(call_default_factory=True) if is_plain else None
         filled[name] = _fill(field.annotation, data[name], default)
     return filled
+
+
+def _derived(place: BaseModel) -> set[str]:
+    """Fields of ``place`` whose value was not given but follows from other fields, which may be about to change."""
+    fields = type(place).model_fields.items()
+    return {n for n, field in fields if field.default_factory_takes_validated_data and n not in place.model_fields_set}
 
 
 def _fill(annotation: Any, value: Any, default: Any) -> Any:

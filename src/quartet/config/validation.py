@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
 from quartet.config.schema import dotted_names, item_annotation, members, tags
+from quartet.config.synonyms import synonyms
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -27,7 +28,9 @@ _EXPECTED = {
 
 def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserError:
     """All of ``error`` as one ``UserError``; paths are written as overrides would be."""
-    mistakes = [_mistake(detail, model) for detail in error.errors(include_url=False)]
+    details = error.errors(include_url=False)
+    # A default that follows from a field which has a mistake of its own.
+    mistakes = [_mistake(detail, model) for detail in details if detail["type"] != "default_factory_not_called"]
     if len(mistakes) == 1:
         found, remedy = mistakes[0]
         return UserError(f"{label} is not valid", found=found, remedy=remedy)
@@ -108,14 +111,16 @@ def _tag_choices(loc: tuple[Any, ...], root: type[BaseModel]) -> str:
 
 
 def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel]) -> tuple[str, str]:
-    """Offers the nearest key of the same section, then the same key elsewhere, then all keys of the
-    section.
+    """Offers what another system's key is called here, then the nearest key of the same section, then the same key
+    elsewhere, then all keys of the section.
     """
     section, _, key = path.rpartition(".")
     known = list(parent.model_fields) if parent is not None else []
     where = f"in {section}" if section else "at the top"
-    elsewhere = [name for name in dotted_names(root) if name.rpartition(".")[2] == key]
-    remedy = nearest(key, known)
+    names = list(dict.fromkeys(dotted_names(root)))
+    elsewhere = [name for name in names if name.rpartition(".")[2] == key]
+    meant = synonyms(key, section, names)
+    remedy = f"did you mean {', '.join(meant[:3])}?" if meant else nearest(key, known)
     if any(name.split(".") == ["0" if part.isdecimal() else part for part in path.split(".")] for name in elsewhere):
         remedy = f"that key belongs to another choice of {section}; use one of {', '.join(known)}"
     elif remedy is None and elsewhere:

@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(overrides: list[str], part
 
 
 def test_the_same_holds_for_evaluation_during_training() -> None:
-    with pytest.raises(ValueError, match=r"sampling\.temperature is 0"):
+    with pytest.raises(UserError, match=r"sampling\.temperature is 0"):
         EvaluationConfig(samples_per_prompt=2)
 
 

@@ -509,7 +509,7 @@ def test_held_out_episodes_are_scored_by_their_own_rewards(
     ],
 )
 def test_methods_about_single_responses_are_refused(tmp_path: Path, algorithm: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(UserError, match=reason):
         recipe(tmp_path, True, algorithm=algorithm)
 
 

@@ -203,7 +203,7 @@ def test_a_journal_is_followed_from_the_first_step_only(run: Any) -> None:
 
 
 def test_a_reward_model_is_not_called_as_a_role(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a reward model is called 'critic'"):
+    with pytest.raises(UserError, match="a reward model is called 'critic'"):
         recipe(tmp_path, rewards=(ModelReward(path="somewhere", name="critic"),))
 
 
@@ -276,7 +276,7 @@ def test_what_cannot_work_is_refused(placement: dict[str, Any], reason: str, run
 
 def test_stale_answers_need_a_correction(tmp_path: Path) -> None:
     pools = {"all": {"roles": ["rollout", "actor", "reference", "critic", "reward"]}}
-    with pytest.raises(ValueError, match=r"algorithm\.off_policy"):
+    with pytest.raises(UserError, match=r"algorithm\.off_policy"):
         recipe(tmp_path, placement={"type": "asynchronous", "pools": pools})
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -361,6 +360,6 @@ def test_shuffled_scores_are_not_earned_on_the_way(role_of: Any, codec: TextCode
 
 def test_remax_with_a_process_reward_is_refused() -> None:
     source = ProcessModelReward(path="somewhere")
-    with pytest.raises(ValidationError, match="takes the greedy response's whole score off every token"):
+    with pytest.raises(UserError, match="takes the greedy response's whole score off every token"):
         RLRecipe(algorithm=ReMax(), rewards=(source,))
     RLRecipe(algorithm=ReinforcePlusPlus(), rewards=(source,))

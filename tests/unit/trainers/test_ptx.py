@@ -183,5 +183,5 @@ def test_weight_and_size_have_no_default_and_no_zero(key: str) -> None:
     values: dict[str, Any] = {"coef": 0.1, "examples_per_minibatch": 4}
     PTXConfig(**values)
     for wrong in ({**values, key: 0}, {k: v for k, v in values.items() if k != key}):
-        with pytest.raises(ValueError, match=key):
+        with pytest.raises(UserError, match=key):
             PTXConfig(**wrong)

@@ -110,7 +110,7 @@ def test_a_budget_below_the_longest_response_is_refused_before_anything_starts(
     ],
 )
 def test_settings_that_would_do_nothing_or_harm_are_refused(algorithm: AlgorithmConfig, found: str) -> None:
-    with pytest.raises(ValueError, match=found):
+    with pytest.raises(UserError, match=found):
         RLRecipe(algorithm=algorithm, prompts_per_step=3, responses_per_prompt=2)
 
 

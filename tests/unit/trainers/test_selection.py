@@ -206,7 +206,7 @@ def test_what_does_not_fit(overrides: tuple[str, ...], found: str) -> None:
 
 
 def test_adapters_have_no_reference_to_refresh() -> None:
-    with pytest.raises(ValueError, match="never changes"):
+    with pytest.raises(UserError, match="never changes"):
         RLRecipe(
             algorithm=OnlineDPO(refresh_steps=2),
             responses_per_prompt=2,

@@ -1,0 +1,136 @@
+"""Quartet's public names, in one place: type checkers read them here, __init__.py loads each when it is asked for."""
+
+from .config.algorithms import (
+    BestOfN as BestOfN,
+    CISPO as CISPO,
+    CISPOLoss as CISPOLoss,
+    ClippedLoss as ClippedLoss,
+    DAPO as DAPO,
+    Distillation as Distillation,
+    DrGRPO as DrGRPO,
+    DynamicSamplingConfig as DynamicSamplingConfig,
+    GPG as GPG,
+    GRPO as GRPO,
+    GSPO as GSPO,
+    GSPOLoss as GSPOLoss,
+    KLConfig as KLConfig,
+    OPO as OPO,
+    OffPolicyConfig as OffPolicyConfig,
+    OnlineDPO as OnlineDPO,
+    OverlongConfig as OverlongConfig,
+    PPO as PPO,
+    RLOO as RLOO,
+    ReMax as ReMax,
+    ReinforceLoss as ReinforceLoss,
+    ReinforcePlusPlus as ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline as ReinforcePlusPlusBaseline,
+    SequenceClippedLoss as SequenceClippedLoss,
+)
+from .config.cluster import (
+    LocalCluster as LocalCluster,
+    OffloadConfig as OffloadConfig,
+    RayCluster as RayCluster,
+    WeightSyncConfig as WeightSyncConfig,
+)
+from .config.common import (
+    CheckpointConfig as CheckpointConfig,
+    DataConfig as DataConfig,
+    LoRAConfig as LoRAConfig,
+    LogConfig as LogConfig,
+    ModelConfig as ModelConfig,
+    OptimConfig as OptimConfig,
+    SamplingConfig as SamplingConfig,
+    TrainConfig as TrainConfig,
+)
+from .config.environments import EnvironmentConfig as EnvironmentConfig
+from .config.errors import (
+    Interrupted as Interrupted,
+    UserError as UserError,
+)
+from .config.evaluation import (
+    AlarmConfig as AlarmConfig,
+    ComparisonConfig as ComparisonConfig,
+    EvalRecipe as EvalRecipe,
+    EvaluationConfig as EvaluationConfig,
+    GradingConfig as GradingConfig,
+    NumberAnswer as NumberAnswer,
+    RegexAnswer as RegexAnswer,
+    TextAnswer as TextAnswer,
+)
+from .config.iterated import CollectConfig as CollectConfig
+from .config.load import (
+    dump_recipe as dump_recipe,
+    load_recipe as load_recipe,
+)
+from .config.placement import (
+    AsynchronousPlacement as AsynchronousPlacement,
+    DevicesConfig as DevicesConfig,
+    ForwardOffloadPlacement as ForwardOffloadPlacement,
+    FullOffloadPlacement as FullOffloadPlacement,
+    HomogeneousPlacement as HomogeneousPlacement,
+    PipelinedPlacement as PipelinedPlacement,
+    PoolConfig as PoolConfig,
+    SeparatedPlacement as SeparatedPlacement,
+)
+from .config.preference import (
+    CachedReferenceConfig as CachedReferenceConfig,
+    DPOLoss as DPOLoss,
+    HingeLoss as HingeLoss,
+    IPOLoss as IPOLoss,
+    KTOLoss as KTOLoss,
+    ORPOLoss as ORPOLoss,
+    PreferenceRecipe as PreferenceRecipe,
+    RobustDPOLoss as RobustDPOLoss,
+    SimPOLoss as SimPOLoss,
+)
+from .config.process_reward import (
+    DiscountedSteps as DiscountedSteps,
+    MinSteps as MinSteps,
+    ProcessRewardRecipe as ProcessRewardRecipe,
+    SumSteps as SumSteps,
+)
+from .config.recipe import (
+    ActorConfig as ActorConfig,
+    CriticConfig as CriticConfig,
+    IteratedRecipe as IteratedRecipe,
+    PTXConfig as PTXConfig,
+    RLRecipe as RLRecipe,
+    ReferenceConfig as ReferenceConfig,
+    RewardModelRecipe as RewardModelRecipe,
+    RolloutConfig as RolloutConfig,
+    SFTRecipe as SFTRecipe,
+)
+from .config.rewards import (
+    BreakerConfig as BreakerConfig,
+    CodeReward as CodeReward,
+    ExactMatchReward as ExactMatchReward,
+    FormatReward as FormatReward,
+    FunctionReward as FunctionReward,
+    GateConfig as GateConfig,
+    HTTPReward as HTTPReward,
+    JudgeReward as JudgeReward,
+    LengthReward as LengthReward,
+    MathReward as MathReward,
+    ModelReward as ModelReward,
+    NumericReward as NumericReward,
+    PairwiseJudge as PairwiseJudge,
+    PointwiseJudge as PointwiseJudge,
+    ProcessModelReward as ProcessModelReward,
+    RegexReward as RegexReward,
+    RetryConfig as RetryConfig,
+)
+from .envs.protocol import (
+    Observation as Observation,
+    StepResult as StepResult,
+)
+from .observe.progress import Progress as Progress
+from .observe.report import build_report as build_report
+from .trainers.evaluate import Evaluator as Evaluator
+from .trainers.iterated import IteratedTrainer as IteratedTrainer
+from .trainers.preference import PreferenceTrainer as PreferenceTrainer
+from .trainers.process_reward import ProcessRewardTrainer as ProcessRewardTrainer
+from .trainers.reward_model import RewardModelTrainer as RewardModelTrainer
+from .trainers.rl import RLTrainer as RLTrainer
+from .trainers.sft import SFTTrainer as SFTTrainer
+
+__version__: str
