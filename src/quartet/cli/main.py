@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quartet.cli.config_command import config
 from quartet.config import Interrupted, UserError
 from quartet.config.printable import printable
 
@@ -163,6 +164,9 @@ def report(
     from quartet.observe.report import build_report
 
     typer.echo(build_report(run, out))
+
+
+app.command()(config)
 
 
 def _train(job: str, trainer: Any, recipe_path: Path, overrides: list[str] | None, resume: bool) -> None:

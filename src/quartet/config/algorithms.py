@@ -297,7 +297,7 @@ class BestOfN(Selection):
     name: Literal["best_of_n"] = "best_of_n"
     keep: Responses = Field(1, ge=1, description="Best responses of each group to learn from.")
     min_score: float | None = Field(None, description="Responses that score less are never learned from.")
-    aggregation: Aggregation = "token_mean"
+    aggregation: Aggregation = Field("token_mean", description="How tokens' losses make one: docs/algorithms.md.")
 
 
 class OnlineDPO(Selection):

@@ -182,8 +182,8 @@ class SupervisedRecipe(Recipe):
     """What every job has that trains one model on rows."""
 
     job: str
-    model: ModelConfig | None = Field(None, description="Left out only from Python, which passes a model object.")
-    data: DataConfig | None = Field(None, description="Left out only from Python, which passes rows.")
+    model: ModelConfig | None = Field(None, description="Required; only Python may pass a model object instead.")
+    data: DataConfig | None = Field(None, description="Required; only Python may pass rows instead.")
     evaluation_data: DataConfig | None = Field(None, description="Held-out rows; no evaluation when left out.")
     evaluate_every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
     train: TrainConfig = TrainConfig()
