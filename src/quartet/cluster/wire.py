@@ -43,8 +43,8 @@ def from_wire(wire: Any) -> Tensor:
         loaded: Tensor = torch.load(io.BytesIO(wire), weights_only=True)
         return loaded
     array, dtype, shape, requires_grad = wire
-    # An empty array has no stride by which its bytes could be read as numbers.
-    own = (
-        torch.from_numpy(np.array(array)).view(dtype).reshape(shape) if len(array) else torch.empty(shape, dtype=dtype)
-    )
+    # In torch's memory and not in numpy's, which begins where a product may have other bits (quartet/models/memory.py).
+    own = torch.empty(shape, dtype=dtype)
+    if len(array):
+        np.copyto(own.reshape(-1).view(torch.uint8).numpy(), array)
     return own.requires_grad_() if requires_grad else own

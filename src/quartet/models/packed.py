@@ -28,6 +28,7 @@ from quartet.models.attention import AttentionContext
 from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
 from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
 from quartet.models.lora import Adapters, attach, refuse_wrapped
+from quartet.models.memory import align_storages
 
 Precision = Literal["fp32", "bf16"]
 Numerics = Literal["fast", "exact"]
@@ -68,6 +69,7 @@ class PackedModel:
         self.unshared_because = "a shared prompt gave other results than sequences alone"
         self.adapters: Adapters | None = None
         refuse_wrapped(model)
+        align_storages(model)
         self.own_attention = attention.install(model)
         # On a GPU whole layers are compiled instead (``cuda_fusion``).
         self._fused = fused.install(model) if self.device.type == "cpu" else fused.Patches()

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from quartet.config import UserError
+from quartet.models.memory import ALIGNMENT
 
-_ALIGNMENT = 64
-"""Bytes. As torch's own memory on the CPU."""
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every device."""
 
@@ -112,7 +111,7 @@ def _cuda() -> Any:
 
 def _starts(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Where each part begins, and the bytes of all."""
-    rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    rounded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     *starts, num_bytes = accumulate(rounded, initial=0)
     return starts, num_bytes
 

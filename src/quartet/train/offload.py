@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from quartet.models.memory import reflected, storage_bytes
 from quartet.models.packed import PackedModel
 from quartet.observe.memory import held_bytes
 from quartet.train.host_memory import MappedFiles, PinnedMemory
@@ -236,7 +237,7 @@ class Offload:
             moving = [piece for piece in pieces if not self._is_there(piece, homes)]
             targets = self._fetched(moving)
         pointed = [
-            (tensor, _reflected(tensor, target))
+            (tensor, reflected(tensor, target))
             for piece, target in zip(moving, targets, strict=True)
             for tensor in piece.tensors
         ]
@@ -258,7 +259,7 @@ class Offload:
             if piece.is_frozen and home.copied_to == piece.state():
                 continue
             home.copied_to = None
-            changed.append((_bytes(piece.storage), home.memory))
+            changed.append((storage_bytes(piece.storage), home.memory))
         self._copy(changed)
         return [home.memory for home in homes]
 
@@ -270,7 +271,7 @@ class Offload:
     def _fetched(self, pieces: Sequence[_Piece]) -> list[Tensor]:
         """Copies of ``pieces`` on the device."""
         fresh = [torch.empty(piece.num_bytes, dtype=torch.uint8, device=self.device) for piece in pieces]
-        self._copy([(_bytes(piece.storage), target) for piece, target in zip(pieces, fresh, strict=True)])
+        self._copy([(storage_bytes(piece.storage), target) for piece, target in zip(pieces, fresh, strict=True)])
         return fresh
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -360,16 +361,6 @@ def _checked(parts: Parts) -> list[Part]:
     if isinstance(parts, str) or not set(parts) <= set(PARTS):
         raise ValueError(f"parts are a collection of {', '.join(PARTS)}, not {parts!r}")
     return [part for part in PARTS if part in parts]
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _reflected(tensor: Tensor, memory: Tensor) -> Tensor:
-    """What lies in ``memory`` as ``tensor`` lies in its storage."""
-    place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype, device=memory.device).set_(memory.untyped_storage(), *place)
 
 
 def _key(tensor: Tensor) -> int:
