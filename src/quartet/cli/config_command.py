@@ -1,4 +1,7 @@
-"""`quartet config`: every key of a job's recipe, on the terminal or as the pages of docs/reference."""
+"""`quartet config`: every key of a job's recipe, on the terminal or as the pages of docs/reference.
+
+This module is imported for every command: the recipes are not, until one of them is asked for.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,26 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from quartet.config.recipe import RECIPES
-from quartet.config.reference import Key, Section, children, jobs, sections
-
-_LEFT = 32
-"""Width of the column with keys and defaults; longer ones are folded."""
 
 
 def complete_job(incomplete: str) -> list[str]:
     """Jobs that begin so, for shell completion."""
-    return [job for job in RECIPES if job.startswith(incomplete)]
+    from quartet.config.reference import jobs
+
+    return [job for job in jobs() if job.startswith(incomplete)]
 
 
 def complete_part(ctx: typer.Context, incomplete: str) -> list[str]:
     """Addresses that begin so in the recipe of the job that stands before, for shell completion."""
-    job = ctx.params.get("job")
+    from quartet.config import UserError
+    from quartet.config.reference import children
+
     above, dot, _ = incomplete.rpartition(".")
-    if job not in RECIPES:
+    try:
+        names = children(ctx.params.get("job") or "", above)
+    except UserError:
         return []
-    return [address for name in children(job, above) if (address := f"{above}{dot}{name}").startswith(incomplete)]
+    return [address for name in names if (address := f"{above}{dot}{name}").startswith(incomplete)]
 
 
 def config(
@@ -50,65 +50,10 @@ def config(
         write.mkdir(parents=True, exist_ok=True)
         for name, text in pages().items():
             (write / name).write_text(text, encoding="utf-8")
-    elif job is None:
-        _show_jobs()
     else:
-        _show(job, part or "", sections(job, part or ""))
+        from quartet.cli.show_keys import show_jobs, show_keys
 
-
-def _show_jobs() -> None:
-    console = Console(highlight=False)
-    console.print(_lines([(Text(job, "bold"), Text(words)) for job, words in jobs().items()], left=24))
-    _hint(console, "quartet config rl lists the keys of a job, quartet init rl writes a recipe to begin with")
-
-
-def _show(job: str, part: str, found: list[Section]) -> None:
-    console = Console(highlight=False)
-    for section in found:
-        title = Text.assemble((section.address or f"quartet {job}", "bold underline"), "   ", section.meaning.strip())
-        console.print(title)
-        if section.variants:
-            variants = section.variants.items()
-            rows = [(Text.assemble(f"  {section.tag}: ", (name, "green")), Text(words)) for name, words in variants]
+        if job is None:
+            show_jobs()
         else:
-            rows = [(_key(key), _words(key, section)) for key in section.keys]
-        console.print(_lines(rows))
-        console.print()
-    choice = next((section for section in found if section.variants), None)
-    hints = [f"keys of a choice: quartet config {job} {choice.address}.{next(iter(choice.variants))}"] if choice else []
-    if not part:
-        hints += [f"a part: quartet config {job} {found[1].address}"] if len(found) > 1 else []
-        hints.append(f"a recipe to begin with: quartet init {job}")
-    for hint in hints:
-        _hint(console, hint)
-
-
-def _key(key: Key) -> Text:
-    return Text.assemble("  ", (f"{key.name}:", "bold"), " " if key.default else "", (key.default or "", "green"))
-
-
-def _words(key: Key, section: Section) -> Text:
-    """Type, unit and meaning; for a section also where its keys are."""
-    words = Text(key_type(key), "cyan")
-    below = f"{section.address}.{key.name}".strip(".")
-    if key.section is not None and key.section != below:
-        words.append(f"; keys of {key.section}", "cyan")
-    return words.append(". ", "cyan").append(key.meaning, "default")
-
-
-def key_type(key: Key) -> str:
-    """``integer ≥ 1, tokens``, and whether it must be set."""
-    return ", ".join([key.type, *([key.unit] if key.unit else []), *(["required"] if key.default is None else [])])
-
-
-def _lines(rows: list[tuple[Text, Text]], left: int = _LEFT) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0), expand=False)
-    table.add_column(width=left, overflow="fold")
-    table.add_column(overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _hint(console: Console, text: str) -> None:
-    console.print(Text(text, "dim"), soft_wrap=True)
+            show_keys(job, part or "")
