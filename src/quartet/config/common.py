@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quartet.config.units import Rows, Steps, Tokens
 from quartet.config.validation import explain
@@ -118,19 +118,63 @@ class TrainConfig(Strict):
 # Data ----------------------------------------------------------------------------------------------------
 
 
-class DataConfig(Strict):
-    """Rows from a JSONL, CSV or Parquet file, or a hub data set.
+class _Rows(Strict):
+    """Which rows are read, and under which names."""
+
+    path: str | None = Field(None, description="File, directory, or hub name (owner/name).")
+    config: str | None = Field(None, description="Configuration of a hub data set that has several.")
+    split: str = Field("train", description="Split of a hub data set, also a slice: train[:1000]; files have none.")
+    columns: dict[str, str] = Field(default_factory=dict, description="Our name: the file's, as {prompt: question}.")
+    limit: Rows | None = Field(None, ge=1, description="Use only the first so many rows.")
+    turns: Literal["text", "messages"] = Field(
+        "text", description="messages: Human/Assistant turns in texts become messages, a text without turns the user's."
+    )
+
+
+class SourceConfig(_Rows):
+    """One of several sources of rows that are mixed."""
+
+    weight: float | None = Field(
+        None, gt=0, description="Share of the rows drawn, relative to the others'; as many as it has when left out."
+    )
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> SourceConfig:
+        if self.path is None:
+            raise ValueError("a source needs a path")
+        return self
+
+
+class DataConfig(_Rows):
+    """Rows from a JSON, CSV or Parquet file, or a hub data set; or from several of them.
 
     ``columns`` maps our names to the file's, e.g. ``{prompt: question, completion: answer}``. Columns that are not
     mapped reach the rewards under their own names.
     """
 
-    path: str = Field(description="File, directory, or hub name (owner/name).")
-    split: str = Field("train", description="Split of a hub data set; files have none.")
-    columns: dict[str, str] = Field(default_factory=dict, description="Our name: the file's, as {prompt: question}.")
-    limit: Rows | None = Field(None, ge=1, description="Use only the first so many rows.")
+    sources: tuple[SourceConfig, ...] = Field((), description="Several files or data sets, mixed; in place of path.")
     max_tokens: int | None = Field(None, ge=1, description="Longest prompt (RL) or sequence; the context if left out.")
     overlong: Literal["error", "skip"] = Field("error", description="skip: left out, counted and reported.")
+
+    @model_validator(mode="after")
+    def _path_or_sources(self) -> DataConfig:
+        if not self.sources:
+            return self
+        usual = {name: field.get_default(call_default_factory=True) for name, field in _Rows.model_fields.items()}
+        own = [name for name, value in usual.items() if getattr(self, name) != value]
+        if own:
+            raise ValueError(f"with sources, {', '.join(own)} belong{'s' * (len(own) == 1)} to each of them")
+        if len({source.weight is None for source in self.sources}) > 1:
+            raise ValueError("give every source a weight, or none")
+        return self
+
+    @property
+    def parts(self) -> tuple[SourceConfig, ...]:
+        """The sources; one without weight where there is only a path, none where there is neither."""
+        if self.sources:
+            return self.sources
+        own = {name: getattr(self, name) for name in _Rows.model_fields}
+        return () if self.path is None else (SourceConfig(**own),)
 
 
 class SamplingConfig(Strict):

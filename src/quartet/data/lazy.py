@@ -16,15 +16,18 @@ from pathlib import Path
 from typing import Protocol
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.config.common import DataConfig
+from quartet.config.common import DataConfig, SourceConfig
+from quartet.config.errors import UserError
 from quartet.data.datasets import Overlength, Overlong, SFTData, SFTItem
 from quartet.data.fields import placed
+from quartet.data.files import decoded, read_line
 from quartet.data.formats import Parsed, demonstrations
+from quartet.data.json_rows import parse_line
 from quartet.data.order import draws
-from quartet.data.readers import Row, iter_rows, no_rows, not_utf8, parse_line
+from quartet.data.readers import Row, check_file_options, iter_rows, no_rows
 from quartet.text.tokenizer import TextCodec
 
-_LINES = {".jsonl", ".ndjson", ".json"}
+_LINES = {".jsonl", ".ndjson"}
 _SHOWN_PLACES = 6
 BYTES_PER_TOKEN = 9
 """Of a tokenised batch: an id of 8 bytes and a mask of one."""
@@ -39,26 +42,36 @@ class StoredRows(Protocol):
 
 
 def stored_rows(config: DataConfig) -> StoredRows:
-    """The rows of a recipe's data: a JSON Lines file where it stands; any other is first copied, row by row."""
-    path = Path(config.path).expanduser()
+    """The rows of a recipe's data: a JSON Lines file where it stands; any other is first copied, row by row.
+
+    Raises:
+        UserError: the data are mixed from several sources.
+    """
+    if len(config.parts) != 1:
+        raise UserError(
+            "rows that stay on disk come from one file or data set",
+            found=f"{len(config.sources)} sources",
+            remedy="put them into one file",
+        )
+    (source,) = config.parts
+    path = Path(str(source.path)).expanduser()
     if path.suffix.lower() in _LINES and path.is_file() and not _is_array(path):
-        return JsonLinesRows(path, config)
-    return SpooledRows(config)
+        check_file_options(source)
+        return JsonLinesRows(path, source)
+    return SpooledRows(source)
 
 
 def _is_array(path: Path) -> bool:
     with path.open("rb") as file:
-        return any(line.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[") for line in _first_with_text(file))
-
-
-def _first_with_text(lines: Iterator[bytes]) -> Iterator[bytes]:
-    return itertools.islice((line for line in lines if line.strip(b"\xef\xbb\xbf \t\r\n")), 1)
+        while (head := file.read(4096)) and not (text := head.lstrip(b"\xef\xbb\xbf \t\r\n")):
+            pass
+        return bool(head) and text.startswith(b"[")
 
 
 class JsonLinesRows:
     """A JSON Lines file, read line by line: 16 bytes of memory per row."""
 
-    def __init__(self, path: Path, config: DataConfig) -> None:
+    def __init__(self, path: Path, config: SourceConfig) -> None:
         self._path = path
         self._config = config
         self._file = path.open("rb")
@@ -70,9 +83,12 @@ class JsonLinesRows:
 
     def _scan(self) -> Iterator[Row]:
         offset = 0
-        self._file.seek(0)
-        for line, data in enumerate(self._file, start=1):
-            if self._text(data, line).strip():
+        for line in itertools.count(1):
+            self._file.seek(offset)
+            data = read_line(self._file, self._path, line)
+            if not data:
+                return
+            if decoded(data, self._path, line).strip():
                 self._offsets.append(offset)
                 self._lines.append(line)
                 yield self._row(data, line)
@@ -83,19 +99,13 @@ class JsonLinesRows:
         return self._row(self._file.readline(), self._lines[number])
 
     def _row(self, data: bytes, line: int) -> Row:
-        return Row(parse_line(self._path, line, self._text(data, line)), self._config.path, line)
-
-    def _text(self, data: bytes, line: int) -> str:
-        try:
-            return data.decode("utf-8-sig" if line == 1 else "utf-8").removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise not_utf8(self._path, line, error.reason) from None
+        return Row(parse_line(self._path, line, decoded(data, self._path, line)), str(self._config.path), line)
 
 
 class SpooledRows:
     """Rows of any other format, kept in a temporary file that vanishes with the process: 8 bytes of memory per row."""
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: SourceConfig) -> None:
         self._config = config
         self._file = tempfile.TemporaryFile(prefix="quartet-rows-")  # noqa: SIM115 - held as long as the rows
         self._offsets = array("Q")

@@ -1,0 +1,168 @@
+"""Compressed files, documents, and rows that are meant to hurt: read, or refused within moments by file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config.common import DataConfig
+from quartet.config.errors import UserError
+from quartet.data.files import MAX_ROW_BYTES
+from quartet.data.lazy import stored_rows
+from quartet.data.readers import read_rows
+
+ROWS = [{"prompt": "a", "n": 1}, {"prompt": "ü", "n": None}]
+LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
+
+
+def zstd(data: bytes) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    found: bytes = sink.getvalue().to_pybytes()
+    return found
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+
+
+def write(path: Path, data: bytes) -> DataConfig:
+    path.write_bytes(data)
+    return DataConfig(path=str(path))
+
+
+def refused(config: DataConfig) -> UserError:
+    """The error of a file that is refused, within a moment, in memory and on disk alike."""
+    start = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        read_rows(config)
+    with pytest.raises(UserError) as stored:
+        list(stored_rows(config).scan())
+    assert time.monotonic() - start < 10, "a loaded machine's second"
+    assert stored.value.problem == caught.value.problem
+    return caught.value
+
+
+@pytest.mark.parametrize("ending", list(COMPRESS))
+@pytest.mark.parametrize(
+    ("name", "data", "lines"),
+    [
+        ("r.jsonl", LINES, [1, 2]),
+        ("r.ndjson", b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n"), [1, 2]),
+        ("r.json", json.dumps(ROWS).encode(), [1, 1]),
+        ("r.json", json.dumps({"version": {"data": 1}, "data": ROWS, "x": []}, indent=1).encode(), [6, 10]),
+        ("r.json", LINES, [1, 2]),
+        ("r.csv", "prompt,n\na,1\nü,".encode(), [2, 3]),
+    ],
+)
+def test_files_as_published(tmp_path: Path, ending: str, name: str, data: bytes, lines: list[int]) -> None:
+    config = write(tmp_path / f"{name}{ending}", COMPRESS[ending](data))
+    rows = read_rows(config)
+    assert [row.line for row in rows] == lines
+    expected = ROWS if "csv" not in name else [{"prompt": "a", "n": "1"}, {"prompt": "ü", "n": ""}]
+    assert [dict(row.values) for row in rows] == expected
+    stored = stored_rows(config)
+    assert list(stored.scan()) == rows == [stored.read(0), stored.read(1)]
+
+
+def test_a_row_may_have_a_column_named_data(tmp_path: Path) -> None:
+    config = write(tmp_path / "r.jsonl", b'{"data": [{"a": 1}]}')
+    assert read_rows(config)[0].values == {"data": [{"a": 1}]}
+    config = write(tmp_path / "r.json", b'{"data": "text"}')
+    assert read_rows(config)[0].values == {"data": "text"}
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", [lambda b: b[:-6], lambda b: b"no" + b, lambda b: b[:12] + b"\xff" * 9 + b[21:]])
+def test_damaged_compressed_files(tmp_path: Path, ending: str, damage: Callable[[bytes], bytes]) -> None:
+    data = COMPRESS[ending](b"".join(b'{"prompt": "%d"}\n' % n for n in range(99)))
+    error = refused(write(tmp_path / f"r.jsonl{ending}", damage(data)))
+    assert "cannot be read" in error.problem and f"r.jsonl{ending}" in error.found
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write(tmp_path / "r.jsonl", LINES)
+
+    def forbid(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", forbid)
+    with pytest.raises(UserError, match="Permission denied"):
+        read_rows(config)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_a_line_without_an_end(tmp_path: Path, ending: str) -> None:
+    data = b'{"prompt": "a"}\n{"prompt": "' + b"x" * (MAX_ROW_BYTES * 4) + b'"}\n'
+    error = refused(write(tmp_path / f"r.jsonl{ending}", COMPRESS[ending](data)))
+    assert f"r.jsonl{ending}:2: more than 16 MiB" in error.found
+
+
+def test_long_cells_and_elements(tmp_path: Path) -> None:
+    long = b"x" * (MAX_ROW_BYTES + 9)
+    assert "field larger" in refused(write(tmp_path / "r.csv", b'prompt\na\n"' + long + b'"\n')).found
+    assert "r.json:2: more than" in refused(write(tmp_path / "r.json", b'[{"a": 1},\n{"a": "' + long + b'"}]')).found
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist([{"a": "b"}, {"a": long.decode()}]), tmp_path / "r.parquet")
+    assert "r.parquet:2: more than" in refused(DataConfig(path=str(tmp_path / "r.parquet"))).found
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_bombs(tmp_path: Path, ending: str) -> None:
+    data = (b'{"prompt": "' + b"x" * 60_000 + b'"}\n') * 5_000
+    error = refused(write(tmp_path / f"r.json{ending}", COMPRESS[ending](data)))
+    assert "expands beyond measure" in error.problem and f"r.json{ending}" in error.found
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        (b'{"a": ' + b"1" * 1_000_000 + b"}", "a number of 1,000,000 digits"),
+        (b'{"a": -' + b"1" * 5_000 + b"}", "digits"),
+        (b'{"a": 0.' + b"1" * 1_000_000 + b"}", "too large or too long"),
+        (b'{"a": 1e400}', "too large or too long"),
+        (b'{"a": ' + DEEP + b"}", "64 levels of nesting"),
+        (b'{"a": ' + b'{"b":' * 70 + b"1" + b"}" * 70 + b"}", "64 levels of nesting"),
+        (b'{"a": 1, "b": 2, "a": 3}', "the key 'a' twice"),
+        (b'{"x": {"a": 1, "a": 1}}', "the key 'a' twice"),
+        (b'{"a": "\\ud83d cut"}', "half a character"),
+        (b'{"a": "nul \x00 byte"}', "Invalid control character"),
+        (b'{"a": "unended', "Unterminated string"),
+    ],
+)
+@pytest.mark.parametrize("name", ["r.jsonl", "r.json"])
+def test_hostile_rows(tmp_path: Path, name: str, row: bytes, found: str) -> None:
+    data = b'{"a": 1}\n' + row + b"\n" if name == "r.jsonl" else b'[{"a": 1},\n' + row + b"]"
+    error = refused(write(tmp_path / name, data))
+    assert f"{name}:2: " in error.found and found in error.found and len(error.found) < 300
+
+
+def test_what_is_accepted_beside_the_standard(tmp_path: Path) -> None:
+    """Escaped NUL characters, whole characters in two halves, and what Python's own writer makes of NaN."""
+    row = b'{"a": "\\u0000", "b": "\\ud83d\\ude00", "c": [NaN, -Infinity], "d": 1' + b"0" * 200 + b"}"
+    values = read_rows(write(tmp_path / "r.jsonl", row))[0].values
+    assert (values["a"], values["b"], values["d"]) == ("\0", "\U0001f600", 10**200)
+    assert str(values["c"]) == "[nan, -inf]"
+
+
+@pytest.mark.parametrize("mark", ["utf-16", "utf-32", "latin-1"])
+def test_other_encodings(tmp_path: Path, mark: str) -> None:
+    assert "UTF-8" in refused(write(tmp_path / "r.jsonl", LINES.decode().replace("a", "ä").encode(mark))).problem
+
+
+def test_files_have_no_splits(tmp_path: Path) -> None:
+    path = str(tmp_path / "r.jsonl")
+    write(tmp_path / "r.jsonl", LINES)
+    for option in ({"split": "test"}, {"split": "train[:1]"}, {"config": "main"}):
+        assert "a file has no" in refused(DataConfig(path=path, **option)).problem  # type: ignore[arg-type]
