@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.config import Interrupted, UserError
 from quartet.config.common import ModelConfig
@@ -19,6 +16,7 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
 from quartet.text.loading import load_tokenizer, local_or_hub
 from quartet.trainers.answers import StoredAnswer, matched, read_answers, write_answers, write_rows
+from quartet.trainers.arguments import ModelLike, Reward, TokenizerLike, as_rewards, with_names
 from quartet.trainers.comparison import (
     AnswerJudge,
     BothOrders,
@@ -30,6 +28,7 @@ from quartet.trainers.comparison import (
 )
 from quartet.trainers.contestant import Contestant
 from quartet.trainers.evaluation import Answer, weighted_scores
+from quartet.trainers.event_loop import run_async
 from quartet.trainers.finished import Finished
 from quartet.trainers.measures import Figure, check_graded, measure, metrics_of
 from quartet.trainers.run import (
@@ -74,15 +73,16 @@ class Evaluator:
         self,
         recipe: EvalRecipe,
         *,
-        model: PreTrainedModel | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        rewards: Sequence[Callable[..., Any] | PreTrainedModel] = (),
+        model: ModelLike | None = None,
+        tokenizer: TokenizerLike | None = None,
+        rewards: Reward | Sequence[Reward] = (),
         prompts: Sequence[Any] | None = None,
         judge: AnswerJudge | None = None,
         resume: bool = False,
         progress: Progress | None = None,
     ) -> None:
         use_threads(recipe.threads)
+        recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer)
         self.recipe = recipe
         self.progress = progress if progress is not None else Progress()
         self.judge: AnswerJudge | None = BothOrders(judge) if judge is not None else None
@@ -90,9 +90,9 @@ class Evaluator:
             self.judge = Comparer(recipe.compare.judge)
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("eval")
         self.run_directory = RunDirectory(self.path, recipe, resume=resume)
-        self._objects: dict[str, Any] = {"rewards": rewards, "prompts": prompts}
+        self._objects: dict[str, Any] = {"rewards": as_rewards(rewards), "prompts": prompts}
         self._contestant: Contestant | None = Contestant.build(
-            recipe.model, recipe.data, recipe.rewards, model=model, tokenizer=tokenizer, **self._objects
+            recipe.model, recipe.data, recipe.rewards, model=own_model, tokenizer=own_tokenizer, **self._objects
         )
         self.prompts, self.weights = self._contestant.prompts, self._contestant.weights
         with contextlib.ExitStack() as taken:
@@ -199,7 +199,7 @@ class Evaluator:
             if compare is not None and compare.is_file:
                 about = [[answer.prompt_id, answer.sample, answer.text] for answer in self._stored]
                 with self._finished("against", about) as finished:
-                    others = asyncio.run(contestant.score_stored(self._stored, recorder, finished))
+                    others = run_async(contestant.score_stored(self._stored, recorder, finished))
         self._notes = contestant.remarks()
         del contestant
         if compare is None or compare.is_file:
@@ -230,7 +230,7 @@ class Evaluator:
                 on_done=bar.advance,
                 finished=finished,
             )
-            return asyncio.run(work)
+            return run_async(work)
 
     # Figures -----------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Evaluator:
                     stack.callback(self.judge.close)
                 about = [[[a.item.prompt_id, a.sample, a.text] for a in side] for side in (answers, others)]
                 finished = stack.enter_context(self._finished("verdicts", about))
-                return asyncio.run(compare_by_judge(answers, others, self.judge, config.tie_margin, finished))
+                return run_async(compare_by_judge(answers, others, self.judge, config.tie_margin, finished))
 
         def scores(found: Sequence[Answer]) -> list[float]:
             if config.source is not None:

@@ -14,7 +14,6 @@ Each stage is resumed where it stopped, and one that is complete is not run agai
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import random
@@ -38,6 +37,7 @@ from quartet.observe.progress import Progress
 from quartet.trainers.answers import write_answers, write_rows
 from quartet.trainers.contestant import Contestant
 from quartet.trainers.evaluation import Answer, by_prompt
+from quartet.trainers.event_loop import run_async
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import (
@@ -181,7 +181,7 @@ class IteratedTrainer:
                 max_running=config.max_running,
                 on_done=bar.advance,
             )
-            return asyncio.run(work), label
+            return run_async(work), label
 
     def _pairs_until(self, number: int) -> Path:
         return self.path / "data" / f"pairs_until_{number}.jsonl"

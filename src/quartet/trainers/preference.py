@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from quartet.algorithms.preference import kto_reference_point
 from quartet.batch.ragged import RaggedBatch
@@ -33,6 +33,7 @@ from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs, Objective, Outputs, TrainEngine, forward_only
 from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
+from quartet.trainers.arguments import ModelLike, TokenizerLike, only_object, with_path
 from quartet.trainers.reference import Reference, ReferenceTables, weights_digest
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.sources import check_budget, longest_group, pairs_or_judgements
@@ -51,7 +52,8 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
     reference's log-probabilities that they need are there once ``train`` has begun.
 
     Args:
-        reference: a causal LM to compare with; default ``recipe.reference.path``, else the model as it starts.
+        reference: a causal LM to compare with, or its path or hub name; default ``recipe.reference.path``, else the
+            model as it starts.
 
     The other arguments are those of ``SupervisedTrainer``.
     """
@@ -60,16 +62,16 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
         self,
         recipe: PreferenceRecipe,
         *,
-        model: PreTrainedModel | None = None,
-        reference: PreTrainedModel | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        model: ModelLike | None = None,
+        reference: ModelLike | None = None,
+        tokenizer: TokenizerLike | None = None,
         rows: Sequence[Any] | None = None,
         evaluation_rows: Sequence[Any] | None = None,
         resume: bool = False,
         progress: Progress | None = None,
     ) -> None:
         super().__init__(
-            recipe,
+            with_path(recipe, reference, "reference.path"),
             model=model,
             tokenizer=tokenizer,
             rows=rows,
@@ -79,7 +81,7 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
         )
         with contextlib.ExitStack() as taken:
             taken.callback(self.packed.release)
-            self._tables = self._reference_tables(reference)
+            self._tables = self._reference_tables(only_object("reference", reference))
             taken.pop_all()
 
     # What is compared ------------------------------------------------------------------------------------

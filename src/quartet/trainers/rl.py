@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from quartet.algorithms.controllers import adaptive_kl_coef
 from quartet.cluster import ClusterError, WorkerDied
@@ -26,10 +26,12 @@ from quartet.schedule.iteration import run_iteration
 from quartet.schedule.stream import Ahead
 from quartet.train.objectives import trajectory_index
 from quartet.trainers.advantages import Experience
+from quartet.trainers.arguments import ModelLike, Reward, TokenizerLike, as_rewards, only_object, with_names, with_path
 from quartet.trainers.cast import Cast, needs_greedy
 from quartet.trainers.casting import build_cast
 from quartet.trainers.company import Company, LocalCompany, RayCompany, Skeletons
 from quartet.trainers.episodes import episode_metrics
+from quartet.trainers.event_loop import run_async
 from quartet.trainers.greedy import greedy_metrics
 from quartet.trainers.held_out import HeldOut
 from quartet.trainers.in_flight import ahead_from_state, ahead_state
@@ -77,12 +79,13 @@ class RLTrainer:
 
     Args:
         recipe: the run. What it leaves out (model, data, rewards) comes as objects:
-        model, tokenizer: a causal LM and its tokenizer; trained in place.
+        model, tokenizer: a causal LM, trained in place, and its tokenizer; or their paths or hub names.
         rewards: callables ``f(prompts, completions, **columns) -> list[float | None]`` and sequence-classification
-            models with one label, in addition to the recipe's.
+            models with one label, one or several, in addition to the recipe's.
         prompts, evaluation_prompts: strings, message lists, or rows with a ``prompt`` and other columns.
         evaluation_rewards: as ``rewards``, asked about answers to evaluation prompts only.
-        critic: a sequence-classification model; default a copy of the first reward model, or of the actor's body.
+        critic: a sequence-classification model, or its path; default a copy of the first reward model, or of the
+            actor's body.
         environment: the class behind the recipe's ``environment``, where that names no ``target``.
         ptx_rows: demonstrations as ``SFTTrainer`` takes them, in place of the recipe's ``ptx.data``.
         resume: go on with the run in ``recipe.output_dir``.
@@ -96,13 +99,13 @@ class RLTrainer:
         self,
         recipe: RLRecipe,
         *,
-        model: PreTrainedModel | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        rewards: Sequence[Callable[..., Any] | PreTrainedModel] = (),
+        model: ModelLike | None = None,
+        tokenizer: TokenizerLike | None = None,
+        rewards: Reward | Sequence[Reward] = (),
         prompts: Sequence[Any] | None = None,
         evaluation_prompts: Sequence[Any] | None = None,
-        evaluation_rewards: Sequence[Callable[..., Any] | PreTrainedModel] = (),
-        critic: PreTrainedModel | None = None,
+        evaluation_rewards: Reward | Sequence[Reward] = (),
+        critic: ModelLike | None = None,
         environment: Callable[..., Environment] | None = None,
         ptx_rows: Sequence[Any] | None = None,
         resume: bool = False,
@@ -110,11 +113,19 @@ class RLTrainer:
         shuffle_scores: bool = False,
     ) -> None:
         use_threads(1 if recipe.numerics == "exact" else recipe.threads)
+        recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer, "actor.model")
+        recipe = with_path(recipe, critic, "critic.path")
         self.recipe = recipe
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("rl")
         self.progress = progress if progress is not None else Progress()
         self.run = RunDirectory(self.path, recipe, resume=resume)
-        passed = Passed(model, tokenizer, critic, tuple(rewards), tuple(evaluation_rewards))
+        passed = Passed(
+            own_model,
+            own_tokenizer,
+            only_object("critic", critic),
+            as_rewards(rewards),
+            as_rewards(evaluation_rewards, "evaluation_rewards"),
+        )
         placement = placement_of(recipe, passed)
         with contextlib.ExitStack() as taken:
             company: Company | None = None
@@ -161,7 +172,7 @@ class RLTrainer:
             self.run,
             self.run.stoppable(),
         ):
-            return asyncio.run(self._train())
+            return run_async(self._train())
 
     @contextlib.contextmanager
     def _ptx_closed(self) -> Iterator[None]:
@@ -323,8 +334,8 @@ class RLTrainer:
 
         cast = self.cast
         with writing(self.path / "model"):
-            save_causal_lm(cast.actor.packed, cast.codec.tokenizer, self.path / "model")
-        notes = [*self._remarks(), *self._deaths]
+            remark = save_causal_lm(cast.actor.packed, cast.codec.tokenizer, self.path / "model")
+        notes = [*self._remarks(), *self._deaths, *([f"model: {remark}"] if remark else [])]
         if cast.critic is not None:
             ids = (torch.tensor(item.token_ids) for item in cast.prompts.items)
             with writing(self.path / "critic"):
@@ -333,6 +344,7 @@ class RLTrainer:
                     cast.codec.tokenizer,
                     self.path / "critic",
                     seen=_joined(seen_tokens(_vocabulary(cast.critic.packed.model), ids), cast.emitted),
+                    eos_ids=cast.codec.eos_ids,
                 )
             notes += [f"critic: {warning}"] if warning else []
         rows = read_metrics(self.path / "metrics.jsonl")

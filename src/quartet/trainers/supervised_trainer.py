@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
@@ -36,6 +36,7 @@ from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.observe.progress import Progress
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Objective, TrainEngine
+from quartet.trainers.arguments import ModelLike, TokenizerLike, with_names
 from quartet.trainers.run import RunDirectory, default_output_dir, use_threads
 from quartet.trainers.sources import context_length, resolve_model, resolve_scalar_model, resolve_tokenizer
 from quartet.trainers.supervised import SupervisedLoop, run_supervised
@@ -88,7 +89,7 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
 
     Args:
         recipe: the run. What it leaves out comes as objects:
-        model, tokenizer: what is trained, in place, and its tokenizer.
+        model, tokenizer: what is trained, in place, and its tokenizer; objects, or paths or hub names.
         rows, evaluation_rows: mappings, with the columns that the job reads from files.
         resume: go on with the run in ``recipe.output_dir``.
 
@@ -100,23 +101,24 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         self,
         recipe: R,
         *,
-        model: PreTrainedModel | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        model: ModelLike | None = None,
+        tokenizer: TokenizerLike | None = None,
         rows: Sequence[Any] | None = None,
         evaluation_rows: Sequence[Any] | None = None,
         resume: bool = False,
         progress: Progress | None = None,
     ) -> None:
         use_threads(recipe.threads)
+        recipe, passed, own = with_names(recipe, model, tokenizer)
         self.recipe = recipe
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir(recipe.job)
         self.progress = progress if progress is not None else Progress()
         self.run = RunDirectory(self.path, recipe, resume=resume)
-        tokenizer = resolve_tokenizer(recipe.model, tokenizer)
-        model, generation = self._resolve(model)
-        check_vocabulary(tokenizer, vocabulary_size(model))
-        self.codec = TextCodec.of(tokenizer, generation)
-        context = context_length(model)
+        text = resolve_tokenizer(recipe.model, own)
+        found, generation = self._resolve(passed)
+        check_vocabulary(text, vocabulary_size(found))
+        self.codec = TextCodec.of(text, generation)
+        context = context_length(found)
         self.data = self._read("data", recipe.data, rows, context)
         self.evaluation: D | None = None
         if recipe.evaluation_data is not None or evaluation_rows is not None:
@@ -126,7 +128,7 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         with contextlib.ExitStack() as taken:
             # Where something does not fit after all, the model is given back as it was.
             self.packed = self._pack(
-                model,
+                found,
                 precision=train.precision,
                 activation_checkpointing=train.activation_checkpointing,
                 lora=train.lora,
@@ -234,8 +236,7 @@ class CausalTrainer(SupervisedTrainer[R, D, PackedCausalLM]):
         return packed_causal_lm(model, **options)
 
     def _export(self, path: Path) -> str | None:
-        save_causal_lm(self.packed, self.codec.tokenizer, path)
-        return None
+        return save_causal_lm(self.packed, self.codec.tokenizer, path)
 
 
 class ScalarTrainer(SupervisedTrainer[R, A, PackedScalarModel]):
@@ -250,7 +251,8 @@ class ScalarTrainer(SupervisedTrainer[R, A, PackedScalarModel]):
         return packed_scalar_model(model, **options)
 
     def _export(self, path: Path) -> str | None:
-        return save_scalar_model(self.packed, self.codec.tokenizer, path, seen=self._seen())
+        codec = self.codec
+        return save_scalar_model(self.packed, codec.tokenizer, path, seen=self._seen(), eos_ids=codec.eos_ids)
 
     def _seen(self) -> torch.Tensor:
         """``[V]`` bool: the tokens that occur in the data."""
