@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +151,15 @@ def build_architecture() -> BuildArchitecture:
 def architecture(request: pytest.FixtureRequest) -> str:
     """The name of each architecture in turn."""
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def realdata() -> Path:
+    """The folder of real models and data."""
+    folder = os.environ.get("QUARTET_REALDATA")
+    if not folder:
+        pytest.skip("QUARTET_REALDATA is not set")
+    return Path(folder)
 
 
 @pytest.fixture(scope="session")

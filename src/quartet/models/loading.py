@@ -1,16 +1,14 @@
 """Hugging Face directories in and out: causal LMs, and reward models and critics as sequence classification.
 
 A reward model or critic is saved as ``*ForSequenceClassification`` with one label and reloads with plain
-``from_pretrained``. That class pools at the right-most token that is not ``config.pad_token_id`` and ignores the
-attention mask, so the saved pad id must be one that never occurs in data; ``choose_pad_id`` finds one or says why
-there is none.
+``from_pretrained``, with a pad token that no text ends in (``quartet.models.pad_token``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,8 +29,9 @@ from quartet.config.common import LoRAConfig
 from quartet.models.attention import own_attention
 from quartet.models.exact_check import check_exact
 from quartet.models.packed import Numerics, PackedCausalLM, PackedModel, PackedScalarModel, Precision
-from quartet.models.probe import probe
-from quartet.text.loading import local_or_hub
+from quartet.models.pad_token import padding_with, with_pad_token
+from quartet.models.probe import positions_are_relative, probe
+from quartet.text.loading import local_or_hub, save_tokenizer
 
 _OTHER_HEADS = ("score", "classifier", "qa_outputs")
 """Heads of classes that are no language models."""
@@ -203,12 +202,15 @@ def _probed(packed: _P, lora: LoRAConfig | None, seed: int) -> _P:
 # Saving --------------------------------------------------------------------------------------------------
 
 
-def save_causal_lm(packed: PackedCausalLM, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def save_causal_lm(packed: PackedCausalLM, tokenizer: PreTrainedTokenizerBase, path: Path) -> str | None:
     """Writes a directory that plain ``AutoModelForCausalLM.from_pretrained`` loads.
 
     Adapters are merged into it, or saved beside it in ``adapter_path(path)``, or both, as their ``export`` says.
+
+    Returns:
+        None, or what somebody who loads the directory has to know.
     """
-    _save(packed, tokenizer, path)
+    return _save(packed, tokenizer, path)
 
 
 def adapter_path(path: Path) -> Path:
@@ -224,7 +226,8 @@ def saved_paths(packed: PackedModel, path: Path) -> tuple[Path, ...]:
     return {"merged": (path,), "adapter": (beside,), "both": (path, beside)}[export]
 
 
-def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
+def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> str | None:
+    remark = None
     with _quiet():
         for written in saved_paths(packed, path):
             if packed.adapters is not None and written != path:
@@ -232,77 +235,49 @@ def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -
             else:
                 with packed.with_merged_adapters():
                     packed.model.save_pretrained(path)
-            tokenizer.save_pretrained(written)
+            remark = save_tokenizer(tokenizer, written) or remark
+    return remark
 
 
 def save_scalar_model(
-    packed: PackedScalarModel, tokenizer: PreTrainedTokenizerBase, path: Path, *, seen: Tensor
+    packed: PackedScalarModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    *,
+    seen: Tensor,
+    eos_ids: Collection[int] = (),
 ) -> str | None:
     """Writes a directory that ``AutoModelForSequenceClassification.from_pretrained`` loads with the same outputs for
-    batches that the tokenizer saved beside it pads on the right. Adapters are saved as by ``save_causal_lm``.
+    texts alone and in batches that the tokenizer saved beside it pads. Adapters are saved as by ``save_causal_lm``.
 
     Args:
         seen: ``[V]`` bool, token ids that occurred in data.
+        eos_ids: ids at which answers end, beside the tokenizer's own.
 
     Returns:
-        None, or why the saved pad id may occur in data (then right-padded batches can be scored at a wrong token).
+        None, or what somebody who loads the directory has to know.
+
+    Raises:
+        UserError: the tokenizer has no token to pad with, and takes no new one.
     """
-    pad_id, warning = choose_pad_id(packed.model, tokenizer, seen)
-    config = packed.model.config
-    # Multimodal configs may keep it in their text part alone.
-    holders = [c for c in (config.get_text_config(), config) if hasattr(c, "pad_token_id")]
-    former = [holder.pad_token_id for holder in holders]
-    try:
-        for holder in holders:
-            holder.pad_token_id = pad_id
-        _save(packed, _padding_with(tokenizer, pad_id), path)
-    finally:
-        for holder, own in zip(holders, former, strict=True):
-            holder.pad_token_id = own
-    return warning
+    padded = with_pad_token(tokenizer, seen, {*eos_ids, *_config_eos_ids(packed.model)})
+    pad_id, num_rows = int(padded.pad_token_id), packed.model.get_input_embeddings().weight.shape[0]
+    with padding_with(packed.model, pad_id):
+        remark = _save(packed, padded, path)
+    remarks = [remark] if remark is not None else []
+    if pad_id >= num_rows:
+        remarks.append(f"saved with a new pad token, {padded.pad_token} (id {pad_id}), and an embedding row for it")
+    if saved_paths(packed, path) != (path,):
+        rows = f"model.resize_token_embeddings({pad_id + 1}) and " if pad_id >= num_rows else ""
+        remarks.append(f"to score batches by the adapter, call {rows}set model.config.pad_token_id = {pad_id} first")
+    if not positions_are_relative(packed):
+        remarks.append("its positions are counted from the left, so pad batches on the right, as its tokenizer does")
+    return "; ".join(remarks) or None
 
 
-def _padding_with(tokenizer: PreTrainedTokenizerBase, pad_id: int | None) -> PreTrainedTokenizerBase:
-    """A copy that pads on the right with ``pad_id``, a new token where the vocabulary ends right before that id.
-
-    An ordinary token does not become its pad token: it would then be split off inside of texts.
-    """
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.padding_side = "right"
-    if pad_id in tokenizer.all_special_ids:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id)
-    elif pad_id == _num_ids(tokenizer) == len(tokenizer):
-        tokenizer.add_special_tokens({"pad_token": "<|quartet_pad|>"})
-    return tokenizer
-
-
-def _num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One above the largest id; more than ``len(tokenizer)`` where ids have gaps."""
-    return max(tokenizer.get_vocab().values(), default=-1) + 1
-
-
-def choose_pad_id(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seen: Tensor
-) -> tuple[int | None, str | None]:
-    """A token id that never occurs in data: the tokenizer's own pad if unused, else an unused special token, else an
-    embedding row beyond the tokenizer, else any id that did not occur."""
-    vocab_size = int(model.get_input_embeddings().weight.shape[0])
-    # Texts end in the one and may come to hold the others.
-    ends = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
-    own = [tokenizer.pad_token_id] if tokenizer.pad_token_id is not None else []
-    special = [i for i in tokenizer.all_special_ids if i not in own]
-    beyond = list(range(_num_ids(tokenizer), vocab_size))
-    for candidate in [*own, *special, *beyond]:
-        if candidate < vocab_size and candidate not in ends and not bool(seen[candidate]):
-            return candidate, None
-    unseen = [i for i in torch.nonzero(~seen).flatten().tolist() if i not in ends]
-    if unseen:
-        return unseen[-1], (
-            f"pad id {unseen[-1]} ({tokenizer.convert_ids_to_tokens(unseen[-1])!r}) is an ordinary token that did not "
-            "occur in the training data; pad with it, not with the tokenizer's own; a text that ends in it would be "
-            "scored one token early"
-        )
-    return None, "every token id occurs in data, so no pad id is saved; score one sequence at a time"
+def _config_eos_ids(model: PreTrainedModel) -> set[int]:
+    found = getattr(model.config.get_text_config(), "eos_token_id", None)
+    return set(found) if isinstance(found, list | tuple) else set() if found is None else {int(found)}
 
 
 def seen_tokens(vocab_size: int, batches: Iterator[Tensor]) -> Tensor:

@@ -102,6 +102,17 @@ def check_decoding(packed: PackedModel) -> float:
 # Positions -----------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def positions_are_relative(packed: PackedModel) -> bool:
+    """Whether a sequence may begin at any position, as it does in a batch that is padded on the left."""
+    ids, positions = _tokens(packed)
+    (rows, *_) = _chains()
+    alone = [len(rows)]
+    hidden = _packed_run(packed, ids[rows], positions[rows], PackedAttention(alone))
+    shifted = _packed_run(packed, ids[rows], positions[rows] + 1, PackedAttention(alone))
+    return _difference(shifted, hidden) <= _tolerance(packed)
+
+
 def context_length(model: PreTrainedModel) -> int | None:
     """Longest sequence in tokens that the model's positions allow in packed runs; None where nothing limits it."""
     config = model.config.get_text_config()

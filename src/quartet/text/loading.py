@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
@@ -33,29 +36,169 @@ def local_or_hub(name: str | Path, what: str) -> str:
     return text
 
 
+PAD_TOKEN = "<|quartet_pad|>"
+"""Added to the tokenizers of saved reward models and critics that have no pad token for padding alone."""
+
+
+def reads_the_same(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether ids of the one are ids of the other; a pad token that saving added does not count."""
+    vocabularies = [{t: i for t, i in each.get_vocab().items() if t != PAD_TOKEN} for each in (tokenizer, other)]
+    return vocabularies[0] == vocabularies[1]
+
+
+_VOCABULARIES = {"tokenizer.json", "tekken.json", "tiktoken.model"}
+"""Files that classes read without naming them."""
+
+
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub name.
+    """The tokenizer of a model directory or hub name; with a ``tokenizer.json`` there, texts get that file's ids.
 
     Raises:
-        UserError: no such directory, no tokenizer in it, or a hub name that cannot be fetched.
+        UserError: no such directory, no tokenizer in it, one that cannot be read, or a hub name that cannot be fetched.
     """
     source = local_or_hub(path, "tokenizer")
+    tokenizer = _read_tokenizer(AutoTokenizer, source)
+    own = set(type(tokenizer).vocab_files_names.values())
+    # Without files some classes come with a vocabulary of their special tokens alone; a few (bytes) need none.
+    if not len(tokenizer) or (own and all(_file(source, name) is None for name in own | _VOCABULARIES)):
+        raise UserError(
+            "the tokenizer has no vocabulary",
+            found=f"{path} has no tokenizer.json",
+            remedy="put tokenizer.json and tokenizer_config.json there, or name another `tokenizer:`",
+        )
+    saved = _file(source, "tokenizer.json")
+    return tokenizer if saved is None else _as_its_file(tokenizer, saved, source)
+
+
+def _read_tokenizer(reader: Any, source: str, **special: str) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        found = f"{path}: {_first_line(error)}"
+        tokenizer: PreTrainedTokenizerBase = reader.from_pretrained(source, **special)
+    # The tokenizers library raises plain exceptions, transformers whatever a broken file leads it to.
+    except Exception as error:
+        found = f"{source}: {_first_line(error)}"
         if Path(source).is_dir():
             remedy = "put tokenizer.json and tokenizer_config.json there, or name another `tokenizer:`"
+            slow = sorted(file.name for file in Path(source).glob("*.model"))
+            if slow and not (Path(source) / "tokenizer.json").is_file():
+                found = f"{source} has {', '.join(slow)} and no tokenizer.json: {_first_line(error)}"
+                remedy = (
+                    "install sentencepiece (or tiktoken) and protobuf, or save the tokenizer once with "
+                    "AutoTokenizer.from_pretrained(...).save_pretrained(...) where they are installed"
+                )
         else:
             remedy = "check the name and the network, or give a local directory"
         raise UserError("the tokenizer cannot be loaded", found=found, remedy=remedy) from error
-    if not len(tokenizer):
-        raise UserError(
-            "the tokenizer has no vocabulary",
-            found=str(path),
-            remedy="put tokenizer.json there, or name another `tokenizer:`",
-        )
     return tokenizer
+
+
+def _file(source: str, name: str) -> Path | None:
+    """``name`` in a directory or of a hub name; None where there is none."""
+    try:
+        found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):
+        return None
+    return None if found is None else Path(found)
+
+
+# As the directory's own file tokenises --------------------------------------------------------------------
+
+PROBE_TEXTS = (
+    "Hello, world!",
+    " a leading space",
+    "  two spaces  inside   three, behind ",
+    "lines\n\n  and\ttabs\r\n",
+    "\n",
+    "Ünïcödé, ﬁne ½ e\u0301 日本語 🙂 ＡＢＣ",
+    "12345 3.14159, 1,000,000",
+    "don't I'LL we've CamelCase snake_case",
+    "def f(x):\n    return x**2  # code",
+    "",
+)
+"""Where normalisers and pre-tokenisers differ, they differ on one of these."""
+
+
+def _as_its_file(tokenizer: PreTrainedTokenizerBase, file: Path, source: str) -> PreTrainedTokenizerBase:
+    """``tokenizer`` if it gives the ids of ``tokenizer.json``, else that file without the class that changes them.
+
+    transformers takes a directory's ``tokenizer_class`` at its word: classes with rules of their own are built from the
+    file's vocabulary, with their normaliser and pre-tokeniser in the place of the file's.
+
+    Raises:
+        UserError: the file cannot be followed either way.
+    """
+    theirs = Tokenizer.from_file(str(file))
+    if differing_text(tokenizer, theirs) is None:
+        return tokenizer
+    known = theirs.get_vocab()
+    bare = _read_tokenizer(PreTrainedTokenizerFast, source)
+    lost = {"padding_side": tokenizer.padding_side} | {
+        name: token
+        for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES
+        if getattr(bare, name) is None and (token := getattr(tokenizer, name)) in known
+    }
+    plain = _read_tokenizer(PreTrainedTokenizerFast, source, **lost)
+    if (text := differing_text(plain, theirs)) is not None:
+        raise UserError(
+            "the tokenizer does not do what its tokenizer.json says",
+            found=f"{source}: {text!r} becomes {_ids(plain, text)[:8]}, by the file {_ids(theirs, text)[:8]}",
+            remedy="make tokenizer_config.json agree with tokenizer.json (tokenizer_class, added tokens), or remove it",
+        )
+    return plain
+
+
+def differing_text(tokenizer: PreTrainedTokenizerBase, other: Tokenizer | PreTrainedTokenizerBase) -> str | None:
+    """The first probe text of which the two make different ids, with or without what they put around it, or None."""
+    special = [token for token in tokenizer.all_special_tokens if token in other.get_vocab()][:20]
+    texts = [*PROBE_TEXTS, *(f"a{token} b {token}c" for token in special)]
+    for text in texts:
+        if any(_ids(tokenizer, text, around) != _ids(other, text, around) for around in (False, True)):
+            return text
+    return None
+
+
+def _ids(tokenizer: Tokenizer | PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
+    """Ids of ``text``; none where it cannot be tokenised (an unknown word without an unknown token)."""
+    try:
+        if isinstance(tokenizer, Tokenizer):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            return list(tokenizer.encode(text, add_special_tokens=special).ids)
+        return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    except Exception:  # what the tokenizers library raises
+        return []
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> str | None:
+    """Writes it beside a model that is there already, so that plain ``AutoTokenizer`` makes the same ids.
+
+    Returns:
+        None, or which class makes the same ids where ``AutoTokenizer`` does not: for some kinds of models it takes one
+        class whatever the directory says.
+
+    Raises:
+        UserError: no class makes the same ids of what was written.
+    """
+    tokenizer.save_pretrained(directory)
+    if differing_text(tokenizer, AutoTokenizer.from_pretrained(directory)) is None:
+        return None
+    # Its class has rules of its own, which this object does not follow: the file alone says them.
+    settings = directory / "tokenizer_config.json"
+    values = {**json.loads(settings.read_text(encoding="utf-8")), "tokenizer_class": PreTrainedTokenizerFast.__name__}
+    settings.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    auto = AutoTokenizer.from_pretrained(directory)
+    if (text := differing_text(tokenizer, auto)) is None:
+        return None
+    reloaded = PreTrainedTokenizerFast.from_pretrained(directory)
+    if differing_text(tokenizer, reloaded) is not None:
+        raise UserError(
+            "the tokenizer cannot be saved as it is",
+            found=f"{text!r} is {_ids(tokenizer, text)[:8]}, and {_ids(reloaded, text)[:8]} reloaded from {directory}",
+            remedy="pass one whose tokenizer.json says all it does (PreTrainedTokenizerFast); the checkpoint is kept",
+        )
+    return (
+        f"AutoTokenizer reads the saved tokenizer as {type(auto).__name__}, which makes other ids of {text!r}; "
+        "load it with PreTrainedTokenizerFast.from_pretrained"
+    )
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig | None:

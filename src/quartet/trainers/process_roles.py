@@ -29,7 +29,7 @@ from quartet.schedule.handles import Handle
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.worker import Worker
-from quartet.text.loading import load_generation_config, load_tokenizer
+from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
 from quartet.text.steps import Step, answer_pieces, join_steps, last_tokens, split_steps
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget
@@ -90,7 +90,7 @@ def _load(
     _check_keeps(codec, own_separator, f"process reward {config.name!r}")
     packed = packed_scalar_model(place(load_scalar_model(config.path)))
     check_vocabulary(tokenizer, int(packed.model.get_input_embeddings().weight.shape[0]))
-    reads_tokens = tokenizer.get_vocab() == policy_codec.tokenizer.get_vocab() and separator == own_separator
+    reads_tokens = reads_the_same(tokenizer, policy_codec.tokenizer) and separator == own_separator
     return ProcessModelRole(
         name=config.name,
         model=packed,

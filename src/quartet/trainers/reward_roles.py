@@ -32,7 +32,7 @@ from quartet.schedule.iteration import Chunk, Scorer
 from quartet.schedule.model_host import FrozenHost
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.worker import Worker
-from quartet.text.loading import load_generation_config, load_tokenizer
+from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs
@@ -173,7 +173,7 @@ def reward_models(
     for config in configs:
         if isinstance(config, ModelReward):
             own = load_tokenizer(config.tokenizer or config.path)
-            same = own.get_vocab() == codec.tokenizer.get_vocab()
+            same = reads_the_same(own, codec.tokenizer)
             packed = packed_scalar_model(place(load_scalar_model(config.path)))
             check_vocabulary(own, int(packed.model.get_input_embeddings().weight.shape[0]))
             foreign = None if same else TextCodec.of(own, load_generation_config(config.path))

@@ -1,8 +1,6 @@
 """Small tokenizers built on the spot, one per trap."""
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -91,11 +89,3 @@ def marked(byte_level: Callable[..., PreTrainedTokenizerFast]) -> TextCodec:
 @pytest.fixture(scope="session")
 def llama(sentence_piece: Callable[[str], PreTrainedTokenizerFast]) -> TextCodec:
     return TextCodec(sentence_piece("<s> $A"), (1, 2))
-
-
-@pytest.fixture(scope="session")
-def realdata() -> Path:
-    folder = os.environ.get("QUARTET_REALDATA")
-    if not folder:
-        pytest.skip("QUARTET_REALDATA is not set")
-    return Path(folder)
