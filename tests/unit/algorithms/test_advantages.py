@@ -157,6 +157,15 @@ def test_published_leave_one_out_advantages(close):
     close(advantages[[0, 7]], torch.tensor([-4.0, 4.0 / 3.0], dtype=torch.float64))
 
 
+@pytest.mark.parametrize(("deviation", "share"), [(1e-4, 0.99), (1e-6, 0.5), (1e-8, 0.0099)])
+def test_nearly_equal_rewards_are_no_equal_rewards(deviation, share):
+    # docs/conventions.md: the share of a full-size advantage that is left at this standard deviation.
+    scores = torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)
+    group = torch.zeros(3, dtype=torch.int64)
+    found = group_relative(scores * deviation, group, normalise_std=True)
+    assert float(found[2]) == pytest.approx(share, rel=2e-3)
+
+
 def test_group_relative_by_hand(close):
     scores = torch.tensor([1.0, 3.0, 2.0, 4.0], dtype=torch.float64)
     group = torch.tensor([5, 5, 9, 9])

@@ -78,6 +78,17 @@ def test_the_adaptive_coefficient_sees_the_responses_that_take_part(
     run.cast.actor.packed.release()
 
 
+def test_the_adaptive_coefficient_steers_nats_per_trajectory(tmp_path: Path, causal_lm: Any, tokenizer: Any) -> None:
+    # 1 nat on each of two tokens is 2 per trajectory: within the clip of the error around 1.9, far from 1 per token.
+    run = trainer(tmp_path, causal_lm, tokenizer, algorithm=PPO(kl=KLConfig(coef=0.1, target=1.9, horizon=100)))
+    scores, ended = [1.0, 1.0], [True] * 2
+    experience = assembled(run.recipe.algorithm, scores, ended, old_logprobs=-1.0, ref_logprobs=-2.0, values=0.0)
+    run._adapt_kl(experience, step=0)
+    run._adapt_kl(experience, step=1)
+    assert run.kl_coef == pytest.approx(0.1 * (1 + (2.0 / 1.9 - 1) * 2 / 100))
+    run.cast.actor.packed.release()
+
+
 def test_a_lambda_is_a_reward_like_any_other(tmp_path: Path, causal_lm: Any, tokenizer: Any) -> None:
     result = trainer(tmp_path, causal_lm, tokenizer).train()
     assert "reward/lambda" in result.summary["stages"][0]["metrics"]
