@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from quartet.cli.config_command import config
+from quartet.cli.init_command import init
 from quartet.config import Interrupted, UserError
 from quartet.config.printable import printable
 
@@ -167,6 +168,7 @@ def report(
 
 
 app.command()(config)
+app.command()(init)
 
 
 def _train(job: str, trainer: Any, recipe_path: Path, overrides: list[str] | None, resume: bool) -> None:

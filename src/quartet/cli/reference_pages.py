@@ -49,17 +49,17 @@ def _page(job: str) -> str:
 
 def _beyond(section: Section, earlier: list[Section]) -> tuple[Section | None, tuple[Key, ...]]:
     """The earlier variant with most of this one's keys and no others, and the keys that differ or are new."""
-    mine = {replace(key, default=None, section=None) for key in section.keys}
-    bases = [
-        other
-        for other in earlier
-        if other.keys and {replace(key, default=None, section=None) for key in other.keys} <= mine
-    ]
+    mine = {_without_default(key) for key in section.keys}
+    bases = [other for other in earlier if other.keys and {_without_default(key) for key in other.keys} <= mine]
     if not bases:
         return None, section.keys
     base = max(bases, key=lambda other: len(set(other.keys) & set(section.keys)))
     known = {replace(key, section=None) for key in base.keys}
     return base, tuple(key for key in section.keys if replace(key, section=None) not in known)
+
+
+def _without_default(key: Key) -> Key:
+    return replace(key, default=None, section=None, type=key.type.removesuffix(", or null"))
 
 
 def _row(key: Key, address: str) -> list[str]:

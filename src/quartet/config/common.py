@@ -226,8 +226,8 @@ class SupervisedRecipe(Recipe):
     """What every job has that trains one model on rows."""
 
     job: str
-    model: ModelConfig | None = Field(None, description="Required; only Python may pass a model object instead.")
-    data: DataConfig | None = Field(None, description="Required; only Python may pass rows instead.")
+    model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
+    data: DataConfig | None = Field(None, description="Rows to train on; left out where Python passes them.")
     evaluation_data: DataConfig | None = Field(None, description="Held-out rows; no evaluation when left out.")
     evaluate_every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
     train: TrainConfig = TrainConfig()

@@ -101,7 +101,7 @@ class AlarmConfig(Strict):
 class EvaluationConfig(Strict):
     """Held-out evaluation during training."""
 
-    data: DataConfig | None = Field(None, description="Held-out prompts. Required; only Python may pass them instead.")
+    data: DataConfig | None = Field(None, description="Held-out prompts; left out where Python passes them.")
     every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     samples_per_prompt: Samples = Field(1, ge=1, description="Answers to each prompt; above 1 needs a temperature.")
@@ -152,8 +152,8 @@ class EvalRecipe(Recipe):
     """Generates answers to held-out prompts and scores them with rewards."""
 
     job: Literal["eval"] = "eval"
-    model: ModelConfig | None = Field(None, description="Required; only Python may pass a model object instead.")
-    data: DataConfig | None = Field(None, description="Prompts. Required; only Python may pass them instead.")
+    model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
+    data: DataConfig | None = Field(None, description="Prompts; left out where Python passes them.")
     rewards: tuple[RewardConfig, ...] = Field(
         (), description="Sources that score the answers; an answer's score is their sum."
     )

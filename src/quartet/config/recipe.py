@@ -69,7 +69,7 @@ class RolloutConfig(Strict):
 class ActorConfig(Strict):
     """The policy that is trained."""
 
-    model: ModelConfig | None = Field(None, description="Required; only Python may pass a model object instead.")
+    model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
     train: TrainConfig = TrainConfig()
 
 
@@ -92,7 +92,7 @@ class ReferenceConfig(Strict):
 class PTXConfig(Strict):
     """Demonstrations mixed into every update of the actor (Ouyang et al. 2022): ``loss = policy + coef · sft``."""
 
-    data: DataConfig | None = Field(None, description="Required; only Python may pass rows instead.")
+    data: DataConfig | None = Field(None, description="Rows to train on; left out where Python passes them.")
     coef: float = Field(gt=0, description="Weight of the demonstrations' loss, a mean over their loss tokens.")
     examples_per_minibatch: Rows = Field(ge=1, description="Demonstrations in each update of the actor.")
     prefetch: Batches = Field(2, ge=0, description="Tokenised batches prepared ahead, in a thread.")
@@ -111,7 +111,7 @@ class RLRecipe(Recipe):
     reference: ReferenceConfig = ReferenceConfig()
     rewards: tuple[RewardConfig, ...] = Field((), description="Sources of reward; a response's score is their sum.")
     algorithm: AlgorithmConfig = Field(PPO(), description="The method, with its own keys.")
-    data: DataConfig | None = Field(None, description="Prompts. Required; only Python may pass them instead.")
+    data: DataConfig | None = Field(None, description="Prompts; left out where Python passes them.")
     rollout: RolloutConfig = RolloutConfig()
     environment: EnvironmentConfig | None = Field(None, description="Episodes of several turns, in place of answers.")
     ptx: PTXConfig | None = Field(None, description="Demonstrations mixed into the updates; none when left out.")

@@ -109,6 +109,20 @@ def jobs() -> dict[str, str]:
     return {job: purpose(recipe) for job, recipe in RECIPES.items()}
 
 
+def meaning_at(job: str, address: str) -> str:
+    """What the key, section or variant at ``address`` is for, in one line.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    name, place, key = _find(job, address)
+    above, _, last = name.rpartition(".")
+    parent = _find(job, above)[1]
+    if key is not None or parent.is_choice or last not in parent.model.model_fields:
+        return place.meaning if key is None else key.meaning
+    return meaning(parent.model, last)
+
+
 def children(job: str, address: str = "") -> list[str]:
     """Names that may follow ``address`` after a dot, for completion; none at a value."""
     _, place, key = _find(job, address)
@@ -200,8 +214,10 @@ def _key(place: _Place, name: str, info: FieldInfo) -> Key:
 
 
 def _tagged(default: BaseModel, tagged: Mapping[str, type[BaseModel]]) -> str:
+    """The name of a choice, and what else its default says differently from the choice's own defaults."""
     tag = tags(list(tagged.values()))[0]
-    return inline({tag: getattr(default, tag)})
+    own = _dump(_Place({"": type(default)}, None, ""))
+    return inline({tag: getattr(default, tag), **_difference(default.model_dump(mode="json"), own)})
 
 
 def _below(place: _Place, name: str, info: FieldInfo) -> _Place | None:

@@ -1,0 +1,236 @@
+"""`quartet init`: a short recipe to begin with. Its comments are the keys' own descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from quartet.config.algorithms import PPO, BestOfN, Distillation, RewardedAlgorithm
+from quartet.config.commented import Line, commented
+from quartet.config.describe import choices
+from quartet.config.errors import UserError
+from quartet.config.nearest import nearest
+from quartet.config.preference import KTOLoss, PreferenceRecipe
+from quartet.config.recipe import RECIPES, RLRecipe
+from quartet.config.reference import jobs
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "rl": choices(RLRecipe.model_fields["algorithm"].annotation),
+    "iterated-reward-model": choices(RLRecipe.model_fields["algorithm"].annotation),
+    "preference": choices(PreferenceRecipe.model_fields["loss"].annotation),
+}
+"""Jobs that have a choice of methods, and the choices."""
+REWARDS: Mapping[str, Mapping[str, Any]] = {
+    "model": {"path": "runs/reward-model/model"},
+    "process_model": {"path": "runs/process-reward/model"},
+    "function": {"target": "my_rewards.py:score"},
+    "exact_match": {"column": "answer"},
+    "numeric": {"column": "answer"},
+    "regex": {"pattern": r"answer is (\S+)", "column": "answer"},
+    "format": {"tags": ["think", "answer"]},
+    "length": {"max": 400, "unit": "characters"},
+    "math": {"column": "answer"},
+    "code": {"column": "tests", "timeout_s": 5.0},
+    "http": {"url": "http://localhost:8000/score"},
+    "judge": {"url": "http://localhost:8000/v1", "model": "name-at-the-server"},
+}
+"""By its type, what a reward must be told or is told first."""
+REWARDED = ("rl", "eval", "iterated-reward-model")
+"""Jobs that score answers."""
+_MODELS = {"sft": "Qwen/Qwen2.5-0.5B", "eval": "runs/rl/model"}
+_DATA = {
+    "sft": "demonstrations.jsonl",
+    "reward-model": "pairs.jsonl",
+    "preference": "pairs.jsonl",
+    "process-reward": "steps.jsonl",
+    "rl": "prompts.jsonl",
+    "iterated-reward-model": "prompts.jsonl",
+    "eval": "held_out.jsonl",
+}
+_COLUMNS = {
+    "sft": ("prompt", "completion"),
+    "reward-model": ("prompt", "chosen", "rejected"),
+    "preference": ("prompt", "chosen", "rejected"),
+    "process-reward": ("prompt", "steps", "labels"),
+}
+_ALIASES = {
+    "prompt": ("question", "problem", "instruction", "query", "input"),
+    "completion": ("response", "answer", "output", "solution"),
+    "answer": ("solution", "final_answer", "ground_truth", "target"),
+    "tests": ("test_list", "test_cases", "test"),
+}
+Row = Mapping[str, Any]
+
+
+def starter(
+    job: str, *, method: str | None = None, reward: str | None = None, data: str | None = None, row: Row | None = None
+) -> str:
+    """A commented recipe of ``job`` with the keys that are changed first; it loads as it is.
+
+    Args:
+        row: the first row of ``data``, where it is there to be looked at: its columns are mapped where their names say
+            what they are.
+
+    Raises:
+        UserError: no such job, method or reward, or the job has none to choose.
+    """
+    _check(job, "method", method, METHODS.get(job, ()))
+    _check(job, "reward", reward, REWARDS if job in REWARDED else ())
+    chosen = method or next(iter(METHODS.get(job, ())), None)
+    source = data or _DATA[job]
+    lines = [Line("job", job), Line("output_dir", f"runs/{job}"), *_BODIES[job](job, chosen, reward, source, row)]
+    called = "".join(f" --{name} {value}" for name, value in (("method", method), ("reward", reward)) if value)
+    head = [
+        f"quartet {job} recipe.yaml        written by: quartet init {job}{called}",
+        f"Every key: quartet config {job}. Lines that begin with # are examples of what else is often set.",
+    ]
+    return commented(job, lines, head)
+
+
+def _check(job: str, what: str, name: str | None, known: Any) -> None:
+    if job not in RECIPES:
+        raise UserError(
+            "there is no such job", found=repr(job), remedy=nearest(job, RECIPES) or f"use one of {', '.join(jobs())}"
+        )
+    if name is None or name in known:
+        return
+    if not known:
+        raise UserError(f"{job} has no {what} to choose", found=f"--{what} {name}", remedy=f"leave --{what} out")
+    choice = f"use one of {', '.join(known)}"
+    close = nearest(name, known)
+    raise UserError(
+        f"{job} knows no such {what}", found=f"--{what} {name}", remedy=f"{close} Else {choice}" if close else choice
+    )
+
+
+# Jobs ----------------------------------------------------------------------------------------------------
+
+
+def _supervised(job: str, method: str | None, reward: str | None, data: str, row: Row | None) -> Iterator[Line]:
+    yield Line("model.path", _MODELS.get(job, "runs/sft/model"))
+    needs = ("prompt", "completion", "label") if method == "kto" else _COLUMNS[job]
+    yield from _data("data.", data, needs, row)
+    yield Line("evaluation_data", {"path": "held_out.jsonl"}, is_example=True)
+    if method is not None:
+        loss = METHODS[job][method]()
+        yield Line("loss.name", method)
+        yield from (Line(f"loss.{key}", getattr(loss, key)) for key in ("beta", "odds_coef") if hasattr(loss, key))
+        if isinstance(loss, KTOLoss):
+            yield Line("loss.undesirable_weight", loss.undesirable_weight)
+    yield Line("epochs", 1)
+    size = next(name for name in RECIPES[job].model_fields if name.endswith("_per_step"))
+    yield Line(size, 32)
+    if job == "reward-model":
+        yield Line("centring", 0.01)
+    if job == "process-reward":
+        yield Line("separator", "\n\n")
+    yield from _training("train.", 1e-6 if job == "preference" else 1e-5)
+    yield Line("train.optim.warmup_steps", 10)
+    yield Line("train.optim.schedule", "cosine")
+
+
+def _rl(
+    job: str, method: str | None, reward: str | None, data: str, row: Row | None, above: str = ""
+) -> Iterator[Line]:
+    algorithm = METHODS["rl"][method or "ppo"]()
+    kind = reward or ("model" if isinstance(algorithm, PPO) else "function")
+    yield Line(f"{above}actor.model.path", "runs/sft/model")
+    yield from _training(f"{above}actor.train.", 1e-6)
+    if isinstance(algorithm, PPO):
+        yield Line(f"{above}critic.train.optim.lr", 1e-5)
+        yield Line(f"{above}critic.warmup_steps", 4)
+    if isinstance(algorithm, Distillation):
+        yield Line(f"{above}reference.path", "runs/teacher/model")
+    needs = ["prompt"]
+    if job == "rl" and (reward or not isinstance(algorithm, Distillation)):
+        yield from _reward("rewards.0.", kind, row)
+        needs += _reward_columns(kind)
+    yield Line(f"{above}algorithm.name", algorithm.name)
+    if isinstance(algorithm, RewardedAlgorithm):
+        yield Line(f"{above}algorithm.kl.coef", algorithm.kl.coef)
+    if isinstance(algorithm, BestOfN):
+        yield Line(f"{above}algorithm.keep", algorithm.keep)
+    yield from _data(f"{above}data.", data, tuple(needs), row)
+    yield Line(f"{above}rollout.sampling.temperature", 1.0)
+    yield Line(f"{above}rollout.sampling.max_new_tokens", 256)
+    if job == "rl":
+        yield Line("evaluation", {"data": {"path": "held_out.jsonl"}, "every_steps": 50}, is_example=True)
+    yield Line(f"{above}steps", 100)
+    yield Line(f"{above}prompts_per_step", 16 if algorithm.default_responses > 1 else 64)
+    yield Line(f"{above}responses_per_prompt", algorithm.default_responses)
+    yield Line(f"{above}minibatches", 2)
+
+
+def _eval(job: str, method: str | None, reward: str | None, data: str, row: Row | None) -> Iterator[Line]:
+    yield Line("model.path", _MODELS[job])
+    yield from _data("data.", data, ("prompt", *_reward_columns(reward or "function")), row)
+    yield from _reward("rewards.0.", reward or "function", row)
+    yield Line("sampling.temperature", 0.0)
+    yield Line("sampling.max_new_tokens", 256)
+    yield Line("samples_per_prompt", 1)
+    yield Line("compare", {"model": "runs/sft/model"}, is_example=True)
+
+
+def _iterated(job: str, method: str | None, reward: str | None, data: str, row: Row | None) -> Iterator[Line]:
+    yield Line("rounds", 2)
+    yield from _reward("collect.labeller.", reward or "function", row)
+    yield Line("collect.prompts_per_round", 256)
+    yield Line("collect.samples_per_prompt", 4)
+    yield Line("collect.sampling.max_new_tokens", 256)
+    yield Line("reward_model.model.path", "runs/sft/model")
+    yield Line("reward_model.data", {"path": "pairs.jsonl"}, is_example=True)
+    yield Line("reward_model.centring", 0.01)
+    yield from _training("reward_model.train.", 1e-5)
+    yield from _rl(job, method, reward, data, row, "rl.")
+
+
+_BODIES: Mapping[str, Callable[[str, str | None, str | None, str, Row | None], Iterator[Line]]] = {
+    "sft": _supervised,
+    "reward-model": _supervised,
+    "process-reward": _supervised,
+    "preference": _supervised,
+    "rl": _rl,
+    "eval": _eval,
+    "iterated-reward-model": _iterated,
+}
+
+
+# Sections ------------------------------------------------------------------------------------------------
+
+
+def _training(above: str, lr: float) -> Iterator[Line]:
+    yield Line(f"{above}precision", "bf16", is_example=True)
+    yield Line(f"{above}lora", {"rank": 16}, is_example=True)
+    yield Line(f"{above}optim.lr", lr)
+
+
+def _data(above: str, path: str, needs: tuple[str, ...], row: Row | None) -> Iterator[Line]:
+    yield Line(f"{above}path", path, note=f"Columns: {', '.join(needs)}; docs/data.md.")
+    if row is None:
+        yield Line(f"{above}columns", {needs[0]: "question"}, is_example=True)
+    elif "messages" not in row and (mapped := _mapped(needs, row)):
+        yield Line(f"{above}columns", mapped)
+    if row is not None and any("\n\nHuman:" in text for text in row.values() if isinstance(text, str)):
+        yield Line(f"{above}turns", "messages", is_example=True)
+    yield Line(f"{above}overlong", "skip")
+
+
+def _mapped(needs: tuple[str, ...], row: Row) -> dict[str, str]:
+    """Columns that are missing under our names and there under a usual one; none twice."""
+    found: dict[str, str] = {}
+    for name in needs:
+        usual = [column for column in _ALIASES.get(name, ()) if column in row and column not in found.values()]
+        if name not in row and usual:
+            found[name] = usual[0]
+    return found
+
+
+def _reward(above: str, kind: str, row: Row | None) -> Iterator[Line]:
+    yield Line(f"{above}type", kind)
+    for key, value in REWARDS[kind].items():
+        yield Line(f"{above}{key}", value)
+
+
+def _reward_columns(kind: str) -> list[str]:
+    column = REWARDS[kind].get("column")
+    return [] if column is None else [column]
