@@ -41,6 +41,23 @@ def serve() -> Iterator[Callable[[Callable[[Any], Any]], Any]]:
         yield lambda answer: stack.enter_context(_beside("json_server").served(answer))
 
 
+@pytest.fixture(scope="session")
+def as_from_a_file() -> Callable[[torch.nn.Module], torch.nn.Module]:
+    """Moves a model's tensors to where a safetensors file leaves them: on a multiple of 8 bytes, and of no more."""
+
+    @torch.no_grad()
+    def move(model: torch.nn.Module) -> torch.nn.Module:
+        for tensor in (*model.parameters(), *model.buffers()):
+            memory = bytearray(tensor.nbytes + 128)
+            begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            held = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=72 - begin % 64)
+            tensor.data = held.view(tensor.shape).copy_(tensor)
+            assert tensor.data_ptr() % 64 == 8
+        return model
+
+    return move
+
+
 @pytest.fixture(autouse=True)
 def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     """Unit tests compute on one thread: sums are then reproducible and the machine is shared fairly."""

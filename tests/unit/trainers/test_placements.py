@@ -131,6 +131,33 @@ def test_a_placement_trains_the_same_model(name: str, run: Any, tight: Any) -> N
     assert numbers(serial_path) == numbers(path)
 
 
+@pytest.mark.parametrize("name", ["full_offload", "separated"])
+def test_a_model_from_a_file_trains_the_same(
+    name: str,
+    causal_lm: Any,
+    scalar_model: Any,
+    tokenizer: Any,
+    prompts: Any,
+    digits: Any,
+    tmp_path: Path,
+    tight: Any,
+    as_from_a_file: Any,
+) -> None:
+    """Files leave tensors where products with a vector have other bits than in the memory that moved parts come to."""
+
+    def train(directory: str, placement: dict[str, Any] | None) -> list[torch.Tensor]:
+        trainer = RLTrainer(
+            recipe(tmp_path / directory, placement=placement),
+            model=as_from_a_file(causal_lm()),
+            tokenizer=tokenizer,
+            rewards=[digits, as_from_a_file(scalar_model())],
+            prompts=prompts,
+        )
+        return weights(trainer.train())
+
+    assert same(train("serial", None), train("placed", budgeted(PLACEMENTS[name], tight())))
+
+
 def test_parts_move_where_a_budget_asks_for_it(run: Any, tight: Any) -> None:
     _, path = run("full", budgeted(PLACEMENTS["full_offload"], tight()))
     for row in read_metrics(path / "metrics.jsonl")[1:]:
