@@ -15,10 +15,12 @@ from quartet.cli.config_command import complete_job
 
 
 def complete_method(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Methods of the job that begin so, for shell completion."""
+    """Methods of the job that begin so, for shell completion; of any job while it is not known."""
     from quartet.config.starter import METHODS
 
-    return [name for name in METHODS.get(ctx.params.get("job") or "", ()) if name.startswith(incomplete)]
+    job = ctx.params.get("job")
+    known = METHODS.get(job, ()) if job else dict.fromkeys(name for names in METHODS.values() for name in names)
+    return [name for name in known if name.startswith(incomplete)]
 
 
 def complete_reward(incomplete: str) -> list[str]:
@@ -40,7 +42,7 @@ def init(
         str | None, typer.Option(help="File or hub name; columns of a file that is there are mapped.")
     ] = None,
 ) -> None:
-    """A commented recipe to begin with: quartet init rl > recipe.yaml."""
+    """A commented recipe: quartet init rl > recipe.yaml."""
     from quartet.config.starter import starter
 
     typer.echo(starter(job, method=method, reward=reward, data=data, row=_first_row(data)), nl=False)

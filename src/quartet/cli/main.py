@@ -1,6 +1,7 @@
 """The `quartet` command: one sub-command per job. Each parses, builds and runs; heavy imports wait until then.
 
-Mistakes a user can mend end with exit status 2 and a three-part message; Ctrl-C with 130 and how to go on.
+Mistakes a user can mend end with exit status 2 and a three-part message; what a signal stopped ends with
+128 + its number (Ctrl-C: 130) and how to go on.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from typing import Annotated, Any
 import typer
 
 from quartet.cli.config_command import config
+from quartet.cli.help import GroupedHelp, Version
 from quartet.cli.init_command import init
 from quartet.config import Interrupted, UserError
+from quartet.trainers.signals import stop_signals
 from quartet.config.printable import printable
 
 app = typer.Typer(
     name="quartet",
-    help="RLHF and LLM reinforcement learning: SFT, reward model, PPO, GRPO, RLOO.",
+    cls=GroupedHelp,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -35,13 +37,21 @@ ON_THE_CLUSTER = ("cluster.type=ray", "cluster.address=null")
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")]
 
 
+@app.callback()
+def quartet(version: Version = False) -> None:
+    """RLHF and LLM reinforcement learning: SFT, reward model, PPO, GRPO, RLOO.
+
+    To begin: quartet init rl > recipe.yaml, then quartet rl recipe.yaml; quartet config rl lists every key.
+    """
+
+
 @app.command()
 def quickstart(
     seed: Annotated[int, typer.Option(help="Decides data, weights and sampling.", min=0, max=2**32 - 1)] = 0,
     out: Annotated[Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:
-    """SFT, reward model, PPO on a toy task: CPU, three minutes."""
+    """SFT, reward model, PPO on a toy task: three minutes."""
     if resume and out is None:
         raise UserError("nothing to resume", found="--resume without --out", remedy="name the directory with --out")
     path = out or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
@@ -80,7 +90,7 @@ def process_reward(recipe: RecipePath, overrides: Overrides = None, resume: Resu
 
 @app.command()
 def preference(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
-    """DPO, IPO, SimPO, ORPO, KTO and relatives on preference data."""
+    """DPO, SimPO, KTO and others on preference data."""
     from quartet.trainers.preference import PreferenceTrainer
 
     _train("preference", PreferenceTrainer, recipe, overrides, resume)
@@ -88,7 +98,7 @@ def preference(recipe: RecipePath, overrides: Overrides = None, resume: Resume =
 
 @app.command()
 def rl(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
-    """Reinforcement learning (PPO, GRPO, RLOO) against rewards."""
+    """Reinforcement learning: PPO, GRPO and others."""
     if _is_in_allocation():
         _run_in_allocation()
     from quartet.trainers.rl import RLTrainer
@@ -106,7 +116,7 @@ def iterated_reward_model(recipe: RecipePath, overrides: Overrides = None, resum
 
 @app.command(name="eval")
 def evaluate(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
-    """Answers to held-out prompts, scored by rewards; win rate against another model."""
+    """Held-out prompts answered and scored; win rates."""
     from quartet.cli.show import show_evaluation
     from quartet.config.load import load_recipe
     from quartet.observe.progress import Progress
@@ -196,20 +206,22 @@ def _run_in_allocation() -> None:
 
 
 def main() -> None:
-    """Entry point: turns user errors and Ctrl-C into messages and exit statuses."""
-    try:
-        app()
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except SystemExit as stop:
-        # typer has turned a KeyboardInterrupt into this status, without a word
-        if stop.code == 130 and not _is_in_allocation():
-            typer.echo("stopped at once; --resume goes on from the last checkpoint", err=True)
-        raise
-    except Interrupted as error:
-        typer.echo(f"{error}\ngo on with: {_resume_command(sys.argv[1:], error.path)}", err=True)
-        sys.exit(130)
+    """Entry point: turns user errors and signals into messages and exit statuses."""
+    with stop_signals(ends_process=True) as signals:
+        try:
+            app()
+        except UserError as error:
+            typer.echo(f"error: {error}", err=True)
+            sys.exit(2)
+        except SystemExit as stop:
+            # typer has turned a KeyboardInterrupt into this status, without a word
+            if stop.code == 130 and not _is_in_allocation():
+                typer.echo("stopped at once; --resume goes on from the last checkpoint", err=True)
+                sys.exit(signals.exit_status)
+            raise
+        except Interrupted as error:
+            typer.echo(f"{error}\ngo on with: {_resume_command(sys.argv[1:], error.path)}", err=True)
+            sys.exit(error.exit_status)
 
 
 def _resume_command(arguments: list[str], path: Path) -> str:

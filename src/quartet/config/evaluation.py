@@ -152,7 +152,7 @@ class EvalRecipe(Recipe):
     """Generates answers to held-out prompts and scores them with rewards."""
 
     job: Literal["eval"] = "eval"
-    model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
+    model: ModelConfig | None = Field(None, description="Model to evaluate; left out where Python passes one.")
     data: DataConfig | None = Field(None, description="Prompts; left out where Python passes them.")
     rewards: tuple[RewardConfig, ...] = Field(
         (), description="Sources that score the answers; an answer's score is their sum."

@@ -1,0 +1,66 @@
+"""What `quartet --help` and `quartet --version` say."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+GROUPS = {
+    "Begin": ("quickstart", "init", "config"),
+    "Train": ("sft", "reward-model", "process-reward", "preference", "rl", "iterated-reward-model"),
+    "Look at a model or a run": ("eval", "generate", "report"),
+}
+"""Commands in the order of the help."""
+
+
+class GroupedHelp(TyperGroup):
+    """Lists the commands by what they are for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All commands: those of ``GROUPS`` first, in its order."""
+        known = [name for names in GROUPS.values() for name in names if name in self.commands]
+        return [*known, *(name for name in self.commands if name not in known)]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """One list for each group, and one for what is in none."""
+        grouped = {name for names in GROUPS.values() for name in names}
+        others = tuple(name for name in self.list_commands(ctx) if name not in grouped)
+        width = max(len(name) for name in self.commands)
+        for title, names in {**GROUPS, "Other": others}.items():
+            rows = [
+                (f"{name:<{width}}", self.commands[name].get_short_help_str(formatter.width - width - 6))
+                for name in names
+                if name in self.commands
+            ]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def _show_versions(is_wanted: bool) -> None:
+    if not is_wanted:
+        return
+    typer.echo(f"quartet {_version('quartet-rl')}")
+    libraries = ", ".join(f"{name} {_version(name)}" for name in ("torch", "transformers"))
+    typer.echo(f"{libraries}, Python {platform.python_version()}")
+    raise typer.Exit
+
+
+def _version(package: str) -> str:
+    """Of what is installed, without importing it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="Versions of quartet, torch and transformers.", callback=_show_versions, is_eager=True
+    ),
+]
