@@ -70,6 +70,12 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def sensitive_kernels(exact_processor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See ``sensitive_kernels.py``: a planted fault shows on every processor that holds what it is planted in."""
+    _beside("sensitive_kernels").install(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def exact_processor() -> None:
     """Skips where a row's bits change with the number of rows, so that exact numerics refuse the processor.
