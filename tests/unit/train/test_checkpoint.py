@@ -42,7 +42,7 @@ def _names(root: Path) -> list[str]:
 def test_round_trip(tmp_path):
     path = _save(tmp_path / "deep" / "checkpoints", 7)
     assert path == tmp_path / "deep" / "checkpoints" / "step_00000007"
-    assert _names(path) == ["actor.pt", "critic.pt", "info.json"]
+    assert _names(path) == ["actor.pt", "critic.pt", "info.json", "manifest.json"]
     assert _intact(path.parent, 7)
 
 
@@ -112,7 +112,7 @@ def test_a_full_disk_at_the_very_end(tmp_path, monkeypatch):
     def fail(*_args, **_options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint.json, "dump", fail)
+    monkeypatch.setattr(checkpoint.json, "dumps", fail)
     with pytest.raises(UserError, match="could not be written"):
         _save(tmp_path, 3)
     assert _names(tmp_path) == ["step_00000002"]
@@ -135,7 +135,8 @@ def _kill(*_args, **_options):
 # Where a save is cut off, and the steps that must then be listed and whole. Step 9 is saved over 3 and 6 with keep=2.
 CUTS = {
     "torch.save": [3, 6],
-    "json.dump": [3, 6],
+    "json.dumps": [3, 6],
+    "Manifest.write": [3, 6],
     "_sync_directory": [3, 6],
     "os.replace": [3, 6],
     # The new one is complete; the oldest is half deleted.

@@ -1,0 +1,99 @@
+"""Files that show whether they are as they were written: SHA-256 while writing, and JSON that carries its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_DIGEST = "sha256"
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """Size in bytes and SHA-256 (hex) of a file's content."""
+
+    bytes: int
+    sha256: str
+
+
+class DigestingFile:
+    """A file open for writing that digests what passes through, so that nothing is read a second time.
+
+    Only for writers that go from the beginning to the end, as ``torch.save`` does: there is no ``seek``.
+
+    Attributes:
+        error: what the system said when a write failed; some libraries report it as something else.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._state = hashlib.sha256()
+        self._bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            # Buffered or opened without buffer: all of it, or an error.
+            view = memoryview(data).cast("B")
+            done = 0
+            while done < len(view):
+                done += self._file.write(view[done:])
+        except OSError as error:
+            self.error = error
+            raise
+        self._state.update(view)
+        self._bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def digest(self) -> FileDigest:
+        """Of what was written so far."""
+        return FileDigest(self._bytes, self._state.hexdigest())
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Of a file that is there already: reads it once.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        state = hashlib.file_digest(file, "sha256")
+        return FileDigest(file.tell(), state.hexdigest())
+
+
+def seal(value: Mapping[str, Any]) -> bytes:
+    """``value`` as JSON text with a last key ``sha256``, the digest of the text without it."""
+    if _DIGEST in value:
+        raise ValueError(f"the key {_DIGEST!r} is the seal's own")
+    return _text({**value, _DIGEST: hashlib.sha256(_text(value)).hexdigest()})
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """What :func:`seal` was given.
+
+    Raises:
+        ValueError: ``data`` is not, byte for byte, what it returned.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is no JSON text ({str(error)[:100]})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"holds a {type(value).__name__} instead of an object")
+    if _DIGEST not in value:
+        raise ValueError("has no digest of its own")
+    digest = value.pop(_DIGEST)
+    if digest != hashlib.sha256(_text(value)).hexdigest() or seal(value) != data:
+        raise ValueError("does not agree with its own digest")
+    return value
+
+
+def _text(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=2).encode("ascii") + b"\n"
