@@ -224,7 +224,7 @@ def test_there_is_no_network() -> None:
             "socket.socket(socket.AF_INET6)",
             "socket.socket(socket.AF_UNIX)",
             "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
-            f"call({_number('io_uring_setup')}, 8, ctypes.create_string_buffer(256))",
+            "call(425, 8, ctypes.create_string_buffer(256))",  # io_uring_setup
         )
 
 
@@ -312,8 +312,9 @@ def test_it_works_without_being_root(tmp_path: Path) -> None:
     if python is None or not _open_to_all(source):
         pytest.skip("another user can run no interpreter here, or not read the sources")
     code = f'''
-import ctypes, os, sys
-sys.path.insert(0, {str(source)!r})
+import ctypes, os, sys, types
+sys.modules["quartet"] = package = types.ModuleType("quartet")  # its libraries may be missing here
+package.__path__ = [{str(source / "quartet")!r}]
 from quartet.rewards.sandbox.refuse import has_landlock
 from quartet.rewards.sandbox.run import Check, Limits, run_program, run_tests
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)

@@ -87,9 +87,8 @@ def change_root(mount_point: str, prefixes: Sequence[str], disk_bytes: int) -> N
     for path, fd in devices.items():
         os.close(os.open(mount_point + path, os.O_CREAT | os.O_WRONLY, 0o600))
         _mount(f"/proc/self/fd/{fd}", mount_point + path, None, _MS_BIND)
-    for path in _SYSTEM:
-        if os.path.islink(path):
-            os.symlink(os.readlink(path), mount_point + path)
+    for path, link_target in links():
+        os.symlink(link_target, mount_point + path)
     for fd in (*sources.values(), *devices.values()):
         os.close(fd)
     os.mkdir(f"{mount_point}/tmp")
@@ -107,6 +106,11 @@ def visible(prefixes: Sequence[str]) -> list[str]:
         if not any(path.startswith(other + "/") for other in found):
             found.append(path)
     return found
+
+
+def links() -> list[tuple[str, str]]:
+    """System folders that are links, and where they lead."""
+    return [(path, os.readlink(path)) for path in _SYSTEM if os.path.islink(path)]
 
 
 def _make_read_only(path: str) -> None:
@@ -163,6 +167,7 @@ def limit(*, cpu_s: int, memory_bytes: int, disk_bytes: int, processes: int, oth
     """
     for which, most in (
         (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_FSIZE, disk_bytes),
         (resource.RLIMIT_NOFILE, 64),

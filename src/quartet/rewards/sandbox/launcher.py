@@ -1,16 +1,23 @@
 """Becomes the sandbox: run by :mod:`quartet.rewards.sandbox.run` as a program, never imported by it.
 
-::
+Three ways, by ``job["confinement"]``. ``bubblewrap``, where that program is installed and works::
+
+    launcher        waits
+    └─ bwrap        namespaces, root directory
+       └─ bwrap     first process of its process namespace: when it ends, the kernel ends every other one in there
+          └─ worker this program again: no privileges, limits, refused system calls, then the code
+
+``namespaces``, the same without it::
 
     launcher        writes the maps of users, waits
     └─ builder      namespaces, root directory, no privileges
-       └─ init      first process of its process namespace: when it ends, the kernel ends every other one in there
-          └─ worker limits, then the code
+       └─ init      first process of its process namespace
+          └─ worker limits, refused system calls, then the code
 
-With ``isolation: process``, where the kernel gives no namespaces::
+``process``, where the kernel gives no namespaces::
 
     launcher        ends the worker's process group, which none of its members can leave
-    └─ worker       another user if this one is root, limits, refused system calls, then the code
+    └─ worker       another user if this one is root, limits, refused system calls and files, then the code
 
 The job comes as JSON in a file on descriptor 0. ``status_fd`` gets ``ok`` once the code is about to start, or what went
 wrong, and is closed before it does. Exit statuses are those of the worker, which the code under test sets as it likes.
@@ -24,23 +31,102 @@ import json
 import os
 import signal
 import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-_SOURCES = os.path.abspath(__file__ + "/../../../..")
+_SOURCES = os.path.dirname(os.path.abspath(__file__))
+_INSIDE = "/sandbox"
+"""Where bubblewrap shows the sources of this folder."""
 
 
 def main() -> None:
-    sys.path.insert(0, _SOURCES)
+    _make_importable()
     from quartet.rewards.sandbox import confine, refuse, work  # noqa: F401 - all modules, while they can be found
 
-    sys.path.remove(_SOURCES)
     job = json.loads(sys.stdin.buffer.read())
     _or_report(job["status_fd"], confine.end_with_parent)
-    {"namespaces": _in_namespaces, "process": _in_group}[job["isolation"]](job)
+    ways = {"bubblewrap": _in_bubblewrap, "namespaces": _in_namespaces, "process": _in_group, "inside": _inside}
+    ways[job["confinement"]](job)
     os.write(job["status_fd"], b"ok")
     os.close(job["status_fd"])
     work.ROLES[job["role"]](job)
+
+
+def _make_importable() -> None:
+    """The sandbox's own modules by their names, without the packages that they are in: these need libraries, which a
+    bare interpreter does not have.
+    """
+    for name, folder in (("quartet", None), ("quartet.rewards", None), ("quartet.rewards.sandbox", _SOURCES)):
+        package = sys.modules[name] = types.ModuleType(name)
+        package.__path__ = [folder] if folder else []
+
+
+def _in_bubblewrap(job: dict[str, Any]) -> None:
+    """Never returns: this program is started again inside."""
+    from quartet.rewards.sandbox import confine
+
+    status = int(job["status_fd"])
+    _or_report(status, confine.adopt_orphans)
+    bwrap = _fork()
+    if bwrap:
+        os.close(status)
+        _end_as(bwrap, signal.SIGKILL, wait_for_all=True)
+
+    def become() -> None:
+        confine.end_with_parent()
+        again = os.memfd_create("job", 0)
+        os.write(again, json.dumps({**job, "confinement": "inside"}).encode())
+        os.lseek(again, 0, os.SEEK_SET)
+        os.dup2(again, 0)
+        os.close(again)
+        shown = confine.visible([sys.base_prefix, sys.base_exec_prefix])
+        command = [
+            job["bwrap"],
+            "--die-with-parent",
+            "--unshare-ipc",
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-uts",
+        ]
+        command += ["--unshare-cgroup-try", "--new-session", "--clearenv"]
+        # Which bubblewrap itself would open to their owner alone.
+        for parent in ["/dev", *sorted({str(parent) for path in shown for parent in Path(path).parents} - {"/"})]:
+            command += ["--perms", "0755", "--dir", parent]
+        for path in shown:
+            command += ["--ro-bind", path, path]
+        for path, target in confine.links():
+            command += ["--symlink", target, path]
+        for name in confine.DEVICES:
+            command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        command += ["--perms", "1777", "--size", str(job["limits"]["disk_bytes"]), "--tmpfs", "/tmp"]
+        command += ["--ro-bind", _SOURCES, _INSIDE, "--remount-ro", "/", "--chdir", "/tmp", "--"]
+        interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+        os.execv(command[0], [*command, interpreter, *sys.orig_argv[1 : -len(sys.argv)], f"{_INSIDE}/launcher.py"])
+
+    _or_report(status, become)
+
+
+def _inside(job: dict[str, Any]) -> None:
+    """What bubblewrap leaves to do in the worker."""
+    from quartet.rewards.sandbox import confine
+
+    def confined() -> None:
+        confine.drop_privileges(job["user"])
+        confine.end_with_parent()
+        confine.forbid_tracing()
+        # Where this user made the namespace, bubblewrap's own process in it is counted, too.
+        _limit_worker(job, others=0 if job["user"] != job["trainer"] else 1)
+
+    _or_report(int(job["status_fd"]), confined)
+
+
+def _limit_worker(job: dict[str, Any], others: int) -> None:
+    from quartet.rewards.sandbox import confine, refuse
+
+    confine.limit(**job["limits"], others=others)
+    refuse.refuse_calls()
 
 
 def _in_namespaces(job: dict[str, Any]) -> None:
@@ -85,7 +171,7 @@ def _in_namespaces(job: dict[str, Any]) -> None:
         os.close(status)
         _end_as(worker, signal.SIGKILL)
     # Counted in the user namespace, where two more keep house.
-    _or_report(status, lambda: confine.limit(**job["limits"], others=2))
+    _or_report(status, lambda: _limit_worker(job, others=2))
 
 
 def _in_group(job: dict[str, Any]) -> None:
@@ -117,10 +203,9 @@ def _in_group(job: dict[str, Any]) -> None:
         confine.drop_privileges(job["user"])
         confine.end_with_parent()
         confine.forbid_tracing()
-        confine.limit(**job["limits"], others=others)
         # "." because folders above it need not be open to the code's user.
         refuse.restrict_files(list(opened.values()), ".")
-        refuse.refuse_calls()
+        _limit_worker(job, others)
         os.listdir(sys.path[-1])  # an error where the code's user cannot read the interpreter's modules
 
     _or_report(status, confined)
@@ -154,15 +239,20 @@ def _or_report(status: int, action: Callable[[], Any]) -> Any:
         os._exit(1)
 
 
-def _end_as(child: int, passed_on: signal.Signals) -> None:
+def _end_as(child: int, passed_on: signal.Signals, *, wait_for_all: bool = False) -> None:
     """Waits for the child, reaping whatever else ends meanwhile, and ends with its exit status. SIGTERM goes on to the
     child as ``passed_on``.
     """
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, passed_on))
-    while True:
-        pid, status = os.wait()
-        if pid == child:
-            os._exit(abs(os.waitstatus_to_exitcode(status)))
+    status = -1
+    while status < 0:
+        pid, ended = os.wait()
+        status = ended if pid == child else -1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(ChildProcessError):
+        while wait_for_all:
+            os.wait()
+    os._exit(abs(os.waitstatus_to_exitcode(status)))
 
 
 def _end_group(worker: int) -> None:

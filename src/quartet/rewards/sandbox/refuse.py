@@ -1,7 +1,8 @@
-"""What a sandboxed process may ask of the kernel, and which files it may open. For processes without namespaces of
-their own (:mod:`quartet.rewards.sandbox.launcher`); Linux on x86-64 and ARM64, standard library only.
+"""What a sandboxed process may ask of the kernel, and which files it may open. Linux on x86-64 and ARM64, standard
+library only.
 
-Both hold for everything that the process starts, and cannot be taken back.
+Both hold for everything that the process starts, and cannot be taken back. The calls are refused in every sandbox, files
+where there is no root directory of its own (:mod:`quartet.rewards.sandbox.launcher`).
 """
 
 from __future__ import annotations
@@ -11,29 +12,53 @@ import errno
 import os
 import platform
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from quartet.rewards.sandbox.confine import DEVICES, checked, libc
 
-# Calls by name with their numbers on (x86-64, ARM64) -------------------------------------------------------
+# Calls by name with their numbers on (x86-64, ARM64); None: there is no such call -------------------------------
 
-_CALLS = {
-    # Connections, and a way around this list.
+_CALLS: dict[str, tuple[int | None, int]] = {
+    # Connections. Pairs of connected sockets remain; they may not be led elsewhere, by an address or by a file handed
+    # over.
     "socket": (41, 198),
-    "io_uring_setup": (425, 425),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    # Memory that no limit of a process counts, and that outlives it.
+    "shmget": (29, 194),
+    "shmctl": (31, 195),
+    "shmat": (30, 196),
+    "shmdt": (67, 197),
+    "semget": (64, 190),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "semop": (65, 193),
+    "msgget": (68, 186),
+    "msgctl": (71, 187),
+    "msgrcv": (70, 188),
+    "msgsnd": (69, 189),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "mq_timedsend": (242, 182),
+    "mq_timedreceive": (243, 183),
+    "mq_notify": (244, 184),
+    "mq_getsetattr": (245, 185),
+    "memfd_create": (319, 279),
     # Signals to, memory, open files and scheduling of other processes.
     "kill": (62, 129),
     "tkill": (200, 130),
     "tgkill": (234, 131),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_getfd": (438, 438),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
+    "kcmp": (312, 272),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "sched_setparam": (142, 118),
@@ -45,30 +70,79 @@ _CALLS = {
     # Ways out of the process group, which is ended as a whole.
     "setsid": (112, 157),
     "setpgid": (109, 154),
+    # Namespaces, mounts and other roots.
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
     # Keys of the user, and parts of the kernel that no honest program needs.
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
-    "unshare": (272, 97),
-    "setns": (308, 268),
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+    "personality": (135, 92),
+    "modify_ldt": (154, None),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "uselib": (134, None),
+    "lookup_dcookie": (212, 18),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "settimeofday": (164, 170),
+    "adjtimex": (159, 171),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
 }
+_FIRST_COMMON = 424
+"""From this number on calls have one number everywhere. New ones come with every kernel: those below are allowed, the
+others do not exist, as on an older kernel. Among these are io_uring, pidfd, clone3, the calls of mounting, memfd_secret.
+"""
+_COMMON = (
+    436,  # close_range
+    437,  # openat2
+    439,  # faccessat2
+    441,  # epoll_pwait2
+    *(444, 445, 446),  # Landlock, which only takes away
+    449,  # futex_waitv
+    451,  # cachestat
+    452,  # fchmodat2
+    *(454, 455, 456),  # futex_wake, futex_wait, futex_requeue
+)
+_NEW_NAMESPACES = 0x7E020000  # flags of clone
+_UNIX = (1,)
 _SIGNAL_OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to whom one likes, by way of a file
-_SIGNAL_OWNER_CONTROLS = (0x8901, 0x8902, 0x5412)  # the same by ioctl, and typing into a terminal
+_SIGNAL_OWNER_CONTROLS = (0x8901, 0x8902, 0x5412, 0x541C)  # the same by ioctl, and typing into a terminal
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32 = 0x40000000  # x86-64's other numbering of calls
 
-_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _REFUSE, _MISSING, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS, 0x80000000
 _PR_SET_SECCOMP, _FILTER_MODE = 22, 2
 
 Instruction = tuple[int, int, int, int]
 
 
 def refuse_calls() -> None:
-    """The calls above fail with EPERM from here on. Needs ``no_new_privs``.
+    """The calls above fail with EPERM or ENOSYS from here on. Needs ``no_new_privs``.
 
     Raises:
         OSError: the kernel takes no filter, or this is another processor.
@@ -87,26 +161,47 @@ def _program(column: int, architecture: int) -> list[Instruction]:
     found: list[Instruction] = [
         (_LOAD, 0, 0, 4),
         (_IF_EQUAL, 1, 0, architecture),
-        (_RETURN, 0, 0, _KILL),
+        (_RETURN, 0, 0, _KILL),  # among others the calls of 32-bit programs
         (_LOAD, 0, 0, 0),
         (_IF_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _REFUSE),
     ]
+    for number in _COMMON:
+        found += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+    found += [(_IF_AT_LEAST, 0, 1, _FIRST_COMMON), (_RETURN, 0, 0, _MISSING)]
     for numbers in _CALLS.values():
-        found += [(_IF_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _REFUSE)]
+        if numbers[column] is not None:
+            found += [(_IF_EQUAL, 0, 1, numbers[column] or 0), (_RETURN, 0, 0, _REFUSE)]
     found += _by_argument((302, 261)[column], 0, (0,), then=_ALLOW, otherwise=_REFUSE)  # prlimit64: of itself alone
     found += _by_argument((72, 25)[column], 1, _SIGNAL_OWNERS, then=_REFUSE, otherwise=_ALLOW)  # fcntl
     found += _by_argument((16, 29)[column], 1, _SIGNAL_OWNER_CONTROLS, then=_REFUSE, otherwise=_ALLOW)  # ioctl
+    found += _by_argument((53, 199)[column], 0, _UNIX, then=_ALLOW, otherwise=_REFUSE)  # socketpair
+    found += _where((56, 220)[column], [_argument(0), (_IF_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _REFUSE)])
+    found += _where((44, 206)[column], [*_unless_zero(_argument(4)), *_unless_zero(_argument(4, upper=True))])  # sendto
     return [*found, (_RETURN, 0, 0, _ALLOW)]
 
 
+def _argument(place: int, *, upper: bool = False) -> Instruction:
+    """Loads half of an argument; of most the lower half is all that the kernel reads."""
+    return (_LOAD, 0, 0, 16 + 8 * place + 4 * upper)
+
+
+def _where(call: int, block: list[Instruction]) -> list[Instruction]:
+    """Does the block for this call alone, which it allows in the end."""
+    block = [*block, (_RETURN, 0, 0, _ALLOW)]
+    return [(_IF_EQUAL, 0, len(block), call), *block]
+
+
+def _unless_zero(load: Instruction) -> Iterator[Instruction]:
+    yield from (load, (_IF_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _REFUSE))
+
+
 def _by_argument(call: int, place: int, values: Sequence[int], *, then: int, otherwise: int) -> list[Instruction]:
-    """``then`` where the call's argument is among the values; its lower half, all that the kernel reads of these."""
-    block: list[Instruction] = [(_LOAD, 0, 0, 16 + 8 * place)]
+    """``then`` where the call's argument is among the values."""
+    block = [_argument(place)]
     for value in values:
         block += [(_IF_EQUAL, 0, 1, value), (_RETURN, 0, 0, then)]
-    block.append((_RETURN, 0, 0, otherwise))
-    return [(_IF_EQUAL, 0, len(block), call), *block]
+    return _where(call, [*block, (_RETURN, 0, 0, otherwise)])
 
 
 # Files -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Runs code that nobody trusts, on Linux: a program on an input, or a solution against tests.
 
 Each run is a process of its own in namespaces of its own (see ``launcher.py``) and gone with everything it started when
-it is over. ``isolation: process`` does without namespaces, where a machine refuses them, and is weaker. Tests run in a
+it is over. They are made by bubblewrap where that is installed and works, else by the launcher itself. ``isolation:
+process`` does without namespaces, where a machine refuses them, and is weaker. Tests run in a
 second sandbox, so that the code under test shares no memory with what judges it: verdicts come over a pipe that it does
 not have, and no exit status of it is taken for success.
 
@@ -11,11 +12,14 @@ These functions wait; call them in threads.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import itertools
 import json
 import os
 import secrets
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quartet.rewards.sandbox.work import PASSED
+from quartet.rewards.sandbox.work import MAX_REASON, PASSED
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SETUP_S = 60.0
@@ -36,6 +40,7 @@ _FIRST_USER, _NUM_USERS = 61184, 4336
 """Numbers that systems keep for users who own no files (systemd's dynamic ones)."""
 
 Isolation = Literal["namespaces", "process"]
+Confinement = Literal["bubblewrap", "namespaces", "process"]
 Ended = Literal["by itself", "time", "output"]
 
 
@@ -82,27 +87,73 @@ class ProgramRun:
     status: int
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a test passed, and if not, why not."""
+
+    passed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """What makes the sandbox: its name in the launcher, bubblewrap's path, and how to tell users of it."""
+
+    confinement: Confinement
+    told: str
+    bwrap: str = ""
+
+
+_PROCESS = Tool("process", "a process without namespaces, which keeps less from the code: see docs/rewards.md")
+
+
+@functools.cache
+def tool_for_namespaces() -> Tool:
+    """bubblewrap where it is installed and a trial shows that it works on this machine, else the launcher itself."""
+    why = "bubblewrap is not installed"
+    if path := shutil.which("bwrap"):
+        tool = Tool("bubblewrap", f"bubblewrap ({path})", path)
+        try:
+            _check_hello("namespaces", tool)
+            return tool
+        except SandboxError as error:
+            why = f"{path} does not work here: {error}"
+    return Tool("namespaces", f"Quartet's own namespaces ({why})")
+
+
 class _Sandboxed:
     """One sandboxed process. ``stdout``: a descriptor, or one of subprocess' constants."""
 
-    def __init__(self, role: str, job: dict[str, Any], limits: Limits, stdout: int, fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        role: str,
+        job: dict[str, Any],
+        limits: Limits,
+        stdout: int,
+        fds: Sequence[int] = (),
+        tool: Tool | None = None,
+    ) -> None:
+        tool = tool or (_PROCESS if limits.isolation == "process" else tool_for_namespaces())
         self._folder: Path | None = None
-        if limits.isolation == "process":
-            job = {**job, **self._own_folder()}
+        # For root one that nobody else is, and no other run.
+        self._user = _FIRST_USER + secrets.randbelow(_NUM_USERS) if os.geteuid() == 0 else os.geteuid()
+        if tool.confinement == "process":
+            self._folder = self._own_folder()
         self._status, status_fd = os.pipe()
         job = {
             **job,
             "role": role,
-            "isolation": limits.isolation,
+            "confinement": tool.confinement,
+            "bwrap": tool.bwrap,
             "limits": limits.of_process(),
             "status_fd": status_fd,
             "mount_point": tempfile.gettempdir(),
+            "folder": str(self._folder),
+            "user": self._user,
+            "trainer": os.geteuid(),
         }
-        job_fd = os.memfd_create("job")
+        job_fd = _memory_file(json.dumps(job).encode())
         try:
-            with open(job_fd, "wb", closefd=False) as file:
-                file.write(json.dumps(job).encode())
-            os.lseek(job_fd, 0, os.SEEK_SET)
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER)],
                 stdin=job_fd,
@@ -121,17 +172,15 @@ class _Sandboxed:
             os.close(job_fd)
             os.close(status_fd)
 
-    def _own_folder(self) -> dict[str, Any]:
-        """A new folder and the user that it belongs to: for root one that nobody else is, and no other run."""
-        user = _FIRST_USER + secrets.randbelow(_NUM_USERS) if os.geteuid() == 0 else os.geteuid()
+    def _own_folder(self) -> Path:
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="quartet-code-"))
-            if user != os.geteuid():
-                os.chown(self._folder, user, user)
+            if self._user != os.geteuid():
+                os.chown(self._folder, self._user, self._user)
         except OSError as error:
             self._remove_folder()
             raise SandboxError(f"no folder for its files could be made: {error}") from error
-        return {"folder": str(self._folder), "user": user}
+        return self._folder
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
@@ -166,13 +215,31 @@ def _ended_at_exit(*started: _Sandboxed) -> Iterator[None]:
             sandboxed.end()
 
 
-def run_program(source: str, text: str, limits: Limits) -> ProgramRun:
+def _memory_file(content: bytes) -> int:
+    """A descriptor of a file in memory that nobody can change any more."""
+    fd = os.memfd_create("quartet", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    return fd
+
+
+def run_program(source: str, text: str, limits: Limits, tool: Tool | None = None) -> ProgramRun:
     """Runs ``source`` as a program with ``text`` on its standard input.
+
+    Args:
+        tool: what to make the sandbox with; None: what this machine has.
 
     Raises:
         SandboxError: no sandbox could be set up.
     """
-    program = _Sandboxed("program", {"source": source, "input": text}, limits, subprocess.PIPE)
+    input_fd = _memory_file(text.encode("utf-8", "surrogatepass"))
+    try:
+        job = {"source": source, "input_fd": input_fd}
+        program = _Sandboxed("program", job, limits, subprocess.PIPE, (input_fd,), tool)
+    finally:
+        os.close(input_fd)
     with _ended_at_exit(program):
         program.wait_until_ready()
         deadline = time.monotonic() + limits.wall_s
@@ -187,7 +254,12 @@ def run_program(source: str, text: str, limits: Limits) -> ProgramRun:
 
 
 def run_tests(source: str, tests: Sequence[Check], limits: Limits) -> list[bool]:
-    """Whether each of the tests that count passed, all within ``limits.wall_s``; what did not come to its turn failed.
+    """Whether each of the tests that count passed: :func:`judge` without the reasons."""
+    return [verdict.passed for verdict in judge(source, tests, limits)]
+
+
+def judge(source: str, tests: Sequence[Check], limits: Limits) -> list[Verdict]:
+    """A verdict on each of the tests that count, all within ``limits.wall_s``; what did not come to its turn failed.
 
     Raises:
         SandboxError: no sandbox could be set up.
@@ -212,9 +284,12 @@ def run_tests(source: str, tests: Sequence[Check], limits: Limits) -> list[bool]
         stdout = started[1].process.stdout
         assert stdout is not None, "asked for above"
         num = sum(test.counts for test in tests)
-        verdicts, _ = _read(stdout.fileno(), time.monotonic() + limits.wall_s, num)
-    passed = [verdict == PASSED[0] for verdict in verdicts[:num]]
-    return passed + [False] * (num - len(passed))
+        # A character of a reason is at most the six bytes of its escape.
+        said, ended = _read(stdout.fileno(), time.monotonic() + limits.wall_s, num * (6 * MAX_REASON + 8))
+    lines = said.split(b"\n")[:-1][:num]
+    found = [Verdict(True) if line == PASSED else Verdict(False, json.loads(line[1:])) for line in lines]
+    missing = f"no verdict within {limits.wall_s} s" if ended == "time" else "the tests ended before this one"
+    return found + [Verdict(False, missing)] * (num - len(found))
 
 
 def _read(fd: int, deadline: float, most: int) -> tuple[bytes, Ended]:
@@ -256,14 +331,21 @@ def remove_tree(folder: Path) -> None:
 _HELLO = "import threading\nthread = threading.Thread(target=print, args=('hello',))\nthread.start()\nthread.join()"
 
 
-def check_sandbox(isolation: Isolation = "namespaces") -> None:
-    """Runs a program that prints a word from a thread of its own.
+def check_sandbox(isolation: Isolation = "namespaces") -> str:
+    """Tries the sandbox, and returns in words what makes it.
 
     Raises:
         SandboxError: this machine does not let us set up a sandbox; the message says which step failed.
     """
     if sys.platform != "linux":
         raise SandboxError(f"it needs Linux, this is {sys.platform}")
-    run = run_program(_HELLO, "", Limits(wall_s=_SETUP_S, isolation=isolation))
+    tool = _PROCESS if isolation == "process" else tool_for_namespaces()
+    _check_hello(isolation, tool)
+    return tool.told
+
+
+def _check_hello(isolation: Isolation, tool: Tool) -> None:
+    """Runs a program that prints a word from a thread of its own."""
+    run = run_program(_HELLO, "", Limits(wall_s=_SETUP_S, isolation=isolation), tool)
     if run.output != b"hello\n":
         raise SandboxError(f"a program that prints hello printed {run.output!r} and ended with {run.status}")

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import io
+import json
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from quartet.rewards.sandbox.remote_objects import OPERATIONS, Channel, ChannelClosed
+from quartet.rewards.sandbox.channel import (
+    CALLS,
+    OPERATIONS,
+    Channel,
+    ChannelClosed,
+    Refused,
+    SolutionObject,
+    TestObject,
+    named,
+)
 
 PASSED, FAILED = b"P", b"F"
+MAX_REASON = 500
+"""Most characters of why a test failed."""
 
 
 def run_program(job: dict[str, Any]) -> None:
-    """The code as a program, ``job["input"]`` on its standard input. Ends as Python ends: waits for its threads."""
-    _redirect(0, _memory_file(job["input"].encode("utf-8", "surrogatepass")))
+    """The code as a program, the file ``input_fd`` its standard input. Ends as Python ends: waits for its threads."""
+    _redirect(0, job["input_fd"])
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
     _execute(job["source"], "__main__")
 
@@ -26,18 +39,23 @@ def run_program(job: dict[str, Any]) -> None:
 def offer_solution(job: dict[str, Any]) -> None:
     """Runs the code, says which names it defines, then answers requests for them and what they give."""
     _redirect(0, os.open("/dev/null", os.O_RDONLY))
-    channel = Channel(job["read_fd"], job["write_fd"])
+    channel = Channel(job["read_fd"], job["write_fd"], OPERATIONS, TestObject)
     try:
-        names = _execute(job["source"], "solution")
-        channel.send(("ready", tuple(name for name in names if type(name) is str)))
-        channel.serve({"global": names.__getitem__, **OPERATIONS})
+        try:
+            names = _execute(job["source"], "solution")
+        except BaseException as error:
+            channel.send(["broken", f"{type(error).__name__}: {error}"[:MAX_REASON]])
+            raise
+        channel.refer(names)
+        channel.send(["ready", [name for name in names if type(name) is str]])
+        channel.serve()
     finally:
         # Its threads, and what it registered for the end, have no say.
         os._exit(1)
 
 
 def run_tests(job: dict[str, Any]) -> None:
-    """Runs ``job["tests"]`` in order, in one namespace with the solution's names; one byte per test that counts.
+    """Runs ``job["tests"]`` in order, in one namespace with the solution's names; one line for each that counts.
 
     The only holder of the descriptor to which verdicts are written is this process, in which no line of the solution
     runs.
@@ -46,37 +64,74 @@ def run_tests(job: dict[str, Any]) -> None:
     quiet = os.open("/dev/null", os.O_RDWR)
     _redirect(0, quiet)
     _redirect(1, quiet)
-    channel = Channel(job["read_fd"], job["write_fd"])
-    used = {node.id for test in job["tests"] for node in ast.walk(ast.parse(test["source"])) if type(node) is ast.Name}
+    channel = Channel(job["read_fd"], job["write_fd"], CALLS, SolutionObject)
+    uses = [node for test in job["tests"] for node in ast.walk(ast.parse(test["source"]))]
+    namespace: dict[str, Any] = {"__name__": "tests"}
     try:
-        namespace = _names_of_solution(channel, used)
-    except ChannelClosed:
-        os._exit(1)  # the code did not get as far as its first test: all have failed
-    namespace["__name__"] = "tests"
+        modules = _modules(uses)
+        namespace |= _names_of_solution(channel, uses, modules) | modules
+    except ChannelClosed as error:
+        channel.failure = str(error)
     for test in job["tests"]:
-        passed = _passes(test["source"], namespace)
+        failure = channel.failure if channel.is_closed else _failure(test["source"], namespace, channel)
         if test["counts"]:
-            os.write(verdicts, PASSED if passed else FAILED)
+            line = FAILED + json.dumps(failure[:MAX_REASON]).encode() if failure else PASSED
+            os.write(verdicts, line + b"\n")
+            channel.failure = channel.failure if channel.is_closed else ""
     os._exit(0)
 
 
-def _names_of_solution(channel: Channel, used: set[str]) -> dict[str, Any]:
+def _modules(nodes: Sequence[ast.AST]) -> dict[str, Any]:
+    """Modules of the standard library by names of which the tests use nothing but what these modules have."""
+    asked: dict[str, set[str]] = {}
+    num_asked: dict[str, int] = {}
+    for node in nodes:
+        match node:
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute) if name in sys.stdlib_module_names:
+                asked.setdefault(name, set()).add(attribute)
+                num_asked[name] = num_asked.get(name, 0) + 1
+            case ast.Name(id=name):
+                num_asked[name] = num_asked.get(name, 0) - 1
+    found = {}
+    for name, attributes in asked.items():
+        if num_asked[name] == 0:  # no use but these
+            module = importlib.import_module(name)
+            if all(hasattr(module, attribute) for attribute in attributes):
+                found[name] = module
+    return found
+
+
+def _names_of_solution(channel: Channel, nodes: Sequence[ast.AST], others: dict[str, Any]) -> dict[str, Any]:
     """What the solution defines of the names that the tests use. Python's own stay Python's own, whatever the solution
-    calls so: else it could bring its own ``sorted`` or ``set`` to the comparison.
+    calls so: else it could bring its own ``sorted``, ``set`` or ``math`` to the comparison.
     """
+    used = {node.id for node in nodes if type(node) is ast.Name} - set(dir(builtins)) - set(others)
+    found = {}
     match channel.receive():
-        case ("ready", tuple() as names):
-            wanted = sorted(used & {name for name in names if isinstance(name, str)} - set(dir(builtins)))
-            return {name: channel.request("global", name) for name in wanted}
-    raise ChannelClosed("no greeting")
+        case ["ready", [*names]]:
+            for name in sorted(used & {name for name in names if isinstance(name, str)}):
+                try:
+                    found[name] = named(channel.ask("getitem", 0, name), name)
+                except (Refused, Exception):
+                    channel.failure = ""  # a test that uses it finds no such name
+        case ["broken", str() as reason]:
+            channel.close(f"the code does not run: {reason}")
+        case _:
+            channel.close("no greeting")
+    return found
 
 
-def _passes(source: str, namespace: dict[str, Any]) -> bool:
+def _failure(source: str, namespace: dict[str, Any], channel: Channel) -> str:
+    """Why the test fails; nothing where it passes."""
+    told = ""
     try:
         exec(compile(source, "<test>", "exec"), namespace)
-    except BaseException:  # A test fails by whatever it raises, SystemExit too.
-        return False
-    return True
+    except BaseException as error:  # A test fails by whatever it raises, SystemExit too.
+        try:
+            told = f"{type(error).__name__}: {error}"
+        except BaseException:
+            told = type(error).__name__
+    return channel.failure or told
 
 
 def _execute(source: str, name: str) -> dict[str, Any]:
@@ -88,14 +143,6 @@ def _execute(source: str, name: str) -> dict[str, Any]:
 
 def _redirect(fd: int, target: int) -> None:
     os.dup2(target, fd)
-
-
-def _memory_file(content: bytes) -> int:
-    fd = os.memfd_create("input")
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
 
 
 ROLES: dict[str, Callable[[dict[str, Any]], None]] = {

@@ -1,0 +1,351 @@
+"""Calls between two processes: tests in one sandbox use the code under test in the other.
+
+What crosses is plain data (:mod:`quartet.rewards.sandbox.data`), or a reference to an object that stays where it is. The
+side of the tests holds such an object as a :class:`SolutionObject`, which can be called and asked for attributes, and
+little else: whatever a test compares, searches or counts is plain data of its own process. The code under test holds
+what is not plain of the tests (a function to apply, say) as a :class:`TestObject`, which can be called.
+
+A message is four bytes of length and JSON: ``["ask", operation, number, arguments, keywords]``, answered by ``["value",
+value]``, ``["error", type's name, text]`` or ``["unsuitable", reason]``. Before it answers, a process may ask in turn.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import json
+import operator
+import os
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from quartet.rewards.sandbox.data import MAX_NODES, Unsuitable, decode, encode
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class ChannelClosed(BaseException):
+    """The other process is gone, or sends what is no message. No ``except Exception`` of a test hides it."""
+
+
+class Refused(BaseException):
+    """What a test did with the solution cannot be judged. No ``except Exception`` of a test hides it."""
+
+
+class RemoteError(Exception):
+    """The other process raised something that is no exception of Python's own."""
+
+
+class Channel:
+    """One end, with a table of the own objects to which the other end has references.
+
+    Args:
+        operations: what the other end may ask of them.
+        wrap: the object that stands for the other end's object of this number.
+    """
+
+    def __init__(
+        self,
+        read_fd: int,
+        write_fd: int,
+        operations: dict[str, Callable[..., Any]],
+        wrap: Callable[[Channel, int], Any],
+    ) -> None:
+        self._read_fd, self._write_fd, self._operations, self._wrap = read_fd, write_fd, operations, wrap
+        self._shared: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._wrapped: dict[int, Any] = {}
+        self.failure = ""
+        """Why nothing that was asked lately can count, whatever a test made of the exception that told it."""
+
+    # Messages --------------------------------------------------------------------------------------------
+
+    def send(self, message: Any) -> None:
+        body = json.dumps(message).encode()
+        view = memoryview(struct.pack(">I", len(body)) + body)
+        while view:
+            try:
+                view = view[os.write(self._write_fd, view) :]
+            except OSError as error:
+                self.close(str(error))
+
+    def receive(self) -> Any:
+        (size,) = struct.unpack(">I", self._read(4))
+        if size > MAX_MESSAGE_BYTES:
+            self.close(f"a message of {size} bytes")
+        body = self._read(size)
+        try:
+            return json.loads(body)
+        except Exception as error:  # Hostile bytes may make parsing raise anything.
+            self.close(f"{type(error).__name__}: {error}")
+
+    def _read(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            try:
+                part = os.read(self._read_fd, min(size - len(found), 1 << 20))
+            except OSError as error:
+                self.close(str(error))
+            if not part:
+                self.close("the code under test has ended")
+            found += part
+        return bytes(found)
+
+    def close(self, reason: str) -> NoReturn:
+        # Nothing that follows is in step with its question.
+        self._read_fd = self._write_fd = -1
+        self.failure = self.failure or reason
+        raise ChannelClosed(reason)
+
+    # Values ----------------------------------------------------------------------------------------------
+
+    def refer(self, value: Any) -> list[Any]:
+        if type(value) in (SolutionObject, TestObject):
+            return ["yours", object.__getattribute__(value, "_number")]
+        number = self._numbers.setdefault(id(value), len(self._shared))
+        if number == len(self._shared):
+            self._shared.append(value)  # also keeps it alive, so that its id stays its own
+        return ["mine", number]
+
+    def _resolve(self, kind: str, number: int) -> Any:
+        if type(number) is not int or number < 0:
+            raise Unsuitable("no reference")
+        if kind == "yours":
+            return self._shared[number]
+        if number not in self._wrapped:
+            self._wrapped[number] = self._wrap(self, number)
+        return self._wrapped[number]
+
+    def _decoded(self, tree: Any) -> Any:
+        try:
+            return decode(tree, self._resolve)
+        except Exception as error:  # As above.
+            self.close(f"{type(error).__name__}: {error}")
+
+    # Calls -----------------------------------------------------------------------------------------------
+
+    def ask(self, operation: str, number: int, *arguments: Any, **keywords: Any) -> Any:
+        """The result of the operation in the other process; raises what it raised, if that is one of Python's own.
+
+        Raises:
+            Refused: arguments or result cannot cross.
+        """
+        try:
+            message = ["ask", operation, number, encode(arguments, self.refer), encode(keywords, self.refer)]
+        except Unsuitable as error:
+            self.refuse(f"the test gives the code {error}")
+        self.send(message)
+        while True:
+            match self.receive():
+                case ["value", tree]:
+                    return self._decoded(tree)
+                case ["error", str() as name, str() as text]:
+                    raise _exception(name, text)
+                case ["unsuitable", str() as reason]:
+                    self.refuse(f"the code gives {reason}"[:300])
+                case ["ask", *question]:
+                    self._answer(question)
+                case _:
+                    self.close("something that is no answer")
+
+    @property
+    def is_closed(self) -> bool:
+        return self._read_fd < 0
+
+    def refuse(self, reason: str) -> NoReturn:
+        self.failure = self.failure or reason
+        raise Refused(reason)
+
+    def serve(self) -> None:
+        """Answers until the other process ends."""
+        while True:
+            try:
+                _, *question = self.receive()
+                self._answer(question)
+            except ChannelClosed:
+                return
+
+    def _answer(self, question: list[Any]) -> None:
+        match question:
+            case [str() as name, int() as number, ["tuple", *arguments], keywords] if name in self._operations:
+                target, *positional = self._decoded(["list", ["yours", number], *arguments])
+                named = self._decoded(keywords)
+            case _:
+                self.close("something that is no question")
+        try:
+            value = self._operations[name](target, *positional, **named)
+            is_made = name == "make" and type(value) is target
+            message = ["value", encode(value, self.refer, keep=is_made)]
+        except (Unsuitable, Refused) as error:
+            message = ["unsuitable", str(error)]
+        except ChannelClosed:
+            raise
+        except BaseException as error:  # Whatever the code raises is its answer.
+            message = ["error", _base_name(error), _text(error)]
+        self.send(message)
+
+
+class TestObject:
+    """What the tests gave to the code under test: it can be called and handed back."""
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        self._channel, self._number = channel, number
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._channel.ask("call", self._number, *arguments, **keywords)
+
+
+_PLAIN_NAMES = {
+    name
+    for kind in (str, bytes, bytearray, int, float, complex, list, tuple, dict, set, frozenset, range, memoryview)
+    for name in dir(kind)
+}
+
+
+class SolutionObject:
+    """An object of the code under test, as a test holds it.
+
+    A test that names a class with a capital letter, as Python does, and calls it, knows that it has an object of the
+    solution's own: its methods and items are what is tested. Any other object stands where a test may expect plain
+    data, and so has no attribute that plain data have, and no item: a test would ask it, and tell it what is expected,
+    instead of judging for itself (``f(x).startswith("a")``).
+    """
+
+    __slots__ = ("_channel", "_is_class", "_is_own", "_number")
+    __hash__ = object.__hash__
+
+    def __init__(self, channel: Channel, number: int) -> None:
+        for name, value in (("_channel", channel), ("_number", number), ("_is_class", False), ("_is_own", False)):
+            object.__setattr__(self, name, value)
+
+    def __ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
+        channel: Channel = object.__getattribute__(self, "_channel")
+        return channel.ask(operation, object.__getattribute__(self, "_number"), *arguments, **keywords)
+
+    def __refuse(self, what: str) -> NoReturn:
+        channel: Channel = object.__getattribute__(self, "_channel")
+        channel.refuse(f"an object that is no plain data where the test {what}")
+
+    def __ask_own(self, what: str, operation: str, *arguments: Any) -> Any:
+        if not object.__getattribute__(self, "_is_own"):
+            self.__refuse(what)
+        return self.__ask(operation, *arguments)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if not object.__getattribute__(self, "_is_class"):
+            return self.__ask("call", *arguments, **keywords)
+        made = self.__ask("make", *arguments, **keywords)
+        if type(made) is SolutionObject:
+            object.__setattr__(made, "_is_own", True)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        is_own = object.__getattribute__(self, "_is_own")
+        if name in _PLAIN_NAMES and not is_own:
+            self.__refuse(f"asks for .{name}, which plain data have")
+        return named(self.__ask("getattr", name), name, is_own)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__ask_own(f"sets .{name}", "setattr", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__ask_own("asks for an item", "getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__ask_own("sets an item", "setitem", key, value)
+
+    def __len__(self) -> int:
+        return int(self.__ask_own("asks for its length", "len"))
+
+    def __str__(self) -> str:
+        return str(self.__ask_own("asks for its text", "str"))
+
+    def __repr__(self) -> str:
+        return str(self.__ask_own("asks for its text", "repr"))
+
+    def __iter__(self) -> Iterator[Any]:
+        # Also what ``in`` asks: the items come over and are compared here.
+        return iter(list(self.__ask_own("asks for its items", "items")))
+
+    def __instancecheck__(self, value: object) -> bool:
+        return type(value) is SolutionObject and bool(self.__ask("isinstance", value))
+
+    def __bool__(self) -> bool:
+        self.__refuse("asks whether it is true")
+
+    def __eq__(self, other: object) -> bool:
+        if other is None:
+            return False
+        self.__refuse("compares it (compare its attributes)")
+
+    def __lt__(self, other: object) -> bool:
+        self.__refuse("compares it")
+
+    __le__ = __gt__ = __ge__ = __lt__
+
+
+def named(value: Any, name: str, is_own: bool = False) -> Any:
+    """``value``, which the tests reached by ``name``: of something that is the solution's own, where ``is_own``."""
+    if type(value) is SolutionObject:
+        is_class = name.lstrip("_")[:1].isupper()
+        for flag, holds in (("_is_class", is_class), ("_is_own", is_own or is_class)):
+            if holds:
+                object.__setattr__(value, flag, True)
+    return value
+
+
+def _items(value: Any) -> list[Any]:
+    found = list(itertools.islice(value, MAX_NODES + 1))
+    if len(found) > MAX_NODES:
+        raise Unsuitable(f"more than {MAX_NODES} items")
+    return found
+
+
+def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    return function(*arguments, **keywords)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": _call,
+    "make": _call,
+    "getattr": getattr,
+    "setattr": setattr,
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    "len": len,
+    "str": str,
+    "repr": repr,
+    "items": _items,
+    "isinstance": lambda kind, value: isinstance(value, kind),
+}
+"""What tests may ask of an object of the code under test, by the methods of :class:`SolutionObject`."""
+CALLS: dict[str, Callable[..., Any]] = {"call": _call}
+"""What the code under test may ask of an object of the tests."""
+
+
+def _base_name(error: BaseException) -> str:
+    """The nearest class of Python's own that it is of."""
+    return next(
+        base.__name__
+        for base in type.__dict__["__mro__"].__get__(type(error))
+        if vars(builtins).get(base.__name__) is base
+    )
+
+
+def _exception(name: str, text: str) -> Exception:
+    kind = vars(builtins).get(name)
+    # An end of iteration would end a loop of the test's (``all(map(f, xs))``) instead of failing it.
+    own = (UnicodeError, StopIteration, StopAsyncIteration)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, own):
+        return kind(text)
+    return RemoteError(f"{name}: {text}")
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str.__str__(str(error))[:1000]
+    except BaseException:  # The exception's own code fails.
+        return ""
