@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
+import operator
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from quartet.config.errors import UserError
-from quartet.text.examples import Messages
+from quartet.data.dialogues import as_dialogue
+from quartet.data.json_rows import Unreadable, loads
+from quartet.text.examples import Messages, PromptText
+
+Turns = Literal["text", "messages"]
 
 _ROLES = {"human": "user", "gpt": "assistant"}
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -26,31 +31,45 @@ def placed(place: str) -> Iterator[None]:
         raise UserError(error.problem, found=found, remedy=error.remedy) from None
 
 
+class Skip(Exception):
+    """A row that is left out and counted under this reason."""
+
+
 @dataclass
 class Fields:
-    """A row under our column names; null counts as missing. ``notes`` collects conversions worth
-    reporting.
+    """A row under our column names; null counts as missing, and so does NaN, which tables have for it.
+
+    Attributes:
+        notes: conversions worth reporting.
+        turns: "messages" where Human/Assistant turns in texts are to become messages.
+        section: of the recipe, for remedies.
     """
 
     values: Mapping[str, Any]
     place: str
     notes: list[str] = field(default_factory=list)
+    turns: Turns = "text"
+    section: str = "data"
 
     def get(self, name: str) -> Any:
         return self.values.get(name)
 
     def has(self, *names: str) -> bool:
-        return all(self.values.get(name) is not None for name in names)
+        return not any(_is_null(self.values.get(name)) for name in names)
+
+    @property
+    def as_turns(self) -> bool:
+        return self.turns == "messages"
 
     def missing(self, needed: str) -> UserError:
-        present = [name for name, value in self.values.items() if value is not None]
-        null = [name for name, value in self.values.items() if value is None]
+        present = [name for name, value in self.values.items() if not _is_null(value)]
+        null = [name for name, value in self.values.items() if _is_null(value)]
         found = f"{self.place} has {', '.join(map(repr, present)) or 'nothing'}"
         found += f"; null: {', '.join(map(repr, null))}" if null else ""
         return UserError(
             f"a row lacks {needed}",
             found=found,
-            remedy="rename the columns, or map them: data.columns.prompt=question",
+            remedy=f"rename the columns, or map them: {self.section}.columns.prompt=question",
         )
 
     def text(self, name: str, *, empty: bool = False) -> str:
@@ -65,11 +84,12 @@ class Fields:
         value = self.values[name]
         if isinstance(value, (bool, int, float)):
             self.notes.append(f"{name} was not text and was written out as text")
-            value = str(value)
+            with contextlib.suppress(ValueError):  # a number of more digits than Python writes is no text
+                value = str(value)
         if not isinstance(value, str):
             raise UserError(
                 f"`{name}` is not text",
-                found=f"{self.place}: {_excerpt(value)}",
+                found=f"{self.place}: {excerpt(value)}",
                 remedy="write it as text, or map another column",
             )
         if not empty and not value.strip():
@@ -85,11 +105,11 @@ class Fields:
         value = self.values.get(name)
         if isinstance(value, str):
             try:
-                value = json.loads(value)
-            except json.JSONDecodeError:
+                value = loads(value)
+            except Unreadable:
                 raise UserError(
                     f"`{name}` is text, not a list of messages",
-                    found=f"{self.place}: {_excerpt(value)}",
+                    found=f"{self.place}: {excerpt(value)}",
                     remedy="write a list of messages, or use a `prompt` column for text",
                 ) from None
         return as_messages(value, self.place)
@@ -101,15 +121,39 @@ class Fields:
             return None
         try:
             number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise UserError(
                 f"`{name}` is not a finite number",
-                found=f"{self.place}: {_excerpt(value)}",
+                found=f"{self.place}: {excerpt(value)}",
                 remedy="write a number, or leave it out",
             )
         return number
+
+    def integers(self, name: str) -> list[int]:
+        """A list of whole numbers; in CSV as JSON text.
+
+        Raises:
+            UserError: missing, or anything else.
+        """
+        if not self.has(name):
+            raise self.missing(f"`{name}`")
+        value: Any = self.values[name]
+        value = value.tolist() if hasattr(value, "tolist") else value
+        if isinstance(value, str):
+            with contextlib.suppress(Unreadable):
+                value = loads(value)
+        try:
+            # Masks are mostly 0 and 1, and sometimes true and false.
+            items: Any = (None,) if isinstance(value, (str, Mapping)) else value
+            return [operator.index(item) for item in items]
+        except TypeError:
+            raise UserError(
+                f"`{name}` is not a list of whole numbers",
+                found=f"{self.place}: {excerpt(value)}",
+                remedy="write it as [1, 2, 3], or leave the column out",
+            ) from None
 
     def truth(self, name: str) -> bool:
         """A yes or no; CSV gives it as text, some converters as 1 and 0.
@@ -122,15 +166,19 @@ class Fields:
         if known is None:
             raise UserError(
                 f"`{name}` is neither true nor false",
-                found=f"{self.place}: {_excerpt(value)}",
+                found=f"{self.place}: {excerpt(value)}",
                 remedy="write true for a good answer and false for a bad one",
             )
         return known
 
 
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def as_messages(value: Any, place: str) -> Messages:
     """Messages with text content; one message alone counts as a list, ``from``/``value`` as
-    ``role``/``content``.
+    ``role``/``content``. A message that only calls tools has the content "".
 
     Raises:
         UserError: with the turn that is wrong.
@@ -139,7 +187,7 @@ def as_messages(value: Any, place: str) -> Messages:
     if not isinstance(turns, list) or not turns:
         raise UserError(
             "a conversation is not a list of messages",
-            found=f"{place}: {_excerpt(value)}",
+            found=f"{place}: {excerpt(value)}",
             remedy='write [{"role": "user", "content": "…"}, …]',
         )
     return [_message(turn, n, place) for n, turn in enumerate(turns, start=1)]
@@ -151,13 +199,32 @@ def _message(turn: Any, number: int, place: str) -> dict[str, Any]:
     if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
         role = message.pop("from")
         message = {"role": _ROLES.get(role, role), "content": message.pop("value"), **message}
+    if message.get("tool_calls") and "content" not in message:
+        message["content"] = ""
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
         raise UserError(
             "a message needs `role` and `content`, both text",
-            found=f"{place}, turn {number}: {_excerpt(turn)}",
+            found=f"{place}, turn {number}: {excerpt(turn)}",
             remedy='write {"role": "user", "content": "…"}',
         )
     return message
+
+
+def prompt_field(fields: Fields) -> PromptText:
+    """``prompt`` (text or messages), else ``messages``."""
+    if fields.has("prompt"):
+        if isinstance(fields.get("prompt"), (list, dict)):
+            return fields.messages("prompt")
+        text = fields.text("prompt")
+        return as_dialogue(text) if fields.as_turns else text
+    if fields.has("messages"):
+        return fields.messages("messages")
+    raise fields.missing("`prompt` or `messages`")
+
+
+def as_chat(prompt: PromptText) -> Messages:
+    """A text prompt whose answers are messages is the user's turn."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def answer_of(messages: Messages, place: str) -> str:
@@ -171,6 +238,15 @@ def answer_of(messages: Messages, place: str) -> str:
     return str(messages[0]["content"])
 
 
-def _excerpt(value: Any) -> str:
-    text = repr(value)
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+def excerpt(value: Any) -> str:
+    """At most 80 characters of a value as Python writes it."""
+    # reprlib looks only as far as it shows: a value may be nested without end, or very long.
+    try:
+        text = _SHORT.repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        text = f"{type(value).__name__} that cannot be written out"
     return text if len(text) <= 80 else text[:77] + "…"

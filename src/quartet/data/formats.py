@@ -5,17 +5,22 @@ kind                          columns                                  prompt
 ============================  =======================================  =====================================
 ``demonstrations`` (SFT)      ``prompt``, ``completion``               text or messages
                               ``messages``                             every turn before the assistant's
+                              ``text``                                 none: everything is learned
+                              ``input_ids``, ``labels``                where labels are -100
 ``preferences`` (pairs)       ``prompt``, ``chosen``, ``rejected``     text or messages
                               ``messages``, ``chosen``, ``rejected``   the messages
-                              ``chosen``, ``rejected`` conversations   the messages that both begin with
+                              ``chosen``, ``rejected``                 what both begin with
 ``judgements`` (KTO)          ``prompt``, ``completion``, ``label``    text or messages
 ``prompts`` (RL, evaluation)  ``prompt``                               text or messages
                               ``messages``                             the messages, without a final answer
-                              ``chosen``, ``rejected`` conversations   the messages that both begin with
+                              ``chosen``, ``rejected``                 what both begin with
 ============================  =======================================  =====================================
 
 A row that cannot be used as it is stops the run with its file and line. Rows that can be left out or read
 with a harmless conversion are counted by reason in ``Parsed.notes``, to be reported.
+
+Arguments of all of them: ``columns`` maps our names to the file's; with ``turns`` "messages" Human/Assistant turns in
+texts become messages; ``section`` of the recipe is named in remedies.
 """
 
 from __future__ import annotations
@@ -28,22 +33,33 @@ from typing import Any, Generic, TypeVar
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
 from quartet.config.preference import DoubtfulPairs
-from quartet.data.fields import Fields, answer_of, as_messages
+from quartet.data.dialogues import as_dialogue
+from quartet.data.fields import Fields, Skip, Turns, answer_of, as_chat, as_messages, prompt_field
+from quartet.data.pairs import SAME, SIDES, pair_field
 from quartet.data.readers import Row, shown_places
-from quartet.text.examples import Conversation, Demonstration, Judgement, Messages, Preference, Prompt, PromptText
+from quartet.text.examples import (
+    Conversation,
+    Demonstration,
+    Document,
+    Example,
+    Judgement,
+    Messages,
+    Preference,
+    Prompt,
+    PromptText,
+    Tokenised,
+)
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-SAME = "chosen and rejected are the same"
 EMPTY = "one answer is empty"
 BEGINNING = "the chosen answer is the beginning of the rejected one"
+_NO_LOSS = -100
+"""Label of a token that is not learned."""
+_MASKS = ("completion_mask", "assistant_masks")
 _KEPT_PLACES = 6
 """Places remembered per remark: one more than are shown."""
-
-
-class Skip(Exception):
-    """A row that is left out and counted under this reason."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +84,28 @@ class Parsed(Generic[T]):
 
 
 def demonstrations(
-    rows: Sequence[Row], columns: Mapping[str, str] | None = None
-) -> Parsed[Demonstration | Conversation]:
-    """SFT examples. ``columns`` maps our names to the file's.
+    rows: Sequence[Row],
+    columns: Mapping[str, str] | None = None,
+    *,
+    turns: Turns = "text",
+    section: str = "data",
+) -> Parsed[Example]:
+    """SFT examples.
 
     Raises:
-        UserError: missing columns, empty or non-text values, a conversation without an answer.
+        UserError: missing columns, empty or non-text values, a conversation without an answer, labels that are not the
+            row's own token ids.
     """
-    return parse_rows(rows, columns, _demonstration)
+    return parse_rows(rows, columns, _demonstration, turns=turns, section=section)
 
 
 def preferences(
-    rows: Sequence[Row], columns: Mapping[str, str] | None = None, doubtful: DoubtfulPairs = "keep"
+    rows: Sequence[Row],
+    columns: Mapping[str, str] | None = None,
+    doubtful: DoubtfulPairs = "keep",
+    *,
+    turns: Turns = "text",
+    section: str = "data",
 ) -> Parsed[Preference]:
     """Preference pairs.
 
@@ -95,7 +121,8 @@ def preferences(
         UserError: missing columns, an empty prompt, values that are neither text nor messages, a margin that is not a
             finite number, doubtful pairs.
     """
-    parsed = parse_rows(rows, columns, partial(_preference, keep_empty=doubtful == "keep"))
+    parse = partial(_preference, keep_empty=doubtful == "keep")
+    parsed = parse_rows(rows, columns, parse, turns=turns, section=section)
     if doubtful == "error":
         refuse_doubtful(parsed.skipped, parsed.places)
     return parsed
@@ -117,13 +144,19 @@ def refuse_doubtful(counts: Mapping[str, int], places: Mapping[str, Sequence[str
         )
 
 
-def judgements(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> Parsed[Judgement]:
+def judgements(
+    rows: Sequence[Row],
+    columns: Mapping[str, str] | None = None,
+    *,
+    turns: Turns = "text",
+    section: str = "data",
+) -> Parsed[Judgement]:
     """Answers judged good or bad one by one.
 
     Raises:
         UserError: missing columns, an empty prompt, a label that is neither true nor false.
     """
-    return parse_rows(rows, columns, _judgement)
+    return parse_rows(rows, columns, _judgement, turns=turns, section=section)
 
 
 def has_judgements(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> bool:
@@ -132,22 +165,35 @@ def has_judgements(rows: Sequence[Row], columns: Mapping[str, str] | None = None
     return {"completion", "label"} <= names and not {"chosen", "rejected"} <= names
 
 
-def prompts(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> Parsed[Prompt]:
+def prompts(
+    rows: Sequence[Row],
+    columns: Mapping[str, str] | None = None,
+    *,
+    turns: Turns = "text",
+    section: str = "data",
+) -> Parsed[Prompt]:
     """Prompts for generation; every other column goes to the rewards.
 
     Raises:
         UserError: missing columns, an empty prompt, values that are neither text nor messages.
     """
-    return parse_rows(rows, columns, _prompt)
+    return parse_rows(rows, columns, _prompt, turns=turns, section=section)
 
 
-def parse_rows(rows: Sequence[Row], columns: Mapping[str, str] | None, parse: Callable[[Fields], U]) -> Parsed[U]:
+def parse_rows(
+    rows: Sequence[Row],
+    columns: Mapping[str, str] | None,
+    parse: Callable[[Fields], U],
+    *,
+    turns: Turns = "text",
+    section: str = "data",
+) -> Parsed[U]:
     items: list[U] = []
     skipped: dict[str, int] = {}
     notes: dict[str, int] = {}
     places: dict[str, list[str]] = {}
     for row in rows:
-        fields = Fields(_renamed(row, columns or {}), row.place)
+        fields = Fields(_renamed(row, columns or {}, section), row.place, turns=turns, section=section)
         try:
             items.append(parse(fields))
         except Skip as reason:
@@ -169,51 +215,105 @@ def note_place(reason: str, place: str, counts: dict[str, int], places: dict[str
         known.append(place)
 
 
-def _renamed(row: Row, columns: Mapping[str, str]) -> dict[str, Any]:
+def _renamed(row: Row, columns: Mapping[str, str], section: str) -> dict[str, Any]:
     values = dict(row.values)
     renamed: dict[str, Any] = {}
     for ours, theirs in columns.items():
         if theirs not in row.values:
             raise UserError(
-                f"the data have no column {theirs!r}, to which data.columns.{ours} points",
+                f"the data have no column {theirs!r}, to which {section}.columns.{ours} points",
                 found=f"{row.place} has {', '.join(map(repr, row.values))}",
-                remedy=nearest(theirs, row.values) or f"set data.columns.{ours} to one of these",
+                remedy=nearest(theirs, row.values) or f"set {section}.columns.{ours} to one of these",
             )
         renamed[ours] = row.values[theirs]
         values.pop(theirs, None)
     return {**values, **renamed}
 
 
-def _demonstration(fields: Fields) -> Demonstration | Conversation:
+# Demonstrations and judgements ---------------------------------------------------------------------------
+
+
+def _demonstration(fields: Fields) -> Example:
+    if fields.has("input_ids"):
+        return _tokenised(fields)
     if fields.has("prompt", "completion"):
-        prompt, answer = prompt_field(fields), fields.get("completion")
-        if isinstance(answer, (list, dict)):
-            text, prompt = answer_of(as_messages(answer, fields.place), fields.place), _as_chat(prompt)
-        else:
-            text = fields.text("completion")
+        prompt, text = _answered(fields)
         return Demonstration(prompt, text, fields.place)
     if fields.has("messages"):
-        messages = fields.messages("messages")
-        roles = [message["role"] for message in messages]
-        if "assistant" not in roles[1:]:
-            raise UserError(
-                "a conversation has no assistant turn to learn from",
-                found=f"{fields.place}: roles {roles}",
-                remedy="remove the row, or add the answer",
-            )
-        return Conversation(messages, fields.place)
-    raise fields.missing("`prompt` and `completion`, or `messages`")
+        return _conversation(fields.messages("messages"), fields.place)
+    if fields.has("text") and not (fields.has("prompt") or fields.has("completion")):
+        text = fields.text("text")
+        return _conversation(as_dialogue(text), fields.place) if fields.as_turns else Document(text, fields.place)
+    raise fields.missing("`prompt` and `completion`, `messages`, `text` or `input_ids`")
+
+
+def _conversation(messages: Messages, place: str) -> Conversation:
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles[1:]:
+        raise UserError(
+            "a conversation has no assistant turn to learn from",
+            found=f"{place}: roles {roles}",
+            remedy="remove the row, or add the answer",
+        )
+    return Conversation(messages, place)
+
+
+def _tokenised(fields: Fields) -> Tokenised:
+    """Ids as they are; padding, which ``attention_mask`` marks, is taken off both ends."""
+    ids = fields.integers("input_ids")
+    labels = fields.integers("labels") if fields.has("labels") else ids
+    masks = {name: fields.integers(name) for name in ("attention_mask", *_MASKS) if fields.has(name)}
+    for name, values in {"labels": labels, **masks}.items():
+        if len(values) != len(ids):
+            raise _unfit(fields, f"`{name}` has {len(values)} entries for {len(ids)} ids")
+    wrong = next((n for n, label in enumerate(labels) if label not in (_NO_LOSS, ids[n])), None)
+    if wrong is not None:
+        raise _unfit(fields, f"label {labels[wrong]} at place {wrong} is neither {_NO_LOSS} nor the id {ids[wrong]}")
+    learned = [label != _NO_LOSS and all(masks[n][k] for n in _MASKS if n in masks) for k, label in enumerate(labels)]
+    seen = masks.get("attention_mask", [1] * len(ids))
+    start, stop = (seen.index(1), len(seen) - seen[::-1].index(1)) if 1 in seen else (0, 0)
+    if not all(seen[start:stop]):
+        raise _unfit(fields, "`attention_mask` has gaps: several sequences in one row")
+    learned[start : start + 1] = [False]  # nothing predicts the first
+    if not any(learned[start:stop]):
+        raise _unfit(fields, "no token carries loss")
+    return Tokenised(tuple(ids[start:stop]), tuple(learned[start:stop]), fields.place)
+
+
+def _unfit(fields: Fields, reason: str) -> UserError:
+    return UserError(
+        "a tokenised row cannot be learned from",
+        found=f"{fields.place}: {reason}",
+        remedy=f"mend or remove the row; labels repeat `input_ids`, with {_NO_LOSS} where nothing is learned",
+    )
+
+
+def _judgement(fields: Fields) -> Judgement:
+    if not fields.has("completion", "label"):
+        raise fields.missing("`prompt`, `completion` and `label`")
+    prompt, text = _answered(fields, empty=True)
+    if not text.strip():
+        fields.notes.append("the answer is empty")
+    return Judgement(prompt, text, fields.truth("label"), fields.place)
+
+
+def _answered(fields: Fields, *, empty: bool = False) -> tuple[PromptText, str]:
+    """``prompt`` and ``completion``."""
+    prompt, answer = prompt_field(fields), fields.get("completion")
+    if isinstance(answer, (list, dict)):
+        return as_chat(prompt), answer_of(as_messages(answer, fields.place), fields.place)
+    text = fields.text("completion", empty=empty)
+    return prompt, text.strip() if fields.as_turns else text
+
+
+# Pairs ---------------------------------------------------------------------------------------------------
 
 
 def _preference(fields: Fields, *, keep_empty: bool) -> Preference:
     if not fields.has("chosen", "rejected"):
         raise fields.missing("`chosen` and `rejected`, with `prompt` or `messages` or as conversations")
     margin = fields.number("margin")
-    if all(isinstance(fields.get(name), (list, dict)) for name in ("chosen", "rejected")):
-        prompt, chosen, rejected = _conversations(fields)
-    else:
-        prompt = prompt_field(fields)
-        chosen, rejected = fields.text("chosen", empty=True), fields.text("rejected", empty=True)
+    prompt, chosen, rejected = pair_field(fields)
     if chosen == rejected:
         raise Skip(SAME)
     if not chosen.strip() or not rejected.strip():
@@ -223,38 +323,7 @@ def _preference(fields: Fields, *, keep_empty: bool) -> Preference:
     return Preference(prompt, chosen, rejected, margin, fields.place)
 
 
-def _judgement(fields: Fields) -> Judgement:
-    if not fields.has("completion", "label"):
-        raise fields.missing("`prompt`, `completion` and `label`")
-    prompt, answer = prompt_field(fields), fields.get("completion")
-    if isinstance(answer, (list, dict)):
-        text, prompt = answer_of(as_messages(answer, fields.place), fields.place), _as_chat(prompt)
-    else:
-        text = fields.text("completion", empty=True)
-        if not text.strip():
-            fields.notes.append("the answer is empty")
-    return Judgement(prompt, text, fields.truth("label"), fields.place)
-
-
-def _conversations(fields: Fields) -> tuple[PromptText, str, str]:
-    """Prompt and answers of conversations: what both begin with, and the one turn in which they differ."""
-    chosen, rejected = fields.messages("chosen"), fields.messages("rejected")
-    if chosen == rejected:
-        raise Skip(SAME)
-    shared = _shared_turns(chosen, rejected)
-    if len(chosen) != shared + 1 or len(rejected) != shared + 1:
-        raise Skip("the conversations differ before their last turn")
-    prompt: PromptText = chosen[:shared]
-    if not shared:
-        prompt = _as_chat(prompt_field(fields))
-    return prompt, answer_of(chosen[shared:], fields.place), answer_of(rejected[shared:], fields.place)
-
-
-def _shared_turns(chosen: Messages, rejected: Messages) -> int:
-    return next(
-        (k for k, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
-        min(len(chosen), len(rejected)),
-    )
+# Prompts -------------------------------------------------------------------------------------------------
 
 
 def _prompt(fields: Fields) -> Prompt:
@@ -262,11 +331,11 @@ def _prompt(fields: Fields) -> Prompt:
         name = "prompt" if fields.has("prompt") else "messages"
         prompt = prompt_field(fields)
         used = {name}
-    elif all(isinstance(fields.get(side), list) for side in ("chosen", "rejected")):
-        prompt, _, _ = _conversations(fields)
-        used = {"chosen", "rejected"}
+    elif fields.has(*SIDES):
+        prompt, _, _ = pair_field(fields)
+        used = set(SIDES)
     else:
-        raise fields.missing("`prompt`, `messages`, or `chosen` and `rejected` conversations")
+        raise fields.missing("`prompt`, `messages`, or `chosen` and `rejected` that hold it")
     if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
         turns = len(prompt)
         while prompt and prompt[-1]["role"] == "assistant":
@@ -279,19 +348,3 @@ def _prompt(fields: Fields) -> Prompt:
             )
         fields.notes.append("the final assistant turn was taken off the prompt")
     return Prompt(prompt, {k: v for k, v in fields.values.items() if k not in used}, fields.place)
-
-
-def prompt_field(fields: Fields) -> PromptText:
-    """``prompt`` (text or messages), else ``messages``."""
-    if fields.has("prompt"):
-        if isinstance(fields.get("prompt"), (list, dict)):
-            return fields.messages("prompt")
-        return fields.text("prompt")
-    if fields.has("messages"):
-        return fields.messages("messages")
-    raise fields.missing("`prompt` or `messages`")
-
-
-def _as_chat(prompt: PromptText) -> Messages:
-    """A text prompt whose answers are messages is the user's turn."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -1,11 +1,11 @@
 """Step-labelled answers: which rows are understood, and the batches they make.
 
-====================================== ================================================================
+====================================== ========================================================================
 columns                                one label for
-====================================== ================================================================
-``prompt``, ``steps``, ``labels``      each entry of the list ``steps``
+====================================== ========================================================================
+``prompt``, ``steps``, ``labels``      each entry of the list ``steps``, which may also be called ``completions``
 ``prompt``, ``completion``, ``labels`` each step that the separator cuts the text ``completion`` into
-====================================== ================================================================
+====================================== ========================================================================
 
 A hard label is 1, true or "+" (right) or 0, -1, false or "-" (wrong), a soft one a probability in [0, 1]; null leaves
 a step without a label. In CSV the lists are JSON text.
@@ -13,7 +13,6 @@ a step without a label. In CSV the lists are JSON text.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,9 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.data.datasets import Overlong, fitting
-from quartet.data.fields import Fields
-from quartet.data.formats import Parsed, Skip, parse_rows, prompt_field
+from quartet.data.fields import Fields, Skip, Turns, excerpt, prompt_field
+from quartet.data.formats import Parsed, parse_rows
+from quartet.data.json_rows import Unreadable, loads
 from quartet.data.order import draws
 from quartet.data.readers import Row, shown_places
 from quartet.text.examples import PromptText
@@ -34,6 +34,7 @@ from quartet.text.steps import answer_pieces, last_tokens, split_steps
 from quartet.text.tokenizer import TextCodec
 
 _WORDS = {"+": 1.0, "-": 0.0}
+_STEPS = ("steps", "completions")
 _SHOWN_FAULTS = 5
 
 
@@ -55,14 +56,22 @@ class Fault:
     place: str
 
 
-def step_labelled(rows: Sequence[Row], columns: Mapping[str, str] | None, separator: str) -> Parsed[StepLabelled]:
+def step_labelled(
+    rows: Sequence[Row],
+    columns: Mapping[str, str] | None,
+    separator: str,
+    *,
+    turns: Turns = "text",
+    section: str = "data",
+) -> Parsed[StepLabelled]:
     """Typed examples. Left out and counted: answers of which no step has a label.
 
     Raises:
         UserError: missing columns or empty values; labels that do not match the steps or are out of range (all such
             rows in one message).
     """
-    parsed: Parsed[StepLabelled | Fault] = parse_rows(rows, columns, partial(_example, separator=separator))
+    parse = partial(_example, separator=separator)
+    parsed: Parsed[StepLabelled | Fault] = parse_rows(rows, columns, parse, turns=turns, section=section)
     examples = [item for item in parsed.items if isinstance(item, StepLabelled)]
     _refuse([item for item in parsed.items if isinstance(item, Fault)], len(rows))
     return Parsed(tuple(examples), parsed.skipped, parsed.notes, parsed.places)
@@ -82,13 +91,14 @@ def _refuse(faults: Sequence[Fault], num_rows: int) -> None:
 
 
 def _example(fields: Fields, *, separator: str) -> StepLabelled | Fault:
-    if not fields.has("labels") or not (fields.has("steps") or fields.has("completion")):
+    name = next((name for name in _STEPS if fields.has(name)), None)
+    if not fields.has("labels") or (name is None and not fields.has("completion")):
         raise fields.missing("`prompt`, `steps` (or `completion`) and `labels`")
     prompt = prompt_field(fields)
     try:
         values = _list(fields, "labels")
         labels = tuple(_label(value, n) for n, value in enumerate(values, start=1))
-        text = _joined(fields, separator) if fields.has("steps") else fields.text("completion")
+        text = _joined(_list(fields, name), separator) if name is not None else fields.text("completion")
     except _Unusable as error:
         return Fault(str(error), fields.place)
     num_steps = len(split_steps(text, separator))
@@ -110,8 +120,8 @@ def _list(fields: Fields, name: str) -> list[Any]:
     value = fields.get(name)
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
+            value = loads(value)
+        except Unreadable:
             raise _Unusable(f"`{name}` is text, not a list") from None
     if not isinstance(value, list):
         raise _Unusable(f"`{name}` is not a list")
@@ -125,15 +135,14 @@ def _label(value: Any, number: int) -> float | None:
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]
     if isinstance(value, (bool, int, float)):
-        label = 0.0 if value == -1 else float(value)
-        if math.isfinite(label) and 0 <= label <= 1:
-            return label
-    raise _Unusable(f"label {number} is {value!r}, not 0, 1, -1, true, false, '+', '-' or a number from 0 to 1")
+        label = 0.0 if value == -1 else value
+        if 0 <= label <= 1:
+            return float(label)
+    raise _Unusable(f"label {number} is {excerpt(value)}, not 0, 1, -1, true, false, '+', '-' or a number from 0 to 1")
 
 
-def _joined(fields: Fields, separator: str) -> str:
+def _joined(steps: Sequence[Any], separator: str) -> str:
     """The steps as one text, each but the last ended by the separator."""
-    steps = _list(fields, "steps")
     for number, step in enumerate(steps, start=1):
         if not isinstance(step, str) or not step.removesuffix(separator).strip():
             raise _Unusable(f"step {number} is {'empty' if isinstance(step, str) else 'not text'}")

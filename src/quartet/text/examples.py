@@ -33,6 +33,27 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Document:
+    """Text of which every token is learned (language modelling)."""
+
+    text: str
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """Token ids as they are, and which of them carry loss."""
+
+    input_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    place: str = ""
+
+
+Example: TypeAlias = Demonstration | Conversation | Document | Tokenised
+"""What SFT learns from."""
+
+
+@dataclass(frozen=True)
 class Preference:
     """Two answers to one prompt, the first preferred; ``margin`` is how clearly, where the data says so."""
 

@@ -23,7 +23,16 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from quartet.config.errors import UserError
 from quartet.text import chat
 from quartet.text.display import token_texts
-from quartet.text.examples import Conversation, Demonstration, Judgement, Messages, Preference, PromptText
+from quartet.text.examples import (
+    Conversation,
+    Document,
+    Example,
+    Judgement,
+    Messages,
+    Preference,
+    PromptText,
+    Tokenised,
+)
 from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
 
 __all__ = ["TextCodec", "check_vocabulary", "load_tokenizer"]
@@ -126,9 +135,10 @@ class TextCodec:
                 return both[len(alone) :]
         return self._plain(text)
 
-    def encode_example(self, example: Demonstration | Conversation) -> tuple[list[int], list[bool]]:
+    def encode_example(self, example: Example) -> tuple[list[int], list[bool]]:
         """``(input_ids, loss_mask)`` of equal length for SFT: completions and assistant turns carry loss,
-        with their end-of-text token, and nothing else does.
+        with their end-of-text token, and nothing else does. Of a document everything does but the first token, which
+        nothing predicts; token ids stay as they are.
 
         Raises:
             UserError: the example's place is named.
@@ -136,6 +146,10 @@ class TextCodec:
         try:
             if isinstance(example, Conversation):
                 return self.encode_conversation(example.messages)
+            if isinstance(example, Document):
+                return self._encode_document(example.text)
+            if isinstance(example, Tokenised):
+                return self._checked(example)
             prompt_ids, completion_ids = self.encode_completion(example.prompt, example.completion)
         except UserError as error:
             raise _at(example.place, error) from None
@@ -270,6 +284,30 @@ class TextCodec:
         if whole[: len(before)] == before:
             return whole[len(before) :]
         return self.encode_continuation(tail)
+
+    def _encode_document(self, text: str) -> tuple[list[int], list[bool]]:
+        ids = self._encode_text(text)
+        if ids and ids[-1] not in self.eos_ids:
+            ids = [*ids, self.eos_id]
+        if len(ids) < 2:
+            raise UserError("the text has nothing to learn from", found=repr(text), remedy="remove the row")
+        return ids, [False] + [True] * (len(ids) - 1)
+
+    def _checked(self, example: Tokenised) -> tuple[list[int], list[bool]]:
+        """Ids that the tokenizer has; the model has a row for each of those."""
+        unknown = next((n for n, token in enumerate(example.input_ids) if not 0 <= token < self._num_ids), None)
+        if unknown is not None:
+            raise UserError(
+                "a token id is not in the vocabulary",
+                found=f"id {example.input_ids[unknown]} at place {unknown} of `input_ids`; the ids end at "
+                f"{self._num_ids - 1}",
+                remedy="use data that were tokenised for this model, or text",
+            )
+        return list(example.input_ids), list(example.loss_mask)
+
+    @cached_property
+    def _num_ids(self) -> int:
+        return 1 + max(self.tokenizer.get_vocab().values())
 
     def _end(self, ids: list[int]) -> list[int]:
         """A turn up to its first end-of-text token, which is added where the template wrote none.

@@ -1,0 +1,257 @@
+"""Formats as they are published: HH-RLHF's dialogues, TRL's forms, rows that are tokenised already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quartet.config.errors import UserError
+from quartet.data.datasets import SFTData
+from quartet.data.dialogues import as_dialogue, split_texts
+from quartet.data.formats import demonstrations, judgements, preferences, prompts
+from quartet.data.process import step_labelled
+from quartet.data.readers import Row
+from quartet.quickstart.tokenizer import build_tokenizer
+from quartet.text.examples import Conversation, Demonstration, Document, Judgement, Preference, Prompt, Tokenised
+from quartet.text.tokenizer import TextCodec
+
+PLACE = "f.jsonl:1"
+
+
+def rows(*values: dict[str, Any]) -> list[Row]:
+    return [Row(value, "f.jsonl", line) for line, value in enumerate(values, start=1)]
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+# HH-RLHF -------------------------------------------------------------------------------------------------
+
+ASKED = "\n\nHuman: Who?\n\nAssistant: Me.\n\nHuman: And\n\nyou?\n\nAssistant:"
+TURNS = [turn("user", "Who?"), turn("assistant", "Me."), turn("user", "And\n\nyou?")]
+
+
+def test_dialogues_are_cut_behind_the_last_turn_they_share() -> None:
+    row = {"chosen": f"{ASKED} Yes, I", "rejected": f"{ASKED} Yes, me"}
+    (found,) = preferences(rows(row)).items
+    assert found == Preference(ASKED, " Yes, I", " Yes, me", None, PLACE)
+    (found,) = preferences(rows(row), turns="messages").items
+    assert found == Preference(TURNS, "Yes, I", "Yes, me", None, PLACE)
+    assert prompts(rows({**row, "id": 7})).items == (Prompt(ASKED, {"id": 7}, PLACE),)
+    assert prompts(rows(row), turns="messages").items[0].prompt == TURNS
+
+
+def test_dialogues_beside_other_columns_and_without_the_leading_lines() -> None:
+    asked = "Human: Hi\n\nAssistant:"
+    row = {"source": "hub", "chosen": f"{asked} a", "rejected": f"{asked} b", "prompt": None}
+    assert preferences(rows(row)).items[0].prompt == asked
+
+
+def test_an_empty_answer_of_a_dialogue_is_the_data_s_own() -> None:
+    found = preferences(rows({"chosen": f"{ASKED} No.", "rejected": f"{ASKED} "}))
+    assert found.items[0].rejected == " " and dict(found.notes) == {"one answer is empty": 1}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected"),
+    [
+        ("\n\nHuman: a\n\nAssistant: b", "\n\nHuman: c\n\nAssistant: b"),
+        (f"{ASKED} b\n\nHuman: c\n\nAssistant: d", f"{ASKED} e\n\nHuman: c\n\nAssistant: d"),
+        (f"{ASKED} b", f"{ASKED} b\n\nHuman: c\n\nAssistant: d"),
+    ],
+)
+def test_dialogues_that_differ_earlier_are_left_out(chosen: str, rejected: str) -> None:
+    fine = {"chosen": f"{ASKED} Yes", "rejected": f"{ASKED} No"}
+    found = preferences(rows(fine, {"chosen": chosen, "rejected": rejected}))
+    assert dict(found.skipped) == {"the conversations differ before their last turn": 1} and len(found.items) == 1
+
+
+def test_answers_that_repeat_their_prompt() -> None:
+    whole = preferences(rows({"prompt": ASKED, "chosen": f"{ASKED} Yes", "rejected": f"{ASKED} No"}))
+    assert whole.items[0] == Preference(ASKED, " Yes", " No", None, PLACE)
+    assert dict(whole.notes) == {"both answers began with their prompt, which was taken off": 1}
+    alone = preferences(rows({"prompt": ASKED, "chosen": " Yes", "rejected": " No"}), turns="messages")
+    assert alone.items[0] == Preference(TURNS, "Yes", "No", None, PLACE)
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("plain", [turn("user", "plain")]),
+        ("Be kind.\n\nHuman: a\n\nHuman: b\n\nAssistant:", [turn("system", "Be kind."), turn("user", "a\n\nb")]),
+        ("\n\nHuman: a\n\nAssistant: b", [turn("user", "a"), turn("assistant", "b")]),
+        ("\n\nHuman: say Assistant: x\n\nAssistant:", [turn("user", "say Assistant: x")]),
+    ],
+)
+def test_turns_become_messages(text: str, messages: list[dict[str, str]]) -> None:
+    assert as_dialogue(text) == messages
+
+
+def test_turns_of_every_kind_of_row() -> None:
+    row = {"prompt": ASKED, "completion": " Yes ", "label": True}
+    assert demonstrations(rows(row), turns="messages").items == (Demonstration(TURNS, "Yes", PLACE),)
+    assert judgements(rows(row), turns="messages").items == (Judgement(TURNS, "Yes", True, PLACE),)
+    text = {"text": f"{ASKED} Yes"}
+    assert demonstrations(rows(text), turns="messages").items == (
+        Conversation([*TURNS, turn("assistant", "Yes")], PLACE),
+    )
+    found = prompts(rows({"prompt": f"{ASKED} Yes"}), turns="messages")
+    assert found.items[0].prompt == TURNS and found.notes, "the answer was taken off"
+
+
+# Texts that begin alike ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("The sky is blue.", "The sky is green.", "The sky is"),
+        ("The sky is blue.", "The sky is black.", "The sky is"),
+        ("The sky is", "The sky is blue", "The sky"),
+        ("The sky is ", "The sky is blue", "The sky"),
+        ("Q: a\nA: b c", "Q: a\nA: b\td", "Q: a\nA: b"),
+        ("Say\n\nyes", "Say\n\nno", "Say"),
+    ],
+)
+def test_texts_are_cut_before_the_word_that_differs(chosen: str, rejected: str, prompt: str) -> None:
+    (found,) = preferences(rows({"chosen": chosen, "rejected": rejected, "score": 1})).items
+    assert found == Preference(prompt, chosen[len(prompt) :], rejected[len(prompt) :], None, PLACE)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": "Yes", "rejected": "No"},
+        {"chosen": "Yesterday", "rejected": "Yes"},
+        {"chosen": " yes", "rejected": " no"},
+        {"chosen": "The one", "rejected": "The other", "question": "Which?"},
+        {"chosen": "The one", "rejected": "The other", "prompt": None},
+    ],
+)
+def test_a_prompt_is_not_made_up(row: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="lacks `prompt`"):
+        preferences(rows(row))
+
+
+@given(st.text(" ab\n"), st.text(" ab\n"), st.text(" ab\n"))
+def test_no_answer_is_empty(head: str, one: str, other: str) -> None:
+    chosen, rejected = head + one, head + other
+    cut = split_texts(chosen, rejected)
+    if cut is not None:
+        assert chosen[:cut] == rejected[:cut] and chosen[:cut].strip()
+        assert chosen[cut:].strip() and rejected[cut:].strip()
+        assert all(text[cut].isspace() for text in (chosen, rejected)), "no word is torn"
+
+
+# TRL's forms ---------------------------------------------------------------------------------------------
+
+USER, YES, NO = turn("user", "u"), turn("assistant", "yes"), turn("assistant", "no")
+
+
+def test_answers_of_several_turns_continue_an_explicit_prompt() -> None:
+    system = turn("system", "s")
+    row = {"prompt": [system, USER], "chosen": [YES, USER, YES], "rejected": [YES, USER, NO]}
+    assert preferences(rows(row)).items[0] == Preference([system, USER, YES, USER], "yes", "no", None, PLACE)
+
+
+def test_unpaired_stepwise_and_tools() -> None:
+    assert judgements(rows({"prompt": [USER], "completion": [YES], "label": False})).items[0].label is False
+    row = {"prompt": "p", "completions": ["one", "two"], "labels": [True, False]}
+    (found,) = step_labelled(rows(row), None, "\n").items
+    assert (found.completion, found.labels) == ("one\ntwo", (1.0, 0.0))
+    tools = [{"type": "function"}]
+    assert prompts(rows({"prompt": [USER], "tools": tools})).items[0].columns == {"tools": tools}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    messages = demonstrations(rows({"messages": [USER, call, turn("tool", "4"), YES]})).items[0].messages  # type: ignore[union-attr]
+    assert messages[1] == {**call, "content": ""}
+
+
+def test_null_and_nan_are_missing_and_not_text() -> None:
+    for value in (None, float("nan")):
+        with pytest.raises(UserError, match="null: 'prompt'"):
+            prompts(rows({"prompt": value, "answer": 1}))
+
+
+@pytest.mark.parametrize("power", [400, 5000])
+def test_numbers_beyond_measure_from_python(power: int) -> None:
+    for value in (10**power, [10**power]):
+        with pytest.raises(UserError, match="not a finite number"):
+            preferences(rows({"prompt": "p", "chosen": "c", "rejected": "r", "margin": value}))
+        with pytest.raises(UserError, match="step labels"):
+            step_labelled(rows({"prompt": "p", "steps": ["a"], "labels": [value]}), None, "\n")
+    with pytest.raises(UserError, match="not text"):
+        prompts(rows({"prompt": 10**5000}))
+
+
+def test_a_value_nested_without_end_is_shown_in_short() -> None:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(UserError, match="not a list of messages|needs `role`"):
+        demonstrations(rows({"messages": value}))
+
+
+# Language modelling and token ids ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec(build_tokenizer())
+
+
+def test_every_token_of_a_text_is_learned(codec: TextCodec) -> None:
+    parsed = demonstrations(rows({"text": "1+2=3"}))
+    assert parsed.items == (Document("1+2=3", PLACE),)
+    (item,) = SFTData.build(parsed, codec, 99).items
+    assert list(item.input_ids) == [*codec.encode_prompt("1+2=3"), codec.eos_id]
+    assert item.loss_mask == (False, *[True] * (len(item.input_ids) - 1)), "nothing predicts the first"
+
+
+@pytest.mark.parametrize(
+    ("row", "ids", "mask"),
+    [
+        ({"input_ids": [3, 4, 5]}, [3, 4, 5], [0, 1, 1]),
+        ({"input_ids": [3, 4, 5], "labels": [-100, -100, 5]}, [3, 4, 5], [0, 0, 1]),
+        ({"input_ids": [3, 4, 5], "labels": [3, 4, 5], "messages": None}, [3, 4, 5], [0, 1, 1]),
+        ({"input_ids": [0, 3, 4, 0], "attention_mask": [0, 1, 1, 0], "labels": [-100, 3, 4, -100]}, [3, 4], [0, 1]),
+        ({"input_ids": [3, 4, 5], "completion_mask": [0, 0, 1]}, [3, 4, 5], [0, 0, 1]),
+        ({"input_ids": [3, 4, 5], "assistant_masks": [0, 1, 0], "labels": [3, 4, 5]}, [3, 4, 5], [0, 1, 0]),
+        ({"input_ids": "[3, 4]", "labels": "[-100, 4]"}, [3, 4], [0, 1]),
+    ],
+)
+def test_token_ids_stay_as_they_are(row: dict[str, Any], ids: list[int], mask: list[int], codec: TextCodec) -> None:
+    parsed = demonstrations(rows(row))
+    assert parsed.items == (Tokenised(tuple(ids), tuple(map(bool, mask)), PLACE),)
+    (item,) = SFTData.build(parsed, codec, 99).items
+    assert (list(item.input_ids), list(item.loss_mask)) == (ids, mask)
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"input_ids": [3, 4, 1000]}, "id 1000 at place 2"),
+        ({"input_ids": [3, -1]}, "id -1 at place 1"),
+        ({"input_ids": [3, 4], "labels": [-100, 5]}, "label 5 at place 1 is neither -100 nor the id 4"),
+        ({"input_ids": [3, 4], "labels": [4, -100]}, "label 4 at place 0"),
+        ({"input_ids": [3, 4], "labels": [4]}, "`labels` has 1 entries for 2 ids"),
+        ({"input_ids": [3, 4], "labels": [-100, -100]}, "no token carries loss"),
+        ({"input_ids": [3]}, "no token carries loss"),
+        ({"input_ids": []}, "no token carries loss"),
+        ({"input_ids": [3, 4, 5], "attention_mask": [1, 0, 1]}, "has gaps"),
+        ({"input_ids": [3, 4], "attention_mask": [0, 0]}, "no token carries loss"),
+        ({"input_ids": [3.5, 4]}, "[3.5, 4]"),
+        ({"input_ids": [[3, 4]]}, "[[3, 4]]"),
+        ({"input_ids": "3 4"}, "'3 4'"),
+    ],
+)
+def test_token_ids_that_cannot_be_used_are_refused_with_their_row(
+    row: dict[str, Any], found: str, codec: TextCodec
+) -> None:
+    fine = {"input_ids": [3, 4]}
+    with pytest.raises(UserError) as caught:
+        SFTData.build(demonstrations(rows(fine, row)), codec, 99)
+    assert "f.jsonl:2: " in caught.value.found and found in caught.value.found
