@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # One thread: equal sums on every run, and no waiting at barriers on a machine that others use, too.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: quickstart test test-fast test-slow test-gpu lint format types clean
+.PHONY: quickstart test test-fast test-slow test-gpu lint format types reference wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
@@ -27,6 +27,10 @@ test-gpu:
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# docs/reference from the recipes' own classes; a test compares them.
+reference: $(VENV)/.installed
+	$(BIN)/quartet config --write docs/reference
 
 types: $(VENV)/.installed-test
 	$(BIN)/mypy

@@ -51,7 +51,7 @@ def quickstart(
     out: Annotated[Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
 ) -> None:
-    """SFT, reward model, PPO on a toy task: three minutes."""
+    """SFT, reward model and PPO on a toy task."""
     if resume and out is None:
         raise UserError("nothing to resume", found="--resume without --out", remedy="name the directory with --out")
     path = out or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
@@ -213,12 +213,13 @@ def main() -> None:
         except UserError as error:
             typer.echo(f"error: {error}", err=True)
             sys.exit(2)
-        except SystemExit as stop:
-            # typer has turned a KeyboardInterrupt into this status, without a word
-            if stop.code == 130 and not _is_in_allocation():
+        except (SystemExit, KeyboardInterrupt) as stop:
+            # typer turns a KeyboardInterrupt inside a command into status 130, without a word
+            if isinstance(stop, SystemExit) and stop.code != 130:
+                raise
+            if not _is_in_allocation():
                 typer.echo("stopped at once; --resume goes on from the last checkpoint", err=True)
-                sys.exit(signals.exit_status)
-            raise
+            sys.exit(signals.exit_status)
         except Interrupted as error:
             typer.echo(f"{error}\ngo on with: {_resume_command(sys.argv[1:], error.path)}", err=True)
             sys.exit(error.exit_status)

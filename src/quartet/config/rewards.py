@@ -10,8 +10,8 @@ types                where a score is made                                      
 ``regex``,
 ``format``,
 ``length``
-``function``         this process: the user's Python                                      stops the run
-``math``, ``code``   processes of their own beside the trainer                            stops the run
+``function``,        processes of their own beside the trainer                            stops the run
+``math``, ``code``
 ``http``, ``judge``  a server                                                             leaves samples out
 ==================== ==================================================================== ==================
 """
@@ -112,7 +112,10 @@ class FunctionReward(Fallible):
     type: Literal["function"] = "function"
     target: str = Field(description="path/to/file.py:name or package.module:name")
     name: str | None = Field(None, description="The function's own name when left out.")
-    thread: bool = Field(False, description="Run it in threads beside generation (a sync function that waits).")
+    thread: bool = Field(
+        False, description="Call it in threads of its process, up to `concurrency` at a time (a plain function that waits)."
+    )
+    processes: Processes = Field(1, ge=1, le=64, description="Processes that call it, each with what its module keeps.")
     batch_size: Responses | None = Field(None, ge=1, description="Completions per call; a whole chunk when left out.")
     concurrency: int = Field(4, ge=1, description="Most calls that are under way at a time.")
 

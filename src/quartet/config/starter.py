@@ -156,8 +156,9 @@ def _rl(
     if job == "rl":
         yield Line("evaluation", {"data": {"path": "held_out.jsonl"}, "every_steps": 50}, is_example=True)
     yield Line(f"{above}steps", 100)
-    yield Line(f"{above}prompts_per_step", 16 if algorithm.default_responses > 1 else 64)
-    yield Line(f"{above}responses_per_prompt", algorithm.default_responses)
+    responses = getattr(algorithm, "default_responses", 1)
+    yield Line(f"{above}prompts_per_step", 16 if responses > 1 else 64)
+    yield Line(f"{above}responses_per_prompt", responses)
     yield Line(f"{above}minibatches", 2)
 
 

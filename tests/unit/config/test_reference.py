@@ -1,0 +1,179 @@
+"""Every key of every recipe is described, found at its address, and shown with the default that it has there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import Field
+
+from quartet.config.common import Strict
+from quartet.config.describe import inline, meaning, type_words, unit
+from quartet.config.errors import UserError
+from quartet.config.load import load_recipe
+from quartet.config.recipe import RECIPES
+from quartet.config.reference import children, jobs, keys_without_meaning, meaning_at, sections
+from quartet.config.schema import dotted_names
+from quartet.config.units import Tokens
+from quartet.config.yamls import parse_yaml
+
+WITHOUT_UNIT = {
+    *("seed", "threads", "rank", "top_k", "digits", "tensor", "context"),
+    *("keep", "slots", "nodes", "attempts", "failures", "max_restarts", "concurrency", "max_staleness"),
+    *("epochs", "rounds", "minibatches", "responses_per_prompt"),
+    *("max", "target", "max_turns", "max_environments"),
+}
+"""Integers that count nothing, or what their own name says."""
+
+
+def test_every_key_of_every_job_is_described() -> None:
+    assert keys_without_meaning() == []
+
+
+def test_a_key_without_a_description_is_found() -> None:
+    class Silent(Strict):
+        said: int = Field(1, description="Said.")
+        unsaid: int = 1
+
+    assert meaning(Silent, "said") == "Said." and meaning(Silent, "unsaid") == ""
+
+
+@pytest.mark.parametrize("job", RECIPES)
+def test_descriptions_are_one_line_of_prose(job: str) -> None:
+    for section in sections(job, variants=True):
+        for key in section.keys:
+            assert "\n" not in key.meaning and len(key.meaning) < 260, f"{section.address}.{key.name}"
+            assert key.meaning[-1] in ".:" or "py:name" in key.meaning, f"{section.address}.{key.name}: {key.meaning}"
+
+
+@pytest.mark.parametrize("job", RECIPES)
+def test_every_integer_says_what_it_counts(job: str) -> None:
+    bare = {
+        f"{section.address}.{key.name}"
+        for section in sections(job, variants=True)
+        for key in section.keys
+        if key.type.startswith("integer") and key.unit is None and key.name not in WITHOUT_UNIT
+    }
+    assert not bare, "give it a type of config/units.py, or name it in WITHOUT_UNIT"
+
+
+@pytest.mark.parametrize("job", RECIPES)
+def test_every_key_that_an_override_may_name_is_found(job: str) -> None:
+    names = [name for name in dotted_names(RECIPES[job]) if name.rpartition(".")[2] not in ("job", "name", "type")]
+    assert len(names) > 20
+    for name in dict.fromkeys(names):
+        assert sections(job, name), name
+
+
+MADE = {
+    "rl": ["algorithm.name=ppo"],
+    "iterated-reward-model": [
+        *("rl.actor.model.path=m", "reward_model.model.path=m"),
+        *("collect.labeller.type=length", "collect.labeller.max=10"),
+    ],
+}
+
+
+@pytest.mark.parametrize("job", RECIPES)
+def test_the_defaults_shown_are_those_of_a_loaded_recipe(job: str) -> None:
+    recipe = load_recipe(job, None, MADE.get(job, ())).model_dump(mode="json")
+    checked = 0
+    for section in sections(job):
+        values: Any = recipe
+        for part in section.address.split(".") if section.address else ():
+            values = values.get(part) if isinstance(values, dict) else None
+        if not isinstance(values, dict) or section.variants:
+            continue
+        for key in section.keys:
+            if key.section is None and key.default:
+                assert parse_yaml(key.default) == values[key.name], f"{section.address}.{key.name}"
+                checked += 1
+    assert checked > 10
+
+
+def test_defaults_of_the_place_are_shown_where_they_differ() -> None:
+    shown = {f"{s.address}.{key.name}": (key.default, key.section) for s in sections("rl") for key in s.keys}
+    assert shown["critic.train"] == ("{optim: {lr: 2e-5}}", "actor.train")
+    assert shown["evaluation.sampling"] == ("{temperature: 0.0}", "rollout.sampling")
+    dapo = {key.name: key.default for key in sections("rl", "algorithm.dapo")[0].keys}
+    assert dapo["policy_loss"] == "{name: clipped, clip_eps_high: 0.28}" and dapo["dynamic_sampling"] == ""
+    assert {k.name: k.default for k in sections("rl", "critic.train.optim")[0].keys}["lr"] == "2e-5"
+    assert {k.name: k.default for k in sections("rl", "algorithm.grpo.kl")[0].keys}["estimator"] == "k3"
+
+
+def test_a_choice_lists_its_variants_and_a_variant_its_keys() -> None:
+    (choice,) = sections("rl", "algorithm")
+    assert choice.tag == "name" and set(choice.variants) >= {"ppo", "grpo", "rloo", "online_dpo"}
+    assert all(choice.variants.values())
+    assert "gae_lambda" in {key.name for key in sections("rl", "algorithm.ppo")[0].keys}
+    assert "gae_lambda" not in {key.name for key in sections("rl", "algorithm.grpo")[0].keys}
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("rollout.sampling.top_p", "rollout.sampling"),
+        ("algorithm.kl.coef", "algorithm.ppo.kl"),
+        ("algorithm.keep", "algorithm.best_of_n"),
+        ("rewards.0.judge.method", "rewards.judge.method"),
+        ("rewards.judge.retry", "rewards.judge.retry"),
+        ("placement.pipelined.pools.big.processes", "placement.pipelined.pools"),
+        ("evaluation.rewards.math", "evaluation.rewards.math"),
+        ("critic.train.optim", "critic.train.optim"),
+    ],
+)
+def test_addresses_are_read_as_people_write_them(address: str, found: str) -> None:
+    assert sections("rl", address)[0].address == found
+
+
+@pytest.mark.parametrize(
+    ("job", "address", "remedy"),
+    [
+        ("rll", "", "did you mean 'rl'?"),
+        ("rl", "algoritm", "did you mean 'algorithm'?"),
+        ("rl", "algorithm.grop", "did you mean 'grpo'?"),
+        ("rl", "actor.train.optm", "did you mean 'optim'?"),
+        ("rl", "learning_rate", "actor.train.optim.lr"),
+        ("sft", "lr", "train.optim.lr"),
+        ("rl", "steps.x", "quartet config rl steps"),
+    ],
+)
+def test_unknown_parts_lead_to_known_ones(job: str, address: str, remedy: str) -> None:
+    with pytest.raises(UserError) as error:
+        sections(job, address)
+    assert remedy in error.value.remedy
+
+
+def test_children_are_what_may_follow_a_dot() -> None:
+    assert children("rl", "rollout.sampling")[:2] == ["temperature", "top_p"]
+    assert children("rl", "algorithm")[:2] == ["ppo", "grpo"]
+    assert children("rl", "steps") == []
+    assert set(jobs()) == set(RECIPES)
+
+
+def test_types_units_and_values_in_words() -> None:
+    class Model(Strict):
+        budget: Tokens | None = Field(None, ge=1)
+        wait_s: float = Field(1e-6, gt=0, le=2)
+        pair: tuple[float, float] = (0.5, 1.0)
+        names: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+
+    fields = Model.model_fields
+    assert (type_words(fields["budget"]), unit("budget", fields["budget"])) == ("integer ≥ 1", "tokens")
+    assert (type_words(fields["wait_s"]), unit("wait_s", fields["wait_s"])) == ("number > 0, ≤ 2", "seconds")
+    assert type_words(fields["pair"]) == "[number, number]"
+    assert type_words(fields["names"]) == "mapping of text to list of texts"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, 1e-06, -2.5, True, None, "a b", "yes", "1", "", "a: b", "\n\n", "[x", [1, "b, c"], {"k": {"x": [None]}}],
+)
+def test_values_in_one_line_are_read_back(value: object) -> None:
+    assert parse_yaml(inline(value)) == value and "\n" not in inline(value)
+
+
+def test_the_meaning_of_a_place() -> None:
+    assert meaning_at("rl", "algorithm.grpo").startswith("Shao et al. 2024")
+    assert meaning_at("rl", "evaluation") == "Held-out evaluation; none when left out."
+    assert meaning_at("rl", "rewards.math.column") == "Column of the data with the right answer."
