@@ -40,6 +40,7 @@ from .config.common import (
     ModelConfig as ModelConfig,
     OptimConfig as OptimConfig,
     SamplingConfig as SamplingConfig,
+    SourceConfig as SourceConfig,
     TrainConfig as TrainConfig,
 )
 from .config.environments import EnvironmentConfig as EnvironmentConfig

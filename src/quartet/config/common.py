@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quartet.config.units import Rows, Steps, Tokens
 from quartet.config.validation import explain
+
+_FILES = ("path", "output_dir", "tokenizer", "cache", "directory", "target")
+"""Keys that name files or directories."""
 
 
 class Strict(BaseModel):
@@ -27,6 +30,13 @@ class Strict(BaseModel):
         # Tells pydantic to build nested sections without this method, so that all mistakes are listed together.
         __init__.__pydantic_base_init__ = True
 
+    @model_validator(mode="after")
+    def _names_files(self) -> Strict:
+        for name in _FILES:
+            if "\0" in str(getattr(self, name, None)):
+                raise ValueError(f"{name} holds a zero byte, which no file's name can")
+        return self
+
 
 # Models, optimisation ------------------------------------------------------------------------------------
 
@@ -38,11 +48,14 @@ class ModelConfig(Strict):
     tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimConfig(Strict):
     """AdamW with linear warm-up."""
 
     lr: float = Field(1e-5, gt=0, description="Learning rate at its peak.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments.")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon, beside the root of the second moment.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises from 0 to its peak.")
@@ -217,7 +230,7 @@ class Recipe(Strict):
 
     seed: int = Field(0, ge=0, lt=2**32, description="Decides data order, new weights and sampling.")
     output_dir: str | None = Field(None, description="Where the run is kept; runs/<job>-<date>-<time> when left out.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of torch; all when left out.")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of torch; all when left out.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 

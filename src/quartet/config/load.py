@@ -19,8 +19,8 @@ from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file, nearest
 from quartet.config.recipe import RECIPES, Recipe
 from quartet.config.schema import chosen_member, item_annotation, members
-from quartet.config.validation import explain
-from quartet.config.yamls import dump_yaml, parse_yaml, yaml_complaint
+from quartet.config.validation import explain, shortened
+from quartet.config.yamls import MAX_CHARACTERS, MAX_DEPTH, dump_yaml, parse_yaml, yaml_complaint
 
 
 def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
@@ -72,10 +72,22 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise missing_file("there is no such recipe", path)
     try:
+        if not path.is_file():
+            raise missing_file("there is no such recipe", path)
+        if path.stat().st_size > 4 * MAX_CHARACTERS:
+            raise UserError(
+                "the recipe is no recipe",
+                found=f"{path}: {path.stat().st_size} bytes",
+                remedy="name the YAML file of a recipe; data are named in it under data.path",
+            )
         value = parse_yaml(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(
+            "the recipe cannot be read",
+            found=f"{shortened(str(path))}: {error.strerror}",
+            remedy="check its name and mode",
+        ) from None
     except yaml.YAMLError as error:
         complaint, line = yaml_complaint(error)
         place = f"{path}" if line is None else f"{path}, line {line}"
@@ -123,7 +135,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
         is_file = override.endswith((".yaml", ".yml"))
         raise UserError(
             "an override is written key=value, or @fragment.yaml",
-            found=override,
+            found=shortened(override),
             remedy=f"write @{override}" if is_file else "for example actor.train.optim.lr=1e-6",
         )
     try:
@@ -131,9 +143,15 @@ def _apply(data: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         raise UserError(
             f"the value of override {dotted} is not valid YAML",
-            found=f"{text!r}: {yaml_complaint(error)[0]}",
+            found=f"{shortened(text)}: {yaml_complaint(error)[0]}",
             remedy=f"quote it twice, for the shell and for YAML: {dotted}='\"…\"'",
         ) from None
+    if len(keys) > MAX_DEPTH:
+        raise UserError(
+            "an override goes deeper than any recipe",
+            found=f"{len(keys)} keys in {dotted[:40]}…",
+            remedy="for example actor.train.optim.lr=1e-6",
+        )
     here: Any = data
     for depth, key in enumerate(keys[:-1]):
         following: Any = [] if keys[depth + 1].isdecimal() else {}

@@ -67,9 +67,13 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
 
 
 def _show(value: Any) -> str:
+    return f"{shortened(value)} ({type(value).__name__})"
+
+
+def shortened(value: Any) -> str:
+    """``repr(value)`` in at most 80 characters."""
     text = repr(value)
-    text = text if len(text) <= 80 else text[:77] + "…"
-    return f"{text} ({type(value).__name__})"
+    return text if len(text) <= 80 else text[:77] + "…"
 
 
 def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:

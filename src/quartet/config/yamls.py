@@ -2,14 +2,24 @@
 
 PyYAML reads YAML 1.1, where ``1e-6`` is a string, ``no`` is false, ``1:30`` is ninety and ``2026-01-01`` is a
 date. Here a scalar is null, true/false, an integer, a float or a string, for the loader and the dumper alike.
+
+Text from anywhere is refused quickly where it is far larger than any recipe: long, deeply nested, or short and
+expanded by aliases into millions of values.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
+
+MAX_CHARACTERS = 200_000
+MAX_DEPTH = 64
+MAX_DIGITS = 300
+MAX_VALUES = 20_000
+"""Values of a document, each as often as aliases repeat it."""
 
 _RESOLVERS = [
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -25,8 +35,18 @@ _RESOLVERS = [
 ]
 
 
+_PLAIN = ("null", "bool", "int", "float", "str", "seq", "map")
+_CONSTRUCTORS = {
+    tag: constructor
+    for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.rpartition(":")[2] in _PLAIN
+}
+"""PyYAML has more (dates, sets, bytes), which no recipe can hold."""
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own way of declaring it
+    yaml_constructors = dict(_CONSTRUCTORS)  # noqa: RUF012
 
 
 class _Dumper(yaml.SafeDumper):
@@ -62,7 +82,27 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     }
 
 
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    if len(node.value) <= MAX_DIGITS:
+        return int(node.value)
+    raise yaml.constructor.ConstructorError(
+        None, None, f"a number of {len(node.value)} digits, more than {MAX_DIGITS}", node.start_mark
+    )
+
+
+def _string(loader: _Loader, node: yaml.ScalarNode) -> str:
+    text = str(loader.construct_scalar(node))
+    half = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+    if half is not None:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"half a character, U+{ord(half):04X}, which no text can hold", node.start_mark
+        )
+    return text
+
+
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:str", _string)
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 def _text(dumper: _Dumper, value: str) -> yaml.ScalarNode:
@@ -78,9 +118,48 @@ def parse_yaml(text: str) -> Any:
     """The value of one YAML document.
 
     Raises:
-        yaml.YAMLError: malformed text, a duplicate key, a key that is not text, a tag that is not plain data.
+        yaml.YAMLError: malformed text, a duplicate key, a key that is not text, a tag that is not plain data, or more
+            of it than a recipe can need.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise yaml.MarkedYAMLError(problem=f"{len(text)} characters, more than {MAX_CHARACTERS}")
+    _check_size(yaml.parse(text, Loader=_Loader))
     return yaml.load(text, Loader=_Loader)
+
+
+def _check_size(events: Iterator[yaml.Event]) -> None:
+    """Counts before anything is built: PyYAML builds recursively, and follows aliases into what grows exponentially."""
+    anchored: dict[str, int] = {}
+    # Per open collection its anchor and the values in it so far; the document itself at the bottom.
+    open_collections: list[tuple[str | None, int]] = [(None, 0)]
+    for event in events:
+        anchor, size = getattr(event, "anchor", None), 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_collections.append((anchor, 1))
+            if len(open_collections) > MAX_DEPTH:
+                raise yaml.MarkedYAMLError(
+                    problem=f"more than {MAX_DEPTH} levels of nesting", problem_mark=event.start_mark
+                )
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_collections.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in anchored:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the alias *{event.anchor} names nothing that is complete before it",
+                    problem_mark=event.start_mark,
+                )
+            anchor, size = None, anchored[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+        if anchor is not None:
+            anchored[anchor] = size
+        above, total = open_collections[-1]
+        open_collections[-1] = above, total + size
+        if sum(count for _, count in open_collections) > MAX_VALUES:
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {MAX_VALUES} values, aliases written out", problem_mark=event.start_mark
+            )
 
 
 def dump_yaml(value: Any) -> str:
