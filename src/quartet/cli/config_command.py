@@ -23,12 +23,13 @@ def complete_part(ctx: typer.Context, incomplete: str) -> list[str]:
     from quartet.config import UserError
     from quartet.config.reference import children
 
-    above, dot, _ = incomplete.rpartition(".")
+    job, (above, dot, _) = ctx.params.get("job") or "", incomplete.rpartition(".")
     try:
-        names = children(ctx.params.get("job") or "", above)
+        names = [address for name in children(job, above) if (address := f"{above}{dot}{name}").startswith(incomplete)]
+        # Two offers: the shell then puts no space behind a section, so that it can be gone into.
+        return [*names, f"{names[0]}."] if len(names) == 1 and children(job, names[0]) else names
     except UserError:
         return []
-    return [address for name in names if (address := f"{above}{dot}{name}").startswith(incomplete)]
 
 
 def config(

@@ -110,7 +110,7 @@ def test_versions_are_told_without_torch() -> None:
         ("quartet pre", ["preference"]),
         ("quartet config re", ["reward-model"]),
         ("quartet config rl rollout.sampling.te", ["rollout.sampling.temperature"]),
-        ("quartet config rl algorithm.dr", ["algorithm.dr_grpo"]),
+        ("quartet config rl algorithm.dr", ["algorithm.dr_grpo", "algorithm.dr_grpo."]),
         ("quartet config rl nothing.x", [""]),
         ("quartet init preference --method si", ["simpo"]),
         ("quartet init rl --reward exa", ["exact_match"]),
