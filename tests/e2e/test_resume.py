@@ -118,8 +118,8 @@ def test_a_run_survives_a_kill_in_the_middle_of_any_file(killed_and_resumed: Any
 def test_a_half_written_checkpoint_is_never_picked_up(killed_and_resumed: Any, world: Any, processes: Any) -> None:
     log = world.path / "half.log"
     command = ["sft", "whole-sft.yaml", "output_dir=runs/half"]
-    # run.json takes the first fsync, a checkpoint's engine.pt and info.json the next two.
-    assert processes.run(*command, cwd=world.path, output=log, kill=("fsync", 3)) == -signal.SIGKILL
+    # recipe.yaml takes the first two fsyncs, run.json the third, a checkpoint's files the next ones.
+    assert processes.run(*command, cwd=world.path, output=log, kill=("fsync", 5)) == -signal.SIGKILL
     checkpoints = world.path / "runs" / "half" / "checkpoints"
     assert [path.name.split("_")[0] for path in checkpoints.iterdir()] == [".draft"], "killed inside the checkpoint"
     assert processes.run(*command, "--resume", cwd=world.path, output=log) == 0

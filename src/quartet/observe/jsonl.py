@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.errors import UserError
+from quartet.config.file_errors import read_error, write_error
+from quartet.observe.digests import FileDigest
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
@@ -26,7 +29,7 @@ def decode_lines(data: bytes, source: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _malformed(source, number, str(error)) from error
         if not isinstance(row, dict):
             raise _malformed(source, number, f"a {type(row).__name__} instead of an object")
@@ -43,8 +46,22 @@ def _malformed(source: Path, number: int, what: str) -> UserError:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All complete rows of ``path``; UserError as in :func:`decode_lines`."""
-    return decode_lines(path.read_bytes(), path)
+    """All complete rows of ``path``; UserError as in :func:`decode_lines`, or where it cannot be read."""
+    return decode_lines(read_bytes(path), path)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file of a run; UserError where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise read_error(path, error) from error
+
+
+def begins_with(path: Path, written: FileDigest) -> bool:
+    """Whether the file still begins with what had been written to it."""
+    data = read_bytes(path)[: written.bytes] if path.exists() else b""
+    return FileDigest(len(data), hashlib.sha256(data).hexdigest()) == written
 
 
 def replace_atomically(path: Path, data: bytes) -> None:
@@ -73,11 +90,17 @@ def truncate_after(path: Path, step: int) -> int:
 
     Returns:
         The number of complete rows dropped.
+
+    Raises:
+        UserError: the file cannot be read, or a row of it is damaged.
     """
     if not path.exists():
         return 0
-    data = path.read_bytes()
+    data = read_bytes(path)
     rows = decode_lines(data, path)
+    for number, row in enumerate(rows, start=1):
+        if type(row.get("step", 0)) is not int and row["step"] is not None:
+            raise _malformed(path, number, f"step {row['step']!r:.60}")
     kept = [row for row in rows if row.get("step") is None or row["step"] <= step]
     text = b"".join(encode_row(row) for row in kept)
     if text != data:
@@ -89,20 +112,35 @@ class RowAppender:
     """Appends rows to a JSON Lines file, each flushed: a kill loses at most the row being written."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _drop_half_line(path)
+        held = _drop_half_line(path) if path.exists() else b""
+        self._state, self._bytes = hashlib.sha256(held), len(held)
         self._file = path.open("ab")
 
     def append(self, row: Mapping[str, Any]) -> None:
-        self._file.write(encode_row(row))
-        self._file.flush()
+        """Raises UserError where the disk refuses the row."""
+        data = encode_row(row)
+        try:
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            raise write_error(self._path, error) from error
+        self._state.update(data)
+        self._bytes += len(data)
+
+    def written(self) -> FileDigest:
+        """Of all that is in the file by now."""
+        return FileDigest(self._bytes, self._state.hexdigest())
 
     def close(self) -> None:
         self._file.close()
 
 
-def _drop_half_line(path: Path) -> None:
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        replace_atomically(path, data[: data.rfind(b"\n") + 1])
+def _drop_half_line(path: Path) -> bytes:
+    """What stays in the file."""
+    data = read_bytes(path)
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        replace_atomically(path, whole)
+    return whole

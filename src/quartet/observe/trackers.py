@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+from quartet.observe.digests import FileDigest
 from quartet.observe.jsonl import RowAppender, read_rows
 from quartet.observe.metrics import check_names
 
@@ -47,6 +48,10 @@ class JsonlTracker:
         if nonfinite:
             row["nonfinite"] = nonfinite
         self._rows.append(row)
+
+    def written(self) -> FileDigest:
+        """Of all rows that are in the file by now."""
+        return self._rows.written()
 
     def close(self) -> None:
         self._rows.close()

@@ -15,48 +15,46 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
-import fcntl
 import json
 import os
 import platform
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError
 
 from quartet.config import Interrupted, UserError
+from quartet.config.file_errors import write_error
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
-from quartet.config.yamls import parse_yaml
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
+from quartet.observe.digests import FileDigest
+from quartet.observe.jsonl import begins_with, replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.trackers import JsonlTracker, MultiTracker, TensorBoardTracker, Tracker
-from quartet.train.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, snapshot
-
-_FREE_KEYS = (
-    "output_dir",
-    "log",
-    "checkpoint",
-    "cluster",
-    "offload",
-    "weight_sync",
-    "ptx.prefetch",
-    "algorithm.dynamic_sampling.max_prompts_factor",
+from quartet.train.checkpoint import (
+    claimed_steps,
+    newest_checkpoint,
+    prune,
+    save_checkpoint,
+    set_aside_after,
+    snapshot,
 )
-"""Recipe keys that may differ when a run is resumed: they change no weight."""
+from quartet.trainers.run_files import changed_keys, inspect, take_lock
+from quartet.trainers.signals import StopSignals, stop_signals
 
 _CHECKPOINT, _WRITER = "checkpoint", "writer"
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+"""What is the disk's fault, whoever was writing."""
 
 
 def default_output_dir(job: str) -> Path:
@@ -75,15 +73,11 @@ def software_versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns a failure to write ``path`` (disk full, no permission) into a UserError."""
+    """Turns a failure to write ``path`` (disk full, no permission, …) into a UserError with its own remedy."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path} could not be written",
-            found=str(error),
-            remedy="free some space and go on with --resume, or choose another output_dir",
-        ) from error
+        raise write_error(path, error) from error
 
 
 def write_json(path: Path, value: object) -> None:
@@ -111,22 +105,33 @@ class RunDirectory:
         recipe: the resolved recipe.
         resume: go on with the run that is there (start it when there is none).
         name: shown in reports.
+        tell: shows the user a remark (a damaged checkpoint that was passed over).
 
     Raises:
         UserError: the directory holds another run (or other files), is in use, or the recipe has changed.
     """
 
-    def __init__(self, path: Path, recipe: Recipe, *, resume: bool = False, name: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        recipe: Recipe,
+        *,
+        resume: bool = False,
+        name: str | None = None,
+        tell: Callable[[str], object] = lambda text: None,
+    ) -> None:
         self.path = path
         self.recipe = recipe
         self.job = str(getattr(recipe, "job", "run"))
         self.name = name or path.name
+        self.remarks: list[str] = []
+        self._tell = tell
         self._resume = resume
         self._lock: TextIO | None = None
         self._tracker: Tracker | None = None
         self._recorder: SpanRecorder | None = None
         self._writer = BackgroundWriter(limits={_CHECKPOINT: 1})
-        self._stop_requested = False
+        self._signals = StopSignals()
         self._info: dict[str, Any] = {}
         self._inspect()
 
@@ -135,15 +140,7 @@ class RunDirectory:
     def _claim(self) -> None:
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held for the run's lifetime
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"{self.path} is in use",
-                found="another process is running this job now",
-                remedy="wait for it, or choose another output_dir",
-            ) from error
+            self._lock = take_lock(self.path / ".lock")
         # Looked at again: another process may have come between.
         found = self._inspect()
         created = found["created"] if found else datetime.now().isoformat(timespec="seconds")
@@ -154,9 +151,11 @@ class RunDirectory:
             "status": "running",
             "versions": software_versions(),
         }
+        if found is not None and isinstance(found.get("remarks"), list):
+            self._info["remarks"] = found["remarks"]
         if found is None:
             with writing(self.path / "recipe.yaml"):
-                (self.path / "recipe.yaml").write_text(dump_recipe(self.recipe), encoding="utf-8")
+                replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
 
     def _release(self) -> None:
@@ -166,71 +165,15 @@ class RunDirectory:
 
     def _inspect(self) -> dict[str, Any] | None:
         """What is there: None for nothing; errors for what must not be touched."""
-        if not self.path.exists():
-            return None
-        if not self.path.is_dir():
-            raise UserError(
-                f"output_dir {self.path} is not a directory",
-                found="a file",
-                remedy="choose another output_dir",
-            )
-        marker = self.path / "run.json"
-        present = [entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")]
-        if not marker.is_file():
-            # A run killed in its first instant leaves only its recipe.
-            if set(present) <= {"recipe.yaml"}:
-                return None
-            raise UserError(
-                f"output_dir {self.path} is not empty and holds no run",
-                found=", ".join(sorted(present)[:5]),
-                remedy="choose another output_dir",
-            )
-        found = self._read_marker(marker)
-        if not self._resume:
-            raise UserError(
-                f"output_dir {self.path} already holds a run",
-                found=f"job {found['job']}, status {found['status']}, created {found['created']}",
-                remedy="add --resume to go on with it, or choose another output_dir",
-            )
-        self._check_same_recipe(found)
-        return found
+        return inspect(self.path, self.recipe, self.job, resume=self._resume)
 
-    def _read_marker(self, marker: Path) -> dict[str, Any]:
-        try:
-            found: Any = json.loads(marker.read_text(encoding="utf-8"))
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or not {"job", "status", "created"} <= found.keys():
-            raise UserError(
-                f"output_dir {self.path} is not empty and holds no run",
-                found=f"{marker} is not a run's",
-                remedy="choose another output_dir",
-            )
-        return found
-
-    def _check_same_recipe(self, found: Mapping[str, Any]) -> None:
-        if found["job"] != self.job:
-            raise UserError(
-                f"{self.path} cannot be resumed as {self.job}",
-                found=f"job {found['job']}",
-                remedy=f"run `quartet {found['job']}`, or choose another output_dir",
-            )
-        saved = _flatten(parse_yaml((self.path / "recipe.yaml").read_text(encoding="utf-8")))
-        current = _flatten(parse_yaml(dump_recipe(self.recipe)))
-        free_keys: tuple[str, ...] = _FREE_KEYS
-        if "asynchronous" not in (saved.get("placement.type"), current.get("placement.type")):
-            free_keys += ("placement",)  # where roles work changes no weight; how far generation is ahead does
-        changed = sorted(
-            key
-            for key in set(saved) | set(current)
-            if saved.get(key) != current.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in free_keys)
-        )
-        if changed:
-            raise UserError(
-                f"{self.path} was started with another recipe",
-                found="; ".join(f"{k}: {saved.get(k)} then, {current.get(k)} now" for k in changed[:5]),
-                remedy="resume with the recipe saved beside it (recipe.yaml), or choose another output_dir",
-            )
+    def remark(self, text: str) -> None:
+        """Tells the user, and notes it in ``run.json`` for those who look later."""
+        self._tell(text)
+        self.remarks.append(text)
+        if self._lock is not None:
+            self._info["remarks"] = [*self._info.get("remarks", ()), text]
+            write_json(self.path / "run.json", self._info)
 
     def __enter__(self) -> RunDirectory:
         try:
@@ -245,10 +188,14 @@ class RunDirectory:
         try:
             try:
                 with writing(self.path):
-                    self._close_records(abandon=kind is KeyboardInterrupt)
+                    self._close_records(abandon=kind is not None and issubclass(kind, KeyboardInterrupt))
             except UserError as refused:
                 # The error on its way out matters more than records that a full disk refuses.
                 failure = error or refused
+            except KeyboardInterrupt as stop:
+                # Pressed again, while what was handed over is written.
+                failure = stop
+                self._writer.close(abandon=True)
             self._info["status"] = (
                 "done"
                 if failure is None
@@ -260,7 +207,7 @@ class RunDirectory:
                 write_json(self.path / "run.json", self._info)
         finally:
             self._release()
-        if isinstance(failure, OSError) and failure.errno in _NO_SPACE:
+        if isinstance(failure, OSError) and failure.errno in _DISK:
             with writing(self.path):
                 raise failure
         if failure is not None and failure is not error:
@@ -295,14 +242,18 @@ class RunDirectory:
         Metrics and rollouts count complete steps; spans carry the index of the step they belong to, from 0. Without a
         checkpoint everything is written again, the figures from before the first step too.
         """
-        truncate_rows_after(self.path / "metrics.jsonl", step or -1)
-        truncate_rows_after(self.path / "spans.jsonl", step - 1)
-        rollout_store.truncate_after(self.path / "rollouts", step)
-        trackers: list[Tracker] = [JsonlTracker(self.path / "metrics.jsonl")]
-        if self.recipe.log.tensorboard:
-            trackers.append(TensorBoardTracker(self.path / "tensorboard", resume_after=step if step else None))
-        self._tracker = MultiTracker(trackers)
-        self._recorder = SpanRecorder(self.path / "spans.jsonl")
+        with writing(self.path):
+            set_aside_after(self.checkpoints, step)
+            prune(self.checkpoints, self.recipe.checkpoint.keep)
+            truncate_rows_after(self.path / "metrics.jsonl", step or -1)
+            truncate_rows_after(self.path / "spans.jsonl", step - 1)
+            rollout_store.truncate_after(self.path / "rollouts", step)
+            self._metrics = JsonlTracker(self.path / "metrics.jsonl")
+            trackers: list[Tracker] = [self._metrics]
+            if self.recipe.log.tensorboard:
+                trackers.append(TensorBoardTracker(self.path / "tensorboard", resume_after=step if step else None))
+            self._tracker = MultiTracker(trackers)
+            self._recorder = SpanRecorder(self.path / "spans.jsonl")
 
     def rewind(self, step: int) -> None:
         """Goes back to where ``step`` steps were complete: what was recorded after them is dropped."""
@@ -322,18 +273,43 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def latest(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """``(step, parts, info)`` of the newest complete checkpoint."""
-        steps = self.saved_steps()
-        if not steps:
+    def latest(
+        self, parts: Collection[str] = (), counters: Collection[str] = ()
+    ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """``(step, parts, info)`` of the newest good checkpoint; what is newer and damaged is told.
+
+        Args:
+            parts, counters: names that it must have.
+
+        Raises:
+            UserError: there are checkpoints, but no good one.
+        """
+        self.drain()
+
+        def misfit(found: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
+            if lacking := [name for name in parts if name not in found]:
+                return f"it has no {', '.join(lacking)}"
+            if lacking := [name for name in counters if name not in info]:
+                return f"info.json does not say {', '.join(lacking)}"
+            changed = changed_keys(info["recipe"], self.recipe.model_dump(mode="json")) if "recipe" in info else []
+            return f"it belongs to another recipe ({changed[0]})" if changed else None
+
+        found = newest_checkpoint(self.checkpoints, misfit)
+        if found is None:
+            if (self.path / "metrics.jsonl").is_file() and (self.path / "metrics.jsonl").stat().st_size:
+                self.remark("there is no checkpoint: the run begins anew, and what it had recorded is written again")
             return None
-        parts, info = load_checkpoint(self.checkpoints, steps[-1])
-        return steps[-1], parts, info
+        for text in found.remarks:
+            self.remark(text)
+        written = found.info.get("metrics.jsonl")
+        if written is not None and not begins_with(self.path / "metrics.jsonl", FileDigest(**written)):
+            self.remark(f"metrics.jsonl is not as it was at step {found.step}: rows are missing or were changed")
+        return found.step, found.parts, found.info
 
     def saved_steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending; one that is being written is waited for."""
+        """Steps that have a checkpoint, damaged or not, ascending; one that is being written is waited for."""
         self.drain()
-        return list_checkpoints(self.checkpoints)
+        return claimed_steps(self.checkpoints)
 
     def save(self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Saves a checkpoint after ``step`` complete steps: takes a copy and returns, and writes it in the background.
@@ -345,7 +321,8 @@ class RunDirectory:
                 writer raises it (``save``, ``write_later``, ``drain``, ``finish``, the end of the run).
         """
         config = self.recipe.checkpoint
-        info = copy.deepcopy({**info, "recipe": self.recipe.model_dump(mode="json")})
+        info = {**info, "recipe": self.recipe.model_dump(mode="json"), "metrics.jsonl": asdict(self._metrics.written())}
+        info = copy.deepcopy(info)
         if config.background:
             if not self._writer.has_room(_CHECKPOINT):
                 with self.recorder.span("checkpoint_wait", step=step - 1, role=_WRITER):
@@ -386,43 +363,27 @@ class RunDirectory:
         self._writer.drain()
 
     def due(self, step: int, total_steps: int) -> bool:
-        """A checkpoint is due after ``step`` steps: on its cadence, at the end, or because Ctrl-C was pressed."""
-        return self._stop_requested or step == total_steps or step % self.recipe.checkpoint.every_steps == 0
+        """A checkpoint is due after ``step`` steps: on its cadence, at the end, or because a signal came."""
+        self._signals.check()
+        return self._signals.requested or step == total_steps or step % self.recipe.checkpoint.every_steps == 0
 
     def check_stop(self, step: int) -> None:
-        """Raises ``Interrupted`` when Ctrl-C was pressed, once the checkpoint is written; call after ``save``."""
-        if self._stop_requested:
+        """Raises ``Interrupted`` when a signal came, once the checkpoint is written; call after ``save``."""
+        self._signals.check()
+        if self._signals.first is not None:
             self.drain()
-            raise Interrupted(self.path, step)
+            raise Interrupted(self.path, step, self._signals.first)
+
+    @property
+    def is_stopped_at_once(self) -> bool:
+        """Whether a second Ctrl-C came: nothing more is to be saved."""
+        return self._signals.at_once
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Inside, the first Ctrl-C lets the step end and be saved; a second one stops at once."""
-        try:
-            former = signal.signal(signal.SIGINT, self._on_interrupt)
-        except ValueError:
-            # Not the main thread: signals belong to whoever runs us.
+        """Inside, the first signal lets the step end and be saved, a second Ctrl-C stops at once (``signals``)."""
+        with stop_signals() as self._signals, self._signals.graceful():
             yield
-            return
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, former)
-
-    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._stop_requested:
-            raise KeyboardInterrupt
-        self._stop_requested = True
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        pairs = [(str(k), v) for k, v in value.items()]
-    elif isinstance(value, list):
-        pairs = [(str(i), v) for i, v in enumerate(value)]
-    else:
-        return {prefix: value}
-    return {k: v for key, child in pairs for k, v in _flatten(child, f"{prefix}.{key}" if prefix else key).items()}
 
 
 def resident_bytes() -> float:

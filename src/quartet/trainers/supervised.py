@@ -41,7 +41,7 @@ class SupervisedLoop:
         """Trains from the newest checkpoint (or the start) to the last step; returns the last metrics."""
         if self.prepare is not None:
             self.prepare(run, progress)
-        step = self._restore(run)
+        step, saved = self._restore(run)
         run.start(step)
         last: dict[str, float] = {}
         with progress.stage(self.name, self.steps) as bar:
@@ -59,7 +59,8 @@ class SupervisedLoop:
                 if run.due(step, self.steps):
                     run.save(step, {"engine": self.engine.state()}, {"metrics": last})
                 run.check_stop(step)
-        return last or self._saved_metrics(run)
+        # A run killed between its last checkpoint and its summary has nothing left to train.
+        return last or saved
 
     def _step(self, step: int, run: RunDirectory) -> dict[str, float]:
         watch = Stopwatch()
@@ -81,18 +82,14 @@ class SupervisedLoop:
         )
         return metrics
 
-    def _restore(self, run: RunDirectory) -> int:
-        found = run.latest()
+    def _restore(self, run: RunDirectory) -> tuple[int, dict[str, float]]:
+        """Complete steps, and their last metrics."""
+        found = run.latest(("engine",), ("metrics",))
         if found is None:
-            return 0
-        step, parts, _ = found
+            return 0, {}
+        step, parts, info = found
         self.engine.load_state(parts["engine"])
-        return step
-
-    def _saved_metrics(self, run: RunDirectory) -> dict[str, float]:
-        """A run killed between its last checkpoint and its summary has nothing left to train."""
-        found: tuple[int, dict[str, Any], dict[str, Any]] | None = run.latest()
-        return {} if found is None else dict(found[2]["metrics"])
+        return step, dict(info["metrics"])
 
 
 def run_supervised(
@@ -115,7 +112,7 @@ def run_supervised(
     notes = [*(f"data: {remark}" for remark in remarks), *loop.engine.remarks]
     for note in notes:
         progress.print(note)
-    with run, run.stoppable():
+    with run.stoppable(), run:
         try:
             metrics = loop.run(run, progress)
             with writing(run.path / "model"):
@@ -127,7 +124,7 @@ def run_supervised(
             "seed": run.recipe.seed,
             "versions": software_versions(),
             "stages": [{"name": loop.name, "seconds": round(watch.seconds, 3), "metrics": metrics}],
-            "notes": notes + ([warning] if warning else []),
+            "notes": notes + run.remarks + ([warning] if warning else []),
         }
         run.finish(summary)
     return summary

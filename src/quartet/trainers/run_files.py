@@ -1,0 +1,189 @@
+"""What a run directory says about itself: ``run.json``, ``recipe.yaml`` and ``.lock``, checked before it is taken."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from quartet.config import UserError
+from quartet.config.file_errors import read_error
+from quartet.config.load import dump_recipe
+from quartet.config.recipe import Recipe
+from quartet.config.yamls import parse_yaml, yaml_complaint
+
+FREE_KEYS = (
+    "output_dir",
+    "log",
+    "checkpoint",
+    "cluster",
+    "offload",
+    "weight_sync",
+    "ptx.prefetch",
+    "algorithm.dynamic_sampling.max_prompts_factor",
+)
+"""Recipe keys that may differ when a run is resumed: they change no weight."""
+
+MARKER, RECIPE = "run.json", "recipe.yaml"
+
+
+def inspect(path: Path, recipe: Recipe, job: str, *, resume: bool) -> dict[str, Any] | None:
+    """The ``run.json`` of the run in ``path``; None where there is no run yet.
+
+    Raises:
+        UserError: what is there must not be touched: another run, other files, a run that is not to be resumed.
+    """
+    try:
+        if not path.exists():
+            return None
+        if not path.is_dir():
+            raise UserError(
+                f"output_dir {path} is not a directory",
+                found="a file",
+                remedy="choose another output_dir",
+            )
+        present = [entry.name for entry in path.iterdir() if not entry.name.startswith(".")]
+    except OSError as error:
+        raise read_error(path, error) from error
+    if MARKER not in present:
+        # A run killed in its first instant leaves only its recipe.
+        if set(present) <= {RECIPE}:
+            return None
+        if "checkpoints" in present and RECIPE in present:
+            raise _damaged_marker(path / MARKER, job, "it is missing")
+        raise UserError(
+            f"output_dir {path} is not empty and holds no run",
+            found=", ".join(sorted(present)[:5]),
+            remedy="choose another output_dir",
+        )
+    found = _read_marker(path / MARKER, job)
+    if not resume:
+        raise UserError(
+            f"output_dir {path} already holds a run",
+            found=f"job {found['job']}, status {found['status']}, created {found['created']}",
+            remedy="add --resume to go on with it, or choose another output_dir",
+        )
+    _check_same_recipe(path, found, recipe, job)
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        ValueError: it holds no JSON text.
+        UserError: it cannot be read.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise read_error(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no JSON text ({str(error)[:100]})") from error
+
+
+def _read_marker(marker: Path, job: str) -> dict[str, Any]:
+    try:
+        found = read_json(marker)
+    except ValueError as error:
+        raise _damaged_marker(marker, job, str(error)) from error
+    if not isinstance(found, dict):
+        raise _damaged_marker(marker, job, f"a {type(found).__name__} instead of an object")
+    if wrong := [key for key in ("job", "status", "created") if not isinstance(found.get(key), str)]:
+        raise _damaged_marker(marker, job, f"it does not say {', '.join(wrong)}")
+    return found
+
+
+def _damaged_marker(marker: Path, job: str, what: str) -> UserError:
+    text = json.dumps({"job": job, "status": "interrupted", "created": "unknown"})
+    return UserError(
+        f"output_dir {marker.parent} holds no run, or one whose {MARKER} is damaged",
+        found=f"{marker}: {what}",
+        remedy=f"choose another output_dir; where it is this run's, restore the file or write {text} into it",
+    )
+
+
+def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job: str) -> None:
+    if found["job"] != job:
+        raise UserError(
+            f"{path} cannot be resumed as {job}",
+            found=f"job {found['job']}",
+            remedy=f"run `quartet {found['job']}`, or choose another output_dir",
+        )
+    if changed := changed_keys(_read_recipe(path / RECIPE), parse_yaml(dump_recipe(recipe))):
+        raise UserError(
+            f"{path} was started with another recipe",
+            found="; ".join(changed[:5]),
+            remedy=f"resume with the recipe saved beside it ({RECIPE}), or choose another output_dir",
+        )
+
+
+def _read_recipe(path: Path) -> Any:
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise read_error(path, error) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        text, line = yaml_complaint(error) if isinstance(error, yaml.YAMLError) else (str(error)[:100], None)
+        raise UserError(
+            f"{path} is damaged: what the run was started with is not known",
+            found=text if line is None else f"line {line}: {text}",
+            remedy="restore it from a copy, or choose another output_dir",
+        ) from error
+
+
+def changed_keys(saved: Any, current: Any) -> list[str]:
+    """``key: value then, value now`` for every key whose difference changes what is trained, by name."""
+    then, now = flatten(saved), flatten(current)
+    free_keys: tuple[str, ...] = FREE_KEYS
+    if "asynchronous" not in (then.get("placement.type"), now.get("placement.type")):
+        free_keys += ("placement",)  # where roles work changes no weight; how far generation is ahead does
+    return [
+        f"{key}: {then.get(key)} then, {now.get(key)} now"
+        for key in sorted(set(then) | set(now))
+        if then.get(key) != now.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in free_keys)
+    ]
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as one mapping with dotted keys."""
+    if isinstance(value, Mapping):
+        pairs = [(str(k), v) for k, v in value.items()]
+    elif isinstance(value, list):
+        pairs = [(str(i), v) for i, v in enumerate(value)]
+    else:
+        return {prefix: value}
+    return {k: v for key, child in pairs for k, v in flatten(child, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def take_lock(path: Path) -> TextIO:
+    """The lock file of a run, open and locked; closing it gives the run back.
+
+    Raises:
+        UserError: another process has it, or the file system knows no locks.
+        OSError: the file cannot be made.
+    """
+    # Neither followed nor emptied, and not waited for: a link or a pipe in its place must do no harm.
+    file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "r+")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise UserError(
+            f"{path.parent} is in use",
+            found="another process is running this job now",
+            remedy="wait for it, or choose another output_dir",
+        ) from error
+    except OSError as error:
+        file.close()
+        raise UserError(
+            f"{path.parent} cannot be locked, so that another process could write there at the same time",
+            found=f"{path}: {error.strerror or error}",
+            remedy="choose an output_dir on a file system with locks (mount Lustre with -o flock)",
+        ) from error
+    return file
