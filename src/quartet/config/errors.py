@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from quartet.config.printable import printable
@@ -22,9 +23,19 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C; everything up to ``step`` is saved under ``path`` (None: to the last checkpoint)."""
+    """A signal stopped the run; everything up to ``step`` is saved under ``path`` (None: to the last checkpoint).
 
-    def __init__(self, path: Path, step: int | None) -> None:
+    Args:
+        number: of the signal: Ctrl-C (SIGINT), SIGTERM or SIGUSR1.
+    """
+
+    def __init__(self, path: Path, step: int | None, number: int = signal.SIGINT) -> None:
         self.path = path
         self.step = step
+        self.number = number
         super().__init__(f"stopped{'' if step is None else f' after step {step}'}; saved in {path}")
+
+    @property
+    def exit_status(self) -> int:
+        """128 + the signal's number, as a shell has it: 130, 143, 138."""
+        return 128 + self.number

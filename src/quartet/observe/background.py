@@ -22,7 +22,9 @@ class BackgroundWriter:
 
     def __init__(self, limit: int = 4, limits: Mapping[str, int] = MappingProxyType({})) -> None:
         self._limit, self._limits = limit, limits
-        self._changed = threading.Condition()
+        # Entered by itself: ``with condition`` is a Python call, where an interrupt leaves it locked for ever.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[tuple[str, Callable[[], object]]] = deque()
         self._pending: Counter[str] = Counter()
         self._error: BaseException | None = None
@@ -35,14 +37,14 @@ class BackgroundWriter:
 
     def wait_for_room(self, name: str) -> None:
         """Returns once ``submit`` would not have to wait; until then nothing needs to be copied for it."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._error or self.has_room(name))
             self._raise()
 
     def submit(self, name: str, work: Callable[[], object]) -> None:
         """Hands ``work`` over; nothing it reads may change from here on."""
         self.wait_for_room(name)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise RuntimeError("the writer is closed")
             if self._thread is None:
@@ -55,13 +57,13 @@ class BackgroundWriter:
 
     def drain(self) -> None:
         """Returns once everything handed over is done."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._error or not self._pending.total())
             self._raise()
 
     def close(self, *, abandon: bool = False) -> None:
         """Ends the thread after what was handed over; with ``abandon`` after the piece under way."""
-        with self._changed:
+        with self._lock:
             if abandon:
                 self._drop_waiting()
             self._closed = True
@@ -89,7 +91,7 @@ class BackgroundWriter:
                 error = raised
             # What was handed over is large: none of it may live on until the next piece comes.
             del piece, work
-            with self._changed:
+            with self._lock:
                 self._pending[name] -= 1
                 if error is not None:
                     self._error = error
@@ -97,6 +99,6 @@ class BackgroundWriter:
                 self._changed.notify_all()
 
     def _next(self) -> tuple[str, Callable[[], object]] | None:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._closed or self._waiting)
             return self._waiting.popleft() if self._waiting else None

@@ -32,6 +32,7 @@ from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, software_versions, write_json
 from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.signals import StopSignals, number_of, stop_signals
 
 TEMPERATURES = (0.0, 0.5, 1.0)
 NUM_EXAMPLES = 12
@@ -74,21 +75,23 @@ class Quickstart:
         self.shuffle_scores = shuffle_scores
         self._stages: list[dict[str, Any]] = []
         self._created = datetime.now().isoformat(timespec="seconds")
+        self._signals = StopSignals()
 
     def run(self) -> QuickstartResult:
         """All stages, evaluation and report.
 
         Raises:
             UserError: the directory holds another run.
-            Interrupted: Ctrl-C; what is done is saved.
+            Interrupted: Ctrl-C, SIGTERM or SIGUSR1; what is done is saved.
         """
-        self._claim()
-        try:
-            return self._run()
-        except (Interrupted, KeyboardInterrupt) as stop:
-            # Between the stages nothing else catches Ctrl-C, and there, too, the run goes on where it stopped.
-            self._mark("interrupted")
-            raise Interrupted(self.path, getattr(stop, "step", None)) from stop
+        with stop_signals() as self._signals:
+            self._claim()
+            try:
+                return self._run()
+            except (Interrupted, KeyboardInterrupt) as stop:
+                # Between the stages nothing else catches a signal, and there, too, the run goes on where it stopped.
+                self._mark("interrupted")
+                raise Interrupted(self.path, getattr(stop, "step", None), number_of(stop)) from stop
 
     def _run(self) -> QuickstartResult:
         watch = Stopwatch()
@@ -178,6 +181,7 @@ class Quickstart:
         return (self.path / stage / "summary.json").is_file()
 
     def _record(self, stage: str, seconds: float, **metrics: float) -> None:
+        self._signals.check()  # one that came when the stage had nothing more to save
         saved = json.loads((self.path / stage / "summary.json").read_text(encoding="utf-8"))
         done = saved["stages"][0]
         # A stage that was finished before a resume took the time that it says itself.

@@ -39,6 +39,7 @@ from quartet.trainers.run import (
     use_threads,
     writing,
 )
+from quartet.trainers.signals import number_of, stop_signals
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Evaluator:
         if judge is None and recipe.compare is not None and recipe.compare.judge is not None:
             self.judge = Comparer(recipe.compare.judge)
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("eval")
-        self.run_directory = RunDirectory(self.path, recipe, resume=resume)
+        self.run_directory = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
         self._objects: dict[str, Any] = {"rewards": as_rewards(rewards), "prompts": prompts}
         self._contestant: Contestant | None = Contestant.build(
             recipe.model, recipe.data, recipe.rewards, model=own_model, tokenizer=own_tokenizer, **self._objects
@@ -137,13 +138,14 @@ class Evaluator:
         """All answers, scores and figures.
 
         Raises:
-            Interrupted: Ctrl-C; what is finished is saved, and resumable.
+            Interrupted: Ctrl-C, SIGTERM or SIGUSR1; what is finished is saved, and resumable.
             UserError: a reward's, or the judge has no verdict at all.
         """
         try:
-            return self._run()
+            with stop_signals():
+                return self._run()
         except KeyboardInterrupt as stop:
-            raise Interrupted(self.path, None) from stop
+            raise Interrupted(self.path, None, number_of(stop)) from stop
 
     def _run(self) -> EvaluationResult:
         watch = Stopwatch()

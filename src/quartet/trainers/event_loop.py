@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+CLEAN_UP_S = 3.0
+"""How long the tasks of a program that is stopped at once have to leave."""
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
@@ -21,22 +23,64 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return _run(work)
     task: list[asyncio.Task[T]] = []
-    started = threading.Event()
+    begin, begun = threading.Event(), threading.Event()
 
     async def main() -> T:
+        begin.wait()  # not before somebody listens to what may interrupt it
         task.append(asyncio.ensure_future(work))
-        started.set()
+        begun.set()
         return await task[0]
 
     context = contextvars.copy_context()
     with ThreadPoolExecutor(1, thread_name_prefix="quartet-loop") as pool:
-        future = pool.submit(context.run, asyncio.run, main())
         try:
+            future = pool.submit(context.run, asyncio.run, main())
+            begin.set()
             return future.result()
         except KeyboardInterrupt:
-            started.wait()
-            if not future.done():
+            begin.set()
+            if begun.wait(CLEAN_UP_S) and not task[0].done():
                 task[0].get_loop().call_soon_threadsafe(task[0].cancel)
             raise
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, except that a ``KeyboardInterrupt`` is not waited out.
+
+    It may be raised between taking a callback from the loop's queue and calling it: the task that it would have woken
+    then never ends, however often it is cancelled, and ``asyncio.run`` waits for it for ever. Here the tasks have
+    ``CLEAN_UP_S`` seconds.
+    """
+    runner = asyncio.Runner()
+    loop = runner.get_loop()
+    try:
+        try:
+            result = runner.run(work)
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):
+                runner.close()
+            raise
+        runner.close()
+        return result
+    except KeyboardInterrupt:
+        _abandon(loop)
+        raise
+
+
+def _abandon(loop: asyncio.AbstractEventLoop) -> None:
+    if loop.is_closed():
+        return
+    # Tasks that never end would be complained about; those that end with an error are consequences.
+    loop.set_exception_handler(lambda *_: None)
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        done, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=CLEAN_UP_S))
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # looked at, so that nobody reports it as never retrieved
+    asyncio.set_event_loop(None)
+    loop.close()

@@ -49,6 +49,7 @@ from quartet.trainers.run import (
     write_json,
     writing,
 )
+from quartet.trainers.signals import StopSignals, number_of, stop_signals
 
 PREVIOUS = "previous_round"
 """Name under which the reward model of the round before scores fresh answers."""
@@ -78,21 +79,22 @@ class IteratedTrainer:
         self.recipe = recipe
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir(recipe.job)
         self.progress = progress if progress is not None else Progress()
-        self.run = RunDirectory(self.path, recipe, resume=resume)
+        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
         self._stages: list[dict[str, Any]] = []
+        self._signals = StopSignals()
 
     def train(self) -> IteratedResult:
         """All rounds.
 
         Raises:
-            Interrupted: Ctrl-C; every stage is saved, and resumable.
+            Interrupted: Ctrl-C, SIGTERM or SIGUSR1; every stage is saved, and resumable.
             UserError: a stage's, or the labeller tells no two answers apart.
         """
         try:
-            with self.run:
+            with stop_signals() as self._signals, self.run:
                 return self._train()
         except (Interrupted, KeyboardInterrupt) as stop:
-            raise Interrupted(self.path, None) from stop
+            raise Interrupted(self.path, None, number_of(stop)) from stop
 
     def _train(self) -> IteratedResult:
         # Rows of complete rounds are made anew from what their stages have left.
@@ -116,7 +118,9 @@ class IteratedTrainer:
     def _round(self, number: int) -> dict[str, float]:
         found = self._collect(number)
         self._reward_model(number)
+        self._signals.check()  # one that came when the stage had nothing more to save
         self._rl(number)
+        self._signals.check()
         return found
 
     # Stages ------------------------------------------------------------------------------------------------
@@ -167,7 +171,7 @@ class IteratedTrainer:
         sources = (config.labeller, *(previous if number > 1 else ()))
         contestant = Contestant.build(self._policy(number), config.data or recipe.rl.data, sources)
         size = min(config.prompts_per_round, len(contestant.prompts))
-        chosen = dict.fromkeys(i for i, _ in draws(recipe.seed, number - 1, len(contestant.prompts), size))
+        chosen = dict.fromkeys(i for i, _ in draws(recipe.seed, number - 1, contestant.prompts.order, size))
         items = tuple(contestant.prompts.item(i) for i in chosen)
         contestant = replace(contestant, prompts=PromptData(items, contestant.prompts.remarks))
         label = next(name for name in contestant.weights if name != PREVIOUS)

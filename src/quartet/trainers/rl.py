@@ -50,6 +50,7 @@ from quartet.trainers.run import (
     writing,
 )
 from quartet.trainers.session import Play, Session
+from quartet.trainers.signals import take_back_signals
 from quartet.trainers.sources import context_length
 from quartet.trainers.step_metrics import lengths, model_stats, timing
 from quartet.weights import WeightSyncError
@@ -118,7 +119,7 @@ class RLTrainer:
         self.recipe = recipe
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("rl")
         self.progress = progress if progress is not None else Progress()
-        self.run = RunDirectory(self.path, recipe, resume=resume)
+        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
         passed = Passed(
             own_model,
             own_tokenizer,
@@ -132,6 +133,7 @@ class RLTrainer:
             if recipe.cluster.type == "ray":
                 company = RayCompany(recipe, placement, passed)
                 taken.callback(company.close)
+                take_back_signals()
             self.cast: Cast = build_cast(
                 recipe,
                 passed,
@@ -161,7 +163,7 @@ class RLTrainer:
         """Runs to the recipe's last step.
 
         Raises:
-            Interrupted: Ctrl-C; saved, and resumable.
+            Interrupted: Ctrl-C, SIGTERM or SIGUSR1; saved, and resumable.
             UserError: a reward failed, the disk is full, …; the last complete step is saved.
         """
         with (
@@ -169,8 +171,8 @@ class RLTrainer:
             contextlib.closing(self.company),
             self._skeletons,
             self._ptx_closed(),
-            self.run,
             self.run.stoppable(),
+            self.run,
         ):
             return run_async(self._train())
 
@@ -335,7 +337,7 @@ class RLTrainer:
         cast = self.cast
         with writing(self.path / "model"):
             remark = save_causal_lm(cast.actor.packed, cast.codec.tokenizer, self.path / "model")
-        notes = [*self._remarks(), *self._deaths, *([f"model: {remark}"] if remark else [])]
+        notes = [*self._remarks(), *self._deaths, *self.run.remarks, *([f"model: {remark}"] if remark else [])]
         if cast.critic is not None:
             ids = (torch.tensor(item.token_ids) for item in cast.prompts.items)
             with writing(self.path / "critic"):
@@ -405,7 +407,8 @@ class RLTrainer:
 
     async def _restore(self) -> _Beginning:
         """From the newest checkpoint; without one the models are as the run began."""
-        found = self.run.latest()
+        names = [*self.cast.engines(), "emitted", *(["reference"] if self._refresh is not None else [])]
+        found = self.run.latest(names, ("kl_coef", "stream"))
         self.kl_coef = kl_term(self.recipe.algorithm).coef if found is None else found[2]["kl_coef"]
         if self.held_out is not None:
             self.held_out.restore(found[2].get("alarm") if found is not None else None)
@@ -446,6 +449,8 @@ class RLTrainer:
             raise  # a worker's death is dealt with by going on
         except BaseException:
             step = self._at.step
+            if self.run.is_stopped_at_once:
+                raise
             if not session.is_learning and step > 0 and step not in self.run.saved_steps():
                 await self._save(self._at)
                 self.run.drain()

@@ -113,7 +113,7 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         self.recipe = recipe
         self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir(recipe.job)
         self.progress = progress if progress is not None else Progress()
-        self.run = RunDirectory(self.path, recipe, resume=resume)
+        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
         text = resolve_tokenizer(recipe.model, own)
         found, generation = self._resolve(passed)
         check_vocabulary(text, vocabulary_size(found))
@@ -191,7 +191,7 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         """Runs to the last step; ``model/`` is then a plain Hugging Face directory.
 
         Raises:
-            Interrupted: Ctrl-C; saved, and resumable.
+            Interrupted: Ctrl-C, SIGTERM or SIGUSR1; saved, and resumable.
         """
         name = self.recipe.job.replace("-", "_")
         loop = SupervisedLoop(

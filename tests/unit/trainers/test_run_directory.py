@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -240,7 +241,7 @@ def test_a_failure_in_the_background_ends_the_run_with_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
 ) -> None:
     path = tmp_path / "run"
-    with pytest.raises(UserError) as caught, RunDirectory(path, RECIPE) as run:
+    with pytest.raises(UserError) as caught, RunDirectory(path, RECIPE) as run, run.stoppable():
         run.start(0)
         run.save(1, {"engine": {"x": 1}}, {})
         run.drain()
@@ -252,7 +253,7 @@ def test_a_failure_in_the_background_ends_the_run_with_the_next_call(
             for _ in range(1000):
                 run.write_later("write_rollouts", 3, lambda: time.sleep(0.01))
         elif later == "check_stop":
-            run._stop_requested = True
+            os.kill(os.getpid(), signal.SIGINT)
             run.check_stop(2)
         elif later == "finish":
             run.finish({})
@@ -320,8 +321,6 @@ def test_a_checkpoint_is_due_on_its_cadence_and_at_the_end(tmp_path: Path, step:
 
 
 def test_ctrl_c_lets_the_step_end_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
-    import signal
-
     path = tmp_path / "run"
     former = signal.getsignal(signal.SIGINT)
     with pytest.raises(Interrupted, match="after step 3"), RunDirectory(path, RECIPE) as run, run.stoppable():

@@ -1,0 +1,251 @@
+"""What Ctrl-C (SIGINT), SIGTERM and SIGUSR1 do to a run.
+
+Inside ``graceful`` the first of them, whichever it is, asks the run to save and end after the step in flight. A SIGINT
+after it stops at once; SIGTERM and SIGUSR1 never do, since schedulers repeat them. Elsewhere (imports, loading,
+evaluation) there is nothing to wait for, and the first stops at once. ``Stopped`` is raised for that wherever the main
+thread is; like every exception out of a signal handler it can get lost, or two signals can arrive as one. Against that:
+
+- Signals that come while the interpreter is inside a long operation are counted by the bytes that each leaves in a pipe
+  (``signal.set_wakeup_fd``), not by calls of the handler, of which there is only one for all of them.
+- ``Stopped`` out of a ``__del__`` or the callback of a weak reference is dropped by the interpreter
+  (``sys.unraisablehook``): it is raised again a moment later.
+- Whatever else swallows it meets it again with the next ``check``.
+
+Two signals that the operating system has merged, because the first was still pending, are one.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+GRACE_S = 2.0
+"""For so long after ``Stopped`` was raised further signals are ignored: what cleans up is not interrupted by keys that
+were pressed in a row."""
+_BYTE_WAIT_S = 0.05
+_AGAIN_S = 0.01
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal stops the program at once. ``number``: of the first signal that came."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(signal.Signals(number).name)
+
+
+def number_of(stop: BaseException) -> int:
+    """The signal behind a ``KeyboardInterrupt``; SIGINT where it was raised by somebody else."""
+    return int(getattr(stop, "number", signal.SIGINT))
+
+
+class StopSignals:
+    """The signals that came, and what they mean where the program is."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._at_once = False
+        self._raise_now = False
+        self._raised_s = float("-inf")
+        self._graceful = 0
+        self._pipe: tuple[int, int] | None = None
+        self._ahead: set[int] = set()
+
+    @property
+    def requested(self) -> bool:
+        """Whether any came."""
+        return self.first is not None
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the program is to stop where it is."""
+        return self._at_once
+
+    def check(self) -> None:
+        """Raises ``Stopped`` where that was due and got lost, and outside ``graceful`` where a signal came inside."""
+        if self._at_once or (self.requested and not self._graceful):
+            raise self._stopped()
+
+    @contextlib.contextmanager
+    def graceful(self) -> Iterator[None]:
+        """Inside, the first signal only asks: see ``requested``."""
+        self.check()
+        self._graceful += 1
+        self.listen()
+        try:
+            yield
+        finally:
+            self._graceful -= 1
+
+    # Signals ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def installed(self, *, ends_process: bool) -> Iterator[None]:
+        """Handles the signals of this process, in its main thread."""
+        former, hook = _handlers(), sys.unraisablehook
+        self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        former_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        if former_fd != -1:
+            signal.set_wakeup_fd(former_fd)  # an event loop around us needs it; signals are counted by calls then
+
+        def unraisable(lost: Any) -> None:
+            if issubclass(lost.exc_type, Stopped):
+                self._raise_now = True
+                _thread.start_new_thread(_interrupt_soon, ())
+            else:
+                hook(lost)
+
+        sys.unraisablehook = unraisable
+        self.listen()
+        try:
+            yield
+        finally:
+            if ends_process and self.first is not None:
+                self._ignore_the_rest()
+            else:
+                _restore(former)
+            sys.unraisablehook = hook
+            if former_fd == -1:
+                signal.set_wakeup_fd(-1)
+            for end in self._pipe:
+                os.close(end)
+            self._pipe = None
+
+    def listen(self) -> None:
+        """Makes this the handler of the signals."""
+        if self._pipe is not None and threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._on_signal)
+
+    def _ignore_the_rest(self) -> None:
+        """The process ends by itself; only a Ctrl-C that comes late says that it takes too long."""
+
+        def late(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGINT and time.monotonic() - self._raised_s > GRACE_S:
+                os._exit(self.exit_status)
+
+        self._raised_s = time.monotonic()
+        for number in STOP_SIGNALS:
+            signal.signal(number, late)
+            # The interpreter's last moments would bring the default back, by which a signal kills.
+            atexit.register(signal.signal, number, signal.SIG_IGN)
+
+    @property
+    def exit_status(self) -> int:
+        """128 + the first signal's number, as a shell has it."""
+        return 128 + (self.first or signal.SIGINT)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        for arrived in self._arrived(number):
+            self._count(arrived)
+        if self._raise_now:
+            raise self._stopped()
+
+    def _count(self, number: int) -> None:
+        if self.first is None:
+            self.first = signal.Signals(number)
+            stops = not self._graceful
+        else:
+            stops = number == signal.SIGINT and time.monotonic() - self._raised_s > GRACE_S
+        if stops:
+            self._at_once = self._raise_now = True
+
+    def _stopped(self) -> Stopped:
+        self._raise_now, self._raised_s = False, time.monotonic()
+        return Stopped(self.first or signal.SIGINT)
+
+    def _arrived(self, number: int) -> list[int]:
+        """The signals since the last call, each as often as it came."""
+        if number in self._ahead:
+            self._ahead.discard(number)  # counted together with another one
+            return [n for n in self._bytes() if n in STOP_SIGNALS]
+        found = self._bytes()
+        if number not in found and self._pipe is not None:
+            # Another thread received it and has not written its byte yet, or somebody took the pipe's place.
+            select.select([self._pipe[0]], [], [], _BYTE_WAIT_S)
+            found += self._bytes()
+        if number not in found:
+            found.append(number)
+        self._ahead.update({n for n in found if n != number and n in STOP_SIGNALS})
+        return [n for n in found if n in STOP_SIGNALS]
+
+    def _bytes(self) -> list[int]:
+        if self._pipe is None:
+            return []
+        try:
+            return list(os.read(self._pipe[0], 4096))
+        except BlockingIOError:
+            return []
+
+
+_current: StopSignals | None = None
+
+
+@contextlib.contextmanager
+def stop_signals(*, ends_process: bool = False) -> Iterator[StopSignals]:
+    """Handles the signals inside; a scope within another shares what came. Outside the main thread, to which signals
+    belong, nothing ever comes unless the main thread has such a scope.
+
+    Args:
+        ends_process: where a signal came, the process ends after this scope.
+    """
+    global _current
+    if _current is not None:
+        yield _current
+        return
+    found = StopSignals()
+    if threading.current_thread() is not threading.main_thread():
+        yield found
+        return
+    with found.installed(ends_process=ends_process):
+        _current = found
+        try:
+            yield found
+        finally:
+            _current = None
+
+
+def take_back_signals() -> None:
+    """After something that sets handlers of its own: Ray has one for SIGTERM, set where it connects."""
+    if _current is not None:
+        _current.listen()
+
+
+def _handlers() -> dict[signal.Signals, Any]:
+    return {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None:  # set by a library in C, and not ours to name
+            signal.signal(number, handler)
+
+
+def _interrupt_soon() -> None:
+    time.sleep(_AGAIN_S)
+    _thread.interrupt_main(signal.SIGINT)
+
+
+def _forget() -> None:
+    """A forked child is somebody else: what ends it must not reach us, nor wait for a step of ours."""
+    global _current
+    if _current is not None:
+        _current = None
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in STOP_SIGNALS[1:]:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget)
