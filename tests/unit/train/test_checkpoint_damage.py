@@ -1,0 +1,471 @@
+"""A campaign of damages: whatever happens to the newest checkpoint, it is told, and the one before it is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.config import UserError
+from quartet.observe.digests import seal, unseal
+from quartet.train import checkpoint
+from quartet.train.checkpoint import (
+    claimed_steps,
+    list_checkpoints,
+    newest_checkpoint,
+    prune,
+    save_checkpoint,
+    set_aside_after,
+)
+
+OLD, NEW = "step_00000002", "step_00000004"
+FILES = ("actor.pt", "critic.pt", "info.json", "manifest.json")
+SEED = 7
+
+Damage = Callable[[Path], None]
+"""Does something to the checkpoint ``NEW`` below the given root."""
+
+
+def parts(step: int) -> dict[str, Any]:
+    """Two parts of one shape and of values of every kind, so that another's file would fit."""
+    drawn = torch.Generator().manual_seed(step)
+    return {
+        name: {
+            "model": {"weight": torch.randn(5, 7, generator=drawn), "bias": torch.randn(7, generator=drawn)},
+            "optimizer": {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": [{"lr": 0.1 * step}]},
+            "num_updates": step,
+        }
+        for name in ("actor", "critic")
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole") / "checkpoints"
+    for step in (2, 4):
+        save_checkpoint(root, step, parts(step), {"kl_coef": 0.1 * step, "stream": {"next": 8 * step}}, keep=2)
+    return root
+
+
+@pytest.fixture
+def root(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "checkpoints"))
+
+
+@pytest.fixture(autouse=True)
+def never_hangs() -> Iterator[None]:
+    """A pipe in a file's place must not be waited for."""
+    former = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it hangs"))
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, former)
+
+
+def is_as_saved(root: Path, step: int) -> bool:
+    found = newest_checkpoint(root)
+    assert found is not None and found.step == step
+    for name, part in parts(step).items():
+        for key, values in part["model"].items():
+            assert torch.equal(found.parts[name]["model"][key], values)
+        assert found.parts[name]["optimizer"]["param_groups"] == part["optimizer"]["param_groups"]
+        assert found.parts[name]["num_updates"] == step
+    return found.info == {"step": step, "kl_coef": 0.1 * step, "stream": {"next": 8 * step}}
+
+
+# The damages -----------------------------------------------------------------------------------------------
+
+
+def on_file(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    def damage(root: Path) -> None:
+        path = root / NEW / name
+        before = path.read_bytes()
+        path.write_bytes(change(before))
+        assert path.read_bytes() != before
+
+    return damage
+
+
+def flipped(fraction: float, bit: int) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        at = int(fraction * len(data))
+        return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+    return change
+
+
+def on_json(name: str, change: Callable[[Any], Any], *, sealed: bool = False) -> Damage:
+    """``sealed``: as by somebody who writes a digest that fits."""
+
+    def edited(data: bytes) -> bytes:
+        value = change(unseal(data) if sealed else json.loads(data))
+        return seal(value) if sealed else json.dumps(value, indent=2).encode() + b"\n"
+
+    return on_file(name, edited)
+
+
+def with_value(**changes: Any) -> Callable[[Any], Any]:
+    return lambda value: {**value, **changes}
+
+
+def in_place_of(name: str, make: Callable[[Path], object]) -> Damage:
+    def damage(root: Path) -> None:
+        (root / NEW / name).unlink()
+        make(root / NEW / name)
+
+    return damage
+
+
+def full_directory(path: Path) -> None:
+    path.mkdir()
+    (path / "data.pkl").write_bytes(b"x")
+
+
+def link_to_copy(path: Path) -> None:
+    """Its content is right: it is refused for what it is."""
+    copy = path.parent.parent / "copy_of_it"
+    shutil.copy(path.parent.parent.parent / "spare" / path.name, copy)
+    path.symlink_to(copy)
+
+
+def swapped(root: Path) -> None:
+    one, other, aside = (root / NEW / name for name in ("actor.pt", "critic.pt", "aside"))
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def of_the_other_step(*names: str) -> Damage:
+    def damage(root: Path) -> None:
+        for name in names:
+            shutil.copy(root / OLD / name, root / NEW / name)
+
+    return damage
+
+
+def renamed(to: str) -> Damage:
+    return lambda root: (root / NEW).rename(root / to)
+
+
+def emptied(root: Path) -> None:
+    shutil.rmtree(root / NEW)
+    (root / NEW).mkdir()
+
+
+def replaced(make: Callable[[Path], object]) -> Damage:
+    def damage(root: Path) -> None:
+        shutil.rmtree(root / NEW)
+        make(root / NEW)
+
+    return damage
+
+
+def added(name: str, make: Callable[[Path], object] = lambda path: path.write_bytes(b"x")) -> Damage:
+    return lambda root: make(root / NEW / name) and None
+
+
+SHAPES = {
+    "empty": b"",
+    "null": b"null",
+    "a list": b"[]",
+    "a number": b"5",
+    "an empty object": b"{}",
+    "a huge number": b'{"step": ' + b"9" * 5000 + b"}",
+    "an infinite number": b'{"step": 1e999}',
+    "a step of text": b'{"step": "4"}',
+    "a step that is true": b'{"step": true}',
+    "deep": b"[" * 200_000,
+    "half of it": b'{"step": 4, "kl',
+    "binary": bytes(range(256)),
+    "UTF-16": '{"step": 4}'.encode("utf-16"),
+}
+
+
+def damages() -> dict[str, Damage]:
+    """Every damage by a name that says what it is; the positions are drawn with ``SEED``."""
+    rng = random.Random(SEED)
+    found: dict[str, Damage] = {}
+    for name in FILES:
+        for number in range(14):
+            fraction, bit = rng.random(), rng.randrange(8)
+            found[f"{name}: bit {bit} at {fraction:.3f} flipped ({number})"] = on_file(name, flipped(fraction, bit))
+        for share in (0.0, 0.01, 0.5, 0.99):
+            found[f"{name}: cut to {share}"] = on_file(name, lambda data, share=share: data[: int(share * len(data))])
+        found[f"{name}: last byte gone"] = on_file(name, lambda data: data[:-1])
+        found[f"{name}: a byte more"] = on_file(name, lambda data: data + b"\n")
+        found[f"{name}: zeros"] = on_file(name, lambda data: bytes(len(data)))
+        found[f"{name}: gone"] = in_place_of(name, lambda path: None)
+        found[f"{name}: a directory"] = in_place_of(name, full_directory)
+        found[f"{name}: an empty directory"] = in_place_of(name, Path.mkdir)
+        found[f"{name}: a link to the other step's"] = in_place_of(
+            name, lambda path: path.symlink_to(f"../{OLD}/{path.name}")
+        )
+        found[f"{name}: a link to the same"] = in_place_of(name, link_to_copy)
+        found[f"{name}: a link to nothing"] = in_place_of(name, lambda path: path.symlink_to("nowhere"))
+        found[f"{name}: a pipe"] = in_place_of(name, os.mkfifo)
+        found[f"{name}: of the other step"] = of_the_other_step(name)
+        found[f"{name}: upper case"] = lambda root, name=name: (root / NEW / name).rename(root / NEW / name.upper())
+    for what, content in SHAPES.items():
+        for name in ("info.json", "manifest.json"):
+            found[f"{name}: {what}"] = on_file(name, lambda data, content=content: content)
+    for key, value in {"step": 2, "kl_coef": 0.5, "stream": {"next": 0}}.items():
+        found[f"info.json: another {key}"] = on_json("info.json", with_value(**{key: value}))
+    for sealed in (False, True):
+        told = "manifest.json, sealed anew" if sealed else "manifest.json"
+        for key, value in {
+            "step": 2,
+            "format": "quartet-checkpoint-99",
+            "parts": ["actor", "critic", "reference"],
+            "files": {},
+        }.items():
+            found[f"{told}: another {key}"] = on_json("manifest.json", with_value(**{key: value}), sealed=sealed)
+        found[f"{told}: a path outside"] = on_json(
+            "manifest.json",
+            lambda value: {**value, "files": {**value["files"], f"../{OLD}/actor.pt": {}}},
+            sealed=sealed,
+        )
+        found[f"{told}: one key more"] = on_json("manifest.json", with_value(more=1), sealed=sealed)
+    found["the parts swapped"] = swapped
+    found["info and manifest of the other step"] = of_the_other_step("info.json", "manifest.json")
+    found["everything of the other step"] = of_the_other_step(*FILES)
+    found["a part more"] = added("reference.pt")
+    found["a hidden file more"] = added(".hidden")
+    found["a directory more"] = added("deeper", Path.mkdir)
+    found["a file more below a directory"] = added("deeper", full_directory)
+    found["emptied"] = emptied
+    found["a file in its place"] = replaced(lambda path: path.write_text("a file"))
+    found["a link to the other step in its place"] = replaced(lambda path: path.symlink_to(OLD))
+    found["a link to nothing in its place"] = replaced(lambda path: path.symlink_to("nowhere"))
+    for name in ("step_00000006", "step_99999999", "step_4", "step_00000004.old", "Step 4", "step_000000004", "copy"):
+        found[f"renamed {name}"] = renamed(name)
+    return found
+
+
+DAMAGES = damages()
+
+
+@pytest.fixture
+def damaged(root: Path, request: pytest.FixtureRequest) -> Path:
+    shutil.copytree(root / NEW, root.parent / "spare")
+    DAMAGES[request.param](root)
+    return root
+
+
+def test_the_campaign_is_as_large_as_promised() -> None:
+    assert len(DAMAGES) >= 71
+
+
+@pytest.mark.parametrize("damaged", DAMAGES, indirect=True)
+def test_a_damage_is_told_and_the_checkpoint_before_is_used(damaged: Path) -> None:
+    assert is_as_saved(damaged, 2)
+    found = newest_checkpoint(damaged)
+    assert found is not None
+    left = {path.name for path in damaged.iterdir()} - {OLD, "copy_of_it"}
+    assert len(found.remarks) == 1 and OLD in found.remarks[0] and any(name in found.remarks[0] for name in left)
+
+
+@pytest.mark.parametrize("damaged", random.Random(SEED).sample(sorted(DAMAGES), 24), indirect=True)
+def test_without_a_good_one_nothing_is_loaded(damaged: Path) -> None:
+    (damaged / OLD / "actor.pt").write_bytes(b"")
+    with pytest.raises(UserError, match="can be used") as caught:
+        newest_checkpoint(damaged)
+    assert "actor.pt has 0 bytes" in caught.value.found and OLD in caught.value.found
+    assert "restore" in caught.value.remedy
+
+
+# Other ways to be refused ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_unpickled_before_everything_is_checked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (OLD, NEW):
+        (root / step / "critic.pt").write_bytes(b"")
+    monkeypatch.setattr(checkpoint.torch, "load", lambda *_, **__: pytest.fail("unpickled"))
+    with pytest.raises(UserError):
+        newest_checkpoint(root)
+
+
+def test_what_may_not_be_read_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who gives the permission loses no step; it is simulated, since the administrator may read everything."""
+    real = checkpoint.manifests.digest_file
+
+    def refuse(path: Path) -> Any:
+        if path.parent.name == NEW:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(checkpoint.manifests, "digest_file", refuse)
+    with pytest.raises(UserError, match=f"{NEW}/actor.pt could not be read") as caught:
+        newest_checkpoint(root)
+    assert caught.value.found == "Permission denied" and "chmod" in caught.value.remedy
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="the administrator may read everything")
+@pytest.mark.parametrize("name", ["", *FILES])
+def test_permissions(root: Path, name: str) -> None:
+    (root / NEW / name).chmod(0)
+    with pytest.raises(UserError, match="could not be read"):
+        newest_checkpoint(root)
+    (root / NEW / name).chmod(0o700)
+
+
+def test_a_disk_that_cannot_read_a_file_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = checkpoint.manifests.digest_file
+
+    def fail(path: Path) -> Any:
+        if path.parent.name == NEW:
+            raise OSError(5, "Input/output error", str(path))
+        return real(path)
+
+    monkeypatch.setattr(checkpoint.manifests, "digest_file", fail)
+    found = newest_checkpoint(root)
+    assert found is not None and found.step == 2
+    assert f"{NEW}: actor.pt cannot be read (Input/output error)" in found.remarks[0]
+
+
+def test_the_directory_itself(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "none") is None
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(UserError, match="could not be read"):
+            newest_checkpoint(tmp_path / name)
+    (tmp_path / "only_misnamed" / "step_6").mkdir(parents=True)
+    with pytest.raises(UserError, match="can be used") as caught:
+        newest_checkpoint(tmp_path / "only_misnamed")
+    assert "step_6 is not the name of a checkpoint" in caught.value.found
+
+
+def test_what_is_whole_but_does_not_suit_the_run_is_told(root: Path) -> None:
+    found = newest_checkpoint(root, lambda parts, info: "other" if info["step"] == 4 else None)
+    assert found is not None and found.step == 2 and f"{NEW}: other" in found.remarks[0]
+
+
+def test_what_cannot_be_loaded_although_it_is_whole_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little memory, another torch: an earlier checkpoint would be of no use."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(checkpoint.torch, "load", fail)
+    with pytest.raises(UserError, match="cannot be loaded") as caught:
+        newest_checkpoint(root)
+    assert "allocate" in caught.value.found and NEW in caught.value.problem
+
+
+def test_a_step_of_more_than_eight_digits_is_found(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 123_456_789, parts(1), {}, keep=1)
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.step == 123_456_789
+
+
+# An earlier version's, without a manifest -------------------------------------------------------------------
+
+
+def as_before(root: Path) -> None:
+    for name in (OLD, NEW):
+        (root / name / "manifest.json").unlink()
+        info = json.loads((root / name / "info.json").read_bytes())
+        del info["manifest"]
+        (root / name / "info.json").write_text(json.dumps(info))
+
+
+def test_an_earlier_version_s_checkpoint_is_loaded_and_told(root: Path) -> None:
+    as_before(root)
+    assert is_as_saved(root, 4)
+    found = newest_checkpoint(root)
+    assert found is not None and "earlier version" in found.remarks[0]
+    assert list_checkpoints(root) == [2, 4]
+
+
+EARLIER = [
+    name
+    for name in DAMAGES
+    if name.startswith(("actor.pt", "critic.pt"))
+    and "flipped" not in name
+    and "of the other step" not in name
+    and "a byte more" not in name
+]
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_its_damages_are_told_as_far_as_its_archives_have_checksums(root: Path, name: str) -> None:
+    shutil.copytree(root / NEW, root.parent / "spare")
+    as_before(root)
+    DAMAGES[name](root)
+    if name.endswith(("gone", "upper case")):
+        found = newest_checkpoint(root, lambda parts, _: None if len(parts) == 2 and "actor" in parts else "a part")
+    else:
+        found = newest_checkpoint(root)
+    assert found is not None and found.step == 2 and NEW in found.remarks[0]
+
+
+def test_a_flipped_bit_in_its_weights_is_found(root: Path) -> None:
+    as_before(root)
+    path = root / NEW / "actor.pt"
+    data, weight = path.read_bytes(), parts(4)["actor"]["model"]["weight"].numpy().tobytes()
+    at = data.index(weight) + 9
+    path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+    found = newest_checkpoint(root)
+    assert found is not None and found.step == 2 and "CRC-32" in found.remarks[0]
+
+
+# What stays on disk ------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_one_does_not_count_and_goes_only_when_enough_good_ones_are_newer(root: Path) -> None:
+    (root / NEW / "actor.pt").write_bytes(b"")
+    save_checkpoint(root, 6, parts(6), {}, keep=2)
+    assert claimed_steps(root) == [2, 4, 6], "two good ones, the damaged one between them"
+    save_checkpoint(root, 8, parts(8), {}, keep=2)
+    assert claimed_steps(root) == [6, 8]
+
+
+def test_what_was_passed_over_is_set_aside_until_the_next_is_complete(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / NEW / "actor.pt").write_bytes(b"")
+    set_aside_after(root, 2)
+    assert sorted(os.listdir(root)) == [f"damaged_{NEW}", OLD]
+    found = newest_checkpoint(root)
+    assert found is not None and found.step == 2 and not found.remarks
+    with monkeypatch.context() as failing:
+        failing.setattr(checkpoint.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+        with pytest.raises(UserError):
+            save_checkpoint(root, 3, parts(3), {}, keep=1)
+    assert sorted(os.listdir(root)) == [f"damaged_{NEW}", OLD]
+    save_checkpoint(root, 3, parts(3), {}, keep=1)
+    assert os.listdir(root) == ["step_00000003"]
+
+
+def test_keep_holds_after_a_kill_between_rename_and_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as killing:
+        killing.setattr(checkpoint, "prune", kill)
+        with pytest.raises(Killed):
+            save_checkpoint(root, 6, parts(6), {}, keep=1)
+    assert claimed_steps(root) == [2, 4, 6]
+    (root / ".draft_00000008_1").mkdir()
+    prune(root, 1)
+    assert os.listdir(root) == ["step_00000006"]
+
+
+@pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: path.symlink_to(OLD), Path.mkdir])
+def test_whatever_has_the_place_of_the_next_checkpoint_gives_way(root: Path, make: Callable[[Path], object]) -> None:
+    make(root / "step_00000006")
+    save_checkpoint(root, 6, parts(6), {}, keep=3)
+    assert sorted(os.listdir(root)) == [OLD, NEW, "step_00000006"]
+    found = newest_checkpoint(root)
+    assert found is not None and found.step == 6
