@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quartet.config.errors import UserError
+from quartet.config.stages import made_by
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -16,12 +17,14 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def missing_file(problem: str, path: str | Path) -> UserError:
-    """The error for a file that is not there, with the nearest names in its folder (or the folder that is
-    missing).
+    """The error for a file that is not there: which command makes it, the nearest names in its folder, or the folder
+    that is missing.
     """
     path = Path(path)
     if path.is_dir():
         return UserError(problem, found=f"{path} is a folder", remedy="name a file in it")
+    if (stage := made_by(path)) is not None:
+        return UserError(problem, found=str(path), remedy=f"{stage}, or correct the path")
     folder = path.parent
     if not folder.is_dir():
         return UserError(

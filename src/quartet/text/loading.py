@@ -12,6 +12,7 @@ from transformers.utils import cached_file
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
+from quartet.config.stages import made_by
 
 
 def looks_like_path(name: str) -> bool:
@@ -28,10 +29,14 @@ def local_or_hub(name: str | Path, what: str) -> str:
     text = str(name)
     path = Path(text).expanduser()
     if path.is_dir():
+        if (path / "run.json").is_file() and not (path / "config.json").is_file():
+            model = path / "model"
+            remedy = f"name {model}" if model.is_dir() else made_by(model) or "name the directory of a model"
+            raise UserError(f"this is a run, not a {what}", found=text, remedy=remedy)
         return str(path)
     if path.exists():
         raise UserError(f"the {what} is not a directory", found=text, remedy="name the directory that holds it")
-    if looks_like_path(text):
+    if looks_like_path(text) or made_by(path) is not None:
         raise missing_file(f"there is no {what} directory here", path)
     return text
 
@@ -212,16 +217,20 @@ def load_generation_config(path: str | Path) -> GenerationConfig | None:
         if is_local and not (Path(source) / name).is_file():
             continue
         try:
-            return GenerationConfig.from_pretrained(source, config_file_name=name)
-        except (OSError, ValueError) as error:
+            found = GenerationConfig.from_pretrained(source, config_file_name=name)
+        except Exception as error:  # as many kinds as a file can be broken
             if not is_local:  # a hub model without that file
                 continue
-            raise UserError(
-                "the model's generation config cannot be read",
-                found=f"{path}/{name}: {_first_line(error)}",
-                remedy="correct that file",
-            ) from error
+            raise _no_generation_config(f"{path}/{name}: {_first_line(error)}") from error
+        eos = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id or 0]
+        if not all(isinstance(token, int) for token in eos):
+            raise _no_generation_config(f"{path}/{name}: eos_token_id {found.eos_token_id!r}")
+        return found
     return None
+
+
+def _no_generation_config(found: str) -> UserError:
+    return UserError("the model's generation config cannot be read", found=found, remedy="correct that file")
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.errors import UserError
+from quartet.config.stages import made_by
 from quartet.observe.jsonl import read_rows
 from quartet.observe.metrics import find_metric
 from quartet.observe.report.alarms import show_alarms
@@ -36,7 +37,7 @@ def collect_run(run_dir: Path, limits: Limits) -> dict[str, Any]:
         raise UserError(
             "no such run",
             found=f"{run_dir} is " + ("a file" if run_dir.exists() else "missing"),
-            remedy="name the directory a run has written",
+            remedy=made_by(run_dir) or "name the directory a run has written",
         )
     notes: list[str] = []
     stages = [_collect_stage(path, limits, notes) for path in _stage_dirs(run_dir)]

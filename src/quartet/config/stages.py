@@ -1,0 +1,70 @@
+"""Which command makes what an earlier stage has not made yet: ``runs/sft/model`` before ``quartet sft`` has run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_TOKENS = {
+    "iterated": "iterated-reward-model",
+    "prm": "process-reward",
+    **dict.fromkeys(("rl", "ppo", "grpo", "dapo", "gspo", "cispo", "gpg", "rloo", "opo", "reinforce", "remax"), "rl"),
+    **dict.fromkeys(("distillation", "best", "online"), "rl"),
+    "process": "process-reward",
+    **dict.fromkeys(("reward", "rm"), "reward-model"),
+    **dict.fromkeys(("preference", "dpo", "ipo", "hinge", "simpo", "orpo", "kto"), "preference"),
+    "sft": "sft",
+    **dict.fromkeys(("eval", "evaluation"), "eval"),
+}
+"""By a word in a run directory's name, the job that is probably meant; the first one wins."""
+_PARTS = ("model", "critic", "adapter", "answers.jsonl", "against.jsonl", "comparison.jsonl", "journal.jsonl")
+"""What a run leaves in its directory for later ones."""
+
+
+def made_by(path: Path) -> str | None:
+    """What to run so that ``path``, a run's directory or something in it, comes to be; None where nothing is known.
+
+    A run that is there and has not ended is gone on with. Else a recipe with that ``output_dir`` is looked for here and
+    in ``recipes/``. Else the directory's name says the job.
+    """
+    for folder in path.parents:
+        if (command := _unfinished(folder)) is not None:
+            return f"let its run end first: {command}"
+    run = path.parent if path.name in _PARTS else path
+    for recipe, job in _recipes_with(run):
+        return f"make it first: quartet {job} {recipe}"
+    words = re.split(r"[^a-z]+", run.name.lower())
+    guess = next((job for token, job in _TOKENS.items() if token in words), None)
+    # Without a part of a run at its end, a path with such a name may be anything.
+    if guess is None or (run == path and ("runs" not in path.parts or path.suffix)):
+        return None
+    return f"make it first with quartet {guess} (output_dir: {run}; quartet init {guess} writes a recipe)"
+
+
+def _unfinished(run: Path) -> str | None:
+    """How to go on with the run in that directory; None where there is none, or none that is not done."""
+    try:
+        info = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        job, status = info.get("job"), info.get("status")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if status == "done":
+        return None
+    if job == "quickstart":
+        return f"quartet quickstart --out {run} --resume"
+    return f"quartet {job} {run / 'recipe.yaml'} output_dir={run} --resume" if job in _TOKENS.values() else None
+
+
+def _recipes_with(run: Path) -> Iterator[tuple[Path, str]]:
+    """Recipes here and in ``recipes/`` that write into ``run``, with their jobs."""
+    for path in sorted([*Path().glob("*.yaml"), *Path("recipes").glob("*.yaml")]):
+        try:
+            text = path.read_text(encoding="utf-8")[:100_000]
+        except (OSError, ValueError):
+            continue
+        found = {key: re.search(rf"^{key}: *(['\"]?)([^\s'\"#]+)\1", text, re.M) for key in ("job", "output_dir")}
+        job, where = (match[2] if match else "" for match in found.values())
+        if job in _TOKENS.values() and where and Path(where).absolute() == run.absolute():
+            yield path, job
