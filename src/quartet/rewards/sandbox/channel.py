@@ -1,9 +1,9 @@
 """Calls between two processes: tests in one sandbox use the code under test in the other.
 
-What crosses is plain data (:mod:`quartet.rewards.sandbox.data`), or a reference to an object that stays where it is. The
-side of the tests holds such an object as a :class:`SolutionObject`, which can be called and asked for attributes, and
-little else: whatever a test compares, searches or counts is plain data of its own process. The code under test holds
-what is not plain of the tests (a function to apply, say) as a :class:`TestObject`, which can be called.
+What crosses is plain data (:mod:`quartet.rewards.sandbox.data`), or a reference to an object that stays where it is.
+The side of the tests holds such an object as a :class:`SolutionObject`, which can be called and asked for attributes,
+and little else: whatever a test compares, searches or counts is plain data of its own process. The code under test
+holds what is not plain of the tests (a function to apply, say) as a :class:`TestObject`, which can be called.
 
 A message is four bytes of length and JSON: ``["ask", operation, number, arguments, keywords]``, answered by ``["value",
 value]``, ``["error", type's name, text]`` or ``["unsuitable", reason]``. Before it answers, a process may ask in turn.
@@ -18,11 +18,12 @@ import operator
 import os
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from quartet.rewards.sandbox.data import MAX_NODES, Unsuitable, decode, encode
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 32 << 20
 
 
 class ChannelClosed(BaseException):
@@ -101,8 +102,10 @@ class Channel:
     # Values ----------------------------------------------------------------------------------------------
 
     def refer(self, value: Any) -> list[Any]:
-        if type(value) in (SolutionObject, TestObject):
-            return ["yours", object.__getattribute__(value, "_number")]
+        if type(value) is SolutionObject:
+            return ["yours", _state(value).number]
+        if type(value) is TestObject:
+            return ["yours", value.number]
         number = self._numbers.setdefault(id(value), len(self._shared))
         if number == len(self._shared):
             self._shared.append(value)  # also keeps it alive, so that its id stays its own
@@ -135,19 +138,29 @@ class Channel:
             message = ["ask", operation, number, encode(arguments, self.refer), encode(keywords, self.refer)]
         except Unsuitable as error:
             self.refuse(f"the test gives the code {error}")
+        try:
+            answer = self._answer_to(message)
+        except (MemoryError, RecursionError) as error:  # In the middle of a message, maybe.
+            self.close(f"{type(error).__name__} in a call between tests and code")
+        match answer:
+            case ["value", value]:
+                return value
+            case ["error", str() as name, str() as text]:
+                raise _exception(name, text)
+            case ["unsuitable", str() as reason]:
+                self.refuse(f"the code gives {reason}"[:300])
+        self.close("something that is no answer")
+
+    def _answer_to(self, message: list[Any]) -> Any:
         self.send(message)
         while True:
             match self.receive():
-                case ["value", tree]:
-                    return self._decoded(tree)
-                case ["error", str() as name, str() as text]:
-                    raise _exception(name, text)
-                case ["unsuitable", str() as reason]:
-                    self.refuse(f"the code gives {reason}"[:300])
                 case ["ask", *question]:
                     self._answer(question)
-                case _:
-                    self.close("something that is no answer")
+                case ["value", tree]:
+                    return ["value", self._decoded(tree)]
+                case answer:
+                    return answer
 
     @property
     def is_closed(self) -> bool:
@@ -190,10 +203,10 @@ class TestObject:
     """What the tests gave to the code under test: it can be called and handed back."""
 
     def __init__(self, channel: Channel, number: int) -> None:
-        self._channel, self._number = channel, number
+        self.channel, self.number = channel, number
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._channel.ask("call", self._number, *arguments, **keywords)
+        return self.channel.ask("call", self.number, *arguments, **keywords)
 
 
 _PLAIN_NAMES = {
@@ -201,6 +214,22 @@ _PLAIN_NAMES = {
     for kind in (str, bytes, bytearray, int, float, complex, list, tuple, dict, set, frozenset, range, memoryview)
     for name in dir(kind)
 }
+
+
+@dataclass
+class _State:
+    channel: Channel
+    number: int
+    is_class: bool = False
+    is_own: bool = False
+
+
+_STATE = "_SolutionObject__state"  # no name that an attribute of the solution's may have
+
+
+def _state(value: SolutionObject) -> _State:
+    state: _State = object.__getattribute__(value, _STATE)
+    return state
 
 
 class SolutionObject:
@@ -212,38 +241,35 @@ class SolutionObject:
     instead of judging for itself (``f(x).startswith("a")``).
     """
 
-    __slots__ = ("_channel", "_is_class", "_is_own", "_number")
+    __slots__ = ("__state",)
     __hash__ = object.__hash__
 
     def __init__(self, channel: Channel, number: int) -> None:
-        for name, value in (("_channel", channel), ("_number", number), ("_is_class", False), ("_is_own", False)):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, _STATE, _State(channel, number))
 
     def __ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
-        channel: Channel = object.__getattribute__(self, "_channel")
-        return channel.ask(operation, object.__getattribute__(self, "_number"), *arguments, **keywords)
+        return _state(self).channel.ask(operation, _state(self).number, *arguments, **keywords)
 
     def __refuse(self, what: str) -> NoReturn:
-        channel: Channel = object.__getattribute__(self, "_channel")
-        channel.refuse(f"an object that is no plain data where the test {what}")
+        _state(self).channel.refuse(f"the code gives an object that is no plain data, and the test {what}")
 
     def __ask_own(self, what: str, operation: str, *arguments: Any) -> Any:
-        if not object.__getattribute__(self, "_is_own"):
+        if not _state(self).is_own:
             self.__refuse(what)
         return self.__ask(operation, *arguments)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        if not object.__getattribute__(self, "_is_class"):
+        if not _state(self).is_class:
             return self.__ask("call", *arguments, **keywords)
         made = self.__ask("make", *arguments, **keywords)
         if type(made) is SolutionObject:
-            object.__setattr__(made, "_is_own", True)
+            _state(made).is_own = True
         return made
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        is_own = object.__getattribute__(self, "_is_own")
+        is_own = _state(self).is_own
         if name in _PLAIN_NAMES and not is_own:
             self.__refuse(f"asks for .{name}, which plain data have")
         return named(self.__ask("getattr", name), name, is_own)
@@ -291,9 +317,8 @@ def named(value: Any, name: str, is_own: bool = False) -> Any:
     """``value``, which the tests reached by ``name``: of something that is the solution's own, where ``is_own``."""
     if type(value) is SolutionObject:
         is_class = name.lstrip("_")[:1].isupper()
-        for flag, holds in (("_is_class", is_class), ("_is_own", is_own or is_class)):
-            if holds:
-                object.__setattr__(value, flag, True)
+        _state(value).is_class |= is_class
+        _state(value).is_own |= is_own or is_class
     return value
 
 
@@ -328,11 +353,8 @@ CALLS: dict[str, Callable[..., Any]] = {"call": _call}
 
 def _base_name(error: BaseException) -> str:
     """The nearest class of Python's own that it is of."""
-    return next(
-        base.__name__
-        for base in type.__dict__["__mro__"].__get__(type(error))
-        if vars(builtins).get(base.__name__) is base
-    )
+    bases: tuple[type, ...] = type.__dict__["__mro__"].__get__(type(error))
+    return next(base.__name__ for base in bases if vars(builtins).get(base.__name__) is base)
 
 
 def _exception(name: str, text: str) -> Exception:

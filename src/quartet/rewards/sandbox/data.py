@@ -20,16 +20,34 @@ from typing import Any
 MAX_DEPTH = 100
 MAX_NODES = 1 << 18
 """Most values in one message, keys and items of containers included; also the longest ``range``."""
-MAX_TEXT = 1 << 23
+MAX_TEXT = 1 << 22
 """Most characters and bytes of all text in one message."""
 MAX_INT_BITS = 1 << 17
 _SMALL = 1 << 53
 _MAX_DECIMAL = 20_000  # characters
 
-_NAMED = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set)}
-_NAMED |= {kind.__name__: kind for kind in (frozenset, range, object, type)}
+_NAMED: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        bytearray,
+        list,
+        tuple,
+        dict,
+        set,
+        frozenset,
+        range,
+        object,
+        type,
+    )
+}
 """Types that cross by name, so that ``f(x, int)`` and ``type_of(3) is int`` mean Python's own."""
-_VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+_VIEWS = {id(type({}.keys())), id(type({}.values())), id(type({}.items()))}
 # As they are before any code under test runs: a metaclass may have attributes of these names.
 _mro = type.__dict__["__mro__"].__get__
 _variables = type.__dict__["__dict__"].__get__
@@ -103,7 +121,7 @@ def _other(value: Any, kind: type, refer: Callable[[Any], list[Any]]) -> Any:
     for name, own in _NAMED.items():
         if value is own:
             return ["type", name]
-    if kind in _VIEWS or any("__next__" in _variables(base) for base in _mro(kind)):
+    if id(kind) in _VIEWS or any("__next__" in _variables(base) for base in _mro(kind)):
         raise Unsuitable(f"a {_name(kind)}, which is lazy; plain data such as a list is judged")
     return refer(value)
 
@@ -131,7 +149,7 @@ def _decimal(value: Decimal) -> tuple[str]:
 
 
 def _defaultdict(value: Any) -> Iterable[Any]:
-    factory = defaultdict.default_factory.__get__(value)  # type: ignore[attr-defined]
+    factory = defaultdict.__dict__["default_factory"].__get__(value)
     known = any(factory is kind for kind in _NAMED.values())
     return itertools.chain([factory if known else None], _flat(dict.items(value)))
 
@@ -147,6 +165,7 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
     float: float.__pos__,
     str: str.__str__,
 }
+_UNITS = ("days", "seconds", "microseconds")
 _NUMERATOR, _DENOMINATOR = (Fraction.__dict__[name].__get__ for name in ("_numerator", "_denominator"))
 
 _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
@@ -168,10 +187,7 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     dt.datetime: _zoned(dt.datetime),
     dt.date: lambda value: (dt.date.isoformat(value),),
     dt.time: _zoned(dt.time),
-    dt.timedelta: lambda value: tuple(
-        get(value)
-        for get in (dt.timedelta.days.__get__, dt.timedelta.seconds.__get__, dt.timedelta.microseconds.__get__)
-    ),
+    dt.timedelta: lambda value: tuple(vars(dt.timedelta)[name].__get__(value) for name in _UNITS),
 }
 """What a value consists of, itself plain."""
 _PLAIN = {id(kind) for kind in (*_SCALARS, *_PARTS)}  # a metaclass may say that its classes equal these

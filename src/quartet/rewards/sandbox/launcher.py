@@ -82,15 +82,8 @@ def _in_bubblewrap(job: dict[str, Any]) -> None:
         os.dup2(again, 0)
         os.close(again)
         shown = confine.visible([sys.base_prefix, sys.base_exec_prefix])
-        command = [
-            job["bwrap"],
-            "--die-with-parent",
-            "--unshare-ipc",
-            "--unshare-pid",
-            "--unshare-net",
-            "--unshare-uts",
-        ]
-        command += ["--unshare-cgroup-try", "--new-session", "--clearenv"]
+        command = [job["bwrap"], "--die-with-parent", "--new-session", "--clearenv", "--unshare-cgroup-try"]
+        command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
         # Which bubblewrap itself would open to their owner alone.
         for parent in ["/dev", *sorted({str(parent) for path in shown for parent in Path(path).parents} - {"/"})]:
             command += ["--perms", "0755", "--dir", parent]

@@ -1,8 +1,8 @@
 """What a sandboxed process may ask of the kernel, and which files it may open. Linux on x86-64 and ARM64, standard
 library only.
 
-Both hold for everything that the process starts, and cannot be taken back. The calls are refused in every sandbox, files
-where there is no root directory of its own (:mod:`quartet.rewards.sandbox.launcher`).
+Both hold for everything that the process starts, and cannot be taken back. The calls are refused in every sandbox,
+files where there is no root directory of its own (:mod:`quartet.rewards.sandbox.launcher`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 
 from quartet.rewards.sandbox.confine import DEVICES, checked, libc
 
-# Calls by name with their numbers on (x86-64, ARM64); None: there is no such call -------------------------------
+# Calls by name with their numbers on (x86-64, ARM64) -------------------------------------------------------
 
-_CALLS: dict[str, tuple[int | None, int]] = {
+_NONE = 0xFFFF  # there is no such call
+_CALLS = {
     # Connections. Pairs of connected sockets remain; they may not be led elsewhere, by an address or by a file handed
     # over.
     "socket": (41, 198),
@@ -88,10 +89,10 @@ _CALLS: dict[str, tuple[int | None, int]] = {
     "userfaultfd": (323, 282),
     "fanotify_init": (300, 262),
     "personality": (135, 92),
-    "modify_ldt": (154, None),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "uselib": (134, None),
+    "modify_ldt": (154, _NONE),
+    "iopl": (172, _NONE),
+    "ioperm": (173, _NONE),
+    "uselib": (134, _NONE),
     "lookup_dcookie": (212, 18),
     "syslog": (103, 116),
     "vhangup": (153, 58),
@@ -114,7 +115,7 @@ _CALLS: dict[str, tuple[int | None, int]] = {
 }
 _FIRST_COMMON = 424
 """From this number on calls have one number everywhere. New ones come with every kernel: those below are allowed, the
-others do not exist, as on an older kernel. Among these are io_uring, pidfd, clone3, the calls of mounting, memfd_secret.
+others do not exist, as on an older kernel. Among these are io_uring, pidfd, clone3, memfd_secret and those that mount.
 """
 _COMMON = (
     436,  # close_range
@@ -170,8 +171,7 @@ def _program(column: int, architecture: int) -> list[Instruction]:
         found += [(_IF_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     found += [(_IF_AT_LEAST, 0, 1, _FIRST_COMMON), (_RETURN, 0, 0, _MISSING)]
     for numbers in _CALLS.values():
-        if numbers[column] is not None:
-            found += [(_IF_EQUAL, 0, 1, numbers[column] or 0), (_RETURN, 0, 0, _REFUSE)]
+        found += [(_IF_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _REFUSE)]
     found += _by_argument((302, 261)[column], 0, (0,), then=_ALLOW, otherwise=_REFUSE)  # prlimit64: of itself alone
     found += _by_argument((72, 25)[column], 1, _SIGNAL_OWNERS, then=_REFUSE, otherwise=_ALLOW)  # fcntl
     found += _by_argument((16, 29)[column], 1, _SIGNAL_OWNER_CONTROLS, then=_REFUSE, otherwise=_ALLOW)  # ioctl
