@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -12,12 +12,44 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.data.fields import placed
 from quartet.data.formats import Parsed
-from quartet.data.order import draws
-from quartet.text.examples import Conversation, Demonstration, Prompt, PromptText
+from quartet.data.order import Mixture, draws
+from quartet.text.examples import Example, Prompt, PromptText
 from quartet.text.tokenizer import TextCodec
 
 Overlong = Literal["error", "skip"]
 T = TypeVar("T")
+
+
+class Ordered:
+    """Tokenised rows, drawn by number."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    items: tuple[Any, ...]
+    remarks: tuple[str, ...]
+    mixture: Mixture | None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def order(self) -> int | Mixture:
+        """What decides the order of the rows."""
+        return self.mixture or len(self)
+
+
+D = TypeVar("D", bound=Ordered)
+
+
+def joined(sources: Sequence[D], weights: Sequence[float] | None) -> D:
+    """The rows of several sources of one kind as one data set.
+
+    Args:
+        weights: of the sources in what is drawn; None: every row counts alike.
+    """
+    items = tuple(item for source in sources for item in source.items)
+    remarks = tuple(remark for source in sources for remark in source.remarks)
+    mixture = None if weights is None else Mixture(tuple(len(source.items) for source in sources), tuple(weights))
+    return replace(sources[0], items=items, remarks=remarks, mixture=mixture)
 
 
 @dataclass(frozen=True)
@@ -44,36 +76,40 @@ class PromptItem:
 
 
 @dataclass(frozen=True)
-class SFTData:
-    """Demonstrations as token ids; ``remarks`` says in words what was left out or converted."""
+class SFTData(Ordered):
+    """Demonstrations as token ids.
+
+    ``remarks`` says in words what was left out or converted; ``mixture`` how the sources are drawn from, where they
+    have weights.
+    """
 
     items: tuple[SFTItem, ...]
     remarks: tuple[str, ...] = ()
+    mixture: Mixture | None = None
 
     @classmethod
     def build(
         cls,
-        parsed: Parsed[Demonstration | Conversation],
+        parsed: Parsed[Example],
         codec: TextCodec,
         max_tokens: int,
         overlong: Overlong = "error",
+        section: str = "data",
     ) -> SFTData:
-        """Tokenises; a sequence longer than ``max_tokens`` is an error or is left out."""
+        """Tokenises; a sequence longer than ``max_tokens`` is an error, which names the recipe's section, or is left
+        out."""
         items = []
         for example in parsed.items:
             with placed(example.place):
                 ids, mask = codec.encode_example(example)
             items.append(SFTItem(tuple(ids), tuple(mask), example.place))
         lengths = [len(item.input_ids) for item in items]
-        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence")
+        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence", section)
         return cls(tuple(kept), (*parsed.report(), *remark))
-
-    def __len__(self) -> int:
-        return len(self.items)
 
     def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
         """The step's ``size`` sequences, with token field ``loss_mask`` (bool)."""
-        drawn = draws(seed, step, len(self), size)
+        drawn = draws(seed, step, self.order, size)
         return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
@@ -85,28 +121,32 @@ class SFTData:
 
 
 @dataclass(frozen=True)
-class PromptData:
+class PromptData(Ordered):
     """Prompts as token ids, with the columns their rewards receive."""
 
     items: tuple[PromptItem, ...]
     remarks: tuple[str, ...] = field(default=())
+    mixture: Mixture | None = None
 
     @classmethod
     def build(
-        cls, parsed: Parsed[Prompt], codec: TextCodec, max_tokens: int, overlong: Overlong = "error"
+        cls,
+        parsed: Parsed[Prompt],
+        codec: TextCodec,
+        max_tokens: int,
+        overlong: Overlong = "error",
+        section: str = "data",
+        prefix: str = "p",
     ) -> PromptData:
-        """Tokenises; a prompt longer than ``max_tokens`` is an error or is left out."""
+        """Tokenises; a prompt longer than ``max_tokens`` is an error or is left out. Ids begin with ``prefix``."""
         encoded = []
         for index, row in enumerate(parsed.items):
             with placed(row.place):
                 ids = tuple(codec.encode_prompt(row.prompt))
-            encoded.append(PromptItem(f"p{index}", ids, row.prompt, row.columns, row.place))
+            encoded.append(PromptItem(f"{prefix}{index}", ids, row.prompt, row.columns, row.place))
         lengths = [len(item.token_ids) for item in encoded]
-        kept, remark = fitting(encoded, lengths, [i.place for i in encoded], max_tokens, overlong, "prompt")
+        kept, remark = fitting(encoded, lengths, [i.place for i in encoded], max_tokens, overlong, "prompt", section)
         return cls(tuple(kept), (*parsed.report(), *remark))
-
-    def __len__(self) -> int:
-        return len(self.items)
 
     def __iter__(self) -> Iterator[PromptItem]:
         return iter(self.items)
@@ -122,6 +162,7 @@ def fitting(
     limit: int,
     overlong: Overlong,
     what: str,
+    section: str = "data",
 ) -> tuple[list[T], tuple[str, ...]]:
     """The items within the limit, and a remark on the others.
 
@@ -132,7 +173,7 @@ def fitting(
     if not long:
         return list(items), ()
     first = Overlength(len(long), places[long[0]] or f"row {long[0] + 1}", lengths[long[0]], max(lengths))
-    remark = first.remark(len(items), limit, overlong, what)
+    remark = first.remark(len(items), limit, overlong, what, section)
     dropped = set(long)
     kept = [item for k, item in enumerate(items) if k not in dropped]
     return kept, (remark,)
@@ -147,8 +188,8 @@ class Overlength:
     first_length: int
     longest: int
 
-    def remark(self, num_rows: int, limit: int, overlong: Overlong, what: str) -> str:
-        """What is said when they are left out.
+    def remark(self, num_rows: int, limit: int, overlong: Overlong, what: str, section: str = "data") -> str:
+        """What is said when they are left out; remedies name keys of the recipe's ``section``.
 
         Raises:
             UserError: ``overlong`` is "error", or no other row is left.
@@ -159,7 +200,7 @@ class Overlength:
             raise UserError(
                 f"a {what} is longer than allowed",
                 found=found,
-                remedy="set data.overlong=skip to leave such rows out, or raise data.max_tokens",
+                remedy=f"set {section}.overlong=skip to leave such rows out, or raise {section}.max_tokens",
             )
         if self.num == num_rows:
             raise UserError(

@@ -19,12 +19,13 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.data.datasets import Overlength, Overlong, SFTData, SFTItem
-from quartet.data.fields import placed
+from quartet.data.fields import Turns, placed
 from quartet.data.files import decoded, read_line
 from quartet.data.formats import Parsed, demonstrations
 from quartet.data.json_rows import parse_line
 from quartet.data.order import draws
 from quartet.data.readers import Row, check_file_options, iter_rows, no_rows
+from quartet.text.examples import Example
 from quartet.text.tokenizer import TextCodec
 
 _LINES = {".jsonl", ".ndjson"}
@@ -143,7 +144,8 @@ class LazyDemonstrations:
         rows: goes through all of them.
         columns: our names → the rows'.
         max_tokens, overlong: longer sequences are an error, or left out and counted.
-        source: names the data, for messages.
+        source: names the data, for messages; ``section`` the part of the recipe.
+        turns: "messages" where Human/Assistant turns in texts are to become messages.
 
     Attributes:
         longest: tokens of the longest sequence.
@@ -162,9 +164,13 @@ class LazyDemonstrations:
         overlong: Overlong = "error",
         *,
         source: str = "data",
+        turns: Turns = "text",
+        section: str = "data",
     ) -> None:
         self._rows = rows
         self._columns = dict(columns)
+        self._turns = turns
+        self._section = section
         self._codec = codec
         self._kept = array("Q")
         self.longest = 0
@@ -177,7 +183,7 @@ class LazyDemonstrations:
         num_rows = 0
         for number, row in enumerate(self._rows.scan()):
             num_rows += 1
-            parsed = demonstrations([row], self._columns)
+            parsed = self._parsed(row)
             for note, count in parsed.notes.items():
                 notes[note] = notes.get(note, 0) + count
                 shown = places.setdefault(note, [])
@@ -194,7 +200,9 @@ class LazyDemonstrations:
                 too_long = Overlength(too_long.num + 1, too_long.first_place, too_long.first_length, longest)
         if not num_rows:
             raise no_rows(source)
-        left_out = () if too_long is None else (too_long.remark(num_rows, max_tokens, overlong, "sequence"),)
+        left_out = (
+            () if too_long is None else (too_long.remark(num_rows, max_tokens, overlong, "sequence", self._section),)
+        )
         return (*Parsed((), {}, notes, places).report(), *left_out)
 
     def __len__(self) -> int:
@@ -207,9 +215,12 @@ class LazyDemonstrations:
         return SFTData(items).select(range(len(items)), [f"row{index}@{epoch}" for index, epoch in drawn])
 
     def _item(self, index: int) -> SFTItem:
-        (example,) = demonstrations([self._rows.read(self._kept[index])], self._columns).items
+        (example,) = self._parsed(self._rows.read(self._kept[index])).items
         ids, mask = self._codec.encode_example(example)
         return SFTItem(tuple(ids), tuple(mask), example.place)
+
+    def _parsed(self, row: Row) -> Parsed[Example]:
+        return demonstrations([row], self._columns, turns=self._turns, section=self._section)
 
     def most_batch_bytes(self, size: int) -> int:
         """What a tokenised batch of ``size`` sequences takes at most."""

@@ -14,10 +14,10 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.config.preference import DoubtfulPairs
-from quartet.data.datasets import Overlong, fitting
+from quartet.data.datasets import Ordered, Overlong, fitting
 from quartet.data.fields import placed
 from quartet.data.formats import BEGINNING, SAME, Parsed, note_place, refuse_doubtful
-from quartet.data.order import draws
+from quartet.data.order import Mixture, draws
 from quartet.text.examples import Judgement, Preference
 from quartet.text.tokenizer import TextCodec
 
@@ -54,12 +54,13 @@ class JudgedItem:
 
 
 @dataclass(frozen=True)
-class PreferenceData:
+class PreferenceData(Ordered):
     """Preference pairs as token ids; no sequence is longer than ``max_tokens``."""
 
     items: tuple[PreferenceItem, ...]
     max_tokens: int
     remarks: tuple[str, ...] = ()
+    mixture: Mixture | None = None
 
     @classmethod
     def build(
@@ -69,6 +70,7 @@ class PreferenceData:
         max_tokens: int,
         overlong: Overlong = "error",
         doubtful: DoubtfulPairs = "keep",
+        section: str = "data",
     ) -> PreferenceData:
         """Tokenises; a pair whose longer sequence exceeds ``max_tokens`` is an error or is left out.
 
@@ -96,15 +98,12 @@ class PreferenceData:
         if not items:
             raise UserError("no row is left to use", found="; ".join(told), remedy="use other data")
         lengths = [len(i.prompt_ids) + max(len(i.chosen_ids), len(i.rejected_ids)) for i in items]
-        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "pair")
+        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "pair", section)
         return cls(tuple(kept), max_tokens, (*remarks, *told, *remark))
-
-    def __len__(self) -> int:
-        return len(self.items)
 
     def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
         """The step's ``size`` pairs; fields as in ``select``."""
-        drawn = draws(seed, step, len(self), size)
+        drawn = draws(seed, step, self.order, size)
         return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
@@ -152,16 +151,22 @@ class PreferenceData:
 
 
 @dataclass(frozen=True)
-class JudgedData:
+class JudgedData(Ordered):
     """Answers judged one by one, as token ids; no sequence is longer than ``max_tokens``."""
 
     items: tuple[JudgedItem, ...]
     max_tokens: int
     remarks: tuple[str, ...] = ()
+    mixture: Mixture | None = None
 
     @classmethod
     def build(
-        cls, parsed: Parsed[Judgement], codec: TextCodec, max_tokens: int, overlong: Overlong = "error"
+        cls,
+        parsed: Parsed[Judgement],
+        codec: TextCodec,
+        max_tokens: int,
+        overlong: Overlong = "error",
+        section: str = "data",
     ) -> JudgedData:
         """Tokenises; a sequence longer than ``max_tokens`` is an error or is left out."""
         items = []
@@ -170,15 +175,12 @@ class JudgedData:
                 prompt, answer = codec.encode_judgement(row)
             items.append(JudgedItem(tuple(prompt), tuple(answer), row.label, row.place))
         lengths = [len(item.prompt_ids) + len(item.answer_ids) for item in items]
-        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence")
+        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence", section)
         return cls(tuple(kept), max_tokens, (*parsed.report(), *remark))
-
-    def __len__(self) -> int:
-        return len(self.items)
 
     def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
         """The step's ``size`` answers; fields as in ``select``."""
-        drawn = draws(seed, step, len(self), size)
+        drawn = draws(seed, step, self.order, size)
         return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:

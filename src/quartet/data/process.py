@@ -23,11 +23,11 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.data.datasets import Overlong, fitting
+from quartet.data.datasets import Ordered, Overlong, fitting
 from quartet.data.fields import Fields, Skip, Turns, excerpt, prompt_field
 from quartet.data.formats import Parsed, parse_rows
 from quartet.data.json_rows import Unreadable, loads
-from quartet.data.order import draws
+from quartet.data.order import Mixture, draws
 from quartet.data.readers import Row, shown_places
 from quartet.text.examples import PromptText
 from quartet.text.steps import answer_pieces, last_tokens, split_steps
@@ -176,11 +176,12 @@ class ProcessItem:
 
 
 @dataclass(frozen=True)
-class ProcessData:
+class ProcessData(Ordered):
     """Step-labelled answers as token ids; ``remarks`` says in words what was left out or converted."""
 
     items: tuple[ProcessItem, ...]
     remarks: tuple[str, ...] = ()
+    mixture: Mixture | None = None
 
     @classmethod
     def build(
@@ -190,6 +191,7 @@ class ProcessData:
         separator: str,
         max_tokens: int,
         overlong: Overlong = "error",
+        section: str = "data",
     ) -> ProcessData:
         """Tokenises; a sequence longer than ``max_tokens`` is an error or is left out.
 
@@ -200,15 +202,12 @@ class ProcessData:
         _refuse([item for item in found if isinstance(item, Fault)], len(found))
         items = [item for item in found if isinstance(item, ProcessItem)]
         lengths = [len(item.prompt_ids) + len(item.completion_ids) for item in items]
-        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence")
+        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence", section)
         return cls(tuple(kept), (*parsed.report(), *remark))
-
-    def __len__(self) -> int:
-        return len(self.items)
 
     def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
         """The step's ``size`` answers; fields as in ``select``."""
-        drawn = draws(seed, step, len(self), size)
+        drawn = draws(seed, step, self.order, size)
         return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:

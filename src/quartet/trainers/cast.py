@@ -17,7 +17,7 @@ from quartet.config.environments import EnvironmentConfig
 from quartet.config.fits import without_effect
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptData, PromptItem
-from quartet.data.order import epoch_order
+from quartet.data.order import draw
 from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import EnvironmentFactory
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
@@ -126,9 +126,8 @@ class Cast:
 
     def item(self, index: int) -> PromptItem:
         """The prompt of stream index ``index``: data in an order drawn anew for every pass."""
-        num = len(self.prompts)
-        epoch, place = divmod(index, num)
-        return self.prompts.item(epoch_order(self.recipe.seed, epoch, num)[place])
+        row, _ = draw(self.recipe.seed, index, self.prompts.order)
+        return self.prompts.item(row)
 
     def requests(self, index: int) -> tuple[PromptItem, tuple[int, ...], list[Request]]:
         """The prompt of stream index ``index``, its ids, and one request per response; a greedy one follows where it

@@ -67,7 +67,7 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
         tokenizer: TokenizerLike | None = None,
         rows: Sequence[Any] | None = None,
         evaluation_rows: Sequence[Any] | None = None,
-        resume: bool = False,
+        resume: Resume = False,
         progress: Progress | None = None,
     ) -> None:
         super().__init__(
@@ -158,7 +158,7 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
             self._tables.prepare(run, progress)
 
     def _batch(self, step: int) -> RaggedBatch:
-        drawn = draws(self.recipe.seed, step, len(self.data), self._rows_per_step)
+        drawn = draws(self.recipe.seed, step, self.data.order, self._rows_per_step)
         rows, names = [row for row, _ in drawn], [f"row{row}@{epoch}" for row, epoch in drawn]
         batch = self._with_reference("training", self.data.select(rows, names), rows)
         if not isinstance(self.recipe.loss, KTOLoss):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
+from quartet.config.common import DataConfig
 from quartet.config.recipe import PTXConfig, RLRecipe
 from quartet.data.lazy import LazyDemonstrations, ListedRows, StoredRows, stored_rows
 from quartet.data.prefetch import Prefetcher
@@ -74,16 +75,17 @@ def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, co
                 remedy="set ptx.coef and ptx.examples_per_minibatch",
             )
         return None
-    columns: Mapping[str, str] = config.data.columns if config.data is not None else {}
-    limit = config.data.max_tokens if config.data is not None else None
+    options = config.data or DataConfig()
     data = LazyDemonstrations(
         _stored(config, rows),
-        columns,
+        options.columns,
         # The thread that prepares batches has a tokenizer of its own: not every one may be used by two at a time.
         TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids),
-        min(context, limit or context),
-        config.data.overlong if config.data is not None else "error",
-        source=config.data.path if config.data is not None else "ptx_rows",
+        min(context, options.max_tokens or context),
+        options.overlong,
+        source=options.path or "ptx_rows",
+        turns=options.turns,
+        section="ptx.data",
     )
     check_budget(data.longest, recipe.actor.train.token_budget, "actor.train.token_budget")
     return PTX(config, data, recipe.seed)
@@ -92,6 +94,6 @@ def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, co
 def _stored(config: PTXConfig, rows: Sequence[Any] | None) -> StoredRows:
     if rows is not None:
         return ListedRows(rows, "ptx_rows passed from Python")
-    if config.data is None:
+    if config.data is None or not config.data.parts:
         raise UserError("there is no data", found="ptx.data is missing", remedy="set ptx.data.path, or pass ptx_rows")
     return stored_rows(config.data)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, ModelConfig
 from quartet.config.preference import DoubtfulPairs
-from quartet.data.datasets import PromptData, SFTData
+from quartet.data.datasets import Ordered, Overlong, PromptData, SFTData, joined
+from quartet.data.fields import Turns
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process import ProcessData, step_labelled
@@ -20,6 +22,7 @@ from quartet.models.probe import context_length as positions_limit
 from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub
 from quartet.text.tokenizer import TextCodec
 
+D = TypeVar("D", bound=Ordered)
 UNLIMITED = 1 << 30
 """Context of a model whose config names none."""
 
@@ -62,7 +65,7 @@ def _is_scalar(path: str) -> bool:
     """Whether the directory holds a sequence-classification model already."""
     try:
         config = AutoConfig.from_pretrained(local_or_hub(path, "model"))
-    except (OSError, ValueError):
+    except Exception:
         return False  # the loader that follows says what is wrong
     return any("SequenceClassification" in name for name in config.architectures or [])
 
@@ -121,36 +124,107 @@ def check_budget(longest: int, budget: int, key: str) -> None:
         )
 
 
-def _rows(config: DataConfig | None, rows: Sequence[Any] | None, key: str) -> list[Row]:
-    """Rows passed by Python code (a string or a message list is a prompt), else those of the recipe's data."""
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one source, and how they are read."""
+
+    rows: list[Row]
+    section: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    turns: Turns = "text"
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        return {"turns": self.turns, "section": self.section}
+
+
+def _parts(config: DataConfig | None, rows: Sequence[Any] | None, key: str) -> list[_Part]:
+    """Rows passed by Python code (a string or a message list is a prompt), else those of the recipe's sources."""
+    if config is not None and key.startswith("evaluation"):
+        check_unweighted(config, key)
     if rows is not None:
+        if config is not None and config.sources:
+            raise UserError(
+                "rows are passed, and sources of others are named",
+                found=f"{len(config.sources)} in {key}.sources",
+                remedy="leave one of them out",
+            )
         values = [row if isinstance(row, Mapping) else {"prompt": row} for row in rows]
-        return [Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)]
-    if config is None:
-        raise UserError("there is no data", found=f"{key} is missing", remedy=f"set {key}.path, or pass rows")
-    return read_rows(config)
+        found = [Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)]
+        return [_Part(found, key) if config is None else _Part(found, key, config.columns, config.turns)]
+    parts = config.parts if config is not None else ()
+    if config is None or not parts:
+        missing = key if config is None else f"{key}.path"
+        raise UserError("there is no data", found=f"{missing} is missing", remedy=f"set {key}.path, or pass rows")
+    sections = [f"{key}.sources.{n}" for n in range(len(parts))] if config.sources else [key]
+    return [_Part(read_rows(p), section, p.columns, p.turns) for p, section in zip(parts, sections, strict=True)]
 
 
-def _limits(config: DataConfig | None, room: int) -> tuple[dict[str, str], int, Literal["error", "skip"]]:
-    """Column mapping, longest sequence, and what happens to longer ones."""
+def check_unweighted(config: DataConfig, key: str) -> None:
+    """Refuses weights where every row is used once."""
+    if any(source.weight is not None for source in config.sources):
+        raise UserError(
+            "weights say how often rows are drawn, but an evaluation uses every row once",
+            found=f"weights in {key}.sources",
+            remedy="leave the weights out",
+        )
+
+
+def _built(config: DataConfig | None, rows: Sequence[Any] | None, key: str, build: Callable[[_Part], D]) -> D:
+    """The data of all sources, mixed where they have weights."""
+    found = [build(part) for part in _parts(config, rows, key)]
+    if config is None or len(found) == 1:
+        return found[0]
+    if len({type(part) for part in found}) > 1:
+        raise UserError(
+            "some sources hold pairs and others answers judged one by one",
+            found=f"{key}.sources",
+            remedy="use sources of one kind",
+        )
+    weights = [source.weight for source in config.sources if source.weight is not None]
+    data = joined(found, weights or None)
+    return replace(data, remarks=(*_shares(config, found, data), *data.remarks))
+
+
+def _shares(config: DataConfig, found: Sequence[Ordered], data: Ordered) -> list[str]:
+    """What every source contributes, in words."""
+    counts = data.mixture.counts if data.mixture is not None else [len(part) for part in found]
+    return [
+        f"{source.path}: {count:,} of the {len(data):,} rows of an epoch, from {len(part):,}"
+        for source, part, count in zip(config.sources, found, counts, strict=True)
+    ]
+
+
+def _limits(config: DataConfig | None, room: int) -> tuple[int, Overlong]:
+    """Longest sequence, and what happens to longer ones."""
     if config is None:
-        return {}, room, "error"
-    return config.columns, min(room, config.max_tokens or room), config.overlong
+        return room, "error"
+    return min(room, config.max_tokens or room), config.overlong
 
 
 def prompt_data(
     config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
 ) -> PromptData:
     """Tokenised prompts that leave room for at least one token of ``context``."""
-    columns, limit, overlong = _limits(config, context - 1)
-    return PromptData.build(prompts(_rows(config, rows, key), columns), codec, limit, overlong)
+    limits = _limits(config, context - 1)
+
+    def build(part: _Part) -> PromptData:
+        parsed = prompts(part.rows, part.columns, **part.reading)
+        source = part.section.removeprefix(f"{key}.sources.")
+        # Prompts of a single source keep their ids when others join it as further sources.
+        prefix = "p" if source in (key, "0") else f"s{source}p"
+        return PromptData.build(parsed, codec, *limits, key, prefix)
+
+    return _built(config, rows, key, build)
 
 
 def sft_data(
     config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
 ) -> SFTData:
-    columns, limit, overlong = _limits(config, context)
-    return SFTData.build(demonstrations(_rows(config, rows, key), columns), codec, limit, overlong)
+    limits = _limits(config, context)
+    return _built(
+        config, rows, key, lambda p: SFTData.build(demonstrations(p.rows, p.columns, **p.reading), codec, *limits, key)
+    )
 
 
 def preference_data(
@@ -161,9 +235,13 @@ def preference_data(
     key: str,
     doubtful: DoubtfulPairs = "keep",
 ) -> PreferenceData:
-    columns, limit, overlong = _limits(config, context)
-    parsed = preferences(_rows(config, rows, key), columns, doubtful)
-    return PreferenceData.build(parsed, codec, limit, overlong, doubtful)
+    limits = _limits(config, context)
+
+    def build(part: _Part) -> PreferenceData:
+        parsed = preferences(part.rows, part.columns, doubtful, **part.reading)
+        return PreferenceData.build(parsed, codec, *limits, doubtful, key)
+
+    return _built(config, rows, key, build)
 
 
 def pairs_or_judgements(
@@ -175,11 +253,15 @@ def pairs_or_judgements(
     doubtful: DoubtfulPairs = "keep",
 ) -> PreferenceData | JudgedData:
     """Pairs, or answers judged one by one, as the first row has it."""
-    columns, limit, overlong = _limits(config, context)
-    found = _rows(config, rows, key)
-    if found and has_judgements(found, columns):
-        return JudgedData.build(judgements(found, columns), codec, limit, overlong)
-    return PreferenceData.build(preferences(found, columns, doubtful), codec, limit, overlong, doubtful)
+    limits = _limits(config, context)
+
+    def build(part: _Part) -> PreferenceData | JudgedData:
+        if part.rows and has_judgements(part.rows, part.columns):
+            return JudgedData.build(judgements(part.rows, part.columns, **part.reading), codec, *limits, key)
+        parsed = preferences(part.rows, part.columns, doubtful, **part.reading)
+        return PreferenceData.build(parsed, codec, *limits, doubtful, key)
+
+    return _built(config, rows, key, build)
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:
@@ -191,6 +273,10 @@ def process_data(
     config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, separator: str, key: str
 ) -> ProcessData:
     """Step-labelled answers, whose steps end with ``separator``."""
-    columns, limit, overlong = _limits(config, context)
-    parsed = step_labelled(_rows(config, rows, key), columns, separator)
-    return ProcessData.build(parsed, codec, separator, limit, overlong)
+    limits = _limits(config, context)
+
+    def build(part: _Part) -> ProcessData:
+        parsed = step_labelled(part.rows, part.columns, separator, **part.reading)
+        return ProcessData.build(parsed, codec, separator, *limits, key)
+
+    return _built(config, rows, key, build)

@@ -16,7 +16,7 @@ from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
 from quartet.data.datasets import PromptData, SFTData
 from quartet.data.formats import Parsed, demonstrations, preferences, prompts
-from quartet.data.order import batch_indices, draws, epoch_order, split_held_out, steps_for
+from quartet.data.order import batch_indices, draw, draws, split_held_out, steps_for
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.readers import read_rows
 from quartet.text.examples import Conversation, Demonstration, Judgement, Preference, Prompt
@@ -44,11 +44,12 @@ def realdata() -> Path:
 
 @given(st.integers(0, 99), st.integers(0, 5), st.integers(1, 30))
 def test_an_epoch_is_a_permutation(seed: int, epoch: int, n: int) -> None:
-    assert sorted(epoch_order(seed, epoch, n)) == list(range(n))
+    drawn = [draw(seed, epoch * n + place, n) for place in range(n)]
+    assert sorted(drawn) == [(row, epoch) for row in range(n)]
 
 
 def test_epochs_and_seeds_differ() -> None:
-    assert len({epoch_order(seed, epoch, 50) for seed in range(3) for epoch in range(3)}) == 9
+    assert len({tuple(batch_indices(seed, epoch, 50, 50)) for seed in range(3) for epoch in range(3)}) == 9
 
 
 @given(st.integers(0, 9), st.integers(1, 12), st.integers(1, 12))

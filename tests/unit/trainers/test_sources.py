@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig
+from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.recipe import SFTRecipe
+from quartet.data.lazy import stored_rows
+from quartet.data.order import Mixture
 from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.sft import SFTTrainer
-from quartet.trainers.sources import prompt_data
+from quartet.trainers.sources import (
+    pairs_or_judgements,
+    preference_data,
+    process_data,
+    prompt_data,
+    sft_data,
+)
 
 
 def test_a_prompt_leaves_room_for_one_token(tmp_path: Path) -> None:
@@ -45,3 +54,124 @@ def test_evaluating_without_data_says_what_to_pass(tmp_path: Path) -> None:
     trainer = SFTTrainer(recipe, model=Qwen2ForCausalLM(config), tokenizer=tokenizer, rows=rows)
     with pytest.raises(UserError, match="no evaluation data"):
         trainer.evaluate()
+
+
+# Several sources -----------------------------------------------------------------------------------------
+
+
+def two_files(folder: Path) -> dict[str, Any]:
+    (folder / "a.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "completion": "2"}}\n' for n in range(6)))
+    (folder / "b.jsonl").write_text("".join(f'{{"q": "{n}+2=", "completion": "3"}}\n' for n in range(4)))
+    second = {"path": str(folder / "b.jsonl"), "columns": {"prompt": "q"}}
+    return {"sources": [{"path": str(folder / "a.jsonl")}, second]}
+
+
+def weighted(config: dict[str, Any], *weights: float) -> dict[str, Any]:
+    return {"sources": [{**part, "weight": weight} for part, weight in zip(config["sources"], weights, strict=True)]}
+
+
+def test_sources_are_joined_or_mixed(tmp_path: Path) -> None:
+    codec, config = TextCodec(build_tokenizer()), two_files(tmp_path)
+    data = prompt_data(DataConfig(**config), None, codec, 99, "data")
+    assert [item.prompt for item in data] == [f"{n}+1=" for n in range(6)] + [f"{n}+2=" for n in range(4)]
+    assert data.order == 10 and len({item.prompt_id for item in data}) == 10
+    mixed = prompt_data(DataConfig(**weighted(config, 1, 3)), None, codec, 99, "data")
+    assert mixed.items == data.items and mixed.order == Mixture((6, 4), (1.0, 3.0))
+    assert mixed.remarks == tuple(
+        f"{tmp_path / name}: {count} of the 10 rows of an epoch, from {rows}"
+        for name, count, rows in (("a.jsonl", 3, 6), ("b.jsonl", 7, 4))
+    )
+    batch = sft_data(DataConfig(**weighted(config, 1, 3)), None, codec, 99, "data").batch(0, 10, seed=1)
+    rows = [int(name.removeprefix("row").partition("@")[0]) for name in batch.ids]
+    assert sum(row >= 6 for row in rows) == 7
+
+
+def test_sources_that_do_not_go_together(tmp_path: Path) -> None:
+    codec, config = TextCodec(build_tokenizer()), two_files(tmp_path)
+    with pytest.raises(UserError, match="an evaluation uses every row once"):
+        prompt_data(DataConfig(**weighted(config, 1, 3)), None, codec, 99, "evaluation.data")
+    assert len(prompt_data(DataConfig(**config), None, codec, 99, "evaluation.data")) == 10
+    with pytest.raises(UserError, match="leave one of them out"):
+        prompt_data(DataConfig(**config), ["1+1="], codec, 99, "data")
+    config["sources"][1]["columns"] = {"prompt": "x"}
+    with pytest.raises(UserError, match=r"data\.sources\.1\.columns\.prompt points"):
+        prompt_data(DataConfig(**config), None, codec, 99, "data")
+    with pytest.raises(UserError, match="2 sources"):
+        stored_rows(DataConfig(**config))
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}\n')
+    (tmp_path / "judged.jsonl").write_text('{"prompt": "1", "completion": "2", "label": 1}\n')
+    both = DataConfig(sources=[SourceConfig(path=str(tmp_path / f"{name}.jsonl")) for name in ("pairs", "judged")])
+    with pytest.raises(UserError, match="sources of one kind"):
+        pairs_or_judgements(both, None, codec, 99, "data")
+
+
+def test_a_config_is_read_again_as_it_was_written() -> None:
+    for config in (
+        DataConfig(path="a"),
+        DataConfig(overlong="skip"),
+        DataConfig(sources=[SourceConfig(path="a", weight=0.7), SourceConfig(path="b", split="test", weight=1)]),
+    ):
+        assert DataConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"path": "a", "sources": [{"path": "b"}]}, "path belongs to each of them"),
+        ({"split": "x", "limit": 3, "sources": [{"path": "b"}]}, "split, limit belong to each"),
+        ({"sources": [{"path": "a", "weight": 1}, {"path": "b"}]}, "every source a weight, or none"),
+        ({"sources": [{"path": "a", "weight": 0}]}, "greater than 0"),
+        ({"sources": [{"limit": 3}]}, "needs a path"),
+    ],
+)
+def test_sources_that_contradict_themselves(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        DataConfig(**values)
+
+
+# Rows from Python ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["data", "evaluation_data", "evaluation.data"])
+def test_overlong_rows_from_python_and_remedies_that_name_their_section(key: str) -> None:
+    codec, rows = TextCodec(build_tokenizer()), ["1+2=", "1+2=3+4=5+6="]
+    with pytest.raises(UserError) as caught:
+        prompt_data(None, rows, codec, 8, key)
+    assert f"set {key}.overlong=skip" in caught.value.remedy and f"{key}.max_tokens" in caught.value.remedy
+    data = prompt_data(DataConfig(overlong="skip"), rows, codec, 8, key)
+    assert len(data) == 1 and "1 rows left out" in data.remarks[0]
+    with pytest.raises(UserError) as caught:
+        prompt_data(None, [{"question": "1"}], codec, 8, key)
+    assert f"map them: {key}.columns.prompt=question" in caught.value.remedy
+    with pytest.raises(UserError, match=f"{key}.path is missing"):
+        prompt_data(DataConfig(overlong="skip"), None, codec, 8, key)
+
+
+def test_every_job_names_the_section() -> None:
+    codec, long = TextCodec(build_tokenizer()), "1+2=3+4=5+6="
+    pair, key = {"prompt": long, "chosen": "1", "rejected": "2"}, "evaluation_data"
+    for build in (
+        lambda: sft_data(None, [{"prompt": long, "completion": "1"}], codec, 8, key),
+        lambda: preference_data(None, [pair], codec, 8, key),
+        lambda: pairs_or_judgements(None, [{"prompt": long, "completion": "1", "label": 1}], codec, 8, key),
+        lambda: process_data(None, [{"prompt": long, "steps": ["1"], "labels": [1]}], codec, 8, ";", key),
+    ):
+        with pytest.raises(UserError) as caught:
+            build()
+        assert "set evaluation_data.overlong=skip" in caught.value.remedy
+
+
+def test_turns_reach_every_job() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+    codec, config = TextCodec(tokenizer), DataConfig(turns="messages")
+    head = "\n\nHuman: 1+2\n\nAssistant:"
+    pair = {"chosen": f"{head} 3", "rejected": f"{head} 4"}
+    ids = codec.encode_prompt([{"role": "user", "content": "1+2"}])
+    assert list(prompt_data(config, [pair], codec, 99, "data").item(0).token_ids) == ids
+    assert list(preference_data(config, [pair], codec, 99, "data").items[0].prompt_ids) == ids
+    judged = pairs_or_judgements(config, [{"prompt": head, "completion": " 3", "label": 1}], codec, 99, "data")
+    assert list(judged.items[0].prompt_ids) == ids
+    assert list(sft_data(config, [{"text": f"{head} 3"}], codec, 99, "data").items[0].input_ids)[: len(ids)] == ids
+    steps = process_data(config, [{"prompt": head, "steps": ["3"], "labels": [1]}], codec, 99, ";", "data")
+    assert list(steps.items[0].prompt_ids) == ids
