@@ -34,6 +34,13 @@ def tolerances() -> dict[torch.dtype, tuple[float, float]]:
     return table
 
 
+@pytest.fixture(scope="session")
+def leeway() -> Callable[..., dict[str, float]]:
+    """By how much each of several results may differ between two ways to compute it; see ``tolerances.py``."""
+    derive: Callable[..., dict[str, float]] = _beside("tolerances").leeway
+    return derive
+
+
 @pytest.fixture(scope="module")
 def serve() -> Iterator[Callable[[Callable[[Any], Any]], Any]]:
     """``serve(answer)`` starts a server of JSON; see ``json_server.py``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -163,27 +164,32 @@ def test_the_model_is_itself_again_after_an_error(adapted: Build) -> None:
     assert torch.equal(logits(packed), expected)
 
 
+def merged_logits(packed: PackedCausalLM, rounded: Callable[[Any], Any] = lambda model: model) -> Tensor:
+    """By plain layers of merged weights."""
+    own = copy.deepcopy(packed)
+    rounded(own.model)
+    with own.with_merged_adapters():
+        return logits(own)
+
+
 @pytest.mark.parametrize("width", [784, 1024])
-def test_large_layers_are_merged_too(width: int, build_architecture: Callable[..., Any], tolerances: Any) -> None:
-    """Layers that fp32 keeps as they are, or in the blocks of the kernel."""
+def test_large_layers_are_merged_too(width: int, build_architecture: Callable[..., Any], leeway: Any) -> None:
+    """Layers that fp32 keeps as they are, or in the blocks of the kernel: whose sums have another order."""
     model = build_architecture("llama", hidden_size=width, intermediate_size=32, num_hidden_layers=1)
     packed = packed_causal_lm(model, lora=LORA)
     learn(packed, 0.05)
     with packed.without_adapters():
         base = logits(packed)
-    with packed.with_merged_adapters():
-        expected = logits(packed)
     weights = ComputeWeights(packed)
-    for _ in range(2):
+    for seed in (12, 13):
+        allowed = leeway(lambda rounded: {"logits": merged_logits(packed, rounded)}, torch.float32, terms=width)[
+            "logits"
+        ]
         with weights.active():
             found = logits(packed)
-        scale = expected.abs().max()
-        atol, rtol = tolerances[torch.float32]
-        torch.testing.assert_close(found / scale, expected / scale, atol=atol, rtol=rtol)
-        assert float((found - base).abs().max()) > 0.05
-        learn(packed, 0.05, seed=12)
-        with packed.with_merged_adapters():
-            expected = logits(packed)
+        torch.testing.assert_close(found, merged_logits(packed), atol=allowed, rtol=0)
+        assert float((found - base).abs().max()) > 1000 * allowed
+        learn(packed, 0.05, seed=seed)
 
 
 # An engine of its own ------------------------------------------------------------------------------------

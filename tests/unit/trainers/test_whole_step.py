@@ -6,7 +6,8 @@ does with them is computed again: log-probabilities, values, penalties, KL, adva
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -297,18 +298,37 @@ def trained_slowly(slow: Slow, actor: Any, critic: Any) -> None:
 # The test ------------------------------------------------------------------------------------------------
 
 
-def same_update(before: Any, fast: Any, slow: Any) -> None:
-    largest = 0.0
-    for name, start in before.named_parameters():
-        ours, theirs = (dict(model.named_parameters())[name].detach() - start.detach() for model in (fast, slow))
-        largest = max(largest, float(theirs.abs().max()))
-        torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
-    assert largest > 1e-2, "something is learned"
+Updates = dict[str, Tensor]
+"""What a step added to each parameter, by model and name."""
+
+
+def added(**models: tuple[Any, Any]) -> Updates:
+    """Of each model as it was and as it is."""
+    return {
+        f"{kind} {name}": after.detach() - start.detach()
+        for kind, (first, last) in models.items()
+        for (name, start), after in zip(first.named_parameters(), last.parameters(), strict=True)
+    }
+
+
+def same_updates(fast: Updates, slow: Updates, allowed: dict[str, float]) -> None:
+    """``allowed`` belongs to models: an update is as wrong as the model's log-probabilities and advantages are."""
+    for name, theirs in slow.items():
+        torch.testing.assert_close(
+            fast[name], theirs, atol=allowed[name.split()[0]], rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_equals_the_slow_one(
-    name: str, causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path
+    name: str,
+    causal_lm: Any,
+    scalar_model: Any,
+    tokenizer: Any,
+    prompts: Any,
+    tmp_path: Path,
+    leeway: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = METHODS[name]
     scored = {"missing_eos_penalty": PENALTY} if hasattr(config, "missing_eos_penalty") else {}
@@ -318,9 +338,7 @@ def test_a_step_equals_the_slow_one(
     reads_other = name in ("distillation", "online_dpo") or getattr(getattr(config, "kl", None), "coef", 0) > 0
     critic = scalar_model()
     torch.nn.init.normal_(critic.score.weight, std=0.3, generator=torch.Generator().manual_seed(2))
-    slow_critic, first_critic = scalar_model(), scalar_model()
-    for copy in (slow_critic, first_critic):
-        copy.load_state_dict(critic.state_dict())
+    first_critic = copy.deepcopy(critic)
 
     def graded(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
         """The same for all answers to most prompts, but for the penalties."""
@@ -353,22 +371,41 @@ def test_a_step_equals_the_slow_one(
 
     records = read_step(tmp_path / "run" / "rollouts", 1)
     sampled = [record for record in records if not record.sequence_id.endswith(".greedy")]
-    actor, other = causal_lm(), causal_lm(5)
-    with torch.no_grad():
-        slow = Slow(
-            config,
-            sampled,
-            {r.group: float(r.score or 0.0) for r in records if r.sequence_id.endswith(".greedy")},
-            [read(actor, record)[0] for record in sampled],
-            [read(other, record)[0] for record in sampled],
-            [read_values(slow_critic, record) for record in sampled],
-        )
-    assert len(slow.groups) == 8 and {len(r.response_ids) for r in sampled} > {LONGEST}, "of several lengths"
-    assert bool(slow.equal) != (name == "dapo") and len(slow.equal) < 8, "some groups are equal, but for dapo's"
-    trained_slowly(slow, actor, slow_critic if has_critic else None)
-    same_update(causal_lm(), result.model, actor)
+    greedy = {r.group: float(r.score or 0.0) for r in records if r.sequence_id.endswith(".greedy")}
+    assert {len(r.response_ids) for r in sampled} > {LONGEST}, "of several lengths"
+
+    def slowly(rounded: Callable[[Any], Any], config: Any = config) -> Updates:
+        """The step's updates of models that are rounded otherwise."""
+        actor, other, values = rounded(causal_lm()), rounded(causal_lm(5)), rounded(copy.deepcopy(first_critic))
+        started = {"actor": copy.deepcopy(actor), "critic": copy.deepcopy(values)}
+        with torch.no_grad():
+            slow = Slow(
+                config, sampled, greedy,
+                [read(actor, record)[0] for record in sampled],
+                [read(other, record)[0] for record in sampled],
+                [read_values(values, record) for record in sampled],
+            )  # fmt: skip
+        assert len(slow.groups) == 8
+        assert bool(slow.equal) != (name == "dapo") and len(slow.equal) < 8, "some groups are equal, but for dapo's"
+        trained_slowly(slow, actor, values if has_critic else None)
+        return added(actor=(started["actor"], actor), **({"critic": (started["critic"], values)} if has_critic else {}))
+
+    slow = slowly(lambda model: model)
+    fast = added(actor=(causal_lm(), result.model), **({"critic": (first_critic, result.critic)} if has_critic else {}))
+    assert max(float(update.abs().max()) for update in slow.values()) > 1e-2, "something is learned"
+    # The longest sums are those of a weight's gradient, over tokens.
+    num_tokens = sum(len(record.prompt_ids) + len(record.response_ids) for record in sampled)
+    moved = leeway(slowly, torch.float32, terms=num_tokens)
+    allowed = {kind: max(v for n, v in moved.items() if n.startswith(kind)) for kind in {n.split()[0] for n in moved}}
+    same_updates(fast, slow, allowed)
+    with pytest.raises(AssertionError, match="not close"), monkeypatch.context() as patch:
+        # A temperature that is wrong by a thousandth.
+        patch.setitem(globals(), "TEMPERATURE", TEMPERATURE * 1.001)
+        same_updates(fast, slowly(lambda model: model), allowed)
     if has_critic:
-        same_update(first_critic, result.critic, slow_critic)
+        with pytest.raises(AssertionError, match="not close"):
+            wrong = slowly(lambda model: model, config.model_copy(update={"gamma": config.gamma * 0.99}))
+            same_updates(fast, {n: update for n, update in wrong.items() if n.startswith("critic")}, allowed)
     row = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
     if "policy/clip_frac" in row:
         assert row["policy/clip_frac_numerical"] == 0.0 < row["policy/clip_frac_drift"], "the clip is at work"
