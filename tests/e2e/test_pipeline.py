@@ -86,25 +86,21 @@ def test_a_policy_reloads_with_from_pretrained_and_computes_the_same(pipeline: P
         torch.testing.assert_close(logprobs[start + 1 : start + len(row)], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("run", ["reward-model/model", "rl/critic"])
-def test_a_scalar_model_scores_right_padded_batches_alike(pipeline: Path, run: str) -> None:
+def test_a_scalar_model_scores_padded_batches_alike(pipeline: Path, run: str, side: str) -> None:
     path = str(pipeline / run)
     tokenizer = AutoTokenizer.from_pretrained(path)
     plain = AutoModelForSequenceClassification.from_pretrained(path).eval()
     assert plain.config.num_labels == 1
-    if plain.config.pad_token_id is None:
-        notes = json.loads((pipeline / "rl" / "summary.json").read_text())["notes"]
-        assert any("no pad id" in note for note in notes), "without a pad id the run has to say why"
-        pytest.skip("every token id occurred in this run's data, so no pad id was saved, and the run says so")
-    rows = [tokenizer(text)["input_ids"] for text in ("12+34=4", "7+8=15;15", "1+1=2")]
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [plain.config.pad_token_id] * (width - len(row)) for row in rows])
+    assert plain.config.pad_token_id == tokenizer.pad_token_id < plain.config.vocab_size
+    texts = [f"{text}{end}" for text in ("12+34=4", "7+8=15;15", "1+1=2") for end in ("", tokenizer.eos_token)]
     with torch.no_grad():
-        expected = plain(input_ids=ids).logits.squeeze(1)
-    packed = packed_scalar_model(load_scalar_model(path))
-    batch = RaggedBatch.from_sequences(rows, ["a", "b", "c"])
-    scores = forward_only(packed, batch, Needs(scores=True), 1000).sequence["scores"]
-    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+        batch = tokenizer(texts, padding=True, padding_side=side, return_tensors="pt")
+        expected = plain(**batch).logits.squeeze(1)
+    rows = RaggedBatch.from_sequences([tokenizer(text)["input_ids"] for text in texts])
+    scores = forward_only(packed_scalar_model(load_scalar_model(path)), rows, Needs(scores=True), 1000)
+    torch.testing.assert_close(scores.sequence["scores"], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_chunks_are_scored_while_later_groups_are_still_generated(pipeline: Path) -> None:

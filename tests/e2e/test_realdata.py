@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from quartet.cli.main import app
 from quartet.config import UserError
@@ -93,6 +93,7 @@ def test_pandalm_pairs(data: Path, quartet: Callable[..., dict[str, Any]]) -> No
     rows = [json.loads(line) for line in (data / "pandalm_human_pairs.jsonl").read_text(encoding="utf-8").splitlines()]
     ids = {token for row in rows for token in codec.encode_prompt(f"{row['prompt']} {row['chosen']} {row['rejected']}")}
     assert config.num_labels == 1 and config.pad_token_id not in ids
+    assert AutoTokenizer.from_pretrained(found["path"] / "model").pad_token_id == config.pad_token_id
 
 
 @needs_data

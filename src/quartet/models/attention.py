@@ -154,6 +154,10 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerR
     return scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype) @ v
 
 
+class NoContextError(RuntimeError):
+    """A held model was called directly, or keeps keyword arguments from its attention layers."""
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -169,7 +173,7 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     if quartet_attention is None:
-        raise RuntimeError(
+        raise NoContextError(
             f"{type(module).__name__} was called without an attention context: the model is held by a Quartet "
             "engine; call release() on its owner before using the model directly"
         )

@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -27,11 +25,12 @@ from transformers.utils import logging as transformers_logging
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.attention import own_attention
+from quartet.models.directories import check_loaded, load_remarks, load_weights, loading, named, read_config
 from quartet.models.exact_check import check_exact
 from quartet.models.packed import Numerics, PackedCausalLM, PackedModel, PackedScalarModel, Precision
 from quartet.models.pad_token import padding_with, with_pad_token
 from quartet.models.probe import positions_are_relative, probe
-from quartet.text.loading import local_or_hub, save_tokenizer
+from quartet.text.loading import load_generation_config, local_or_hub, save_tokenizer
 
 _OTHER_HEADS = ("score", "classifier", "qa_outputs")
 """Heads of classes that are no language models."""
@@ -56,21 +55,29 @@ def load_causal_lm(path: str) -> PreTrainedModel:
     """The causal LM at ``path`` in fp32 (master weights), in evaluation mode.
 
     Raises:
-        UserError: not a model, or one without a language-model head (a reward model, say): transformers would quietly
-            take embeddings or random numbers for it.
+        UserError: not a model, one whose weights do not fit its config, or one without a language-model head (a reward
+            model, say): transformers would quietly take embeddings or random numbers for it.
     """
     source = local_or_hub(path, "model")
-    with _quiet(), _loading(path, "causal language model"):
-        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    with _quiet(), loading(path, "causal language model"):
+        config = read_config(source)
+        model, info = load_weights(AutoModelForCausalLM, source, config)
+        load_generation_config(source)
     stray = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in _OTHER_HEADS)
-    if info["missing_keys"] or stray:
-        lacks = f"its weights lack {sorted(info['missing_keys'])[:3]}" if info["missing_keys"] else ""
-        holds = f"they hold another head, {stray}" if stray else ""
+    lacks = f"its weights lack {named(info['missing_keys'])}"
+    if stray:
         raise UserError(
             f"{path!r} is not a causal language model",
-            found="; ".join(part for part in (lacks, holds) if part),
+            found=f"{lacks}; they hold another head, {stray}" if info["missing_keys"] else f"another head, {stray}",
             remedy="name the directory of a language model (what `quartet sft` or `quartet rl` calls model/)",
         )
+    if info["missing_keys"]:
+        raise UserError(
+            f"{path!r} is not a whole {type(model).__name__}",
+            found=lacks,
+            remedy="download the directory again, or correct its config.json; name a language model's directory",
+        )
+    check_loaded(model, path, info)
     return model.eval()
 
 
@@ -78,39 +85,26 @@ def load_scalar_model(path: str) -> PreTrainedModel:
     """The reward model or critic at ``path`` in fp32.
 
     Raises:
-        UserError: the directory holds no scalar head (a causal LM, say), or more than one label.
+        UserError: the directory holds no scalar head (a causal LM, say), more than one label, or no whole model.
     """
     source = local_or_hub(path, "model")
-    with _quiet(), _loading(path, "sequence-classification model"):
-        config = AutoConfig.from_pretrained(source)
+    with _quiet(), loading(path, "sequence-classification model"):
+        config = read_config(source)
         if config.num_labels != 1:
             raise UserError(
                 f"{path!r} is not a reward model",
                 found=f"architectures {config.architectures}, num_labels {config.num_labels}",
                 remedy="train one with `quartet reward-model`, or save a sequence-classification model with one label",
             )
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            source, dtype=torch.float32, output_loading_info=True
-        )
+        model, info = load_weights(AutoModelForSequenceClassification, source, config)
     if info["missing_keys"]:
         raise UserError(
             f"{path!r} is not a reward model",
-            found=f"its weights lack {sorted(info['missing_keys'])}",
+            found=f"its weights lack {named(info['missing_keys'])}",
             remedy="train one with `quartet reward-model`",
         )
+    check_loaded(model, path, info)
     return model.eval()
-
-
-@contextlib.contextmanager
-def _loading(path: str, kind: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(
-            f"{path!r} cannot be loaded as a {kind}",
-            found=(str(error).strip() or type(error).__name__).splitlines()[0],
-            remedy="check that the directory holds config.json and safetensors weights of a supported architecture",
-        ) from error
 
 
 def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
@@ -146,6 +140,7 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     width = head.weight.shape[1]
     with torch.no_grad():
         head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / (width + 1))
+    vars(scalar)["quartet_load_remarks"] = load_remarks(model)
     return scalar.float().eval()
 
 
@@ -193,7 +188,7 @@ def _probed(packed: _P, lora: LoRAConfig | None, seed: int) -> _P:
             probe(packed)
             if packed.numerics == "exact":
                 check_exact(packed)
-    except UserError:
+    except BaseException:
         packed.release()
         raise
     return packed

@@ -25,6 +25,7 @@ from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models import attention, fused
 from quartet.models.attention import AttentionContext
+from quartet.models.directories import load_remarks
 from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
 from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
 from quartet.models.lora import Adapters, attach, refuse_wrapped
@@ -112,6 +113,8 @@ class PackedModel:
                 use_cache=False,
                 quartet_attention=context,
             )
+        if not isinstance(getattr(output, "last_hidden_state", None), Tensor):
+            raise TypeError(f"{type(self.body).__name__} gives no last_hidden_state, but a {type(output).__name__}")
         hidden: Tensor = output.last_hidden_state.squeeze(0)
         # A slice of all rows would cost a copy in the backward.
         return hidden if hidden.shape[0] == num_tokens else hidden[:num_tokens]
@@ -147,8 +150,8 @@ class PackedModel:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What was changed about the model, in words, for whoever runs it."""
-        found = []
+        """What was left out of the model or changed about it, in words, for whoever runs it."""
+        found = list(load_remarks(self.model))
         if self.disabled_dropout:
             first = self.disabled_dropout[0]
             places = len(self.disabled_dropout)

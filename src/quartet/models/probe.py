@@ -10,7 +10,8 @@ Shapes: P packed tokens, L tokens of one sequence, n sequences, H query heads, H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from quartet.config import UserError
 from quartet.models import attention
-from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, masked_attention, visible
+from quartet.models.attention import (
+    AttentionContext,
+    LayerRule,
+    NoContextError,
+    PackedAttention,
+    masked_attention,
+    visible,
+)
 from quartet.models.packed import PackedCausalLM, PackedModel
 
 _LENGTHS = (5, 3, 4, 2, 3)
@@ -30,7 +38,6 @@ _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multip
 """Under these names configs keep a factor of the logits; some families multiply by it, others divide."""
 
 
-@torch.no_grad()
 def probe(packed: PackedModel) -> float:
     """Compares packed runs with single ones: hidden states and, of a causal LM, logits.
 
@@ -42,8 +49,14 @@ def probe(packed: PackedModel) -> float:
         The largest difference among what is used, relative to the largest output.
 
     Raises:
-        UserError: the architecture is refused by name, with what was measured.
+        UserError: the architecture is refused by name, with what was measured or what it failed with.
     """
+    with _refusing(packed):
+        return _measure(packed)
+
+
+@torch.no_grad()
+def _measure(packed: PackedModel) -> float:
     _bound_positions(packed)
     chains = _chains()
     ids, positions = _tokens(packed)
@@ -70,7 +83,6 @@ def probe(packed: PackedModel) -> float:
     return difference
 
 
-@torch.no_grad()
 def check_decoding(packed: PackedModel) -> float:
     """Whether the model can go on from stored keys and values one token at a time; implied where prefixes are shared.
 
@@ -80,15 +92,8 @@ def check_decoding(packed: PackedModel) -> float:
     Raises:
         UserError: it cannot, so it can be trained but not sampled.
     """
-    ids, positions = _tokens(packed)
-    chains = _chains()
-    before = torch.cat([rows[:-1] for rows in chains])
-    last = torch.stack([rows[-1] for rows in chains])
-    prefixes = _Recorded([len(rows) - 1 for rows in chains])
-    _packed_run(packed, ids[before], positions[before], prefixes)
-    hidden = _packed_run(packed, ids[last], positions[last], _Continued(prefixes))
-    alone, _ = _alone(packed, [ids[rows] for rows in chains])
-    difference = _difference(hidden, torch.stack([states[-1] for states in alone]))
+    with _refusing(packed):
+        difference = _decoding_difference(packed)
     if not difference <= _tolerance(packed):
         raise UserError(
             f"{type(packed.model).__name__} cannot be sampled by the native engine",
@@ -97,6 +102,19 @@ def check_decoding(packed: PackedModel) -> float:
             remedy="use an architecture that takes its positions from position_ids",
         )
     return difference
+
+
+@torch.no_grad()
+def _decoding_difference(packed: PackedModel) -> float:
+    ids, positions = _tokens(packed)
+    chains = _chains()
+    before = torch.cat([rows[:-1] for rows in chains])
+    last = torch.stack([rows[-1] for rows in chains])
+    prefixes = _Recorded([len(rows) - 1 for rows in chains])
+    _packed_run(packed, ids[before], positions[before], prefixes)
+    hidden = _packed_run(packed, ids[last], positions[last], _Continued(prefixes))
+    alone, _ = _alone(packed, [ids[rows] for rows in chains])
+    return _difference(hidden, torch.stack([states[-1] for states in alone]))
 
 
 # Positions -----------------------------------------------------------------------------------------------
@@ -192,8 +210,6 @@ def _packed_run(packed: PackedModel, ids: Tensor, positions: Tensor, context: At
     precision, packed.precision = packed.precision, "fp32"
     try:
         return packed.hidden(ids, positions, context)
-    except (TypeError, RuntimeError) as error:
-        raise _refuse(packed, f"its layers do not work with the attention context ({error})") from error
     finally:
         packed.precision = precision
 
@@ -282,6 +298,23 @@ class _Continued:
 
 
 # Judgement -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _refusing(packed: PackedModel) -> Iterator[None]:
+    """Within, what a model's own forward pass runs into refuses the architecture by name."""
+    try:
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except NoContextError as error:
+        # The run was given one, so it was lost on the way.
+        found = "its layers keep the attention context, a keyword argument, from their attention"
+        raise _refuse(packed, found) from error
+    except Exception as error:
+        line = next(iter(str(error).strip().splitlines()), "no message")
+        found = f"a forward pass of a few tokens failed with {type(error).__name__}: {line}"
+        raise _refuse(packed, found) from error
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

@@ -19,8 +19,12 @@ from transformers import (
     GPTJConfig,
     GptOssConfig,
     GraniteMoeConfig,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
     MinistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo3Config,
     OPTConfig,
     PhiConfig,
@@ -58,8 +62,14 @@ REFUSED = {
     # Some layers are no attention, and carry a state from one sequence to the next.
     "Qwen3Next": (lambda: Qwen3NextConfig(**DENSE, **LINEAR, **EXPERTS, head_dim=8), "called 1 times for 2 layers"),
     "FalconH1": (lambda: FalconH1Config(**DENSE, **MAMBA), "moves its neighbours"),
-    # Keeps keyword arguments from its layers.
-    "StableLm": (lambda: StableLmConfig(**SIZES, intermediate_size=48, num_key_value_heads=2), "context"),
+    # Keep keyword arguments from their attention.
+    "StableLm": (lambda: StableLmConfig(**SIZES, intermediate_size=48, num_key_value_heads=2), "layers keep the"),
+    "Nemotron": (lambda: NemotronConfig(**DENSE), "layers keep the"),
+    # Says nothing of its hidden states, and attends within chunks.
+    "Llama4": (
+        lambda: Llama4TextConfig(**DENSE, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, moe_layers=[]),
+        "gives no last_hidden_state, but a MoeCausalLMOutputWithPast",
+    ),
     # Adds a learnt column to every softmax.
     "GptOss": (
         lambda: GptOssConfig(
@@ -118,6 +128,54 @@ def test_refused_by_name(name):
     assert found in refused.value.found
     assert model.config._attn_implementation == own
     assert _usable(model)
+
+
+def test_refused_with_its_images():
+    text = dict(DENSE, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, moe_layers=[])
+    vision = dict(
+        hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8,
+        vision_output_dim=16, projector_input_dim=16, projector_output_dim=16,
+    )  # fmt: skip
+    model = Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=vision)).eval()
+    with pytest.raises(UserError, match="Llama4ForConditionalGeneration") as refused:
+        packed_causal_lm(model)
+    assert "gives no last_hidden_state" in refused.value.found
+
+
+FAILURES = {
+    "a tuple": lambda model: setattr(model.config, "return_dict", False),
+    "no module": lambda model: delattr(model.model, "norm"),
+    "an index": lambda model: setattr(model.model.embed_tokens, "forward", lambda ids: {}[0]),
+    "a message of lines": lambda model: setattr(model.model.norm, "forward", _raises(ValueError("\nfirst\nsecond"))),
+    "no message": lambda model: setattr(model.model.norm, "forward", _raises(AssertionError())),
+}
+
+
+def _raises(error):
+    def forward(*_, **__):
+        raise error
+
+    return forward
+
+
+@pytest.mark.parametrize("failure", list(FAILURES))
+@pytest.mark.parametrize("build", [packed_causal_lm, packed_scalar_model])
+def test_whatever_a_forward_pass_runs_into_refuses_by_name(failure, build, make_model):
+    model = make_model() if build is packed_causal_lm else scalar_model_from(make_model(), seed=0)
+    FAILURES[failure](model)
+    with pytest.raises(UserError, match=type(model).__name__) as refused:
+        build(model)
+    assert "\n" not in refused.value.found and "failed with" in refused.value.found
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError(), KeyboardInterrupt()])
+def test_what_says_nothing_about_the_model_passes(error, make_model):
+    model = make_model()
+    model.model.norm.forward = _raises(error)
+    with pytest.raises(type(error)):
+        packed_causal_lm(model)
+    assert model.config._attn_implementation == "sdpa", "given back all the same"
 
 
 # Rotary embeddings that follow the longest sequence -------------------------------------------------------

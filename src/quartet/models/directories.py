@@ -1,0 +1,202 @@
+"""What a model directory must hold before transformers loads it, and what was found out by loading.
+
+transformers takes most of this as it comes: it would build any number of layers, read whole numbers as weights, follow
+an index out of the directory, draw what is missing at random and leave out what is too much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from quartet.config import UserError
+
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "vocab_size",
+)
+_FLOATING = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
+_INDEX = "model.safetensors.index.json"
+_NAMED = 3
+"""Tensors named in a message; their number follows."""
+
+
+@contextlib.contextmanager
+def loading(path: str, kind: str) -> Iterator[None]:
+    """Within, whatever reading the directory at ``path`` runs into becomes a user error."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    # Broken configs and weights come back as almost every kind of exception there is.
+    except Exception as error:
+        if isinstance(error, UnpicklingError | EOFError) or _only_pickled(Path(path)):
+            code = re.search(r"GLOBAL ([\w.]+)", str(error))
+            raise UserError(
+                f"{path!r} cannot be loaded as a {kind}",
+                found=f"its pickled weights would run {code[1]}" if code else "its pickled weights are damaged",
+                remedy="get safetensors weights; pickled ones are read as plain tensors and nothing else",
+            ) from error
+        raise UserError(
+            f"{path!r} cannot be loaded as a {kind}",
+            found=_line(error),
+            remedy="check that the directory holds config.json and safetensors weights of a supported architecture",
+        ) from error
+
+
+def _only_pickled(directory: Path) -> bool:
+    return any(directory.glob("*.bin")) and not any(directory.glob("*.safetensors"))
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Checks of whole configs name the field in the first line and the fault in the second.
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else lines[0] if lines else "no message"
+    return text if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text}"
+
+
+def read_config(source: str) -> PreTrainedConfig:
+    """The config of a model directory or hub name, once its sizes and the directory's weights have been looked at.
+
+    Raises:
+        UserError: sizes that no model has, quantised weights, or an index that leads nowhere.
+    """
+    # Some configs divide by these sizes while they are made. Where layers differ, a size is a list.
+    values, _ = PreTrainedConfig.get_config_dict(source)
+    for part in (values, values.get("text_config")) if isinstance(values, dict) else ():
+        for name in _SIZES if isinstance(part, dict) else ():
+            if isinstance(part.get(name), int) and part[name] < 1:
+                raise _nonsense(source, f"{name}: {part[name]}")
+    config = AutoConfig.from_pretrained(source)
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        raise _quantised(source, f"quantization_config: {quantised}")
+    if not Path(source).is_dir():
+        return config
+    tensors = _tensors(Path(source))
+    # Of pickled weights nothing is known before they are read.
+    if tensors and num_layers > len(tensors):
+        raise _nonsense(source, f"num_hidden_layers: {num_layers} for {len(tensors)} tensors")
+    other = sorted(n for n, (dtype, _) in tensors.items() if n.endswith("weight") and dtype not in _FLOATING)
+    if other:
+        raise _quantised(source, f"{tensors[other[0]][0]} numbers in {named(other)}")
+    return config
+
+
+def _quantised(source: str, found: str) -> UserError:
+    return UserError(
+        f"the weights of {source!r} are quantised, or no floating-point numbers",
+        found=found,
+        remedy="use the model's weights in fp32, bf16 or fp16",
+    )
+
+
+def _nonsense(source: str, found: str) -> UserError:
+    return UserError(
+        f"config.json of {source!r} describes no model", found=found, remedy="restore the model's own config.json"
+    )
+
+
+def _tensors(directory: Path) -> dict[str, tuple[str, list[int]]]:
+    """Dtype, as headers call it, and shape of every tensor in the directory's safetensors files; none of other files.
+
+    Raises:
+        UserError: an index that names files which are not there, or lie elsewhere.
+    """
+    files = [directory / "model.safetensors"]
+    if not files[0].exists() and (directory / _INDEX).is_file():
+        weight_map = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        lost = [name for name in names if Path(name).name != name or not (directory / name).is_file()]
+        if lost:
+            raise UserError(
+                f"shards of {str(directory)!r} are missing",
+                found=f"{_INDEX} names {named(lost)}, not in the directory",
+                remedy="download the directory again, with all of its files",
+            )
+        files = [directory / name for name in names]
+    found: dict[str, tuple[str, list[int]]] = {}
+    for file in files:
+        if file.exists():
+            with safe_open(str(file), "pt") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                found.update({name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()})
+    return found
+
+
+def named(names: Collection[str]) -> str:
+    """The first names, and how many there are."""
+    first = ", ".join(sorted(names)[:_NAMED])
+    return first if len(names) <= _NAMED else f"{first} and {len(names) - _NAMED} more"
+
+
+def load_weights(kind: Any, source: str, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model of an auto class in fp32, and what ``from_pretrained`` says about it with ``output_loading_info``.
+
+    Raises:
+        UserError: tensors of another shape than the config's, which are named.
+    """
+    try:
+        model, info = kind.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
+        return model, info
+    except RuntimeError as error:
+        # transformers prints the shapes and raises without them; to draw the weights anew could take any memory.
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        with torch.device("meta"):
+            expected = {name: list(values.shape) for name, values in kind.from_config(config).state_dict().items()}
+        tensors = _tensors(Path(source)) if Path(source).is_dir() else {}
+        wrong = sorted(name for name, (_, shape) in tensors.items() if expected.get(name, shape) != shape)
+        first = [f"{n} is {_shape(tensors[n][1])}, by the config {_shape(expected[n])}" for n in wrong[:1]]
+        raise UserError(
+            f"the weights of {source!r} do not fit its config.json",
+            found="; ".join([*first, *([f"{len(wrong) - 1} more"] if wrong[1:] else [])]) or "tensors of other shapes",
+            remedy="restore the config.json that these weights were saved with",
+        ) from error
+
+
+def _shape(sizes: list[int]) -> str:
+    return " x ".join(map(str, sizes)) or "one number"
+
+
+# What loading found ---------------------------------------------------------------------------------------
+
+
+def check_loaded(model: PreTrainedModel, path: str, info: dict[str, Any]) -> None:
+    """Notes tensors that belong nowhere, for ``load_remarks``.
+
+    Args:
+        info: what ``from_pretrained`` says with ``output_loading_info``.
+
+    Raises:
+        UserError: weights that are no numbers.
+    """
+    with torch.no_grad():
+        broken = [name for name, values in model.named_parameters() if not bool(values.sum().isfinite())]
+    if broken:
+        raise UserError(
+            f"the weights of {path!r} are not finite",
+            found=f"NaN or infinity in {named(broken)}",
+            remedy="use a checkpoint from before its training diverged, or download it again",
+        )
+    extra = info["unexpected_keys"]
+    vars(model)["quartet_load_remarks"] = (f"{path}: tensors that belong nowhere: {named(extra)}",) if extra else ()
+
+
+def load_remarks(model: PreTrainedModel) -> tuple[str, ...]:
+    """What was left out when the model was loaded, in words."""
+    return tuple(vars(model).get("quartet_load_remarks", ()))

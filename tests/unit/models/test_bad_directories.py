@@ -1,0 +1,245 @@
+"""Model directories that were damaged, mixed up or made to harm: refused in three parts or taken with a remark, never a
+traceback, and no weight is ever drawn anew without a word."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quartet.config import UserError
+from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, scalar_model_from
+from quartet.trainers.sources import resolve_scalar_model
+
+Damage = Callable[[Path], Any]
+INDEX = "model.safetensors.index.json"
+
+
+def _config(**values: Any) -> Damage:
+    def damage(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, **values}))
+
+    return damage
+
+
+def _file(name: str, content: str | bytes | None) -> Damage:
+    """``None``: a directory of that name."""
+
+    def damage(path: Path) -> None:
+        (path / name).unlink(missing_ok=True)
+        if content is None:
+            (path / name).mkdir()
+        else:
+            (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return damage
+
+
+def _tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Damage:
+    def damage(path: Path) -> None:
+        save_file(change(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+def _each(part: str, change: Callable[[Tensor], Tensor]) -> Damage:
+    return _tensors(lambda found: {name: change(t) if part in name else t for name, t in found.items()})
+
+
+def _pickled(content: bytes | None) -> Damage:
+    """``None``: the weights themselves."""
+
+    def damage(path: Path) -> None:
+        weights = load_file(path / "model.safetensors")
+        (path / "model.safetensors").unlink()
+        if content is None:
+            torch.save(weights, path / "pytorch_model.bin")
+        else:
+            (path / "pytorch_model.bin").write_bytes(content)
+
+    return damage
+
+
+class _Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch harmed",)
+
+
+def _harmful() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"a": _Harmful()}, buffer)
+    return buffer.getvalue()
+
+
+def _sharded(path: Path, *, second: str = "b.safetensors", keep: bool = True, index: str | None = None) -> None:
+    weights = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    first = dict(list(weights.items())[:5])
+    others = {name: t for name, t in weights.items() if name not in first}
+    save_file(first, path / "a.safetensors", {"format": "pt"})
+    if keep:
+        save_file(others, path / "b.safetensors", {"format": "pt"})
+    places = {**dict.fromkeys(first, "a.safetensors"), **dict.fromkeys(others, second)}
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}) if index is None else index)
+
+
+def _without(name: str) -> Damage:
+    return _tensors(lambda found: {key: t for key, t in found.items() if key != name})
+
+
+CAUSAL: dict[str, tuple[Damage, str]] = {
+    # Configs: sizes, types, contradictions, not even one.
+    "no layers": (_config(num_hidden_layers=0), "num_hidden_layers: 0"),
+    "negative layers": (_config(num_hidden_layers=-1), "num_hidden_layers: -1"),
+    "a layer too many": (_config(num_hidden_layers=3), "lack model.layers.2"),
+    "a billion layers": (_config(num_hidden_layers=10**9), "num_hidden_layers: 1000000000"),
+    "layers in words": (_config(num_hidden_layers="two"), "num_hidden_layers"),
+    "heads that do not divide": (_config(num_attention_heads=3), "multiple of the number of att"),
+    "no heads": (_config(num_attention_heads=0), "num_attention_heads: 0"),
+    "no key heads": (_config(num_key_value_heads=0), "num_key_value_heads: 0"),
+    "other key heads": (_config(num_key_value_heads=4), "k_proj.weight is 16 x 32, by the config 32 x 32; 3 more"),
+    "width": (_config(hidden_size=64), "by the config 61 x 64"),
+    "negative width": (_config(intermediate_size=-4), "intermediate_size: -4"),
+    "odd head size": (_config(head_dim=7), "head_dim"),
+    "a vocabulary too small": (_config(vocab_size=60), "is 61 x 32, by the config 60 x 32"),
+    "a huge vocabulary": (_config(vocab_size=10**12), "by the config 1000000000000 x 32"),
+    "no context": (_config(max_position_embeddings=0), "max_position_embeddings: 0"),
+    "an unknown activation": (_config(hidden_act="nope"), "nope"),
+    "a rope of text": (_config(rope_parameters="x"), "rope_parameters"),
+    "half a rope": (_config(rope_parameters={"rope_type": "yarn"}), "factor"),
+    "an unknown dtype": (_config(dtype="float99"), "float99"),
+    "an unknown kind": (_config(model_type="nope"), "nope"),
+    "a kind that is a number": (_config(model_type=5), "model type `5`"),
+    "a pad id outside": (_config(pad_token_id=99), "Padding_idx"),
+    "eos of text": (_config(eos_token_id=[1, "b"]), "eos_token_id"),
+    "labels of numbers": (_config(id2label=5), "int"),
+    "quantised by its config": (_config(quantization_config={"quant_method": "gptq", "bits": 4}), "gptq"),
+    "quantisation that is a number": (_config(quantization_config=5), "int"),
+    "an empty config": (_file("config.json", ""), "JSON"),
+    "a list for a config": (_file("config.json", "[]"), "model_type"),
+    "binary config": (_file("config.json", b"\xff\xfe\x00"), "JSON"),
+    "deep config": (_file("config.json", "[" * 100_000), "recursion"),
+    "a config that is a directory": (_file("config.json", None), "config.json"),
+    "no end-of-text config": (_file("generation_config.json", "{"), "generation_config.json"),
+    "a list for it": (_file("generation_config.json", "[1]"), "list"),
+    "end of text in words": (_file("generation_config.json", '{"eos_token_id": "x"}'), "eos_token_id 'x'"),
+    # Weights: cut, exchanged, missing, of no numbers.
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "no file named model.safetensors"),
+    "weights that are a directory": (_file("model.safetensors", None), "error"),
+    "empty weights": (_file("model.safetensors", b""), "header too small"),
+    "a huge header": (_file("model.safetensors", struct.pack("<Q", 2**60) + b"{}"), "header too large"),
+    "a pointer of Git LFS": (_file("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "header"),
+    "a link to nowhere": (
+        lambda path: ((path / "model.safetensors").unlink(), (path / "model.safetensors").symlink_to("/nowhere")),
+        "no file named",
+    ),
+    "a link to itself": (
+        lambda path: (
+            (path / "model.safetensors").unlink(),
+            (path / "model.safetensors").symlink_to("model.safetensors"),
+        ),
+        "no file named",
+    ),
+    "a missing tensor": (_without("model.norm.weight"), "lack model.norm.weight"),
+    "a missing head": (_without("lm_head.weight"), "lack lm_head.weight"),
+    "other names": (_tensors(lambda found: {f"x.{name}": t for name, t in found.items()}), "18 more"),
+    "turned round": (_each("gate_proj", lambda t: t.T.contiguous()), "is 32 x 48, by the config 48 x 32"),
+    "whole numbers": (_each("q_proj", lambda t: (t * 100).to(torch.int8)), "I8 numbers in model.layers.0"),
+    "complex numbers": (_each("norm", lambda t: t.to(torch.complex64)), "C64"),
+    "not a number": (_each("o_proj", lambda t: t * float("nan")), "model.layers.0.self_attn.o_proj.weight"),
+    "infinite": (_each("lm_head", lambda t: t / 0), "lm_head.weight"),
+    # Pickles and shards.
+    "harmful pickle": (_pickled(_harmful()), "would run posix.system"),
+    "text for a pickle": (_pickled(b"hello"), "pickled weights are damaged"),
+    "empty pickle": (_pickled(b""), "pickled weights are damaged"),
+    "a shard gone": (lambda path: _sharded(path, keep=False), "names b.safetensors, not in the directory"),
+    "a shard elsewhere": (lambda path: _sharded(path, second="../b.safetensors"), "names ../b.safetensors"),
+    "an absolute shard": (lambda path: _sharded(path, second="/etc/passwd"), "names /etc/passwd"),
+    "a broken index": (lambda path: _sharded(path, index="{"), "line 1"),
+    "an index without map": (lambda path: _sharded(path, index='{"metadata": {}}'), "weight_map"),
+    "an index of a list": (lambda path: _sharded(path, index='{"metadata": {}, "weight_map": [1]}'), "list"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, make_model: Any) -> Path:
+    path = tmp_path_factory.mktemp("saved")
+    make_model().save_pretrained(path / "causal")
+    scalar_model_from(make_model(), seed=0).save_pretrained(path / "scalar")
+    return path
+
+
+@pytest.mark.parametrize("name", list(CAUSAL))
+def test_refused_in_three_parts(name, saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    damage, found = CAUSAL[name]
+    shutil.copytree(saved / "causal", tmp_path / "model")
+    damage(tmp_path / "model")
+    with pytest.raises(UserError) as refused:
+        load_causal_lm(str(tmp_path / "model"))
+    assert found.lower() in f"{refused.value.problem} {refused.value.found}".lower()
+    assert refused.value.remedy and "\n" not in refused.value.found
+    assert not (tmp_path / "harmed").exists()
+    # What decides between reward models and causal LMs leaves the message to the loader.
+    from quartet.config.common import ModelConfig
+
+    with pytest.raises(UserError):
+        resolve_scalar_model(ModelConfig(path=str(tmp_path / "model")), None, seed=0)
+
+
+ACCEPTED: dict[str, tuple[Damage, str | None]] = {
+    "pickled": (_pickled(None), None),
+    "sharded": (_sharded, None),
+    "a layer less": (_config(num_hidden_layers=1), "model.layers.1.input_layernorm.weight"),
+    "a tensor more": (_tensors(lambda found: {**found, "foo.weight": torch.ones(3)}), "nowhere: foo.weight"),
+    "fp64": (_each("", lambda t: t.double()), None),
+    "bf16": (_each("", lambda t: t.bfloat16()), None),
+}
+
+
+@pytest.mark.parametrize("name", list(ACCEPTED))
+def test_taken_with_a_remark(name, saved, tmp_path):
+    damage, remark = ACCEPTED[name]
+    shutil.copytree(saved / "causal", tmp_path / "model")
+    damage(tmp_path / "model")
+    model = load_causal_lm(str(tmp_path / "model"))
+    expected = load_file(saved / "causal" / "model.safetensors")
+    expected = {key: t.bfloat16().float() if name == "bf16" else t for key, t in expected.items()}
+    assert all(torch.equal(values, expected[key]) for key, values in model.state_dict().items())
+    remarks = packed_causal_lm(model).remarks
+    assert remarks == () if remark is None else remark in "".join(remarks)
+    scalar = scalar_model_from(model, seed=0)
+    assert vars(scalar)["quartet_load_remarks"] == remarks, "a reward model that starts from it says so, too"
+
+
+SCALAR: dict[str, tuple[Damage, str]] = {
+    "no head": (_without("score.weight"), "lack score.weight"),
+    "a body that lacks something": (_without("model.norm.weight"), "lack model.norm.weight"),
+    "another width": (_config(hidden_size=64), "by the config"),
+    "not a number": (_each("score", lambda t: t * float("nan")), "score.weight"),
+    "whole numbers": (_each("score", lambda t: t.to(torch.int32)), "I32"),
+    "two labels": (_config(id2label={"0": "a", "1": "b"}, label2id={"a": 0, "b": 1}), "num_labels 2"),
+    "cut off": (_file("model.safetensors", b"\x10\x00\x00\x00\x00\x00\x00\x00{}"), "header"),
+    "harmful pickle": (_pickled(_harmful()), "posix.system"),
+}
+
+
+@pytest.mark.parametrize("name", list(SCALAR))
+def test_reward_models_too(name, saved, tmp_path):
+    damage, found = SCALAR[name]
+    shutil.copytree(saved / "scalar", tmp_path / "model")
+    damage(tmp_path / "model")
+    with pytest.raises(UserError) as refused:
+        load_scalar_model(str(tmp_path / "model"))
+    assert found in f"{refused.value.problem} {refused.value.found}"
