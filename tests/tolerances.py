@@ -1,8 +1,8 @@
 """How closely two ways to compute the same thing agree, by the lower of their dtypes: ``(atol, rtol)``.
 
 One table for all tests, of well-conditioned results. A test that needs more than this has found an error; it does not
-get a number of its own. Where a result magnifies rounding, ``leeway`` derives how far two correct ways to compute it may
-differ.
+get a number of its own. Where a result magnifies rounding, ``leeway`` derives how far two correct ways to compute it
+may differ.
 """
 
 from __future__ import annotations
