@@ -32,6 +32,11 @@ lint: $(VENV)/.installed-test
 reference: $(VENV)/.installed
 	$(BIN)/quartet config --write docs/reference
 
+# What `pip install` takes elsewhere. build/ may hold modules that are gone.
+wheel: $(VENV)/.installed
+	rm -rf build
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
 types: $(VENV)/.installed-test
 	$(BIN)/mypy
 

@@ -75,12 +75,12 @@ class LoRAConfig(Strict):
     The scalar head of a critic or reward model is trained in full beside them.
     """
 
-    rank: int = Field(16, ge=1, description="Rows of A and columns of B: the size of an adapter.")
+    rank: int = Field(16, ge=1, description="Numbers between A and B; not larger than a layer.")
     alpha: float = Field(32.0, gt=0, description="Adapters count alpha / rank times.")
     target_modules: tuple[str, ...] = Field(
         (ALL_LINEAR,),
         min_length=1,
-        description="Names of linear layers, as in [q_proj, v_proj]; all-linear: every one but the head.",
+        description="Names of linear layers, or ends of their paths, as in [q_proj, v_proj]; all-linear: all but the head.",
     )
     export: Literal["merged", "adapter", "both"] = Field(
         "both", description="merged: model/ with the adapters added to its weights; adapter: adapter/ as peft has it."
