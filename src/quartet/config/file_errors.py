@@ -41,6 +41,7 @@ _READ_REMEDIES = {
     errno.EISDIR: "a directory stands where a file must be: put the file back",
     errno.ENOTDIR: "a file stands where a directory must be: move it away",
     errno.ENOENT: "put it back from a copy",
+    errno.ENXIO: "put the file itself there",
     errno.ELOOP: "its symbolic links lead in a circle: put the file itself there",
     errno.EIO: "the disk reports an error: look at dmesg, and restore the file from a copy",
     errno.ESTALE: "the network file system has lost it: mount it again",
@@ -70,6 +71,16 @@ def read_error(path: Path, error: OSError) -> UserError:
     """The error for ``path``, which could not be read."""
     remedy = _READ_REMEDIES.get(error.errno or 0, "mend what the message names, or restore it from a copy")
     return UserError(f"{path} could not be read", found=error.strerror or str(error), remedy=remedy)
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file; UserError where it cannot be read."""
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError(errno.ENXIO, "it is a pipe or a device")  # which would be waited for
+        return path.read_bytes()
+    except OSError as error:
+        raise read_error(path, error) from error
 
 
 def _number(error: BaseException | None) -> int | None:

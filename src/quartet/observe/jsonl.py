@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from quartet.config.errors import UserError
-from quartet.config.file_errors import read_error, write_error
+from quartet.config.file_errors import read_file, write_error
 from quartet.observe.digests import FileDigest
+
+T = TypeVar("T")
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
@@ -30,14 +35,15 @@ def decode_lines(data: bytes, source: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _malformed(source, number, str(error)) from error
+            raise malformed(source, number, str(error)) from error
         if not isinstance(row, dict):
-            raise _malformed(source, number, f"a {type(row).__name__} instead of an object")
+            raise malformed(source, number, f"a {type(row).__name__} instead of an object")
         rows.append(row)
     return rows
 
 
-def _malformed(source: Path, number: int, what: str) -> UserError:
+def malformed(source: Path, number: int, what: str) -> UserError:
+    """The error for line ``number`` (from 1) of ``source``."""
     return UserError(
         "a file of the run is damaged",
         found=f"{source}, line {number}: {what}",
@@ -47,20 +53,51 @@ def _malformed(source: Path, number: int, what: str) -> UserError:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """All complete rows of ``path``; UserError as in :func:`decode_lines`, or where it cannot be read."""
-    return decode_lines(read_bytes(path), path)
+    return decode_lines(read_file(path), path)
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file of a run; UserError where it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise read_error(path, error) from error
+def read_objects(path: Path, build: Callable[[dict[str, Any]], T]) -> list[T]:
+    """The rows of ``path`` as objects; UserError, with the line, for one that ``build`` refuses.
+
+    Args:
+        build: raises ValueError, TypeError or KeyError for a row of another shape (``as_dataclass`` does).
+    """
+    found = []
+    for number, row in enumerate(read_rows(path), start=1):
+        try:
+            found.append(build(row))
+        except (ValueError, TypeError, KeyError) as error:
+            raise malformed(path, number, str(error).partition("\n")[0]) from error
+    return found
+
+
+def as_dataclass(kind: type[T], row: Mapping[str, Any]) -> T:
+    """``row`` as an instance of the dataclass ``kind``.
+
+    Raises:
+        ValueError: a field is unknown, or of another type (nothing is converted: "3" is no number).
+        TypeError: one is missing.
+    """
+    types = _field_types(cast("Any", kind))
+    values = {}
+    for name, value in row.items():
+        if name not in types:
+            raise ValueError(f"unknown field {name!r:.60}")
+        try:
+            values[name] = types[name].validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"{name}: {error.errors()[0]['msg']}") from error
+    return kind(**values)
+
+
+@cache
+def _field_types(kind: Any) -> dict[str, TypeAdapter[Any]]:
+    return {name: TypeAdapter(hint, config=ConfigDict(strict=True)) for name, hint in get_type_hints(kind).items()}
 
 
 def begins_with(path: Path, written: FileDigest) -> bool:
     """Whether the file still begins with what had been written to it."""
-    data = read_bytes(path)[: written.bytes] if path.exists() else b""
+    data = read_file(path)[: written.bytes] if path.exists() else b""
     return FileDigest(len(data), hashlib.sha256(data).hexdigest()) == written
 
 
@@ -96,11 +133,11 @@ def truncate_after(path: Path, step: int) -> int:
     """
     if not path.exists():
         return 0
-    data = read_bytes(path)
+    data = read_file(path)
     rows = decode_lines(data, path)
     for number, row in enumerate(rows, start=1):
         if type(row.get("step", 0)) is not int and row["step"] is not None:
-            raise _malformed(path, number, f"step {row['step']!r:.60}")
+            raise malformed(path, number, f"step {row['step']!r:.60}")
     kept = [row for row in rows if row.get("step") is None or row["step"] <= step]
     text = b"".join(encode_row(row) for row in kept)
     if text != data:
@@ -139,7 +176,7 @@ class RowAppender:
 
 def _drop_half_line(path: Path) -> bytes:
     """What stays in the file."""
-    data = read_bytes(path)
+    data = read_file(path)
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         replace_atomically(path, whole)

@@ -1,6 +1,6 @@
 """The rollout store: every response a run trained on, with all its per-token columns.
 
-One gzip'd JSON Lines file per step, ``step_000012.jsonl.gz``, one record per line. Equal records give equal
+One gzip'd JSON Lines file per step, ``step_000012.jsonl.gz``, one record per line. Equal records of a step give equal
 bytes. JSON has no NaN: floats that are not finite are written as strings (``"nan"``, ``"inf"``, ``"-inf"``).
 """
 
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.errors import UserError
-from quartet.observe.jsonl import decode_lines, encode_row, replace_atomically
+from quartet.config.file_errors import read_file
+from quartet.observe.jsonl import as_dataclass, decode_lines, encode_row, replace_atomically
 
-_FILE_NAME = re.compile(r"step_(\d{6,})\.jsonl\.gz")
+_FILE_NAME = re.compile(r"step_([0-9]{6,18})\.jsonl\.gz")
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,20 @@ def _decode(row: Mapping[str, Any]) -> RolloutRecord:
     fields["score"] = _from_json(row["score"])
     fields["rewards"] = {name: _from_json(value) for name, value in row["rewards"].items()}
     fields["columns"] = {name: [float(v) for v in values] for name, values in row["columns"].items()}
-    return RolloutRecord(**fields)
+    return as_dataclass(RolloutRecord, fields)
 
 
 def step_path(directory: Path, step: int) -> Path:
-    return directory / f"step_{step:06d}.jsonl.gz"
+    return directory / f"{_name(step)}.gz"
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}.jsonl"
+
+
+def _name_inside(packed: bytes) -> str | None:
+    """The name in a gzip header that says nothing but a name."""
+    return packed[10 : packed.find(b"\0", 10)].decode("latin-1") if packed[3:4] == b"\x08" else None
 
 
 class RolloutWriter:
@@ -111,8 +121,8 @@ class RolloutWriter:
     def write(self, step: int, records: Sequence[RolloutRecord]) -> Path:
         """Writes (or replaces) the file of ``step`` and returns its path."""
         buffer = io.BytesIO()
-        # no file name and no time in the header, so that equal records give equal bytes
-        with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=1, mtime=0) as file:
+        # The name tells a file that was renamed to another step. No time, so that equal records give equal bytes.
+        with gzip.GzipFile(filename=_name(step), mode="wb", fileobj=buffer, compresslevel=1, mtime=0) as file:
             for record in records:
                 file.write(_encode(record))
         path = step_path(self._directory, step)
@@ -136,9 +146,11 @@ def read_step(directory: Path, step: int) -> list[RolloutRecord]:
             remedy="choose one of those steps",
         )
     try:
-        data = gzip.decompress(path.read_bytes())
-        return [_decode(row) for row in decode_lines(data, path)]
-    except (EOFError, gzip.BadGzipFile, zlib.error, KeyError, TypeError, ValueError) as error:
+        packed = read_file(path)
+        if _name_inside(packed) not in (None, _name(step)):
+            raise ValueError(f"it is {_name_inside(packed)} under another name")
+        return [_decode(row) for row in decode_lines(gzip.decompress(packed), path)]
+    except (AttributeError, EOFError, gzip.BadGzipFile, zlib.error, KeyError, TypeError, ValueError) as error:
         raise UserError(
             "a rollout file is damaged",
             found=f"{path}: {error}",
@@ -150,17 +162,16 @@ def list_steps(directory: Path) -> list[int]:
     """Steps with a file, ascending; empty where the directory is missing."""
     if not directory.is_dir():
         return []
-    matches = (_FILE_NAME.fullmatch(path.name) for path in directory.iterdir())
-    return sorted(int(match[1]) for match in matches if match)
+    names = {path.name for path in directory.iterdir()}
+    steps = (int(match[1]) for name in names if (match := _FILE_NAME.fullmatch(name)))
+    return sorted(step for step in steps if step_path(directory, step).name in names)
 
 
 def truncate_after(directory: Path, step: int) -> list[int]:
     """Deletes the files of steps after ``step`` and half-written ones; returns the steps deleted."""
     if not directory.is_dir():
         return []
-    for leftover in directory.glob("step_*.jsonl.gz.tmp"):
-        leftover.unlink()
     dropped = [s for s in list_steps(directory) if s > step]
-    for s in dropped:
-        step_path(directory, s).unlink()
+    for path in [*directory.glob("step_*.jsonl.gz.tmp"), *(step_path(directory, s) for s in dropped)]:
+        path.unlink()
     return dropped

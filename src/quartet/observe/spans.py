@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
-from quartet.observe.jsonl import RowAppender, read_rows
+from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects
 
 BACKGROUND = "background"
 """Mode of a span that the step does not wait for."""
@@ -123,8 +124,8 @@ class SpanRecorder:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """The spans of a ``spans.jsonl``, in the order in which they ended."""
-    return [Span(**row) for row in read_rows(path)]
+    """The spans of a ``spans.jsonl``, in the order in which they ended; UserError for a damaged row."""
+    return read_objects(path, partial(as_dataclass, Span))
 
 
 def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:

@@ -10,11 +10,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+from pydantic import ConfigDict, TypeAdapter
 
 from quartet.observe.digests import FileDigest
-from quartet.observe.jsonl import RowAppender, read_rows
+from quartet.observe.jsonl import RowAppender, read_objects
 from quartet.observe.metrics import check_names
+
+_NUMBERS = TypeAdapter(dict[str, float | None], config=ConfigDict(strict=True))
+_NONFINITE = TypeAdapter(dict[str, Literal["nan", "inf", "-inf"]])
 
 
 class Tracker(Protocol):
@@ -58,12 +63,20 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a ``metrics.jsonl``: ``step``, ``time_s``, metrics; NaN and infinities are restored."""
-    rows = []
-    for row in read_rows(path):
-        nonfinite = row.pop("nonfinite", {})
-        rows.append({**row, **{name: float(text) for name, text in nonfinite.items()}})
-    return rows
+    """The rows of a ``metrics.jsonl``: ``step``, ``time_s``, metrics; NaN and infinities are restored.
+
+    Raises:
+        UserError: a row is damaged, or holds something else than numbers.
+    """
+    return read_objects(path, _metrics_of_row)
+
+
+def _metrics_of_row(row: dict[str, Any]) -> dict[str, float]:
+    nonfinite = _NONFINITE.validate_python(row.pop("nonfinite", {}))
+    _NUMBERS.validate_python(row)
+    if type(row["step"]) is not int or row["time_s"] is None:
+        raise ValueError("no whole step, or no time")
+    return {**row, **{name: float(text) for name, text in nonfinite.items()}}
 
 
 class TensorBoardTracker:

@@ -35,6 +35,7 @@ from quartet.data.preference import JudgedData, PreferenceData
 from quartet.observe.progress import Progress
 from quartet.train.preference_objectives import answer_logprobs
 from quartet.trainers.run import RunDirectory, write_json, writing
+from quartet.trainers.run_files import read_json
 
 FORMAT = "quartet-reference-logprobs-1"
 _ROWS = 64
@@ -219,14 +220,14 @@ def _recorded(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except ValueError:
         found = None
-    if not isinstance(found, dict) or not isinstance(found.get("data"), dict) or "weights" not in found:
+    if not (isinstance(found, dict) and isinstance(found.get("data"), dict) and isinstance(found.get("weights"), str)):
         raise UserError(
             f"{path} does not say what the run's reference is",
             found="a damaged file",
-            remedy="choose another output_dir",
+            remedy="restore it from a copy, or choose another output_dir",
         )
     return found
 
@@ -238,6 +239,8 @@ def _load(path: Path, header: Mapping[str, str]) -> Tables | None:
             metadata = file.metadata() or {}
             tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError):
+        return None
+    if any(values.dtype is not torch.float32 for values in tables.values()):
         return None
     if {name: metadata.get(name) for name in header} != dict(header):
         return None

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import yaml
 
 from quartet.config import UserError
-from quartet.config.file_errors import read_error
+from quartet.config.file_errors import read_error, read_file
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
 from quartet.config.yamls import parse_yaml, yaml_complaint
@@ -80,9 +80,7 @@ def read_json(path: Path) -> Any:
         UserError: it cannot be read.
     """
     try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise read_error(path, error) from error
+        return json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON text ({str(error)[:100]})") from error
 
@@ -125,9 +123,7 @@ def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job
 
 def _read_recipe(path: Path) -> Any:
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise read_error(path, error) from error
+        return parse_yaml(read_file(path).decode("utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         text, line = yaml_complaint(error) if isinstance(error, yaml.YAMLError) else (str(error)[:100], None)
         raise UserError(

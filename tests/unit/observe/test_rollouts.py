@@ -65,7 +65,7 @@ def test_any_text_and_any_float(tmp_path_factory: pytest.TempPathFactory, text: 
 
 def test_equal_records_give_equal_bytes(tmp_path: Path) -> None:
     first = RolloutWriter(tmp_path / "a").write(1, [RECORD]).read_bytes()
-    second = RolloutWriter(tmp_path / "b").write(2, [RECORD]).read_bytes()
+    second = RolloutWriter(tmp_path / "b").write(1, [RECORD]).read_bytes()
     assert first == second
 
 

@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter
+
+from quartet.observe.jsonl import read_objects
 from quartet.observe.report.samples import Limits, compact
+
+_EXAMPLES = TypeAdapter(list[dict[str, str | float | None]], config=ConfigDict(strict=True))
+
+
+def read_alarms(path: Path) -> list[dict[str, Any]]:
+    """The rows of ``alarms.jsonl``; UserError for a damaged one."""
+    return read_objects(path, _checked)
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    if type(row["step"]) is not int or not isinstance(row["text"], str):
+        raise ValueError("no whole step, or no text")
+    return {**row, "examples": _EXAMPLES.validate_python(row["examples"])}
 
 
 def show_alarms(rows: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Any] | None:
