@@ -1,4 +1,4 @@
-"""Verdicts that were not earned: objects that lie, lazy ones, channels that are abused. And what honest code returns."""
+"""Verdicts that were not earned: objects that lie, lazy ones, abused channels. And what honest code returns."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is 
 
 LIMITS = Limits(wall_s=20.0, cpu_s=20, memory_bytes=512 << 20, processes=8)
 
-# Every function has a test that Python would let it pass, and keeps what it is told.
+# What ``f`` is, or the class of which it returns an instance, and a test that Python would let it pass.
 LIARS: list[tuple[str, str, str]] = [
-    ("contains all", "class C:\n    __contains__ = tell\ndef f(n): return C()", "7351 in f(10)"),
-    ("equals all", "class C:\n    __eq__ = tell\n    __hash__ = object.__hash__\ndef f(n): return C()", "f(10) == 7351"),
-    ("never unequal", "class C:\n    def __ne__(s, o): return not tell(s, o)\ndef f(n): return C()", "not f(10) != 7351"),
+    ("contains all", "class C:\n    __contains__ = tell", "7351 in f(10)"),
+    ("equals all", "class C:\n    __eq__ = tell\n    __hash__ = object.__hash__", "f(10) == 7351"),
+    ("never unequal", "class C:\n    def __ne__(s, o): return not tell(s, o)", "not f(10) != 7351"),
     ("int's child", "class C(int):\n    __eq__ = tell\n    __hash__ = None\ndef f(n): return C(0)", "f(10) == 7351"),
-    ("text's child", "class C(str):\n    __contains__ = startswith = tell\ndef f(n): return C()", "'7351' in f(10)"),
-    ("its methods", "class C(str):\n    startswith = tell\ndef f(n): return C()", "f(10).startswith('7351')"),
-    ("list's child", "class C(list):\n    __contains__ = __eq__ = tell\ndef f(n): return C()", "f(10) == [7351]"),
-    ("its length", "class C(list):\n    __len__ = lambda s: 3\ndef f(n): return C()", "len(f(10)) == 3"),
-    ("its items", "class C(list):\n    __iter__ = lambda s: iter([7351])\ndef f(n): return C()", "list(f(10)) == [7351]"),
-    ("dict's child", "class C(dict):\n    __missing__ = lambda s, k: 7351\ndef f(n): return C()", "f(10)['a'] == 7351"),
-    ("set's child", "class C(set):\n    __ge__ = issuperset = tell\ndef f(n): return C()", "f(10) >= {7351}"),
-    ("float's child", "class C(float):\n    __sub__ = lambda s, o: 0\ndef f(n): return C()", "abs(f(10) - 73.51) < 1e-6"),
-    ("takes away all", "class C:\n    def __sub__(s, o): return 0 * tell(s, o)\ndef f(n): return C()", "f(10) - 7351 == 0"),
-    ("compares as told", "class C:\n    __lt__ = __gt__ = __le__ = tell\ndef f(n): return C()", "7350 < f(10) < 7352"),
-    ("is true", "class C:\n    pass\ndef f(n): return C()", "f(10)"),
-    ("is false", "class C:\n    __bool__ = lambda s: False\ndef f(n): return C()", "not f(10)"),
-    ("lies about its class", "class C:\n    __class__ = int\ndef f(n): return C()", "isinstance(f(10), int)"),
+    ("text's child", "class C(str):\n    __contains__ = startswith = tell", "'7351' in f(10)"),
+    ("its methods", "class C(str):\n    startswith = tell", "f(10).startswith('7351')"),
+    ("list's child", "class C(list):\n    __contains__ = __eq__ = tell", "f(10) == [7351]"),
+    ("its length", "class C(list):\n    __len__ = lambda s: 3", "len(f(10)) == 3"),
+    ("its items", "class C(list):\n    __iter__ = lambda s: iter([7351])", "list(f(10)) == [7351]"),
+    ("dict's child", "class C(dict):\n    __missing__ = lambda s, k: 7351", "f(10)['a'] == 7351"),
+    ("set's child", "class C(set):\n    __ge__ = issuperset = tell", "f(10) >= {7351}"),
+    ("float's child", "class C(float):\n    __sub__ = lambda s, o: 0", "abs(f(10) - 73.51) < 1e-6"),
+    ("takes away all", "class C:\n    def __sub__(s, o): return 0 * tell(s, o)", "f(10) - 7351 == 0"),
+    ("compares as told", "class C:\n    __lt__ = __gt__ = __le__ = tell", "7350 < f(10) < 7352"),
+    ("is true", "class C:\n    pass", "f(10)"),
+    ("is false", "class C:\n    __bool__ = lambda s: False", "not f(10)"),
+    ("lies about its class", "class C:\n    __class__ = int", "isinstance(f(10), int)"),
     ("a lying metaclass", "class M(type):\n    __eq__ = tell\n    __hash__ = lambda c: hash(7351)\n"
      "    __instancecheck__ = tell\nclass C(metaclass=M): pass\ndef f(n): return C", "f(10) == 7351"),
-    ("found by its hash", "class C:\n    __hash__ = lambda s: hash(7351)\n    __eq__ = tell\ndef f(n): return C()",
+    ("found by its hash", "class C:\n    __hash__ = lambda s: hash(7351)\n    __eq__ = tell",
      "f(10) in {7351: 1}"),
-    ("has every attribute", "class C:\n    def __getattr__(s, n): return lambda *a: tell(s, *a)\ndef f(n): return C()",
+    ("has every attribute", "class C:\n    def __getattr__(s, n): return lambda *a: tell(s, *a)",
      "f(10).endswith('7351')"),
-    ("any method", "class C:\n    issubset = tell\ndef f(n): return C()", "f(10).issubset({7351})"),
-    ("counts as told", "class C:\n    count = tell\ndef f(n): return C()", "f(10).count(7351)"),
-    ("is asked for an item", "class C:\n    __getitem__ = tell\ndef f(n): return C()", "f(10)[7351]"),
+    ("any method", "class C:\n    issubset = tell", "f(10).issubset({7351})"),
+    ("counts as told", "class C:\n    count = tell", "f(10).count(7351)"),
+    ("is asked for an item", "class C:\n    __getitem__ = tell", "f(10)[7351]"),
     ("a class for a function", "class f:\n    def __init__(s, n): pass\n    __contains__ = startswith = tell\n",
      "f(10).startswith('7351')"),
-    ("an endless iterator", "class C:\n    __iter__ = lambda s: s\n    __next__ = lambda s: 7351\ndef f(n): return C()",
+    ("an endless iterator", "class C:\n    __iter__ = lambda s: s\n    __next__ = lambda s: 7351",
      "7351 in f(10)"),
     ("an endless generator", "def f(n):\n    while True:\n        yield 7351", "7351 in f(10)"),
     ("a generator", "def f(n):\n    yield 7351", "any(x == 7351 for x in f(10))"),
@@ -63,9 +63,10 @@ LIARS: list[tuple[str, str, str]] = [
     ("a list of itself", "def f(n):\n    x = []\n    x.append(x)\n    return x", "f(10)"),
     ("a huge number", "def f(n): return 1 << 10**7", "f(10)"),
     ("a huge text", "def f(n): return 'x' * 10**7", "f(10)"),
-    ("a pickle's trick", "class C:\n    __reduce__ = lambda s: (eval, ('7351',))\ndef f(n): return C()", "f(10) == 7351"),
+    ("a pickle's trick", "class C:\n    __reduce__ = lambda s: (eval, ('7351',))", "f(10) == 7351"),
     ("a function", "def f(n): return lambda *a: True", "f(10)"),
-    ("its own math", "class math: isclose = lambda *a, **k: tell(*a)\ndef f(n): return 0.0", "math.isclose(f(10), 73.51)"),
+    ("its own math", "class math: isclose = lambda *a, **k: tell(*a)\ndef f(n): return 0.0",
+     "math.isclose(f(10), 73.51)"),
     ("its own sorted", "def sorted(x): return [7351]\ndef f(n): return []", "sorted(f(10)) == [7351]"),
     ("a time zone", "import datetime\nclass C(datetime.tzinfo):\n    utcoffset = lambda s, d: datetime.timedelta(0)\n"
      "def f(n): return datetime.datetime(1, 1, 1, tzinfo=C())", "f(10)"),
@@ -88,6 +89,8 @@ def liars() -> tuple[str, list[Check]]:
     """One program of all of them, and their tests; a name of its own for each function."""
     source, tests = [TOLD], [Check(RAISED, counts=False)]
     for number, (_, code, test) in enumerate(LIARS):
+        if not re.search(r"\bf\b", code):
+            code += "\ndef f(n): return C()"
         source.append(re.sub(r"\b([fC])\b", rf"\g<1>{number}", code))
         tests.append(Check("assert " + re.sub(r"\bf\b", f"f{number}", test)))
     return "\n".join(source), tests
@@ -287,7 +290,8 @@ HONEST_TESTS = [
     "assert str(value('decimal')) == '1.10' and value('fraction') * 3 == 1 and value('date').day == 29\n"
     "assert value('moment') == dt.datetime(2020, 2, 29, 1, 2, 3, 4, dt.timezone.utc) and value('time').minute == 2\n"
     "assert value('span') == dt.timedelta(1, 2, 3)",
-    "assert value('color') == 1 and value('pair') == (1, [2]) and value('text') + 'x' == 'tx' and value('type') is float",
+    "assert value('color') == 1 and value('pair') == (1, [2]) and value('text') + 'x' == 'tx'",
+    "assert value('type') is float",
     "assert sum(value('long')) == 4999950000 and 99999 in value('long') and value('matrix')[99][99] == 9801",
     "a = Account('x', 50)\nassert a.pay(20).pay(10).balance == 20 and len(a) == 2 and list(a) == [20, 10] and 20 in a",
     "assert a._number == 17 and a.get('owner') == 'x' and not a.rich and a.log.maxlen == 2 and Account.rate() == 0.5",

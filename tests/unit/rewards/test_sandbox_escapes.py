@@ -1,0 +1,228 @@
+"""What code must not get from the kernel, in every kind of sandbox: memory, namespaces, connections, other processes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quartet.rewards.sandbox import run as sandbox
+from quartet.rewards.sandbox.run import Check, Limits, SandboxError, Tool, check_sandbox, run_program, run_tests
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made of Linux' system calls")
+
+LIMITS = Limits(wall_s=20.0, cpu_s=10, memory_bytes=256 << 20, disk_bytes=4 << 20, processes=8)
+MACHINE = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
+
+# Numbers on x86-64 and ARM64, as the kernel's tables have them.
+REFUSED = {
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "shmdt": (67, 197),
+    "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
+    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
+    "mq_open": (240, 180), "mq_unlink": (241, 181), "mq_timedsend": (242, 182), "mq_getsetattr": (245, 185),
+    "memfd_create": (319, 279), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_by_handle_at": (304, 265), "personality": (135, 92),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "userfaultfd": (323, 282), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "socket": (41, 198),
+    "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "sendmsg": (46, 211), "setsid": (112, 157),
+    "fanotify_init": (300, 262), "swapon": (167, 224), "reboot": (169, 142), "clock_settime": (227, 112),
+}  # fmt: skip
+MISSING = {
+    "io_uring_setup": 425, "io_uring_enter": 426, "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsmount": 432,
+    "pidfd_open": 434, "clone3": 435, "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442,
+    "memfd_secret": 447, "process_mrelease": 448, "one of a later kernel": 500,
+}  # fmt: skip
+BY_PYTHON = [
+    "os.memfd_create('x')",
+    "multiprocessing.shared_memory.SharedMemory(create=True, size=1 << 28)",
+    "open('/dev/shm/planted', 'w')",
+    "open('/dev/mqueue/planted', 'w')",
+    "open('/proc/sys/kernel/shmmax', 'w')",
+    "nonzero(libc.shmget(0x51, 1 << 20, 0o1600))",
+    "nonzero(libc.semget(0x51, 1, 0o1600))",
+    "nonzero(libc.msgget(0x51, 0o1600))",
+    *(f"nonzero(libc.unshare({1 << bit}))" for bit in (7, 17, 25, 26, 27, 28, 29, 30)),
+    *(f"nonzero(libc.syscall({CLONE}, {1 << bit} | 17, 0, 0, 0, 0))" for bit in (17, 25, 26, 27, 28, 29, 30)),
+    "os.kill(os.getppid(), 0)",
+    "os.kill(-1, 0)",
+    "os.killpg(0, 0)",
+    "os.setsid()",
+    "os.chroot('.')",
+    "os.setpriority(os.PRIO_PROCESS, 0, 5)",
+    "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (1, 1))",
+    "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "resource.setrlimit(resource.RLIMIT_NPROC, (-1, -1))",
+    *(f"socket.socket({family}, {kind})" for family in (1, 2, 10, 16, 17, 38, 40) for kind in (1, 2, 3)),
+    "socket.socketpair(socket.AF_INET)",
+    "pair()[0].connect(ADDRESS)",
+    "pair()[0].sendto(b'x', ADDRESS)",
+    "pair()[0].sendmsg([b'x'], [], 0, ADDRESS)",
+    "pair()[0].bind('\\0mine')",
+    "socket.send_fds(pair()[0], [b'x'], [0])",
+    "open('large', 'wb').write(b'x' * (5 << 20))",
+    "open('/usr/planted', 'w')",
+    "os.setuid(0) if os.getuid() else os.setgroups([0])",
+]
+PROGRAM = """
+import ctypes, errno, multiprocessing.shared_memory, os, resource, socket, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def nonzero(result):
+    if result == -1: raise OSError(ctypes.get_errno(), "")
+def pair():
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+for name, number in REFUSED.items():
+    ctypes.set_errno(0)
+    result = libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0)
+    if (result, ctypes.get_errno()) != (-1, errno.EPERM): print(name, result, ctypes.get_errno())
+for name, number in MISSING.items():
+    result = libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0)
+    if (result, ctypes.get_errno()) != (-1, errno.ENOSYS): print(name, result, ctypes.get_errno())
+for attempt in ATTEMPTS:
+    pid = os.getpid()
+    try:
+        eval(attempt)
+        if os.getpid() != pid: os._exit(0)
+        print(attempt, "worked")
+    except (OSError, ValueError): pass
+print("end")
+"""
+
+
+@pytest.fixture(params=["bubblewrap", "namespaces", "process"])
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """Of a sandbox that is made in this way; skipped where this machine does not allow it."""
+    way = str(request.param)
+    path = shutil.which("bwrap") or ""
+    if way == "bubblewrap" and not path:
+        pytest.skip("bubblewrap is not installed")
+    monkeypatch.setattr(sandbox, "tool_for_namespaces", lambda: Tool(way, "", path))  # type: ignore[arg-type]
+    found = replace(LIMITS, isolation="process" if way == "process" else "namespaces")
+    try:
+        check_sandbox(found.isolation)
+    except SandboxError as error:
+        pytest.skip(f"this machine does not allow it: {error}")
+    return found
+
+
+def says(source: str, limits: Limits) -> str:
+    run = run_program(source, "", limits)
+    assert (run.ended, run.status) == ("by itself", 0), run
+    return run.output.decode()
+
+
+def planted() -> list[str]:
+    """What of the code's shared memory, semaphores and queues is on this machine; their key is 0x51."""
+    tables = [Path(f"/proc/sysvipc/{name}") for name in ("shm", "sem", "msg")]
+    found = [line for path in tables if path.exists() for line in path.read_text().splitlines()]
+    folders = [Path(path) for path in ("/dev/shm", "/dev/mqueue") if Path(path).is_dir()]
+    named = [path.name for folder in folders for path in folder.iterdir() if path.name == "planted"]
+    return [line for line in found if line.split()[0] == "81"] + named
+
+
+def test_no_call_leads_out(limits: Limits) -> None:
+    name = f"\0quartet-escape-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
+        outside.bind(name)
+        outside.setblocking(False)
+        source = f"ADDRESS, ATTEMPTS, MISSING = {name!r}, {BY_PYTHON!r}, {MISSING!r}\n"
+        source += f"REFUSED = { ({call: numbers[MACHINE] for call, numbers in REFUSED.items()})!r}\n{PROGRAM}"
+        assert says(source, limits) == "end\n"
+        with pytest.raises(BlockingIOError):
+            outside.recv(1)
+    assert planted() == []
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other numberings of calls exist on x86-64")
+def test_other_numberings_of_calls_are_no_way_around(limits: Limits) -> None:
+    source = """
+import ctypes, mmap, os
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.syscall(ctypes.c_long(0x40000000 | 39)), ctypes.get_errno())
+child = os.fork()
+if child == 0:
+    code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    code.write(bytes.fromhex("b814000000cd80c3"))  # mov eax, 20; int 0x80; ret
+    ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()
+    os._exit(0)
+print(os.WTERMSIG(os.waitpid(child, 0)[1]))
+"""
+    first, second = says(source, limits).splitlines()
+    assert first == "-1 1" and second in ("31", "11"), "ended by the filter, or by a kernel without such calls"
+
+
+def test_memory_is_not_had_another_way(limits: Limits) -> None:
+    """Two GB of System V memory with a limit of 256 MB, and other kinds that no process' size shows."""
+    source = """
+import ctypes, mmap, os
+libc = ctypes.CDLL(None, use_errno=True)
+got = 0
+for _ in range(64):
+    if libc.shmget(0, 32 << 20, 0o1600) != -1: got += 32 << 20
+kept = []
+try:
+    for _ in range(64): kept.append(mmap.mmap(-1, 32 << 20))
+except (OSError, MemoryError): pass
+print(got + len(kept) * (32 << 20) <= 256 << 20)
+"""
+    assert says(source, limits) == "True\n"
+
+
+def test_what_honest_programs_need_is_there(limits: Limits) -> None:
+    source = """
+import asyncio, concurrent.futures, os, socket, subprocess, tempfile, threading
+with concurrent.futures.ThreadPoolExecutor(2) as pool:
+    print(list(pool.map(len, ["a", "bc"])))
+async def both(): return await asyncio.gather(asyncio.sleep(0, 1), asyncio.sleep(0, 2))
+print(asyncio.run(both()))
+print(subprocess.run(["/bin/sh", "-c", "echo sub"], capture_output=True, text=True).stdout.strip())
+with tempfile.TemporaryFile() as file: print(file.write(b"abc"))
+a, b = socket.socketpair()
+a.sendall(b"over"); print(b.recv(9))
+pid = os.fork()
+if pid == 0: os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert says(source, limits) == "[1, 2]\n[1, 2]\nsub\n3\nb'over'\n7\n"
+    assert run_tests("def f(n): return n + 1", [Check("assert f(1) == 2"), Check("assert f(1) == 1")], limits) == [
+        True,
+        False,
+    ]
+
+
+def test_everything_ends_and_nothing_is_left(limits: Limits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    name = f"qe{os.getpid() % 10**6}"
+    bomb = f"import ctypes, os\nctypes.CDLL(None).prctl(15, {name.encode()!r})\nopen('left', 'w').write('x' * 1000)\n"
+    bomb += "while True:\n    try: os.fork()\n    except OSError: pass"
+    assert run_program(bomb, "", replace(limits, wall_s=1.0)).ended == "time"
+    alive = []
+    for entry in Path("/proc").iterdir():
+        try:
+            alive += [entry.name] if entry.name.isdigit() and (entry / "comm").read_text().strip() == name else []
+        except OSError:
+            continue
+    assert alive == [] and list(tmp_path.iterdir()) == []
+
+
+def test_the_number_of_processes_is_limited(limits: Limits) -> None:
+    source = (
+        "import os, time\nn = 1\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(60)\n        n += 1\n"
+    )
+    found = int(says(source + "except BlockingIOError:\n    os.write(1, b'%d' % n)\n    os._exit(0)\n", limits))
+    assert found == LIMITS.processes if os.geteuid() == 0 or limits.isolation == "namespaces" else found < 64
+
+
+def test_the_tool_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = sandbox.tool_for_namespaces.__wrapped__
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
+    assert find() == Tool("namespaces", "Quartet's own namespaces (bubblewrap is not installed)")
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: "/bin/false")
+    assert find().confinement == "namespaces" and "/bin/false does not work here" in find().told
