@@ -44,7 +44,7 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
             found=repr(job),
             remedy=nearest(job, RECIPES) or f"use one of {', '.join(RECIPES)}",
         )
-    data = {} if path is None else _read(Path(path))
+    data = {} if path is None else _read(Path(path), f"write one with `quartet init {job} > {path}`")
     label = "the recipe" if path is None else f"recipe {path}"
     for override in overrides:
         if override.startswith("@"):
@@ -71,10 +71,11 @@ def dump_recipe(recipe: Recipe) -> str:
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, otherwise: str | None = None) -> dict[str, Any]:
+    """The keys of a recipe or fragment; ``otherwise``: what to do where there is none and none with a similar name."""
     try:
         if not path.is_file():
-            raise missing_file("there is no such recipe", path)
+            raise missing_file("there is no such recipe", path, otherwise)
         if path.stat().st_size > 4 * MAX_CHARACTERS:
             raise UserError(
                 "the recipe is no recipe",

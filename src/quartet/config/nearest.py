@@ -16,11 +16,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return f"did you mean {close[0]!r}?" if close else None
 
 
-def missing_file(problem: str, path: str | Path) -> UserError:
+def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -> UserError:
     """The error for a file that is not there: which command makes it, the nearest names in its folder, or the folder
-    that is missing.
+    that is missing. ``otherwise`` is the remedy where no name is near; without it, where paths start.
     """
     path = Path(path)
+    otherwise = otherwise or f"paths start at {Path.cwd()}"
     if path.is_dir():
         return UserError(problem, found=f"{path} is a folder", remedy="name a file in it")
     if (stage := made_by(path)) is not None:
@@ -30,9 +31,9 @@ def missing_file(problem: str, path: str | Path) -> UserError:
         return UserError(
             problem,
             found=f"{path} (the folder {folder} does not exist)",
-            remedy=f"paths start at {Path.cwd()}",
+            remedy=otherwise,
         )
     names = sorted(entry.name for entry in folder.iterdir())
     close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
-    remedy = f"did you mean {', '.join(close)}?" if close else f"paths start at {Path.cwd()}"
+    remedy = f"did you mean {', '.join(close)}?" if close else otherwise
     return UserError(problem, found=str(path), remedy=remedy)

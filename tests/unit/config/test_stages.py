@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from quartet.config.errors import UserError
+from quartet.config.load import load_recipe
 from quartet.config.preference import PreferenceRecipe
 from quartet.config.recipe import RECIPES, RLRecipe
 from quartet.config.schema import members, tags
@@ -115,3 +116,9 @@ def test_a_run_given_for_its_model_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "runs/sft/run.json").write_text('{"job": "sft", "status": "done"}', encoding="utf-8")
     with pytest.raises(UserError, match="name runs/sft/model"):
         load_causal_lm("runs/sft")
+
+
+def test_a_recipe_that_is_missing_can_be_written() -> None:
+    with pytest.raises(UserError) as error:
+        load_recipe("rl", "mine.yaml")
+    assert error.value.remedy == "write one with `quartet init rl > mine.yaml`"
