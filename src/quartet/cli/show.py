@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SHOWN = {
     "sft": ("loss/sft", "eval/loss"),
-    "reward_model": ("loss/reward_model", "reward_model/accuracy", "eval/accuracy"),
+    "reward_model": ("loss/reward_model", "reward_model/accuracy", "eval/accuracy", "eval/longer_answer_accuracy"),
     "preference": (
         "loss/preference",
         "preference/accuracy",
@@ -70,7 +70,7 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
         table.add_column("last value", justify="right")
         for name in _SHOWN.get(re.sub(r"^round_\d+_", "", stage["name"]), ()):
             if name in stage["metrics"]:
-                table.add_row(name, f"{stage['metrics'][name]:.4g}")
+                table.add_row(name, _with_interval(name, stage["metrics"]))
         console.print(table)
     for note in summary.get("notes", ()):
         console.print(Text(printable(f"note: {note}")), soft_wrap=True)
@@ -79,6 +79,25 @@ def show_run(path: Path, summary: Mapping[str, Any]) -> None:
         console.print(Text(printable(alarm["text"]), style="bold red"), soft_wrap=True)
     console.print(Text(f"model: {path / 'model'}"), soft_wrap=True)
     console.print(Text(f"next:  {command_name()} report {path}"), soft_wrap=True)
+
+
+def show_finished(path: Path, summary: Mapping[str, Any]) -> None:
+    """What a run that is done already has found."""
+    console = Console()
+    console.print(Text(f"{path} is done already: there is nothing to do"), soft_wrap=True)
+    if "figures" not in summary:
+        show_run(path, summary)
+        return
+    for row in summary["figures"]:
+        interval = "" if row["low"] is None or row["high"] is None else f" ({row['low']:.4g} … {row['high']:.4g})"
+        console.print(Text(printable(f"{row['figure']}: {row['value']:.4g}{interval}")), soft_wrap=True)
+
+
+def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
+    """The value of a metric, and between which bounds it lies where these are metrics too."""
+    low, high = metrics.get(f"{name}_low"), metrics.get(f"{name}_high")
+    bounds = "" if low is None or high is None else f"  ({low:.4g} to {high:.4g})"
+    return f"{metrics[name]:.4g}{bounds}"
 
 
 def show_quickstart(result: QuickstartResult) -> None:

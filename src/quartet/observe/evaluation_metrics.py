@@ -16,6 +16,33 @@ EVALUATION_ROWS: tuple[tuple[str, str, str, str], ...] = (
         "Falls behind reward/score_mean.",
     ),
     (
+        "eval/accuracy",
+        "fraction",
+        "Held-out pairs whose chosen answer scores strictly higher (preferences: has the higher implicit reward); "
+        "process rewards: held-out steps on the right side of one half.",
+        "Within its interval of one half: nothing is learned. Far below the accuracy in training: overfitting.",
+    ),
+    (
+        "eval/accuracy_low",
+        "fraction",
+        "Lower end of the 95 % interval of eval/accuracy (reward model): Wilson's, or where pairs share prompts the "
+        "bootstrap over prompts.",
+        "Below eval/longer_answer_accuracy: these pairs do not show that more than length is learned.",
+    ),
+    (
+        "eval/accuracy_high",
+        "fraction",
+        "Upper end of that interval.",
+        "Far from its lower end: use more held-out pairs.",
+    ),
+    (
+        "eval/longer_answer_accuracy",
+        "fraction",
+        "Held-out pairs whose chosen answer has more tokens than the rejected one, equal lengths counting half: what "
+        "length alone tells (reward model).",
+        "Near or above eval/accuracy: the reward may be mere length.",
+    ),
+    (
         "eval/offset",
         "reward",
         "Mean score of both sides of the held-out pairs (reward model).",
