@@ -144,8 +144,8 @@ def test_a_kill_after_a_random_delay(
     same_run(uninterrupted["rl"], world.path / "runs" / name)
 
 
-def _interrupted(world: Any, processes: Any, name: str, rows: int, *argv: object) -> tuple[int, str]:
-    """Sends SIGINT once ``metrics.jsonl`` has that many rows; exit status and output."""
+def _interrupted(world: Any, processes: Any, name: str, rows: int, number: int, *argv: object) -> tuple[int, str]:
+    """Sends the signal once ``metrics.jsonl`` has that many rows; exit status and output."""
     log = world.path / f"{name}.log"
     metrics = world.path / "runs" / name / "metrics.jsonl"
     pid = processes.start(*argv, cwd=world.path, output=log)
@@ -153,23 +153,26 @@ def _interrupted(world: Any, processes: Any, name: str, rows: int, *argv: object
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < rows:
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.002)
-    os.kill(pid, signal.SIGINT)
+    os.kill(pid, number)
     return processes.wait(pid), log.read_text()
 
 
-@pytest.mark.parametrize("job", ["rl", "sft"])
-def test_ctrl_c_saves_and_says_how_to_go_on(
-    world: Any, processes: Any, uninterrupted: dict[str, Path], same_run: Any, job: str
+@pytest.mark.parametrize(
+    ("job", "number"),
+    [("rl", signal.SIGINT), ("rl", signal.SIGTERM), ("sft", signal.SIGINT), ("sft", signal.SIGUSR1)],
+)
+def test_a_signal_saves_and_says_how_to_go_on(
+    world: Any, processes: Any, uninterrupted: dict[str, Path], same_run: Any, job: str, number: int
 ) -> None:
-    name = f"{job}-stopped"
+    name = f"{job}-stopped-{number}"
     command = [job, f"whole-{job}.yaml", f"output_dir=runs/{name}"]
     if job == "sft":
         # A run of milliseconds is over before a signal reaches it.
-        status, output = _interrupted(world, processes, name, 1, *command, "steps=4000", "checkpoint.every_steps=4000")
-        assert "steps=4000" in output
+        command += ["steps=4000", "checkpoint.every_steps=4000"]
+        status, output = _interrupted(world, processes, name, 1, number, *command)
     else:
-        status, output = _interrupted(world, processes, name, 2, *command)
-    assert status == 130, output
+        status, output = _interrupted(world, processes, name, 2, number, *command)
+    assert status == 128 + number, output
     assert f"go on with: quartet {' '.join(command)}" in output and "--resume" in output
     run = world.path / "runs" / name
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from quartet.cli.resume_option import with_value
+
 GROUPS = {
     "Begin": ("quickstart", "init", "config"),
     "Train": ("sft", "reward-model", "process-reward", "preference", "rl", "iterated-reward-model"),
@@ -19,6 +21,10 @@ GROUPS = {
 
 class GroupedHelp(TyperGroup):
     """Lists the commands by what they are for."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Those of the command, too."""
+        return super().parse_args(ctx, with_value(args))
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All commands: those of ``GROUPS`` first, in its order."""

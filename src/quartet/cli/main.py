@@ -18,9 +18,10 @@ import typer
 from quartet.cli.config_command import config
 from quartet.cli.help import GroupedHelp, Version
 from quartet.cli.init_command import init
+from quartet.cli.resume_option import Resume, ResumeChoice, as_argument, without
 from quartet.config import Interrupted, UserError
-from quartet.trainers.signals import stop_signals
 from quartet.config.printable import printable
+from quartet.trainers.signals import stop_signals
 
 app = typer.Typer(
     name="quartet",
@@ -34,7 +35,6 @@ RecipePath = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, e.g. steps=10, or @fragment.yaml")]
 ON_THE_CLUSTER = ("cluster.type=ray", "cluster.address=null")
 """Overrides inside an allocation: roles go to the Ray that was started there."""
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")]
 
 
 @app.callback()
@@ -49,23 +49,25 @@ def quartet(version: Version = False) -> None:
 def quickstart(
     seed: Annotated[int, typer.Option(help="Decides data, weights and sampling.", min=0, max=2**32 - 1)] = 0,
     out: Annotated[Path | None, typer.Option(help="Output directory; default runs/quickstart-<date>.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    resume: Resume = None,
 ) -> None:
     """SFT, reward model and PPO on a toy task."""
     if resume and out is None:
-        raise UserError("nothing to resume", found="--resume without --out", remedy="name the directory with --out")
+        found = "--resume=auto" if resume is ResumeChoice.auto else "--resume"
+        raise UserError("nothing to resume", found=f"{found} without --out", remedy="name the directory with --out")
     path = out or Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
     from quartet.cli.show import show_quickstart
     from quartet.observe.progress import Progress
     from quartet.quickstart.run import Quickstart
 
     with Progress() as progress:
-        result = Quickstart(seed, path, resume=resume, progress=progress).run()
+        job = Quickstart(seed, path, resume=as_argument(resume), progress=progress)
+        result = (job.finished() if resume is ResumeChoice.auto else None) or job.run()
     show_quickstart(result)
 
 
 @app.command()
-def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Supervised fine-tuning on demonstrations."""
     from quartet.trainers.sft import SFTTrainer
 
@@ -73,7 +75,7 @@ def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False)
 
 
 @app.command(name="reward-model")
-def reward_model(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+def reward_model(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Reward model from preference pairs."""
     from quartet.trainers.reward_model import RewardModelTrainer
 
@@ -81,7 +83,7 @@ def reward_model(recipe: RecipePath, overrides: Overrides = None, resume: Resume
 
 
 @app.command(name="process-reward")
-def process_reward(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+def process_reward(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Process reward model from step-labelled answers."""
     from quartet.trainers.process_reward import ProcessRewardTrainer
 
@@ -89,7 +91,7 @@ def process_reward(recipe: RecipePath, overrides: Overrides = None, resume: Resu
 
 
 @app.command()
-def preference(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+def preference(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """DPO, SimPO, KTO and others on preference data."""
     from quartet.trainers.preference import PreferenceTrainer
 
@@ -97,7 +99,7 @@ def preference(recipe: RecipePath, overrides: Overrides = None, resume: Resume =
 
 
 @app.command()
-def rl(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+def rl(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Reinforcement learning: PPO, GRPO and others."""
     if _is_in_allocation():
         _run_in_allocation()
@@ -107,7 +109,7 @@ def rl(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) 
 
 
 @app.command(name="iterated-reward-model")
-def iterated_reward_model(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+def iterated_reward_model(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Rounds of fresh pairs, reward model and RL."""
     from quartet.trainers.iterated import IteratedTrainer
 
@@ -115,16 +117,20 @@ def iterated_reward_model(recipe: RecipePath, overrides: Overrides = None, resum
 
 
 @app.command(name="eval")
-def evaluate(recipe: RecipePath, overrides: Overrides = None, resume: Resume = False) -> None:
+def evaluate(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Held-out prompts answered and scored; win rates."""
-    from quartet.cli.show import show_evaluation
+    from quartet.cli.show import show_evaluation, show_finished
     from quartet.config.load import load_recipe
     from quartet.observe.progress import Progress
     from quartet.trainers.evaluate import Evaluator
+    from quartet.trainers.resuming import finished
 
     with Progress() as progress:
         loaded = load_recipe("eval", recipe, overrides or ())
-        found = Evaluator(loaded, resume=resume, progress=progress).run()  # type: ignore[arg-type]
+        if done := finished(loaded, as_argument(resume)):
+            show_finished(*done)
+            return
+        found = Evaluator(loaded, resume=as_argument(resume), progress=progress).run()  # type: ignore[arg-type]
     show_evaluation(found)
 
 
@@ -145,8 +151,9 @@ def generate(
     """Answers of a model to prompts on the command line."""
     from quartet.models.loading import load_causal_lm, packed_causal_lm
     from quartet.rollout.protocol import SamplingParams
-    from quartet.text.tokenizer import TextCodec
+    from quartet.text.tokenizer import TextCodec, check_vocabulary
     from quartet.trainers.generate import generate as run
+    from quartet.trainers.sources import context_length, cut_short
 
     sampling = SamplingParams(
         temperature=temperature,
@@ -158,7 +165,12 @@ def generate(
     )
     codec = TextCodec.from_pretrained(model)
     packed = packed_causal_lm(load_causal_lm(model))
+    check_vocabulary(codec.tokenizer, packed.vocab_size)
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
+    lengths = [len(codec.encode_prompt(each)) for each in prompts]
+    short = cut_short(lengths, max_new_tokens, context_length(packed.model), "max_new_tokens")
+    for remark in (*packed.remarks, *short):
+        typer.echo(printable(remark), err=True)
     for text, answers in zip(prompt, run(packed, codec, prompts, sampling, num_responses=num, seed=seed), strict=True):
         for answer in answers:
             whole = answer.text if chat else text + answer.text
@@ -181,14 +193,18 @@ app.command()(config)
 app.command()(init)
 
 
-def _train(job: str, trainer: Any, recipe_path: Path, overrides: list[str] | None, resume: bool) -> None:
-    from quartet.cli.show import show_run
+def _train(job: str, trainer: Any, recipe_path: Path, overrides: list[str] | None, resume: ResumeChoice | None) -> None:
+    from quartet.cli.show import show_finished, show_run
     from quartet.config.load import load_recipe
     from quartet.observe.progress import Progress
+    from quartet.trainers.resuming import finished
 
     recipe = load_recipe(job, recipe_path, overrides or ())
+    if done := finished(recipe, as_argument(resume)):
+        show_finished(*done)
+        return
     with Progress() as progress:
-        result = trainer(recipe, resume=resume, progress=progress).train()
+        result = trainer(recipe, resume=as_argument(resume), progress=progress).train()
     show_run(result.path, result.summary)
 
 
@@ -229,13 +245,14 @@ def _resume_command(arguments: list[str], path: Path) -> str:
     """The same command with ``--resume``, and the directory where it was not given."""
     from quartet.cli.show import command_name
 
-    words = [shlex.quote(word) for word in arguments if word != "--resume"]
+    words = [shlex.quote(word) for word in without(arguments)]
     if arguments[0] == "quickstart":
         named = any(word.startswith("--out") for word in arguments)
         where = [] if named else ["--out", shlex.quote(str(path))]
     else:
         where = [] if any(str(path) in word for word in arguments) else [f"output_dir={shlex.quote(str(path))}"]
-    return " ".join([command_name(), *words, *where, "--resume"])
+    resume = "--resume=auto" if "--resume=auto" in arguments else "--resume"
+    return " ".join([command_name(), *words, *where, resume])
 
 
 if __name__ == "__main__":

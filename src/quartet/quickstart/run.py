@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -22,15 +22,18 @@ from quartet.models.loading import load_causal_lm, packed_causal_lm, save_causal
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.progress import Progress
 from quartet.observe.report import build_report
+from quartet.observe.run_status import ENDED, LOCK
 from quartet.quickstart import recipes, task
 from quartet.quickstart.checker import is_correct, judge_pairs
 from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.generate import generate
+from quartet.trainers.resuming import Resume, found_summary
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, software_versions, write_json
+from quartet.trainers.run_files import take_lock
 from quartet.trainers.sft import SFTTrainer
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 
@@ -51,7 +54,7 @@ class Quickstart:
 
     Args:
         seed: decides initial weights, data, sampling, everything.
-        path: a new directory, or with ``resume`` that of a run that was stopped.
+        path: a new directory, or with ``resume`` that of a run that was stopped; with ``auto`` either.
         shuffle_scores: the control: PPO gets its scores shuffled within each batch.
         size: how much of everything; tests use a short one.
     """
@@ -61,7 +64,7 @@ class Quickstart:
         seed: int,
         path: Path,
         *,
-        resume: bool = False,
+        resume: Resume = False,
         progress: Progress | None = None,
         shuffle_scores: bool = False,
         size: recipes.Size = recipes.FULL,
@@ -71,6 +74,8 @@ class Quickstart:
         # The recipes name files below it, so a resumed run must find the same names from another directory.
         self.path = path.absolute()
         self.resume = resume
+        self._resume_stage: Resume = "auto" if resume else False
+        self._lock: TextIO | None = None
         self.progress = progress if progress is not None else Progress()
         self.shuffle_scores = shuffle_scores
         self._stages: list[dict[str, Any]] = []
@@ -92,6 +97,12 @@ class Quickstart:
                 # Between the stages nothing else catches a signal, and there, too, the run goes on where it stopped.
                 self._mark("interrupted")
                 raise Interrupted(self.path, getattr(stop, "step", None), number_of(stop)) from stop
+            except BaseException:
+                self._mark("failed")
+                raise
+            finally:
+                if self._lock is not None:
+                    self._lock.close()
 
     def _run(self) -> QuickstartResult:
         watch = Stopwatch()
@@ -130,10 +141,11 @@ class Quickstart:
 
     # Directory -------------------------------------------------------------------------------------------
 
-    def _claim(self) -> None:
+    def _found(self) -> dict[str, Any] | None:
+        """``run.json`` of the run that is there; None where there is none yet."""
         marker = self.path / "run.json"
         if marker.is_file():
-            found = json.loads(marker.read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
             same = all(found.get(key) == value for key, value in self._identity().items())
             if not self.resume or not same:
                 raise UserError(
@@ -141,15 +153,36 @@ class Quickstart:
                     found=f"job {found.get('job')}, seed {found.get('seed')}, status {found.get('status')}",
                     remedy="add --resume (with the same seed and options) to go on with it, or choose another --out",
                 )
-            self._created = found["created"]
-        elif self.path.exists() and (not self.path.is_dir() or any(_visible(self.path))):
+            return found
+        if self.path.exists() and (not self.path.is_dir() or any(_visible(self.path))):
             raise UserError(
                 f"output directory {self.path} is not empty",
                 found="files that are not a quickstart's",
                 remedy="choose another --out",
             )
+        return None
+
+    def _claim(self) -> None:
+        found = self._found()
         self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = take_lock(self.path / LOCK)
+        if found is not None:
+            self._created = found["created"]
+            if found.get("status") == "running":
+                self.progress.print(f"the process that ran it before {ENDED}: its status was still running")
         self._mark("running")
+
+    def finished(self) -> QuickstartResult | None:
+        """What is there already, where this very quickstart is done.
+
+        Raises:
+            UserError: the directory holds another run.
+        """
+        marker = self._found()
+        if marker is None or marker.get("status") != "done" or (done := found_summary(self.path)) is None:
+            return None
+        examples = [(e["prompt"], e["after SFT"], e["after PPO"]) for e in done[1]["examples"]]
+        return QuickstartResult(*done, examples)
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one it goes on with."""
@@ -215,7 +248,7 @@ class Quickstart:
         if not self._done("sft"):
             data = self._rows("demonstrations", task.demonstrations(self.seed, self.size.demonstrations))
             recipe = recipes.sft_recipe(self.size, self.seed, self.path, data)
-            SFTTrainer(recipe, resume=self.resume, progress=self.progress).train()
+            SFTTrainer(recipe, resume=self._resume_stage, progress=self.progress).train()
         self._record("sft", watch.seconds)
 
     def _reward_model(self) -> None:
@@ -223,7 +256,7 @@ class Quickstart:
         if not self._done("reward_model"):
             pairs, held_out = self._pairs()
             recipe = recipes.reward_model_recipe(self.size, self.seed, self.path, pairs, held_out)
-            RewardModelTrainer(recipe, resume=self.resume, progress=self.progress).train()
+            RewardModelTrainer(recipe, resume=self._resume_stage, progress=self.progress).train()
         self._record("reward_model", watch.seconds)
 
     def _pairs(self) -> tuple[Path, Path]:
@@ -257,7 +290,9 @@ class Quickstart:
             prompts = self._rows("prompts", rows)
             evaluation = self._rows("prompts_held_out", [{"prompt": p} for p in held_out])
             recipe = recipes.rl_recipe(self.size, self.seed, self.path, prompts, evaluation)
-            RLTrainer(recipe, resume=self.resume, progress=self.progress, shuffle_scores=self.shuffle_scores).train()
+            RLTrainer(
+                recipe, resume=self._resume_stage, progress=self.progress, shuffle_scores=self.shuffle_scores
+            ).train()
         self._record("rl", watch.seconds)
 
     def _measure(self, stage: str, model: Path, held_out: Sequence[str]) -> tuple[dict[float, float], list[str]]:

@@ -31,15 +31,16 @@ from quartet.trainers.evaluation import Answer, weighted_scores
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.finished import Finished
 from quartet.trainers.measures import Figure, check_graded, measure, metrics_of
+from quartet.trainers.resuming import Resume, output_path
 from quartet.trainers.run import (
     RunDirectory,
     Stopwatch,
-    default_output_dir,
     software_versions,
     use_threads,
     writing,
 )
 from quartet.trainers.signals import number_of, stop_signals
+from quartet.trainers.sources import check_unweighted
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Evaluator:
         recipe: model, data, rewards, sampling, comparison. What it leaves out comes as objects:
         model, tokenizer, rewards, prompts: as for ``RLTrainer``.
         judge: who compares pairs of answers in place of a reward, asked in both orders; needs ``recipe.compare``.
-        resume: go on with the evaluation in ``recipe.output_dir``: what it has finished is not computed again.
+        resume: go on with the evaluation in ``recipe.output_dir``: what it has finished is not computed again;
+            ``auto``: or start it, without a word.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Evaluator:
         rewards: Reward | Sequence[Reward] = (),
         prompts: Sequence[Any] | None = None,
         judge: AnswerJudge | None = None,
-        resume: bool = False,
+        resume: Resume = False,
         progress: Progress | None = None,
     ) -> None:
         use_threads(recipe.threads)
@@ -89,9 +91,11 @@ class Evaluator:
         self.judge: AnswerJudge | None = BothOrders(judge) if judge is not None else None
         if judge is None and recipe.compare is not None and recipe.compare.judge is not None:
             self.judge = Comparer(recipe.compare.judge)
-        self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("eval")
+        self.path = output_path(recipe.output_dir, "eval", resume)
         self.run_directory = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
         self._objects: dict[str, Any] = {"rewards": as_rewards(rewards), "prompts": prompts}
+        if recipe.data is not None:
+            check_unweighted(recipe.data, "data")
         self._contestant: Contestant | None = Contestant.build(
             recipe.model, recipe.data, recipe.rewards, model=own_model, tokenizer=own_tokenizer, **self._objects
         )
@@ -202,7 +206,7 @@ class Evaluator:
                 about = [[answer.prompt_id, answer.sample, answer.text] for answer in self._stored]
                 with self._finished("against", about) as finished:
                     others = run_async(contestant.score_stored(self._stored, recorder, finished))
-        self._notes = contestant.remarks()
+        self._notes += contestant.remarks()
         del contestant
         if compare is None or compare.is_file:
             return answers, others
@@ -222,6 +226,9 @@ class Evaluator:
         recipe = self.recipe
         about = [[item.prompt_id, list(item.token_ids)] for item in contestant.prompts]
         total = len(about) * recipe.samples_per_prompt
+        for remark in contestant.cut_short(recipe.sampling, "sampling.max_new_tokens"):
+            self.progress.print(f"{title}: {remark}")
+            self._notes.append(f"{title}: {remark}")
         with self._finished(name, about) as finished, self.progress.stage(title, total) as bar:
             work = contestant.answers(
                 recorder,

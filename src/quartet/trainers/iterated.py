@@ -14,11 +14,11 @@ Each stage is resumed where it stopped, and one that is complete is not run agai
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.common import DataConfig, ModelConfig
+from quartet.config.file_errors import read_file
 from quartet.config.iterated import CollectConfig
 from quartet.config.recipe import IteratedRecipe, RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
@@ -33,22 +34,24 @@ from quartet.data.datasets import PromptData
 from quartet.data.formats import preferences
 from quartet.data.order import draws
 from quartet.data.readers import read_rows
+from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
+from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.trainers.answers import write_answers, write_rows
 from quartet.trainers.contestant import Contestant
 from quartet.trainers.evaluation import Answer, by_prompt
 from quartet.trainers.event_loop import run_async
+from quartet.trainers.resuming import Resume, output_path
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import (
     RunDirectory,
     Stopwatch,
-    default_output_dir,
     software_versions,
     use_threads,
-    write_json,
     writing,
 )
+from quartet.trainers.run_files import completed
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 
 PREVIOUS = "previous_round"
@@ -68,16 +71,16 @@ class IteratedTrainer:
 
     Args:
         recipe: the loop, and in its sections the two jobs.
-        resume: go on with the loop in ``recipe.output_dir``.
+        resume: go on with the loop in ``recipe.output_dir``; ``auto``: or start it, without a word.
 
     Raises:
         UserError: the directory holds another run.
     """
 
-    def __init__(self, recipe: IteratedRecipe, *, resume: bool = False, progress: Progress | None = None) -> None:
+    def __init__(self, recipe: IteratedRecipe, *, resume: Resume = False, progress: Progress | None = None) -> None:
         use_threads(recipe.threads)
         self.recipe = recipe
-        self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir(recipe.job)
+        self.path = output_path(recipe.output_dir, recipe.job, resume)
         self.progress = progress if progress is not None else Progress()
         self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
         self._stages: list[dict[str, Any]] = []
@@ -103,9 +106,7 @@ class IteratedTrainer:
             self.run.tracker.log(number, self._round(number))
         last = self.recipe.rounds
         for name, stage in (("model", "rl"), ("reward_model", "reward_model")):
-            link = self.path / name
-            if not link.is_symlink():
-                link.symlink_to(Path(f"round_{last}_{stage}") / "model")
+            self._link(self.path / name, Path(f"round_{last}_{stage}") / "model")
         summary = {
             "job": self.recipe.job,
             "seed": self.recipe.seed,
@@ -114,6 +115,14 @@ class IteratedTrainer:
         }
         self.run.finish(summary)
         return IteratedResult(self.path, summary)
+
+    @staticmethod
+    def _link(link: Path, target: Path) -> None:
+        with writing(link):
+            if link.is_symlink() and Path(os.readlink(link)) != target:
+                link.unlink()
+            if not link.is_symlink():
+                link.symlink_to(target)
 
     def _round(self, number: int) -> dict[str, float]:
         found = self._collect(number)
@@ -139,7 +148,7 @@ class IteratedTrainer:
     def _collect(self, number: int) -> dict[str, float]:
         watch = Stopwatch()
         marker = self.path / "data" / f"collected_round_{number}.json"
-        if not marker.is_file():
+        if (saved := self._collected(marker)) is None:
             answers, label = self._answers(number)
             config, groups = self.recipe.collect, by_prompt(answers)
             fresh = [
@@ -157,12 +166,30 @@ class IteratedTrainer:
                 write_answers(self.path / "data" / f"answers_round_{number}.jsonl", answers)
                 write_rows(self.path / "data" / f"pairs_round_{number}.jsonl", [_row(pair) for pair in fresh])
                 write_rows(self._pairs_until(number), self._old_pairs(number) + [_row(pair) for pair in fresh])
-            write_json(marker, {"seconds": round(watch.seconds, 3), "metrics": _figures(fresh, answers, label)})
-        saved = json.loads(marker.read_text(encoding="utf-8"))
+                saved = {"seconds": round(watch.seconds, 3), "metrics": _figures(fresh, answers, label)}
+                names = [f"answers_round_{number}.jsonl", f"pairs_round_{number}.jsonl", f"pairs_until_{number}.jsonl"]
+                files = {name: asdict(digest_file(self.path / "data" / name)) for name in names}
+                replace_atomically(marker, seal({**saved, "files": files}))
         metrics: dict[str, float] = saved["metrics"]
         self._stages.append({"name": f"round_{number}_collect", **saved})
         self.progress.print(f"round {number}: {metrics['iterated/pairs']:.0f} fresh pairs")
         return metrics
+
+    def _collected(self, marker: Path) -> dict[str, Any] | None:
+        """Seconds and metrics of a round's collection; None where it has to be done, or done again."""
+        if not os.path.lexists(marker):
+            return None
+        try:
+            saved = unseal(read_file(marker))
+        except (UserError, ValueError) as error:
+            changed = f"{marker.name} ({error.found if isinstance(error, UserError) else error})"
+        else:
+            written = {name: FileDigest(**digest) for name, digest in saved.pop("files").items()}
+            if (name := changed_file(marker.parent, written)) is None:
+                return saved
+            changed = name
+        self.run.remark(f"{marker.parent / changed} is not what was written: the round's answers are sampled again")
+        return None
 
     def _answers(self, number: int) -> tuple[list[Answer], str]:
         """The policy's answers to the round's prompts, and the labeller's name among their scores."""
@@ -175,6 +202,8 @@ class IteratedTrainer:
         items = tuple(contestant.prompts.item(i) for i in chosen)
         contestant = replace(contestant, prompts=PromptData(items, contestant.prompts.remarks))
         label = next(name for name in contestant.weights if name != PREVIOUS)
+        for remark in contestant.cut_short(config.sampling, "collect.sampling.max_new_tokens"):
+            self.progress.print(f"round {number}: {remark}")
         total = len(items) * config.samples_per_prompt
         with contestant.released_at_end(), self.progress.stage(f"round {number}: answers", total) as bar:
             work = contestant.answers(
@@ -205,10 +234,11 @@ class IteratedTrainer:
         ]
 
     def _reward_model(self, number: int) -> None:
-        path = self.path / f"round_{number}_reward_model"
-        if not (path / "summary.json").is_file():
-            RewardModelTrainer(self._reward_model_recipe(number), resume=True, progress=self.progress).train()
-        self._record(path, f"round_{number}_reward_model")
+        name = f"round_{number}_reward_model"
+        if (done := completed(self.path / name, self.run.remark)) is None:
+            result = RewardModelTrainer(self._reward_model_recipe(number), resume="auto", progress=self.progress).train()
+            done = result.summary["stages"][0]
+        self._stages.append({**done, "name": name})
 
     def _reward_model_recipe(self, number: int) -> RewardModelRecipe:
         recipe = self.recipe.reward_model
@@ -223,10 +253,10 @@ class IteratedTrainer:
         return recipe.model_copy(update=self._own("reward_model", number) | {"data": data, "model": model})
 
     def _rl(self, number: int) -> None:
-        path = self.path / f"round_{number}_rl"
-        if not (path / "summary.json").is_file():
-            RLTrainer(self._rl_recipe(number), resume=True, progress=self.progress).train()
-        self._record(path, f"round_{number}_rl")
+        name = f"round_{number}_rl"
+        if (done := completed(self.path / name, self.run.remark)) is None:
+            done = RLTrainer(self._rl_recipe(number), resume="auto", progress=self.progress).train().summary["stages"][0]
+        self._stages.append({**done, "name": name})
 
     def _rl_recipe(self, number: int) -> RLRecipe:
         recipe, first = self.recipe.rl, self._policy(1)
@@ -245,10 +275,6 @@ class IteratedTrainer:
 
     def _own(self, stage: str, number: int) -> dict[str, Any]:
         return {"seed": self.recipe.seed + number, "output_dir": str(self.path / f"round_{number}_{stage}")}
-
-    def _record(self, path: Path, name: str) -> None:
-        done = json.loads((path / "summary.json").read_text(encoding="utf-8"))["stages"][0]
-        self._stages.append({**done, "name": name})
 
 
 # Pairs -----------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.trainers.arguments import ModelLike, TokenizerLike, only_object, with_path
 from quartet.trainers.reference import Reference, ReferenceTables, weights_digest
+from quartet.trainers.resuming import Resume
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.sources import check_budget, longest_group, pairs_or_judgements
 from quartet.trainers.supervised_trainer import CausalTrainer, vocabulary_size

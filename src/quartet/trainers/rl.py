@@ -40,10 +40,10 @@ from quartet.trainers.placing import placement_of, shares_reference
 from quartet.trainers.ptx import build_ptx
 from quartet.trainers.records import rollout_records
 from quartet.trainers.reference_refresh import ReferenceRefresh
+from quartet.trainers.resuming import Resume, output_path
 from quartet.trainers.run import (
     RunDirectory,
     Stopwatch,
-    default_output_dir,
     resident_bytes,
     software_versions,
     use_threads,
@@ -89,7 +89,7 @@ class RLTrainer:
             actor's body.
         environment: the class behind the recipe's ``environment``, where that names no ``target``.
         ptx_rows: demonstrations as ``SFTTrainer`` takes them, in place of the recipe's ``ptx.data``.
-        resume: go on with the run in ``recipe.output_dir``.
+        resume: go on with the run in ``recipe.output_dir``; ``auto``: or start it, without a word.
         shuffle_scores: control experiment: scores are shuffled within each step's batch.
 
     Raises:
@@ -109,7 +109,7 @@ class RLTrainer:
         critic: ModelLike | None = None,
         environment: Callable[..., Environment] | None = None,
         ptx_rows: Sequence[Any] | None = None,
-        resume: bool = False,
+        resume: Resume = False,
         progress: Progress | None = None,
         shuffle_scores: bool = False,
     ) -> None:
@@ -117,7 +117,7 @@ class RLTrainer:
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer, "actor.model")
         recipe = with_path(recipe, critic, "critic.path")
         self.recipe = recipe
-        self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir("rl")
+        self.path = output_path(recipe.output_dir, "rl", resume)
         self.progress = progress if progress is not None else Progress()
         self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
         passed = Passed(

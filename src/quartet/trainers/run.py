@@ -38,6 +38,7 @@ from quartet.observe.background import BackgroundWriter
 from quartet.observe.digests import FileDigest
 from quartet.observe.jsonl import begins_with, replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
+from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.trackers import JsonlTracker, MultiTracker, TensorBoardTracker, Tracker
 from quartet.train.checkpoint import (
@@ -48,17 +49,14 @@ from quartet.train.checkpoint import (
     set_aside_after,
     snapshot,
 )
-from quartet.trainers.run_files import changed_keys, inspect, take_lock
+from quartet.trainers.resuming import Resume
+from quartet.trainers.run_files import changed_keys, inspect, take_lock, write_models
 from quartet.trainers.signals import StopSignals, stop_signals
 
 _CHECKPOINT, _WRITER = "checkpoint", "writer"
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 """What is the disk's fault, whoever was writing."""
-
-
-def default_output_dir(job: str) -> Path:
-    return Path("runs") / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def software_versions() -> dict[str, str]:
@@ -103,7 +101,7 @@ class RunDirectory:
     Args:
         path: where.
         recipe: the resolved recipe.
-        resume: go on with the run that is there (start it when there is none).
+        resume: go on with the run that is there (start it when there is none, which ``auto`` takes for granted).
         name: shown in reports.
         tell: shows the user a remark (a damaged checkpoint that was passed over).
 
@@ -116,7 +114,7 @@ class RunDirectory:
         path: Path,
         recipe: Recipe,
         *,
-        resume: bool = False,
+        resume: Resume = False,
         name: str | None = None,
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
@@ -140,7 +138,7 @@ class RunDirectory:
     def _claim(self) -> None:
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(self.path / ".lock")
+            self._lock = take_lock(self.path / LOCK)
         # Looked at again: another process may have come between.
         found = self._inspect()
         created = found["created"] if found else datetime.now().isoformat(timespec="seconds")
@@ -157,6 +155,10 @@ class RunDirectory:
             with writing(self.path / "recipe.yaml"):
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
+        if found is not None and found["status"] == "running":
+            self.remark(f"the process that ran it before {ENDED}: its status was still running")
+        elif found is None and self._resume is True:
+            self._tell(f"{self.path} holds nothing to resume: a new run starts")
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -165,7 +167,7 @@ class RunDirectory:
 
     def _inspect(self) -> dict[str, Any] | None:
         """What is there: None for nothing; errors for what must not be touched."""
-        return inspect(self.path, self.recipe, self.job, resume=self._resume)
+        return inspect(self.path, self.recipe, self.job, resume=bool(self._resume))
 
     def remark(self, text: str) -> None:
         """Tells the user, and notes it in ``run.json`` for those who look later."""
@@ -265,6 +267,8 @@ class RunDirectory:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes ``summary.json``, after all that is being written; the run counts as finished from here on."""
         self.drain()
+        with writing(self.path):
+            write_models(self.path)
         write_json(self.path / "summary.json", summary)
 
     # Checkpoints -----------------------------------------------------------------------------------------

@@ -234,7 +234,8 @@ def _restore(handlers: dict[signal.Signals, Any]) -> None:
 
 def _interrupt_soon() -> None:
     time.sleep(_AGAIN_S)
-    _thread.interrupt_main(signal.SIGINT)
+    # A real one: it wakes the main thread up, wherever that waits.
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _forget() -> None:

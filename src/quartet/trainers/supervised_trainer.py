@@ -37,7 +37,8 @@ from quartet.observe.progress import Progress
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Objective, TrainEngine
 from quartet.trainers.arguments import ModelLike, TokenizerLike, with_names
-from quartet.trainers.run import RunDirectory, default_output_dir, use_threads
+from quartet.trainers.resuming import Resume, output_path
+from quartet.trainers.run import RunDirectory, use_threads
 from quartet.trainers.sources import context_length, resolve_model, resolve_scalar_model, resolve_tokenizer
 from quartet.trainers.supervised import SupervisedLoop, run_supervised
 
@@ -91,7 +92,7 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         recipe: the run. What it leaves out comes as objects:
         model, tokenizer: what is trained, in place, and its tokenizer; objects, or paths or hub names.
         rows, evaluation_rows: mappings, with the columns that the job reads from files.
-        resume: go on with the run in ``recipe.output_dir``.
+        resume: go on with the run in ``recipe.output_dir``; ``auto``: or start it, without a word.
 
     Raises:
         UserError: the recipe, the data or the objects do not fit together; nothing has been written then.
@@ -105,13 +106,13 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         tokenizer: TokenizerLike | None = None,
         rows: Sequence[Any] | None = None,
         evaluation_rows: Sequence[Any] | None = None,
-        resume: bool = False,
+        resume: Resume = False,
         progress: Progress | None = None,
     ) -> None:
         use_threads(recipe.threads)
         recipe, passed, own = with_names(recipe, model, tokenizer)
         self.recipe = recipe
-        self.path = Path(recipe.output_dir) if recipe.output_dir else default_output_dir(recipe.job)
+        self.path = output_path(recipe.output_dir, recipe.job, resume)
         self.progress = progress if progress is not None else Progress()
         self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
         text = resolve_tokenizer(recipe.model, own)

@@ -7,18 +7,20 @@ part of a run is an error.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from quartet.config.errors import UserError
+from quartet.config.file_errors import read_error, read_file
 from quartet.config.stages import made_by
-from quartet.observe.jsonl import read_rows
 from quartet.observe.metrics import find_metric
-from quartet.observe.report.alarms import show_alarms
+from quartet.observe.report.alarms import read_alarms, show_alarms
 from quartet.observe.report.samples import Limits, collect_rollouts, compact, evenly
 from quartet.observe.report.timing import show_timing
 from quartet.observe.rollouts import list_steps
+from quartet.observe.run_status import ENDED, true_status
 from quartet.observe.spans import read_spans
 from quartet.observe.trackers import read_metrics
 
@@ -31,8 +33,15 @@ def collect_run(run_dir: Path, limits: Limits) -> dict[str, Any]:
     """Everything the page shows, as JSON data.
 
     Raises:
-        UserError: ``run_dir`` is not a directory, or holds no part of a run.
+        UserError: ``run_dir`` is not a directory, cannot be read, or holds no part of a run.
     """
+    try:
+        return _collect_run(run_dir, limits)
+    except OSError as error:
+        raise read_error(Path(error.filename or run_dir), error) from error
+
+
+def _collect_run(run_dir: Path, limits: Limits) -> dict[str, Any]:
     if not run_dir.is_dir():
         raise UserError(
             "no such run",
@@ -50,13 +59,21 @@ def collect_run(run_dir: Path, limits: Limits) -> dict[str, Any]:
     stages.sort(key=lambda stage: (stage["started_s"] is None, stage["started_s"] or 0.0))
     names = sorted({name for stage in stages if stage["metrics"] for name in stage["metrics"]["series"]})
     return {
-        "run": {"name": run_dir.resolve().name, **(_read_json(run_dir / "run.json", notes.append) or {})},
+        "run": _read_run(run_dir, notes),
         "recipe": _read_text(run_dir / "recipe.yaml", notes.append),
         "summary": _read_json(run_dir / "summary.json", notes.append),
         "explained": {name: _explain(name) for name in names},
         "stages": stages,
         "notes": notes,
     }
+
+
+def _read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
+    found = _read_info(run_dir / "run.json", notes.append)
+    status = true_status(run_dir, found)
+    if status == ENDED:
+        notes.append("run.json says running, and no process has the run's lock: --resume goes on with it")
+    return {"name": run_dir.resolve().name, **found, **({"status": status} if "status" in found else {})}
 
 
 def _is_stage(path: Path) -> bool:
@@ -74,7 +91,7 @@ def _collect_stage(path: Path, limits: Limits, notes: list[str]) -> dict[str, An
     def warn(text: str) -> None:
         notes.append(text)
 
-    run = _read_json(path / "run.json", warn) or {}
+    run = _read_info(path / "run.json", warn)
     rows = _read_or_warn(path / "metrics.jsonl", read_metrics, warn)
     spans = _read_or_warn(path / "spans.jsonl", read_spans, warn)
     starts = [row["time_s"] for row in rows[:1]] + [span.start_s for span in spans[:1]]
@@ -84,7 +101,7 @@ def _collect_stage(path: Path, limits: Limits, notes: list[str]) -> dict[str, An
         "started_s": min(starts, default=None),
         "metrics": _metric_columns(rows),
         "timing": show_timing(spans),
-        "alarms": show_alarms(_read_or_warn(path / "alarms.jsonl", read_rows, warn), limits),
+        "alarms": show_alarms(_read_or_warn(path / "alarms.jsonl", read_alarms, warn), limits),
         "rollouts": collect_rollouts(path / "rollouts", limits, warn),
     }
 
@@ -96,18 +113,16 @@ def _read_or_warn(path: Path, read: Callable[[Path], list[Any]], warn: Callable[
         return read(path)
     except UserError as error:
         warn(f"{error.problem}: {error.found}")
-    except (KeyError, TypeError, ValueError) as error:
-        warn(f"{path} cannot be read: {error}")
     return []
 
 
 def _read_text(path: Path, warn: Callable[[str], None]) -> str | None:
-    try:
-        return path.read_bytes().decode("utf-8", errors="replace")
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        warn(f"{path} cannot be read: {error}")
+    try:
+        return read_file(path).decode("utf-8", errors="replace")
+    except UserError as error:
+        warn(f"{error.problem}: {error.found}")
         return None
 
 
@@ -116,14 +131,31 @@ def _read_json(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None
     if text is None:
         return None
     try:
-        value = json.loads(text, parse_constant=lambda name: name)
-    except ValueError as error:
+        value = json.loads(text, parse_constant=str, parse_float=_as_json)
+    except (ValueError, RecursionError) as error:
         warn(f"{path} cannot be read: {error}")
         return None
     if not isinstance(value, dict):
         warn(f"{path} cannot be read: it is not an object")
         return None
     return value
+
+
+def _read_info(path: Path, warn: Callable[[str], None]) -> dict[str, Any]:
+    """``run.json`` without the values that are no text where text must be."""
+    found = _read_json(path, warn) or {}
+    wrong = [name for name in ("name", "job", "created", "status") if not isinstance(found.get(name, ""), str)]
+    if not isinstance(found.get("versions", {}), dict):
+        wrong.append("versions")
+    if wrong:
+        warn(f"{path} cannot be read: {', '.join(wrong)}")
+    return {name: value for name, value in found.items() if name not in wrong}
+
+
+def _as_json(number: str) -> float | str:
+    """A number that is too large for one is shown as it stands there."""
+    value = float(number)
+    return value if math.isfinite(value) else number
 
 
 def _explain(name: str) -> dict[str, str] | None:

@@ -16,7 +16,7 @@ function header(data) {
     el('div', { class: 'brand' }, logo(), el('span', null, 'Quartet'), el('span', { class: 'dim' }, 'run report')),
     el('h1', null, run.name),
     el('div', { class: 'meta' },
-      run.status ? el('span', { class: `status ${['done', 'running', 'failed', 'interrupted'].includes(run.status) ? run.status : ''}` }, run.status) : el('span', { class: 'status' }, 'status unknown'),
+      run.status ? el('span', { class: `status ${['done', 'running', 'failed', 'interrupted'].includes(run.status) ? run.status : run.status.startsWith('ended') ? 'failed' : ''}` }, run.status) : el('span', { class: 'status' }, 'status unknown'),
       run.job && run.job !== run.name && el('span', null, run.job), created && el('span', null, created),
       versions.map(([name, version]) => el('span', { class: 'dim' }, `${name} ${version}`))));
 }

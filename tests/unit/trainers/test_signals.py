@@ -1,0 +1,261 @@
+"""What SIGINT, SIGTERM and SIGUSR1 do, wherever the program is, and the ways in which a second one used to get lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from quartet.trainers import event_loop, signals
+from quartet.trainers.event_loop import run_async
+from quartet.trainers.signals import STOP_SIGNALS, Stopped, StopSignals, stop_signals, take_back_signals
+
+INT, TERM, USR1 = STOP_SIGNALS
+_libc = ctypes.CDLL(None)
+
+
+def arrive(*numbers: int) -> None:
+    """The signals reach the process one after another, without a chance for Python's handlers between them."""
+    list(map(_libc["raise"], numbers))
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_given_back() -> Iterator[None]:
+    former = {number: signal.getsignal(number) for number in STOP_SIGNALS}, sys.unraisablehook
+    yield
+    assert ({number: signal.getsignal(number) for number in STOP_SIGNALS}, sys.unraisablehook) == former
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("first", STOP_SIGNALS)
+def test_the_first_asks_and_only_a_later_ctrl_c_stops_at_once(first: signal.Signals) -> None:
+    with stop_signals() as found, found.graceful():
+        arrive(first)
+        assert found.first == first and found.exit_status == 128 + first and not found.at_once
+        for _ in range(3):
+            arrive(TERM)
+            arrive(USR1)
+        found.check()
+        with pytest.raises(Stopped) as stop:
+            arrive(INT)
+        assert stop.value.number == first and found.at_once
+
+
+@pytest.mark.parametrize("first", STOP_SIGNALS)
+def test_where_nothing_can_be_saved_the_first_stops_at_once(first: signal.Signals) -> None:
+    with stop_signals(), pytest.raises(Stopped) as stop:
+        arrive(first)
+    assert stop.value.number == first and isinstance(stop.value, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("others", [(INT, INT), (INT, INT, INT), (INT, TERM, INT), (TERM, USR1, INT)])
+def test_signals_within_one_operation_of_the_interpreter_are_counted(others: tuple[int, ...]) -> None:
+    """Python calls a handler once for all that came meanwhile: two Ctrl-C within one long product were one."""
+    with stop_signals() as found, found.graceful(), pytest.raises(Stopped):
+        arrive(*others)
+    assert found.at_once
+
+
+@pytest.mark.parametrize("others", [(INT, TERM), (TERM, INT), (TERM, TERM), (USR1, TERM, USR1)])
+def test_one_ctrl_c_among_others_is_one(others: tuple[int, ...]) -> None:
+    """SIGTERM after Ctrl-C is what torchrun and others send; Ctrl-C after it is a second thought."""
+    with stop_signals() as found, found.graceful():
+        if others == (TERM, INT):
+            with pytest.raises(Stopped):
+                arrive(*others)
+        else:
+            arrive(*others)
+            assert found.requested and not found.at_once
+
+
+class _Interrupted:
+    """Is collected just when the signal comes."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        arrive(self.number)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_that_the_interpreter_drops_comes_again(number: signal.Signals) -> None:
+    """An exception out of ``__del__`` is printed and dropped: a Ctrl-C while models load had no effect."""
+    began = time.monotonic()
+    with stop_signals(), pytest.raises(Stopped) as stop:
+        lost = _Interrupted(number)
+        del lost
+        time.sleep(10)
+    assert stop.value.number == number and time.monotonic() - began < 5
+
+
+def test_a_stop_that_somebody_swallows_is_raised_by_the_next_check() -> None:
+    with stop_signals() as found, found.graceful():
+        with contextlib.suppress(BaseException):
+            arrive(INT, INT)
+        with pytest.raises(Stopped):
+            found.check()
+    with stop_signals() as found:
+        with contextlib.suppress(BaseException):
+            arrive(TERM)
+        with pytest.raises(Stopped), found.graceful():
+            pytest.fail("a run began")
+
+
+def test_keys_pressed_in_a_row_do_not_interrupt_what_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stop_signals() as found:
+        with pytest.raises(Stopped):
+            arrive(INT)
+        arrive(INT, INT, TERM)
+        monkeypatch.setattr(signals, "GRACE_S", 0.0)
+        with pytest.raises(Stopped):
+            arrive(INT)
+        arrive(TERM)
+        assert found.first == INT
+
+
+def test_a_stop_between_two_stages_is_not_forgotten() -> None:
+    with stop_signals() as outer:
+        with stop_signals() as inner, inner.graceful():
+            arrive(USR1)
+        assert inner is outer
+        with pytest.raises(Stopped):
+            outer.check()
+
+
+def test_every_scope_begins_anew() -> None:
+    for _ in range(2):
+        with stop_signals() as found, found.graceful():
+            assert not found.requested
+            arrive(INT)
+            assert found.requested and not found.at_once
+
+
+def test_what_ray_takes_is_taken_back() -> None:
+    def rays(*_: object) -> None:
+        raise SystemExit(15)
+
+    with stop_signals() as found:
+        signal.signal(TERM, rays)
+        take_back_signals()
+        with pytest.raises(Stopped):
+            arrive(TERM)
+    with stop_signals() as found:
+        signal.signal(TERM, rays)
+        with found.graceful():
+            arrive(TERM)
+            assert found.first == TERM
+
+
+def test_an_event_loop_around_us_keeps_its_pipe() -> None:
+    async def notebook() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, lambda: None)
+        with stop_signals() as found, found.graceful():
+            arrive(INT)
+            with pytest.raises(Stopped):
+                arrive(INT)
+
+    asyncio.run(notebook())
+
+
+def test_another_thread_has_no_signals_of_its_own() -> None:
+    found: list[StopSignals] = []
+
+    def work() -> None:
+        with stop_signals() as own, own.graceful():
+            found.append(own)
+
+    for scope in (contextlib.nullcontext(), stop_signals()):
+        with scope as outer:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            assert not found[-1].requested and (outer is None or found[-1] is outer)
+
+
+def test_a_forked_child_ends_by_the_signals() -> None:
+    with stop_signals() as found, found.graceful():
+        for number in (TERM, USR1):
+            if (pid := os.fork()) == 0:
+                os.kill(os.getpid(), number)
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -number
+        assert not found.requested
+
+
+# Event loops ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "CLEAN_UP_S", 0.2)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_task_that_an_interrupt_robbed_of_its_wake_up_is_not_waited_for() -> None:
+    """The interrupt came between taking the wake-up from the loop's queue and calling it: no ``cancel`` reaches that
+    task any more, and ``asyncio.run`` waits for it for ever."""
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        news: asyncio.Future[None] = loop.create_future()
+
+        async def waits() -> None:
+            await news
+
+        task = loop.create_task(waits())
+        await asyncio.sleep(0)
+        news.set_result(None)
+        loop._ready.pop()  # type: ignore[attr-defined]
+        task.cancel()
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work())
+    assert time.monotonic() - began < 5
+
+
+def test_an_interrupt_lets_tasks_clean_up() -> None:
+    ended: list[str] = []
+
+    async def other() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("other")
+
+    async def work() -> None:
+        task = asyncio.create_task(other())
+        await asyncio.sleep(0)
+        try:
+            with stop_signals():
+                arrive(INT)
+        finally:
+            ended.append("work")
+            await asyncio.wait({task}, timeout=0)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work())
+    assert ended == ["work", "other"]
+
+
+@pytest.mark.parametrize(("outcome", "expected"), [(lambda: 7, 7), (lambda: 1 / 0, ZeroDivisionError)])
+def test_without_a_signal_it_is_asyncio_run(outcome: Callable[[], int], expected: object) -> None:
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return int(outcome())
+
+    if isinstance(expected, int):
+        assert run_async(work()) == expected
+    else:
+        with pytest.raises(ZeroDivisionError):
+            run_async(work())
