@@ -110,9 +110,7 @@ class OffPolicyConfig(Strict):
     """Importance weights ``old / rollout``: of the trainer's policy over the engine's that sampled."""
 
     level: Literal["token", "sequence"] = Field("token", description="One weight per token, or one per response.")
-    mode: Literal["truncate", "mask"] = Field(
-        "truncate", description="Weights above cap: set to it, or left out of the loss."
-    )
+    mode: Literal["truncate", "mask"] = Field("truncate", description="Weights above cap become cap, or 0.")
     cap: float = Field(2.0, gt=1, description="Largest weight.")
 
 

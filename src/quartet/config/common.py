@@ -57,7 +57,9 @@ class OptimConfig(Strict):
     lr: float = Field(1e-5, gt=0, description="Learning rate at its peak.")
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon, beside the root of the second moment.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, times the learning rate.")
+    weight_decay: float = Field(
+        0.0, ge=0, description="Decoupled weight decay of matrices; norms and biases have none."
+    )
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises from 0 to its peak.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Course of the learning rate after warm-up, down to min_lr_ratio at the last update."

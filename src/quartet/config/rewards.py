@@ -113,7 +113,8 @@ class FunctionReward(Fallible):
     target: str = Field(description="path/to/file.py:name or package.module:name")
     name: str | None = Field(None, description="The function's own name when left out.")
     thread: bool = Field(
-        False, description="Call it in threads of its process, up to `concurrency` at a time (a plain function that waits)."
+        False,
+        description="Call it in threads of its process, up to `concurrency` at a time (a plain function that waits).",
     )
     processes: Processes = Field(1, ge=1, le=64, description="Processes that call it, each with what its module keeps.")
     batch_size: Responses | None = Field(None, ge=1, description="Completions per call; a whole chunk when left out.")
@@ -300,8 +301,8 @@ class PointwiseJudge(Strict):
     pattern: str = Field(
         r"(?i)score\W{0,5}?(-?\d+(?:\.\d+)?)", description="The last match's group is the score in the judge's answer."
     )
-    lowest: float = Field(0.0, description="Least score the judge may give; less has failed.")
-    highest: float = Field(10.0, description="Highest score the judge may give; more has failed.")
+    lowest: float = Field(0.0, description="Worst score of the judge's scale, which counts 0.")
+    highest: float = Field(10.0, description="Best score of the judge's scale, which counts 1.")
 
     @model_validator(mode="after")
     def _has_a_scale(self) -> PointwiseJudge:
