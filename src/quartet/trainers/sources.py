@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -95,6 +95,23 @@ def check_context(model: PreTrainedModel, longest: int, what: str) -> None:
         )
 
 
+def cut_short(lengths: Iterable[int], max_new_tokens: int, context: int, key: str) -> list[str]:
+    """What is to be said where answers end at the model's context, before ``max_new_tokens``.
+
+    Args:
+        lengths: of the prompts, in tokens.
+        key: what the recipe calls ``max_new_tokens``.
+    """
+    room = [context - length for length in lengths]
+    short = sum(left < max_new_tokens for left in room)
+    if not short:
+        return []
+    return [
+        f"{key} is {max_new_tokens}, but the model's context of {context} tokens leaves {short} of {len(room)} prompts "
+        f"room for fewer (the longest for {min(room)}): their answers are cut off there"
+    ]
+
+
 def check_savable(model: PreTrainedModel) -> None:
     """Refuses at the start what ``save_pretrained`` would refuse after training."""
     config = getattr(model, "generation_config", None)
@@ -160,11 +177,11 @@ def _parts(config: DataConfig | None, rows: Sequence[Any] | None, key: str) -> l
     return [_Part(read_rows(p), section, p.columns, p.turns) for p, section in zip(parts, sections, strict=True)]
 
 
-def check_unweighted(config: DataConfig, key: str) -> None:
-    """Refuses weights where every row is used once."""
+def check_unweighted(config: DataConfig, key: str, why: str = "an evaluation uses every row once") -> None:
+    """Refuses weights where nothing is drawn by them."""
     if any(source.weight is not None for source in config.sources):
         raise UserError(
-            "weights say how often rows are drawn, but an evaluation uses every row once",
+            f"weights say how often rows are drawn, but {why}",
             found=f"weights in {key}.sources",
             remedy="leave the weights out",
         )
