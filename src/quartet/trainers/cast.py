@@ -20,6 +20,7 @@ from quartet.data.datasets import PromptData, PromptItem
 from quartet.data.order import draw
 from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import EnvironmentFactory
+from quartet.models.directories import load_remarks
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
@@ -39,7 +40,7 @@ from quartet.trainers.evaluation import Completer, sampling_params
 from quartet.trainers.generate import completion_text
 from quartet.trainers.process_roles import ProcessScorer
 from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole, reward_scorers
-from quartet.trainers.sources import UNLIMITED, context_length
+from quartet.trainers.sources import UNLIMITED, context_length, cut_short
 
 CANARY_TOKENS = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
@@ -109,7 +110,23 @@ class Cast:
             found.append(f"critic: its learning rate, {critic:g}, is not above the actor's, {actor:g}")
         for function in self.reward_functions + self.evaluation_functions:
             found += function.reward.remarks()
+        for role in self.reward_models + self.evaluation_models:
+            found += [f"{role.name}: {remark}" for remark in load_remarks(role.model.model)]
+        found += self._cut_short()
         return found + [f"{role}: {remark}" for role, engine in self.engines().items() for remark in engine.remarks]
+
+    def _cut_short(self) -> list[str]:
+        recipe, context = self.recipe, context_length(self.actor.packed.model)
+        if recipe.environment is not None:
+            return []
+        training = recipe.rollout.sampling.max_new_tokens
+        lengths = (len(item.token_ids) for item in self.prompts)
+        found = cut_short(lengths, training, context, "rollout.sampling.max_new_tokens")
+        if self.evaluation_prompts is not None and recipe.evaluation is not None:
+            held_out = recipe.evaluation.sampling.max_new_tokens
+            lengths = (len(item.token_ids) for item in self.evaluation_prompts)
+            found += cut_short(lengths, held_out, context, "evaluation.sampling.max_new_tokens")
+        return found
 
     @contextlib.contextmanager
     def released_at_end(self) -> Iterator[None]:

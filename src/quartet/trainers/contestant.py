@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
 from quartet.config.rewards import RewardConfig
 from quartet.data.datasets import PromptData
+from quartet.models.directories import load_remarks
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
@@ -34,7 +35,7 @@ from quartet.trainers.reward_roles import (
     reward_scorers,
     reward_weights,
 )
-from quartet.trainers.sources import context_length, prompt_data, resolve_model, resolve_tokenizer
+from quartet.trainers.sources import context_length, cut_short, prompt_data, resolve_model, resolve_tokenizer
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,15 @@ class Contestant:
             function.reward.close()
 
     def remarks(self) -> list[str]:
-        """Rows left out or converted, and samples that rewards left out, in words."""
-        return [*self.prompts.remarks, *(remark for role in self.functions for remark in role.reward.remarks())]
+        """Rows left out or converted, what is changed about the model, and samples that rewards left out, in words."""
+        found = [*self.prompts.remarks, *self.packed.remarks]
+        found += [remark for role in self.models for remark in load_remarks(role.model.model)]
+        return found + [remark for role in self.functions for remark in role.reward.remarks()]
+
+    def cut_short(self, sampling: SamplingConfig, key: str) -> list[str]:
+        """What is to be said where ``key``'s answers end at the model's context."""
+        lengths = (len(item.token_ids) for item in self.prompts)
+        return cut_short(lengths, sampling.max_new_tokens, context_length(self.packed.model), key)
 
     @property
     def model_names(self) -> list[str]:

@@ -53,6 +53,7 @@ from quartet.trainers.run import (
 )
 from quartet.trainers.run_files import completed
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
+from quartet.trainers.sources import check_unweighted
 
 PREVIOUS = "previous_round"
 """Name under which the reward model of the round before scores fresh answers."""
@@ -226,18 +227,21 @@ class IteratedTrainer:
         data = self.recipe.reward_model.data
         if data is None:
             return []
-        found = preferences(read_rows(data), data.columns).items
+        check_unweighted(data, "reward_model.data", "a round's reward model is trained on all pairs together")
+        section = "reward_model.data"
+        parsed = [preferences(read_rows(s), s.columns, turns=s.turns, section=section) for s in data.parts]
         return [
             {"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected}
             | ({} if p.margin is None else {"margin": p.margin})
-            for p in found
+            for part in parsed
+            for p in part.items
         ]
 
     def _reward_model(self, number: int) -> None:
         name = f"round_{number}_reward_model"
         if (done := completed(self.path / name, self.run.remark)) is None:
-            result = RewardModelTrainer(self._reward_model_recipe(number), resume="auto", progress=self.progress).train()
-            done = result.summary["stages"][0]
+            trainer = RewardModelTrainer(self._reward_model_recipe(number), resume="auto", progress=self.progress)
+            done = trainer.train().summary["stages"][0]
         self._stages.append({**done, "name": name})
 
     def _reward_model_recipe(self, number: int) -> RewardModelRecipe:
@@ -255,7 +259,8 @@ class IteratedTrainer:
     def _rl(self, number: int) -> None:
         name = f"round_{number}_rl"
         if (done := completed(self.path / name, self.run.remark)) is None:
-            done = RLTrainer(self._rl_recipe(number), resume="auto", progress=self.progress).train().summary["stages"][0]
+            rl = RLTrainer(self._rl_recipe(number), resume="auto", progress=self.progress)
+            done = rl.train().summary["stages"][0]
         self._stages.append({**done, "name": name})
 
     def _rl_recipe(self, number: int) -> RLRecipe:

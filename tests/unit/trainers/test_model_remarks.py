@@ -1,0 +1,127 @@
+"""What a run says about its models before it starts: answers that the context cuts off, tensors that were left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from quartet.cli.main import app
+from quartet.config import UserError
+from quartet.config.algorithms import GRPO
+from quartet.config.common import LogConfig, ModelConfig, SamplingConfig
+from quartet.config.evaluation import EvalRecipe, EvaluationConfig
+from quartet.config.recipe import CheckpointConfig, RLRecipe, RolloutConfig
+from quartet.config.rewards import ModelReward
+from quartet.observe.progress import Progress
+from quartet.trainers.casting import build_cast
+from quartet.trainers.evaluate import Evaluator
+from quartet.trainers.loader import Passed
+from quartet.trainers.sources import cut_short
+
+
+def _saved(model: Any, tokenizer: Any, path: Path, **more: torch.Tensor) -> str:
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    if more:
+        save_file({**load_file(path / "model.safetensors"), **more}, path / "model.safetensors", {"format": "pt"})
+    return str(path)
+
+
+class _Heard(Progress):
+    """Keeps what is printed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def print(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_what_the_context_leaves() -> None:
+    assert cut_short([3, 5, 4], 5, 10, "k") == []
+    (remark,) = cut_short([3, 5, 4], 6, 10, "rollout.sampling.max_new_tokens")
+    assert remark.startswith("rollout.sampling.max_new_tokens is 6, but the model's context of 10 tokens leaves 1 of 3")
+    assert "(the longest for 5)" in remark
+
+
+def test_a_run_says_that_answers_are_cut_off(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> None:
+    def remarks(training: int, held_out: int) -> list[str]:
+        recipe = RLRecipe(
+            algorithm=GRPO(),
+            rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=training)),
+            evaluation=EvaluationConfig(sampling=SamplingConfig(max_new_tokens=held_out, temperature=0.0)),
+            prompts_per_step=2,
+            responses_per_prompt=2,
+            log=LogConfig(tensorboard=False),
+            checkpoint=CheckpointConfig(every_steps=1),
+            threads=1,
+        )
+        passed = Passed(causal_lm(), tokenizer, None, [digits])
+        cast = build_cast(recipe, passed, prompts=prompts, evaluation_prompts=prompts[:2])
+        with cast.released_at_end():
+            return [remark for remark in cast.remarks() if "max_new_tokens" in remark]
+
+    assert remarks(4, 4) == []
+    training, held_out = remarks(10_000, 9_999)
+    assert training.startswith("rollout.sampling.max_new_tokens is 10000") and f"of {len(prompts)} prompts" in training
+    assert held_out.startswith("evaluation.sampling.max_new_tokens is 9999") and "of 2 prompts" in held_out
+
+
+def test_reward_models_say_what_was_left_out(
+    causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path
+) -> None:
+    path = _saved(scalar_model(), tokenizer, tmp_path / "reward", **{"odd.weight": torch.ones(2)})
+    recipe = RLRecipe(
+        algorithm=GRPO(),
+        rewards=(ModelReward(path=path, name="odd"),),
+        prompts_per_step=2,
+        responses_per_prompt=2,
+        rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=4)),
+        threads=1,
+    )
+    cast = build_cast(recipe, Passed(causal_lm(), tokenizer, None, []), prompts=prompts)
+    with cast.released_at_end():
+        assert [r for r in cast.remarks() if "odd.weight" in r and r.startswith("odd: ")]
+
+
+def test_an_evaluation_says_both(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path) -> None:
+    path = _saved(causal_lm(), tokenizer, tmp_path / "model", **{"odd.weight": torch.ones(2)})
+    heard = _Heard()
+    recipe = EvalRecipe(
+        model=ModelConfig(path=path),
+        sampling=SamplingConfig(max_new_tokens=5_000, temperature=0.0),
+        output_dir=str(tmp_path / "run"),
+        threads=1,
+    )
+    evaluator = Evaluator(recipe, rewards=[digits], prompts=prompts[:2], progress=heard)
+    result = evaluator.run()
+    assert any("sampling.max_new_tokens is 5000" in line for line in heard.lines), "before the first answer"
+    assert any("sampling.max_new_tokens is 5000" in note for note in result.notes)
+    assert any("odd.weight" in note for note in result.notes)
+
+
+def test_the_generate_command_says_it_beside_the_answer(causal_lm: Any, tokenizer: Any, tmp_path: Path) -> None:
+    path = _saved(causal_lm(), tokenizer, tmp_path / "model", **{"odd.weight": torch.ones(2)})
+    call = ["generate", "--model", path, "--prompt", "1+1=", "--temperature", "0", "--max-new-tokens"]
+    found = CliRunner().invoke(app, [*call, "4000"])
+    assert found.exit_code == 0, found.output
+    assert "max_new_tokens is 4000" in found.stderr and "odd.weight" in found.stderr
+    assert "max_new_tokens" not in found.stdout
+
+
+def test_the_generate_command_refuses_a_tokenizer_that_does_not_fit(
+    causal_lm: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    import copy
+
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens([f"<new{k}>" for k in range(400)])
+    path = _saved(causal_lm(), larger, tmp_path / "model")
+    with pytest.raises(UserError, match="does not fit the model"):
+        CliRunner().invoke(app, ["generate", "--model", path, "--prompt", "<new399>"], catch_exceptions=False)
