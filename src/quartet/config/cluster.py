@@ -20,7 +20,7 @@ class RayCluster(Strict):
 
     type: Literal["ray"] = "ray"
     address: str | None = Field(
-        None, description="Of a running cluster; left out: RAY_ADDRESS, else Ray starts on this machine."
+        None, description="Address of a running cluster; left out: RAY_ADDRESS, else Ray starts here."
     )
     cpus_per_process: float = Field(1.0, ge=0, description="CPUs that Ray grants each process; parts are allowed.")
     gpus_per_process: float = Field(
@@ -51,4 +51,6 @@ class OffloadConfig(Strict):
     to: Literal["mapped_files", "pinned_memory"] = Field(
         "mapped_files", description="Files mapped into memory, or host memory that a GPU reads fastest."
     )
-    directory: str | None = Field(None, description="For mapped_files; the system's temporary directory by default.")
+    directory: str | None = Field(
+        None, description="Folder of the mapped files; the system's temporary one when left out."
+    )

@@ -82,7 +82,7 @@ class LoRAConfig(Strict):
     target_modules: tuple[str, ...] = Field(
         (ALL_LINEAR,),
         min_length=1,
-        description="Names of linear layers, or ends of their paths, as in [q_proj, v_proj]; all-linear: all but the head.",
+        description="Linear layers by name or end of path, as in [q_proj, v_proj]; all-linear: all but heads.",
     )
     export: Literal["merged", "adapter", "both"] = Field(
         "both", description="merged: model/ with the adapters added to its weights; adapter: adapter/ as peft has it."
@@ -169,7 +169,9 @@ class DataConfig(_Rows):
 
     sources: tuple[SourceConfig, ...] = Field((), description="Several files or data sets, mixed; in place of path.")
     max_tokens: int | None = Field(None, ge=1, description="Longest prompt (RL) or sequence; the context if left out.")
-    overlong: Literal["error", "skip"] = Field("error", description="skip: left out, counted and reported.")
+    overlong: Literal["error", "skip"] = Field(
+        "error", description="Rows beyond max_tokens stop the run, or are left out and counted."
+    )
 
     @model_validator(mode="after")
     def _path_or_sources(self) -> DataConfig:

@@ -106,7 +106,7 @@ REFERENCE_FREE = (SimPOLoss, ORPOLoss)
 class CachedReferenceConfig(Strict):
     """The policy that log-ratios are taken against. Its log-probabilities are computed once, before training."""
 
-    path: str | None = Field(None, description="The model as it starts when left out.")
+    path: str | None = Field(None, description="Model directory or hub name; the model as it starts when left out.")
     cache: str | None = Field(
         None, description="Folder for its log-probabilities, which other runs may share; the run's own when left out."
     )
@@ -118,7 +118,9 @@ class PreferenceRecipe(SupervisedRecipe):
     job: Literal["preference"] = "preference"
     loss: PreferenceLossConfig = Field(DPOLoss(), description="The method, with its own keys.")
     reference: CachedReferenceConfig = CachedReferenceConfig()
-    doubtful_pairs: DoubtfulPairs = Field("keep", description="An empty answer, or one that begins the other.")
+    doubtful_pairs: DoubtfulPairs = Field(
+        "keep", description="Pairs with an empty answer, or a chosen one that begins the rejected one."
+    )
     pairs_per_step: Pairs = Field(32, ge=1, description="Pairs, or judged answers, in each update.")
 
     @model_validator(mode="after")

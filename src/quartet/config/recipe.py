@@ -50,7 +50,9 @@ class RewardModelRecipe(SupervisedRecipe):
     pairs_per_step: Pairs = Field(32, ge=1, description="Pairs in each update.")
     centring: float = Field(0.0, ge=0, description="Weight of (chosen + rejected)², keeps scores near 0.")
     margin_scale: float = Field(1.0, ge=0, description="Factor of the data's column `margin`; 0 ignores it.")
-    doubtful_pairs: DoubtfulPairs = Field("keep", description="An empty answer, or one that begins the other.")
+    doubtful_pairs: DoubtfulPairs = Field(
+        "keep", description="Pairs with an empty answer, or a chosen one that begins the rejected one."
+    )
 
 
 class RolloutConfig(Strict):

@@ -227,7 +227,7 @@ class CodeReward(Fallible):
 
     type: Literal["code"] = "code"
     name: str = "code"
-    column: str = Field("tests", description="Asserts, or pairs of input and output.")
+    column: str = Field("tests", description="Column of the data with asserts, or with pairs of input and output.")
     score: Literal["fraction", "all"] = Field("fraction", description="Share of tests passed, or 1 only for all.")
     isolation: Isolation = Field(
         "namespaces",
@@ -321,7 +321,7 @@ class PairwiseJudge(Strict):
     """
 
     name: Literal["pairwise"] = "pairwise"
-    column: str = Field("answer", description="The answer to compare with.")
+    column: str = Field("answer", description="Column of the data with the answer to compare with.")
     rubric: str = Field("Which answer is more correct, complete and clear?", description="What the judge is asked.")
     template: str | None = Field(None, description="Own prompt with {rubric}, {prompt}, {a}, {b} and columns.")
     pattern: str = Field(
