@@ -68,6 +68,23 @@ def digest_file(path: Path) -> FileDigest:
         return FileDigest(file.tell(), state.hexdigest())
 
 
+def digest_files(directory: Path) -> dict[str, FileDigest]:
+    """Of every file below ``directory``, by its path in there; OSError where one cannot be read."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): digest_file(path) for path in files}
+
+
+def changed_file(directory: Path, written: Mapping[str, FileDigest]) -> str | None:
+    """The first file that is not as it was written, None where all are; more files than those do no harm."""
+    for name, digest in written.items():
+        try:
+            if digest_file(directory / name) != digest:
+                return name
+        except OSError:
+            return name
+    return None
+
+
 def seal(value: Mapping[str, Any]) -> bytes:
     """``value`` as JSON text with a last key ``sha256``, the digest of the text without it."""
     if _DIGEST in value:

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from quartet.observe.jsonl import RowAppender, read_rows
+from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects
 from quartet.schedule.clock import Waiting
 
 Kind = Literal["admit", "pause", "swap", "consume"]
@@ -128,9 +128,12 @@ class Journal:
 
     @staticmethod
     def load(path: Path) -> list[Event]:
-        """A journal's events, one JSON object per line; a last line that a kill cut off is left out."""
-        found = read_rows(path)
-        return [Event(**{**row, "groups": tuple(_consumed(*group) for group in row["groups"])}) for row in found]
+        """A journal's events, one JSON object per line; a last line that a kill cut off is left out.
+
+        Raises:
+            UserError: it cannot be read, or a line of it is damaged.
+        """
+        return read_objects(path, _event)
 
     def close(self) -> None:
         if self._rows is not None:
@@ -148,6 +151,10 @@ class Journal:
         if self._script[0].tick < self.tick:
             raise Diverged(f"burst {self.tick} began before {self._script[0]} of the journal")
         return self._script[0]
+
+
+def _event(row: dict[str, Any]) -> Event:
+    return as_dataclass(Event, {**row, "groups": tuple(_consumed(*group) for group in row["groups"])})
 
 
 def _consumed(index: int, versions: Sequence[Sequence[int]]) -> Consumed:

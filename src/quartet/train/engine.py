@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
+from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.models.attention import AttentionContext
 from quartet.models.exact import ExactPackedAttention
@@ -255,11 +256,18 @@ class TrainEngine(Generic[Model]):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Takes up what ``state`` gave; what is offloaded stays so."""
-        if self.packed.adapters is None:
-            self.packed.model.load_state_dict(state["model"])
-        else:
-            self.packed.adapters.load_state(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            if self.packed.adapters is None:
+                self.packed.model.load_state_dict(state["model"])
+            else:
+                self.packed.adapters.load_state(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                "the checkpoint does not fit the model",
+                found=" ".join(str(error).split())[:300],
+                remedy="give the model that the run began with, or choose another output_dir",
+            ) from error
         self.num_updates = state["num_updates"]
         self.num_skipped = state["num_skipped"]
         self.budget.load_state(state["budget"])

@@ -19,7 +19,7 @@ from typing import Any
 from quartet.config import UserError
 from quartet.config.nearest import missing_file
 from quartet.data.datasets import PromptItem
-from quartet.observe.jsonl import read_rows, replace_atomically
+from quartet.observe.jsonl import as_dataclass, malformed, read_rows, replace_atomically
 from quartet.text.examples import PromptText
 from quartet.trainers.evaluation import Answer
 
@@ -80,12 +80,12 @@ def read_answers(path: Path) -> list[StoredAnswer]:
                 found=f"{path}:{number} has no {', '.join(sorted(_KEYS - row.keys()))}",
                 remedy="name the answers.jsonl that quartet eval has written, or a model directory",
             )
-        rewards = {name: math.nan if v is None else float(v) for name, v in row.get("rewards", {}).items()}
-        found.append(
-            StoredAnswer(
-                row["prompt_id"], row["sample"], row["prompt"], row["completion"], row["finish_reason"], rewards
-            )
-        )
+        values = {name: row[name] for name in _KEYS - {"completion"}} | {"text": row["completion"]}
+        try:
+            rewards = {name: math.nan if v is None else v for name, v in row.get("rewards", {}).items()}
+            found.append(as_dataclass(StoredAnswer, {**values, "rewards": rewards}))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise malformed(path, number, str(error)) from error
     return found
 
 

@@ -7,6 +7,8 @@ judge's comparisons hold, after a first line that says what they are about, one 
     {"sample": "eval.3.0", "rewards": {"numeric": 1.0, "judge": null}}
     {"sample": "eval.3.0", "preference": 0.5}
 
+Each line ends with ``"digest"``, sixteen digits of the SHA-256 of the line without it.
+
 A score that failed, and a pair without a verdict, is not kept: it is asked for again.
 """
 
@@ -20,9 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config import UserError
-from quartet.observe.jsonl import RowAppender, read_rows
+from quartet.observe.jsonl import RowAppender, encode_row, malformed, read_rows
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.trainers.run import writing
+
+_DIGEST = "digest"
+"""Key of a line's digest: what a line says decides what an evaluation finds."""
+
+
+def _digest(row: Mapping[str, Any]) -> str:
+    return hashlib.sha256(encode_row(row)).hexdigest()[:16]
+
+
+def _checked(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
+    if row.pop(_DIGEST, None) != _digest(row):
+        raise malformed(path, number, "it does not agree with its own digest")
+    return row
 
 
 class Finished:
@@ -42,18 +57,26 @@ class Finished:
         self.preferences: dict[str, float] = {}
         digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
         rows = read_rows(path) if path.is_file() else []
+        # Lines of earlier versions carry no digest of their own.
+        is_checked = bool(rows) and rows[0].keys() != {"about"}
+        if is_checked:
+            rows = [_checked(path, number, row) for number, row in enumerate(rows, start=1)]
         if rows and rows[0].get("about") != digest:
             raise UserError(
                 "what is to be evaluated has changed since the evaluation began",
                 found=f"{path} is about other prompts or answers",
                 remedy="give it the same data, or choose another output_dir",
             )
-        for row in rows[1:]:
-            self._take(row)
+        for number, row in enumerate(rows[1:], start=2):
+            try:
+                self._take(row)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise malformed(path, number, str(error)) from error
         with writing(path):
             self._rows = RowAppender(path)
+            self._is_checked = is_checked or not rows
             if not rows:
-                self._rows.append({"about": digest})
+                self._append({"about": digest})
 
     def _take(self, row: Mapping[str, Any]) -> None:
         sample = str(row["sample"])
@@ -86,9 +109,12 @@ class Finished:
 
     def _keep(self, sample: str, **values: Any) -> None:
         row = {"sample": sample, **values}
-        with writing(self.path):
-            self._rows.append(row)
+        self._append(row)
         self._take(row)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        with writing(self.path):
+            self._rows.append({**row, _DIGEST: _digest(row)} if self._is_checked else row)
 
     def close(self) -> None:
         self._rows.close()

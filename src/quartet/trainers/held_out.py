@@ -17,9 +17,10 @@ from typing import Any
 from quartet.config import UserError
 from quartet.config.evaluation import EvaluationConfig
 from quartet.observe.alarm import AlarmVerdict, HackingAlarm
-from quartet.observe.jsonl import RowAppender, read_rows
+from quartet.observe.jsonl import RowAppender
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
+from quartet.observe.report.alarms import read_alarms
 from quartet.rollout.protocol import Completion, Request
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.worker import Worker
@@ -142,9 +143,12 @@ class HeldOut:
         if not self.alarm.raised_at:
             return {"reward_hacking": {"raised": False}}
         steps, path = ", ".join(map(str, self.alarm.raised_at)), self.path / "alarms.jsonl"
-        rows = read_rows(path) if path.is_file() else []
+        try:
+            rows = read_alarms(path) if path.is_file() else []
+        except UserError:
+            rows = []
         if not rows:  # Somebody may have made room, which must not cost the end of the run.
-            text = f"reward hacking? The alarm was raised at step {steps}; {path} is gone"
+            text = f"reward hacking? The alarm was raised at step {steps}; {path} is gone or damaged"
             return {"reward_hacking": {"raised": True, "text": text, "raised_at_steps": steps}}
         last = rows[-1]
         examples = last.pop("examples")
@@ -209,7 +213,11 @@ class HeldOut:
         most = self.config.alarm.examples if self.config.alarm is not None else 0
         path = step_path(self.path / "evaluations", verdict.best_step)
         # Somebody may have made room: an alarm without examples is better than a run that stops.
-        before = read_answers(path) if path.is_file() else []
+        try:
+            before = read_answers(path) if path.is_file() else []
+        except UserError as error:
+            self.progress.print(f"the alarm has no examples: {error.problem}: {error.found}")
+            before = []
 
         def trained(found: Sequence[Answer | StoredAnswer]) -> list[float]:
             return weighted_scores([answer.rewards for answer in found], self.training_weights)

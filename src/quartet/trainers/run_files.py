@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +17,8 @@ from quartet.config.file_errors import read_error, read_file
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
 from quartet.config.yamls import parse_yaml, yaml_complaint
+from quartet.observe.digests import FileDigest, changed_file, digest_files, seal, unseal
+from quartet.observe.jsonl import replace_atomically
 
 FREE_KEYS = (
     "output_dir",
@@ -29,7 +32,7 @@ FREE_KEYS = (
 )
 """Recipe keys that may differ when a run is resumed: they change no weight."""
 
-MARKER, RECIPE = "run.json", "recipe.yaml"
+MARKER, RECIPE, SUMMARY, MODELS = "run.json", "recipe.yaml", "summary.json", "models.json"
 
 
 def inspect(path: Path, recipe: Recipe, job: str, *, resume: bool) -> dict[str, Any] | None:
@@ -83,6 +86,55 @@ def read_json(path: Path) -> Any:
         return json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON text ({str(error)[:100]})") from error
+
+
+def completed(path: Path, tell: Callable[[str], object]) -> dict[str, Any] | None:
+    """The one stage in ``summary.json`` of a job that is part of a larger one; None where it has to go on.
+
+    That is also where its summary or its models are not as it left them, which ``tell`` is told: a job that goes on
+    from its last checkpoint writes them once more.
+    """
+    if not os.path.lexists(path / SUMMARY):
+        return None
+    try:
+        summary = read_json(path / SUMMARY)
+        stage = summary["stages"][0]
+        if not (isinstance(stage["name"], str) and isinstance(stage["metrics"], dict)):
+            raise TypeError("no stage")
+        float(stage["seconds"])
+    except (UserError, ValueError, TypeError, LookupError):
+        tell(f"{path / SUMMARY} is damaged: the stage writes it anew")
+        return None
+    if changed := _changed_model(path):
+        tell(f"{path / changed} is not what the stage has written: it writes it anew")
+        return None
+    return dict(stage)
+
+
+def write_models(path: Path) -> None:
+    """``models.json``: the digests of the files in ``model/`` and ``critic/``, sealed.
+
+    Raises:
+        OSError: a file cannot be read, or this one not written.
+    """
+    digests = {
+        f"{name}/{file}": asdict(digest)
+        for name in ("model", "critic")
+        for file, digest in digest_files(path / name).items()
+    }
+    if digests:
+        replace_atomically(path / MODELS, seal({"files": digests}))
+
+
+def _changed_model(path: Path) -> str | None:
+    """The first file of the models that has changed; earlier versions did not say what they had written."""
+    if not os.path.lexists(path / MODELS):
+        return None
+    try:
+        files = unseal(read_file(path / MODELS))["files"]
+    except (UserError, ValueError):
+        return MODELS
+    return changed_file(path, {name: FileDigest(**digest) for name, digest in files.items()})
 
 
 def _read_marker(marker: Path, job: str) -> dict[str, Any]:

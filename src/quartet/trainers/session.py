@@ -33,6 +33,7 @@ from quartet.trainers.dynamic_sampling import DynamicSampling
 from quartet.trainers.episodes import AnyGroup, GroupSource
 from quartet.trainers.greedy import GreedyBaseline
 from quartet.trainers.ptx import PTX
+from quartet.trainers.run import writing
 from quartet.trainers.selection import learned_from, selection_objective
 
 
@@ -145,8 +146,9 @@ class Session:
             )
         script = Journal.load(Path(placement.follow)) if placement.follow is not None else []
         path = self.play.path / (f"journal_{step:08d}.jsonl" if step else "journal.jsonl")
-        path.unlink(missing_ok=True)
-        return Journal(script, path)
+        with writing(path):
+            path.unlink(missing_ok=True)
+            return Journal(script, path)
 
     def _dynamic_sampling(self, source: GroupSource) -> DynamicSampling | None:
         algorithm = self.recipe.algorithm
