@@ -68,6 +68,58 @@ def test_a_directory_goes_through_datasets(tmp_path: Path) -> None:
         read(tmp_path / "set", split="tets")
 
 
+def test_splits_slices_and_configurations(tmp_path: Path) -> None:
+    """A data set in a directory, with two configurations and a split of its own."""
+    pytest.importorskip("datasets")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: train, path: main.jsonl}\n"
+        "  - {split: held, path: held.jsonl}\n- config_name: other\n  data_files: other.jsonl\n---\n"
+    )
+    for name in ("main", "held", "other"):
+        (folder / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{name} {n}"}}\n' for n in range(10)))
+
+    def prompts(**options: Any) -> list[str]:
+        return [values["prompt"] for _, values in read(folder, **options)]
+
+    assert prompts(config="main") == [f"main {n}" for n in range(10)]
+    assert prompts(config="other", split="train[:3]") == ["other 0", "other 1", "other 2"]
+    assert prompts(config="main", split="held[80%:]", limit=1) == ["held 8"]
+    assert len(prompts(config="main", split="train+held")) == 20
+    for options, found in (
+        ({}, "Config name is missing"),
+        ({"config": "mian"}, "config 'mian'"),
+        ({"config": "main", "split": "test"}, "split 'test'"),
+        ({"config": "main", "split": "train[:x]"}, "split 'train[:x]'"),
+    ):
+        with pytest.raises(UserError) as caught:
+            prompts(**options)  # type: ignore[arg-type]
+        assert found in caught.value.found, caught.value.found
+
+
+def test_a_data_set_with_a_broken_file(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"prompt": "a"}\n{broken\n')
+    with pytest.raises(UserError, match="neither a file here nor a data set"):
+        read(tmp_path / "set")
+
+
+def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        asked.append((arguments, options))
+        return [{"prompt": "a"}, {"prompt": "b"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows = read_rows(DataConfig(path="org/set", config="main", split="train[:1000]"))
+    assert asked == [(("org/set",), {"name": "main", "split": "train[:1000]"})]
+    assert [row.place for row in rows] == ["org/set:1", "org/set:2"]
+
+
 def test_limit(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\nbroken\n')
