@@ -10,7 +10,7 @@ from typing import Any
 from quartet.config.describe import inline
 from quartet.config.reference import meaning_at
 
-_WIDTH, _COLUMN = 110, 46
+_WIDTH, _COLUMN = 100, 40
 """Longest line, and where comments begin."""
 
 

@@ -81,8 +81,9 @@ def starter(
     lines = [Line("job", job), Line("output_dir", f"runs/{job}"), *_BODIES[job](job, chosen, reward, source, row)]
     called = "".join(f" --{name} {value}" for name, value in (("method", method), ("reward", reward)) if value)
     head = [
-        f"quartet {job} recipe.yaml        written by: quartet init {job}{called}",
-        f"Every key: quartet config {job}. Lines that begin with # are examples of what else is often set.",
+        f"quartet {job} recipe.yaml",
+        f"Written by: quartet init {job}{called}. Every key: quartet config {job}",
+        "Lines that begin with # are examples of what else is often set.",
     ]
     return commented(job, lines, head)
 
@@ -154,7 +155,7 @@ def _rl(
     yield Line(f"{above}rollout.sampling.temperature", 1.0)
     yield Line(f"{above}rollout.sampling.max_new_tokens", 256)
     if job == "rl":
-        yield Line("evaluation", {"data": {"path": "held_out.jsonl"}, "every_steps": 50}, is_example=True)
+        yield Line("evaluation", {"data": {"path": "held_out.jsonl"}}, is_example=True)
     yield Line(f"{above}steps", 100)
     responses = getattr(algorithm, "default_responses", 1)
     yield Line(f"{above}prompts_per_step", 16 if responses > 1 else 64)
