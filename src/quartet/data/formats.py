@@ -235,6 +235,8 @@ def _renamed(row: Row, columns: Mapping[str, str], section: str) -> dict[str, An
 
 def _demonstration(fields: Fields) -> Example:
     if fields.has("input_ids"):
+        if any(fields.has(name) for name in ("prompt", "messages", "text")):
+            fields.notes.append("input_ids were learned from, not the text beside them")
         return _tokenised(fields)
     if fields.has("prompt", "completion"):
         prompt, text = _answered(fields)

@@ -22,8 +22,8 @@ _ROWS_PER_PASS = 256
 class SFTTrainer(CausalTrainer[SFTRecipe, SFTData]):
     """Trains a causal LM to imitate demonstrations; only the demonstrator's tokens carry loss.
 
-    Arguments as for ``SupervisedTrainer``; rows have ``prompt`` and ``completion``, or ``messages``. Held-out figures:
-    ``eval/loss`` in nats per token, and its exponential, ``sft/perplexity``.
+    Arguments as for ``SupervisedTrainer``; rows have ``prompt`` and ``completion``, ``messages``, ``text`` or
+    ``input_ids``. Held-out figures: ``eval/loss`` in nats per token, and its exponential, ``sft/perplexity``.
     """
 
     _held_out_figure = "eval/loss"

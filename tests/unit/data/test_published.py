@@ -230,6 +230,12 @@ def test_token_ids_stay_as_they_are(row: dict[str, Any], ids: list[int], mask: l
     assert (list(item.input_ids), list(item.loss_mask)) == (ids, mask)
 
 
+def test_token_ids_win_over_text_and_it_is_told() -> None:
+    found = demonstrations(rows({"input_ids": [3, 4], "messages": [USER, YES]}))
+    assert isinstance(found.items[0], Tokenised)
+    assert dict(found.notes) == {"input_ids were learned from, not the text beside them": 1}
+
+
 @pytest.mark.parametrize(
     ("row", "found"),
     [
