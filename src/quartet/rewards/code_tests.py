@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from quartet.config.errors import UserError
+from quartet.config.printable import printable
 from quartet.config.rewards import CodeReward, Isolation
-from quartet.rewards.sandbox.run import Check, Limits, SandboxError, check_sandbox, run_program, run_tests
+from quartet.rewards.sandbox.run import Check, Limits, SandboxError, check_sandbox, judge, run_program
 from quartet.rewards.source import RewardError, Threads, check_column
 from quartet.text.examples import PromptText
 
@@ -59,7 +60,7 @@ class CodeSource:
             isolation=config.isolation,
         )
         try:
-            check_sandbox(config.isolation)
+            self._tool = check_sandbox(config.isolation)
         except SandboxError as error:
             raise UserError(
                 f"the reward {self.name!r} needs a sandbox that this machine does not allow",
@@ -67,6 +68,7 @@ class CodeSource:
                 remedy=_REMEDIES[config.isolation],
             ) from error
         self._threads = Threads(config.concurrency, self.name)
+        self._num_refused, self._first_refused = 0, ""
 
     def check_columns(self, columns: Sequence[str]) -> None:
         check_column(self.name, self._column, columns)
@@ -100,7 +102,11 @@ class CodeSource:
 
     def _passed(self, code: str, tests: Tests) -> list[bool]:
         if isinstance(tests[0], Check):
-            return run_tests(code, [test for test in tests if isinstance(test, Check)], self._limits)
+            verdicts = judge(code, [test for test in tests if isinstance(test, Check)], self._limits)
+            for verdict in verdicts:
+                self._num_refused += verdict.is_refused
+                self._first_refused = self._first_refused or (verdict.reason if verdict.is_refused else "")
+            return [verdict.passed for verdict in verdicts]
         passed: list[bool] = []
         for case in tests:
             assert isinstance(case, Case), "tests are of one kind"
@@ -111,6 +117,14 @@ class CodeSource:
             if run.ended == "time" or (self._all and not is_right):
                 break
         return passed + [False] * (len(tests) - len(passed))
+
+    def remarks(self) -> list[str]:
+        """What makes the sandbox, and how many tests failed because what crossed could not be judged."""
+        found = [f"code runs in a sandbox made by {self._tool}"]
+        if self._num_refused:
+            first = printable(self._first_refused)
+            found.append(f"{self._num_refused} tests failed unjudged (docs/rewards.md); the first because {first}")
+        return [f"reward {self.name!r}: {remark}" for remark in found]
 
     def close(self) -> None:
         self._threads.close()

@@ -94,6 +94,21 @@ def test_scores_of_inputs_and_outputs(isolation: Isolation) -> None:
     assert score(CodeReward(), ["print('a  \\nb \\n\\n')", "print('a b')"], [spaces] * 2) == [1.0, 0.0]
 
 
+def test_what_could_not_be_judged_is_remarked() -> None:
+    source = CodeSource(CodeReward())
+    lazy = "class Far(Exception): pass\ndef f(n):\n    yield n"
+    try:
+        columns = {"tests": [["assert 3 in f(3)", "assert f(1) == 1"]] * 2}
+        found = asyncio.run(source.score(["?"] * 2, [lazy, "def f(n): return [n]"], columns))
+    finally:
+        source.close()
+    assert found == [0.0, 0.5]
+    made, refused = source.remarks()
+    assert "sandbox made by" in made
+    assert "2 tests failed unjudged" in refused and "a generator, which is lazy" in refused
+    assert len(CodeSource(CodeReward(isolation="process")).remarks()) == 1
+
+
 def test_code_that_was_too_slow_once_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
     real = code_tests.run_program
@@ -124,6 +139,6 @@ def test_a_sandbox_that_fails_later_is_no_verdict(monkeypatch: pytest.MonkeyPatc
     def refuse(*_: Any) -> None:
         raise SandboxError("fork: Resource temporarily unavailable")
 
-    monkeypatch.setattr(code_tests, "run_tests", refuse)
+    monkeypatch.setattr(code_tests, "judge", refuse)
     with pytest.raises(RewardError, match="sandbox"):
         score(CodeReward(), ["x = 1"], ["assert x == 1"])

@@ -18,7 +18,6 @@ import operator
 import os
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from quartet.rewards.sandbox.data import MAX_NODES, Unsuitable, decode, encode
@@ -216,12 +215,10 @@ _PLAIN_NAMES = {
 }
 
 
-@dataclass
 class _State:
-    channel: Channel
-    number: int
-    is_class: bool = False
-    is_own: bool = False
+    def __init__(self, channel: Channel, number: int) -> None:
+        self.channel, self.number = channel, number
+        self.is_class = self.is_own = False
 
 
 _STATE = "_SolutionObject__state"  # no name that an attribute of the solution's may have

@@ -43,12 +43,15 @@ _INSIDE = "/sandbox"
 
 def main() -> None:
     _make_importable()
-    from quartet.rewards.sandbox import confine, refuse, work  # noqa: F401 - all modules, while they can be found
+    from quartet.rewards.sandbox import confine
 
     job = json.loads(sys.stdin.buffer.read())
     _or_report(job["status_fd"], confine.end_with_parent)
-    ways = {"bubblewrap": _in_bubblewrap, "namespaces": _in_namespaces, "process": _in_group, "inside": _inside}
-    ways[job["confinement"]](job)
+    if job["confinement"] == "bubblewrap":
+        _in_bubblewrap(job)
+    from quartet.rewards.sandbox import refuse, work  # noqa: F401 - while they can be found
+
+    {"namespaces": _in_namespaces, "process": _in_group, "inside": _inside}[job["confinement"]](job)
     os.write(job["status_fd"], b"ok")
     os.close(job["status_fd"])
     work.ROLES[job["role"]](job)

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quartet.rewards.sandbox.work import MAX_REASON, PASSED
+from quartet.rewards.sandbox.work import MAX_REASON, PASSED, REFUSED
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SETUP_S = 60.0
@@ -89,10 +89,13 @@ class ProgramRun:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a test passed, and if not, why not."""
+    """Whether a test passed, and if not, why not, partly in words of the code under test. ``is_refused``: what the code
+    gave, or was given, cannot be judged.
+    """
 
     passed: bool
     reason: str = ""
+    is_refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class Tool:
     bwrap: str = ""
 
 
-_PROCESS = Tool("process", "a process without namespaces, which keeps less from the code: see docs/rewards.md")
+_PROCESS = Tool("process", "limits and refused system calls alone (isolation: process)")
 
 
 @functools.cache
@@ -287,9 +290,13 @@ def judge(source: str, tests: Sequence[Check], limits: Limits) -> list[Verdict]:
         # A character of a reason is at most the six bytes of its escape.
         said, ended = _read(stdout.fileno(), time.monotonic() + limits.wall_s, num * (6 * MAX_REASON + 8))
     lines = said.split(b"\n")[:-1][:num]
-    found = [Verdict(True) if line == PASSED else Verdict(False, json.loads(line[1:])) for line in lines]
+    found = [_verdict(line) for line in lines]
     missing = f"no verdict within {limits.wall_s} s" if ended == "time" else "the tests ended before this one"
     return found + [Verdict(False, missing)] * (num - len(found))
+
+
+def _verdict(line: bytes) -> Verdict:
+    return Verdict(True) if line == PASSED else Verdict(False, json.loads(line[1:]), line[:1] == REFUSED)
 
 
 def _read(fd: int, deadline: float, most: int) -> tuple[bytes, Ended]:

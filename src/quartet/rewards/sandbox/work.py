@@ -24,7 +24,7 @@ from quartet.rewards.sandbox.channel import (
     named,
 )
 
-PASSED, FAILED = b"P", b"F"
+PASSED, FAILED, REFUSED = b"P", b"F", b"R"
 MAX_REASON = 500
 """Most characters of why a test failed."""
 
@@ -75,7 +75,8 @@ def run_tests(job: dict[str, Any]) -> None:
     for test in job["tests"]:
         failure = channel.failure if channel.is_closed else _failure(test["source"], namespace, channel)
         if test["counts"]:
-            line = FAILED + json.dumps(failure[:MAX_REASON]).encode() if failure else PASSED
+            kind = REFUSED if channel.failure and not channel.is_closed else FAILED
+            line = kind + json.dumps(failure[:MAX_REASON]).encode() if failure else PASSED
             os.write(verdicts, line + b"\n")
             channel.failure = channel.failure if channel.is_closed else ""
     os._exit(0)
