@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import math
@@ -107,6 +108,39 @@ def test_conversational_pairs(data: Path, quartet: Callable[..., dict[str, Any]]
         "pairs_per_step=2",
     )
     assert finite(found["stages"][0]["metrics"])
+
+
+@needs_data
+@pytest.mark.parametrize(("job", "recipe"), [("reward-model", "pandalm-reward-model"), ("preference", "dpo")])
+def test_real_pairs_in_the_shape_of_hh_rlhf(
+    job: str, recipe: str, data: Path, quartet: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """One text per side, compressed, from two sources mixed by weight."""
+    lines = (data / "pandalm_human_pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["chosen"] and row["rejected"]][:80]
+    heads = [f"\n\nHuman: {row['prompt']}\n\nAssistant:" for row in rows]
+    whole = [
+        {side: f"{head} {row[side]}" for side in ("chosen", "rejected")} for head, row in zip(heads, rows, strict=True)
+    ]
+    paths = []
+    for number, part in enumerate((whole[:30], whole[30:60], whole[60:])):
+        paths.append(tmp_path / f"{number}.jsonl.gz")
+        paths[-1].write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in part).encode()))
+    found = quartet(
+        job,
+        recipe,
+        f"model.path={data / 'stories260K'}",
+        f"data={{sources: [{{path: {paths[0]}, weight: 0.7}}, {{path: {paths[1]}, weight: 0.3}}], overlong: skip}}",
+        f"evaluation_data={{path: {paths[2]}, overlong: skip}}",
+        "steps=2",
+        "pairs_per_step=4",
+    )
+    metrics = found["stages"][0]["metrics"]
+    assert finite(metrics)
+    assert sum("rows of an epoch" in note for note in found["notes"]) == 2
+    if job == "reward-model":
+        assert metrics["eval/accuracy_low"] < metrics["eval/accuracy"] < metrics["eval/accuracy_high"]
+        assert 0 < metrics["eval/longer_answer_accuracy"] < 1
 
 
 @needs_data
