@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from quartet.config.rewards import (
     RegexReward,
 )
 from quartet.rewards.build import CallableReward, build_reward
+from quartet.rewards.functions import FunctionReward as PassedFunction
 from quartet.rewards.source import GuardedReward, Outcome
 
 PROMPTS: list[Any] = ["one?", [{"role": "user", "content": "two?"}], "three?", "four?", "five?", "six?"]
@@ -38,15 +40,13 @@ TESTS = [["assert x == 1"], ["assert True"], "assert 1 == 1", [{"input": "", "ou
 COLUMNS = {"answer": ANSWERS, "tests": TESTS}
 
 
-def sync_function(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
-    """A user's function; slow enough to be seen in the loop where it runs there."""
-    time.sleep(0.05)
+def passed(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
     return [None if a is None else float(len(str(c))) for c, a in zip(completions, answer, strict=True)]
 
 
-async def async_function(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
+async def passed_async(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
     await asyncio.sleep(0.05)
-    return [None if a is None else float(len(str(c))) for c, a in zip(completions, answer, strict=True)]
+    return passed(completions, answer)
 
 
 def scores_of_lengths(body: Any) -> tuple[int, Any]:
@@ -81,10 +81,7 @@ def case(config: CallableReward, column: str | None, *, beside: bool = False, ap
 
 
 def function(name: str, **options: Any) -> FunctionReward:
-    module = sys.modules[__name__]
-    # The recipe names a module; this one may go by a name that is no import path.
-    sys.modules["contract_rewards"] = module
-    return FunctionReward(target=f"contract_rewards:{name}", **options)
+    return FunctionReward(target=f"{Path(__file__).parents[1] / 'user_functions.py'}:{name}", **options)
 
 
 SOURCES: dict[str, Build] = {
@@ -96,11 +93,18 @@ SOURCES: dict[str, Build] = {
     ),
     "format": lambda serve: case(FormatReward(pattern=r".*\d.*"), None),
     "length": lambda serve: case(LengthReward(target=5), None),
-    "function": lambda serve: case(function("sync_function"), "answer", applies=HAS_ANSWER),
-    "function in threads": lambda serve: case(
-        function("sync_function", thread=True, batch_size=2), "answer", beside=True, applies=HAS_ANSWER
+    "function": lambda serve: case(function("lengths"), "answer", beside=True, applies=HAS_ANSWER),
+    "function in processes": lambda serve: case(
+        function("lengths", processes=2, batch_size=2), "answer", beside=True, applies=HAS_ANSWER
     ),
-    "async function": lambda serve: case(function("async_function"), "answer", beside=True, applies=HAS_ANSWER),
+    "function in threads": lambda serve: case(
+        function("lengths", thread=True, batch_size=2), "answer", beside=True, applies=HAS_ANSWER
+    ),
+    "async function": lambda serve: case(function("lengths_async"), "answer", beside=True, applies=HAS_ANSWER),
+    "passed function": lambda serve: Case(GuardedReward(PassedFunction(passed)), "answer", False, list(HAS_ANSWER)),
+    "passed async function": lambda serve: Case(
+        GuardedReward(PassedFunction(passed_async)), "answer", True, list(HAS_ANSWER)
+    ),
     "math": lambda serve: case(MathReward(), "answer", beside=True, applies=HAS_ANSWER),
     "code": lambda serve: case(
         CodeReward(timeout_s=20), "tests", beside=True, applies=[test is not None for test in TESTS]
@@ -195,7 +199,7 @@ def test_a_column_that_is_not_there_is_named_before_any_work(source: Case) -> No
 def test_the_event_loop_is_free_meanwhile(source: Case) -> None:
     """Generation goes on while a source waits or computes elsewhere."""
     if not source.is_beside:
-        pytest.skip("a rule takes no time; a sync function runs where it is called")
+        pytest.skip("a rule takes no time; a plain function that Python passes runs where it is called")
 
     async def count() -> int:
         turns = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from quartet.config.foreign import described, excerpt, type_name
+
 _LARGEST = 3.4028234663852886e38
 """Of float32, in which scores are kept; what lies beyond would become an infinity there."""
 
@@ -13,18 +15,21 @@ def as_score(value: Any) -> float | str:
     """``value`` as a float: a number of Python, or a scalar of numpy or torch. Where it is no number that float32 holds
     a description of what it is.
     """
-    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        value = value.item()
-    if not isinstance(value, (int, float)):
-        return f"{_excerpt(value)} ({type(value).__name__})"
-    if abs(value) <= _LARGEST:
-        return float(value)
-    # An integer may be too large for math.isfinite, and too long to be shown.
-    if isinstance(value, float) and not math.isfinite(value):
-        return f"{value}"
-    return "a number beyond what float32 holds"
-
-
-def _excerpt(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 160 else text[:110] + " … " + text[-40:]
+    try:
+        if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+            value = value.item()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # It is an object of user code, which may raise anything.
+        return f"{type_name(value)} that cannot be read as a number ({described(error)})"
+    # Their own types' methods: a subclass may have others.
+    if isinstance(value, float):
+        number = float.__float__(value)
+        if math.isfinite(number) and abs(number) <= _LARGEST:
+            return number
+        return "a number beyond what float32 holds" if math.isfinite(number) else f"{number}"
+    if isinstance(value, int):
+        # It may be too large for a float, and too long to be shown.
+        fits = int.__abs__(value) <= int(_LARGEST)
+        return int.__float__(value) if fits else "a number beyond what float32 holds"
+    return f"{excerpt(value)} ({type_name(value)})"

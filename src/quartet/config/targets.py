@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet.config.errors import UserError
+from quartet.config.foreign import described
 from quartet.config.nearest import missing_file, nearest
 
 
@@ -30,7 +32,7 @@ def load_target(target: str, what: str) -> Callable[..., Any]:
             remedy="for example my_code.py:Name",
         )
     module = _import_file(Path(location), what) if location.endswith(".py") else _import_module(location, what)
-    found = getattr(module, name, None)
+    found = _run_import(lambda: getattr(module, name, None), location, what)
     if not callable(found):
         defined = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(
@@ -42,7 +44,8 @@ def load_target(target: str, what: str) -> Callable[..., Any]:
 
 
 def _import_file(path: Path, what: str) -> Any:
-    path = path.expanduser()
+    with contextlib.suppress(RuntimeError):  # "~somebody" of whom the system knows no home
+        path = path.expanduser()
     if not path.is_file():
         raise missing_file(f"there is no such file for the {what}", path)
     # A name of its own per path: two files of one name must not replace each other.
@@ -68,10 +71,12 @@ def _import_module(name: str, what: str) -> Any:
 def _run_import(action: Callable[[], Any], source: str, what: str) -> Any:
     try:
         return action()
-    except Exception as error:  # User code may raise anything; it is passed on with its cause.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # User code may raise anything; it is passed on with its cause.
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError(
             f"the module of the {what} cannot be imported",
-            found=f"{source}{line}: {type(error).__name__}: {error}",
+            found=f"{source}{line}: {described(error)}",
             remedy="correct it; modules are looked for as Python does, files from the current directory",
         ) from error

@@ -14,11 +14,11 @@ from quartet.config.rewards import (
     NumericReward,
     RegexReward,
 )
-from quartet.rewards import functions
 from quartet.rewards.code_tests import CodeSource
 from quartet.rewards.http_reward import HTTPSource
 from quartet.rewards.judge import judge_source
 from quartet.rewards.mathematics import MathSource
+from quartet.rewards.process_functions import ProcessFunction
 from quartet.rewards.rules import rule_source
 from quartet.rewards.source import GuardedReward, RewardSource
 
@@ -47,12 +47,7 @@ def build_reward(config: CallableReward) -> GuardedReward:
     batch_size: int | None = None
     match config:
         case FunctionReward():
-            function = functions.load_function(config.target)
-            threads = config.concurrency if config.thread else None
-            source, batch_size = (
-                functions.FunctionReward(function, name=config.name, threads=threads),
-                config.batch_size,
-            )
+            source, batch_size = ProcessFunction(config), config.batch_size
         case MathReward():
             source, batch_size = MathSource(config), 1
         case CodeReward():

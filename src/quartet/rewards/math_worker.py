@@ -1,17 +1,17 @@
-"""A process that compares mathematical answers with math-verify: one JSON line in, one out.
+"""Compares mathematical answers with math-verify, in a process of its own.
 
-A process of its own because math-verify ends long computations by SIGALRM, which works in a main thread alone, and
-because only a process can be ended that is deep inside a number of a billion digits.
+A process because math-verify ends long computations by SIGALRM, which works in a main thread alone, and because only a
+process can be ended that is deep inside a number of a billion digits.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import resource
-import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quartet.rewards.process_main import Channel
 
 _MEMORY_BYTES = 4 << 30
 
@@ -30,22 +30,16 @@ def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dic
     return float(bool(verify(gold, found, float_rounding=job["digits"], timeout_seconds=limit)))
 
 
-def main() -> None:
+def serve(settings: Mapping[str, Any], channel: Channel) -> None:
+    """Answers each job with a score."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # What libraries print must not come between the answers.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     configs = {"latex": LatexExtractionConfig(), "expr": ExprExtractionConfig()}
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
+    channel.answer(0, "ready")
+    for number, job in channel:
         try:
-            score = compare(parse, verify, configs, json.loads(line))
+            score = compare(parse, verify, configs, job)
         except (MemoryError, RecursionError):
             score = 0.0
-        print(json.dumps({"score": score}), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        channel.answer(number, score)

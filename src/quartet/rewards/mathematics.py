@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
-import selectors
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.rewards import MathReward
+from quartet.rewards.process import Process, ProcessLost, ProcessPool, ProcessSilent
 from quartet.rewards.source import RewardError, Threads, check_column
 from quartet.text.examples import PromptText
 
+_WORKER = "quartet.rewards.math_worker"
 _START_S = 120.0
 _ATTEMPTS = 2
 _PATIENCE = 3.0
@@ -40,8 +36,7 @@ class MathSource:
             )
         self._config = config
         self._threads = Threads(config.concurrency, self.name)
-        self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
+        self._pool = ProcessPool(self._start, config.concurrency)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         check_column(self.name, self._config.column, columns)
@@ -64,95 +59,33 @@ class MathSource:
             "timeout_s": config.timeout_s,
         }
         for _ in range(_ATTEMPTS):
-            worker = self._take()
-            try:
-                score = worker.ask(job, max(1.0, config.timeout_s) * _PATIENCE)
-            except _WorkerSilent:
-                worker.end()
-                break
-            except _WorkerLost:
-                worker.end()
-                continue  # perhaps ended from outside, for nothing in this completion
-            with self._lock:
-                self._idle.append(worker)
-            return score
+            with self._pool.taken() as process:
+                try:
+                    score = process.ask(job, max(1.0, config.timeout_s) * _PATIENCE)
+                except ProcessSilent:
+                    process.kill()
+                    break
+                except ProcessLost:
+                    continue  # perhaps ended from outside, for nothing in this completion
+            return None if score is None else float(score)
         # A comparison that takes too long, or all memory, shows no equality.
         return 0.0
 
-    def _take(self) -> _Worker:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
+    def _start(self) -> Process:
+        process = None
         try:
-            return _Worker()
-        except _WorkerLost as error:
+            process = Process(_WORKER, {}, quiet=True)
+            process.greeting(_START_S)
+            return process
+        except ProcessLost as error:
+            if process is not None:
+                process.kill()
             raise RewardError(
                 f"the process of the reward {self.name!r} does not start",
                 found=str(error),
-                remedy="see what `python -m quartet.rewards.math_worker` says",
+                remedy="see whether `python -c 'import math_verify'` works",
             ) from error
 
     def close(self) -> None:
         self._threads.close()
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for worker in idle:
-            worker.end()
-
-
-class _WorkerLost(Exception):
-    """The process is gone, or of no use."""
-
-
-class _WorkerSilent(_WorkerLost):
-    """The process does not answer."""
-
-
-class _Worker:
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "quartet.rewards.math_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            # Ctrl-C is for the trainer, which ends its step before it stops.
-            start_new_session=True,
-        )
-        try:
-            self._answer(_START_S)
-        except _WorkerLost:
-            self.end()
-            raise
-
-    def ask(self, job: Mapping[str, Any], patience_s: float) -> float | None:
-        assert self._process.stdin is not None, "asked for above"
-        try:
-            self._process.stdin.write(json.dumps(job) + "\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise _WorkerLost(str(error)) from error
-        score: float | None = self._answer(patience_s)["score"]
-        return score
-
-    def _answer(self, patience_s: float) -> Any:
-        """The next line. One line per question, so that nothing is left in a buffer behind the selector's back."""
-        stdout = self._process.stdout
-        assert stdout is not None, "asked for above"
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            if not selector.select(patience_s):
-                raise _WorkerSilent(f"silent for {patience_s:g} s")
-        line = stdout.readline()
-        if not line:
-            raise _WorkerLost(f"ended with status {self._process.wait()}")
-        return json.loads(line)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # What was still to be written finds no reader.
-                    pipe.close()
+        self._pool.close()

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
@@ -61,6 +61,13 @@ class RewardSource(Protocol):
         """Lets go of threads, processes and connections; the source is not used after it."""
 
 
+@runtime_checkable
+class Remarking(Protocol):
+    """A source that notices something the user should know."""
+
+    def remarks(self) -> list[str]: ...
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Scores of one chunk. ``failed``: which samples have none because the source failed, with the reasons; the others
@@ -80,6 +87,9 @@ class GuardedReward:
         deadline_s: most seconds for one chunk; calls that are not through by then have failed.
         batch_size: completions per call of the source; None: a whole chunk.
         concurrency: most calls under way at a time, over all chunks; None: no limit.
+
+    Raises:
+        UserError: there is a deadline, and nothing could end a call of the source.
     """
 
     def __init__(
@@ -91,6 +101,13 @@ class GuardedReward:
         batch_size: int | None = None,
         concurrency: int | None = None,
     ) -> None:
+        if deadline_s is not None and getattr(source, "holds_loop", False):
+            raise UserError(
+                f"deadline_s does not hold for the reward {source.name!r}",
+                found=f"deadline_s: {deadline_s} and a plain Python function, which nothing can end in this process",
+                remedy="name it in the recipe (type: function, target: file.py:name), where it has a process of its "
+                "own; or write it as async def, and let it await what takes long",
+            )
         self.source = source
         self._on_error = on_error
         self._deadline_s = deadline_s
@@ -165,11 +182,12 @@ class GuardedReward:
         return Outcome([None if isinstance(score, RewardError) else score for score in found], failed, reasons)
 
     def remarks(self) -> list[str]:
-        """How many samples were left out so far and why the first of them was, in words."""
-        if self._first_reason is None:
-            return []
-        reason = f"{self._first_reason.problem}: {self._first_reason.found}"
-        return [f"reward {self.name!r}: {self._num_left_out} samples left out; the first because {reason}"]
+        """How many samples were left out so far and why the first of them was, and what the source has to say."""
+        found = self.source.remarks() if isinstance(self.source, Remarking) else []
+        if self._first_reason is not None:
+            reason = f"{self._first_reason.problem}: {self._first_reason.found}"
+            found = [*found, f"reward {self.name!r}: {self._num_left_out} samples left out; the first because {reason}"]
+        return found
 
     async def _marked_call(
         self,

@@ -32,6 +32,12 @@ def score(source: MathSource, *pairs: tuple[str, Any]) -> list[float | None]:
     return asyncio.run(source.score(["?"] * len(pairs), completions, {"answer": answers}))
 
 
+def pid(source: MathSource) -> int:
+    process = source._pool._seats[0].process
+    assert process is not None
+    return process.pid
+
+
 @needs_library
 def test_equal_in_mathematics(source: MathSource) -> None:
     right = [
@@ -64,14 +70,11 @@ def test_what_never_ends_scores_nothing_and_holds_up_nobody(source: MathSource) 
 def test_a_process_that_is_stuck_or_lost_is_replaced(source: MathSource, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mathematics, "_PATIENCE", 0.2)
     assert score(source, ("5", "5")) == [1.0]
-    (worker,) = source._idle
-    os.kill(worker._process.pid, signal.SIGSTOP)
+    os.kill(pid(source), signal.SIGSTOP)
     assert score(source, ("5", "5")) == [0.0], "what shows no equality in time scores nothing"
     monkeypatch.undo()
     assert score(source, ("5", "5")) == [1.0]
-    (worker,) = source._idle
-    os.kill(worker._process.pid, signal.SIGKILL)
-    worker._process.wait()
+    os.kill(pid(source), signal.SIGKILL)
     assert score(source, ("5", "5")) == [1.0], "what ended it was not the completion"
 
 

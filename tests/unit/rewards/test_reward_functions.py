@@ -4,6 +4,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from quartet.config.errors import UserError
+from quartet.config.targets import load_target
 from quartet.rewards.builtin import exact_match, length
-from quartet.rewards.functions import FunctionReward, RewardError, load_function
+from quartet.rewards.functions import FunctionReward
+from quartet.rewards.source import RewardError
 
 PROMPTS = ["one?", "two?"]
 COMPLETIONS = ["1", "22"]
@@ -119,6 +122,76 @@ def test_a_function_that_ends_the_program_has_failed() -> None:
         score(lambda completions: sys.exit(0))
 
 
+class Unprintable(BaseException):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+    __repr__ = __str__
+
+
+class NoNumber:
+    def __float__(self) -> float:
+        raise ValueError("no number")
+
+    def __repr__(self) -> str:
+        raise SystemExit(0)
+
+
+class NoItem(NoNumber):
+    ndim = 0
+
+    def item(self) -> None:
+        raise Unprintable
+
+
+class GreatFloat(float):
+    def __abs__(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (Unprintable(), "raised Unprintable, whose message cannot be shown (ValueError in its str)"),
+        (GeneratorExit("over"), "raised RuntimeError: it raised GeneratorExit"),
+        (SystemExit(0), "raised SystemExit: 0"),
+        (StopIteration(), "raised "),
+        (ValueError("x" * 10_000_000), "raised ValueError: xxx"),
+    ],
+)
+def test_whatever_a_function_raises_is_a_failure(error: BaseException, what: str, is_async: bool) -> None:
+    def raises(completions: list[str]) -> list[float]:
+        raise error
+
+    async def raises_later(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        raise error
+
+    with pytest.raises(RewardError) as caught:
+        score(raises_later if is_async else raises)
+    assert f"' {what}" in caught.value.problem and len(str(caught.value)) < 4000
+    assert "in raises" in caught.value.found and "test_reward_functions.py" in caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (NoNumber(), "returned NoNumber that cannot be shown (SystemExit in its repr) (NoNumber) for sample 0"),
+        (NoItem(), "returned NoItem that cannot be read as a number (Unprintable, whose message cannot be shown"),
+        (GreatFloat(1e300), "returned a number beyond what float32 holds for sample 0"),
+        (1j, "returned 1j (complex) for sample 0"),
+        (Decimal("0.5"), "returned Decimal('0.5') (Decimal) for sample 0"),
+        (np.complex64(1j), "returned 1j (complex) for sample 0"),
+        pytest.param(10**5000, "returned a number beyond what float32 holds for sample 0", id="huge"),
+    ],
+)
+def test_scores_that_cannot_be_converted_are_named(value: Any, what: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        score(lambda completions: [value, 0.0])
+    assert what in caught.value.problem
+
+
 def test_a_cancelled_part_of_an_async_function_is_a_failure_and_no_cancelled_run() -> None:
     async def reward(completions: list[str]) -> list[float]:
         part = asyncio.ensure_future(asyncio.sleep(30))
@@ -146,11 +219,12 @@ def test_names() -> None:
     assert FunctionReward(length, name="brevity").name == "brevity"
 
 
-def test_load_function_from_file_and_module(tmp_path: Path) -> None:
+def test_functions_are_found_in_files_and_modules(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("FACTOR = 3\ndef f(completions):\n    return [FACTOR for _ in completions]\n")
-    assert load_function(f"{path}:f")(["a"]) == [3]
-    assert load_function("quartet.rewards.builtin:exact_match") is exact_match
+    found = load_target(f"{path}:f", "function")
+    assert found(["a"]) == [3]
+    assert load_target("quartet.rewards.builtin:exact_match", "function") is exact_match
 
 
 @pytest.mark.parametrize(
@@ -164,14 +238,19 @@ def test_load_function_from_file_and_module(tmp_path: Path) -> None:
         ("{dir}/broken.py:f", "line 1: SyntaxError"),
         ("{dir}/raises.py:f", "ZeroDivisionError"),
         ("no.such.module:f", "ModuleNotFoundError"),
+        ("{dir}/exits.py:f", "cannot be imported"),
+        ("{dir}/unprintable.py:f", "message cannot be shown"),
+        ("~nobody_of_that_name/mine.py:f", "no such file"),
     ],
 )
 def test_targets_that_cannot_be_loaded(tmp_path: Path, target: str, part: str) -> None:
     (tmp_path / "mine.py").write_text("FACTOR = 3\ndef brevity(completions): return []\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "raises.py").write_text("1 / 0\n")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "unprintable.py").write_text("class E(Exception):\n def __str__(self): 1 / 0\nraise E\n")
     with pytest.raises(UserError) as caught:
-        load_function(target.format(dir=tmp_path))
+        load_target(target.format(dir=tmp_path), "function")
     assert part in str(caught.value)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,14 +59,12 @@ def train(causal_lm: Any, tokenizer: Any, prompts: Any, tmp_path: Path) -> Train
 
 
 @pytest.fixture
-def target(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], str]:
-    """Names a function as recipes do."""
+def target(tmp_path: Path) -> Callable[[str], str]:
+    """Names a function of this source as recipes do."""
 
-    def make(function: Callable[..., Any]) -> str:
-        module = types.ModuleType("rewards_of_a_test")
-        module.reward = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "rewards_of_a_test", module)
-        return "rewards_of_a_test:reward"
+    def make(source: str) -> str:
+        (tmp_path / "user_rewards.py").write_text(source)
+        return f"{tmp_path}/user_rewards.py:reward"
 
     return make
 
@@ -140,15 +136,15 @@ def test_python_functions_may_be_gates_too(digits: Any) -> None:
 
 
 def test_what_is_left_out_is_counted_and_the_run_goes_on(train: Train, target: Any) -> None:
-    calls = 0
-
-    def brittle(completions: list[str]) -> list[float]:
-        nonlocal calls
-        calls += 1
-        if calls % 4 == 2:
-            raise OSError("no connection")
-        return [float(len(text)) for text in completions]
-
+    brittle = """
+calls = 0
+def reward(completions):
+    global calls
+    calls += 1
+    if calls % 4 == 2:
+        raise OSError("no connection")
+    return [float(len(text)) for text in completions]
+"""
     reward = FunctionReward(target=target(brittle), name="brittle", on_error="leave_out")
     trainer, rows = train([reward])
     assert [row["reward/brittle/left_out"] for row in rows[-2:]] == [2.0, 2.0], "one chunk of two in each step"
@@ -159,9 +155,7 @@ def test_what_is_left_out_is_counted_and_the_run_goes_on(train: Train, target: A
 
 
 def test_without_that_word_a_function_that_raises_stops_the_run(train: Train, target: Any) -> None:
-    def broken(completions: list[str]) -> list[float]:
-        raise OSError("no connection")
-
+    broken = "def reward(completions): raise OSError('no connection')"
     with pytest.raises(UserError, match="OSError: no connection"):
         train([FunctionReward(target=target(broken))])
     assert train.trainers[0].cast.actor.num_updates == 0  # type: ignore[attr-defined]
@@ -206,24 +200,66 @@ def test_a_reward_that_waits_waits_beside_generation(train: Train) -> None:
     assert rows[-1]["overlap/score_generate_s"] > 0
 
 
-def test_a_function_in_threads_does_too(train: Train, target: Any) -> None:
-    import time
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_function_that_a_recipe_names_does_too(train: Train, target: Any, thread: bool) -> None:
+    slow = """
+import time
+def reward(completions):
+    time.sleep(0.05)
+    return [float(len(text)) for text in completions]
+"""
+    _, rows = train([FunctionReward(target=target(slow), name="slow", thread=thread)])
+    assert all(row["overlap/score_generate_s"] > 0.02 for row in rows[-2:])
 
-    grown: list[int] = []
 
-    def slow(completions: list[str], **_: Any) -> list[float]:
-        (trainer,) = train.trainers  # type: ignore[attr-defined]
-        before = trainer.company.engines[0].host.engine.stats().generated_tokens
-        time.sleep(0.05)
-        grown.append(trainer.company.engines[0].host.engine.stats().generated_tokens - before)
+def test_a_function_that_a_recipe_names_changes_nothing_in_training(train: Train, target: Any) -> None:
+    """The same run with a function that leaves its process in any state, and with one that does not."""
+    honest = "def reward(completions):\n    return [float(len(text)) for text in completions]\n"
+    rude = f"""
+import os, random, signal, sys, torch
+{honest.replace("def reward", "def score")}
+def reward(completions):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    random.seed(0)
+    os.chdir("/")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout.close()
+    return score(completions)
+"""
+    weights = []
+    for name, source in (("honest", honest), ("rude", rude)):
+        trainer, _ = train([FunctionReward(target=target(source))], name=name)
+        weights.append(trainer.cast.actor.packed.model.state_dict())
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_a_passed_function_changes_is_put_back_and_told(train: Train, is_async: bool) -> None:
+    """One of these ended runs with status 0 and weights as they were."""
+
+    def rude(completions: list[str]) -> list[float]:
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        torch.manual_seed(0)
         return [float(len(text)) for text in completions]
 
-    train([FunctionReward(target=target(slow), name="slow", thread=True)])
-    assert grown[0] > 0
-    grown.clear()
-    train.trainers.clear()  # type: ignore[attr-defined]
-    train([FunctionReward(target=target(slow), name="slow")], name="inline")
-    assert max(grown) == 0, "where it is not asked for, a sync function holds generation up"
+    async def rude_later(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return rude(completions)
+
+    def honest(completions: list[str]) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    weights = []
+    for function in (honest, rude_later if is_async else rude):
+        trainer, _ = train(functions=[function], name=function.__name__)
+        weights.append(trainer.cast.actor.packed.model.state_dict())
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+    (remark,) = [remark for remark in trainer.cast.remarks() if "changed" in remark]
+    assert "the gradient mode, the default dtype" in remark
+    assert any("torch's global generator" in remark for remark in trainer.cast.remarks())
 
 
 def test_nothing_depends_on_when_scores_arrive(train: Train) -> None:

@@ -1,0 +1,325 @@
+"""Processes beside the trainer that answer questions: for user code, and for libraries that may hang.
+
+A process is started fresh, not forked, in a session of its own. It can be killed with everything that it started, ends
+when the trainer ends, however that ends, and nothing that it does to itself reaches the trainer. The other side is
+``process_main.py``. These functions wait; call them in threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_MAIN = Path(__file__).with_name("process_main.py")
+_MAX_ANSWER_BYTES = 64 << 20
+_END_S = 1.0
+"""Most seconds for an idle process to end by itself, and for a dying one to be dead once its socket is closed."""
+_LOOK_S = 0.5
+"""Between two looks whether it is still there: what it has forked may keep the socket open when it is gone."""
+
+
+class ProcessLost(Exception):
+    """The process is gone, or of no use. ``was_killed``: by this side, and through no fault of the question."""
+
+    def __init__(self, text: str, *, was_killed: bool = False) -> None:
+        super().__init__(text)
+        self.was_killed = was_killed
+
+
+class ProcessSilent(ProcessLost):
+    """The process does not answer in time."""
+
+
+class Process:
+    """One process.
+
+    Args:
+        module: whose ``serve(settings, channel)`` runs there, found as this process finds modules. It answers question
+            0, which is nobody's, when it is ready.
+        settings: pickled for it.
+        quiet: what it prints is dropped, and not printed where this process prints.
+        threads: what OpenMP, and so torch and numpy, computes with there; None: as many as it likes.
+
+    Raises:
+        ProcessLost: it cannot be started.
+    """
+
+    def __init__(
+        self, module: str, settings: Mapping[str, Any], *, quiet: bool = False, threads: int | None = None
+    ) -> None:
+        self._wire, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        output = subprocess.DEVNULL if quiet else None
+        try:
+            self._process = subprocess.Popen(
+                # -P: a user's random.py in the current directory must not stand for Python's own.
+                [sys.executable, "-P", str(_MAIN), str(theirs.fileno()), str(lifeline)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(theirs.fileno(), lifeline),
+                env=os.environ if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)},
+                # Ctrl-C is for the trainer, which ends its step before it stops.
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._wire.close()
+            os.close(self._lifeline)
+            raise ProcessLost(f"it does not start: {error}") from error
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        self._wire.setblocking(False)
+        self._writing = threading.Lock()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._lost: str | None = None
+        self._is_killed = self._is_reaped = False
+        number, self._greeting = self._expect()
+        self._reader = threading.Thread(target=self._read, name=f"process-{self._process.pid}", daemon=True)
+        self._reader.start()
+        with contextlib.suppress(ProcessLost):  # Whoever waits for the greeting is told.
+            self._send(number, pickle.dumps(([*sys.path], module, dict(settings))), None)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_lost(self) -> bool:
+        return self._is_killed or self._lost is not None
+
+    def greeting(self, patience_s: float | None = None) -> Any:
+        """What it says when it is ready.
+
+        Raises:
+            ProcessSilent, ProcessLost: as ``ask``.
+        """
+        return _result(self._greeting, patience_s)
+
+    def ask(self, question: Any, patience_s: float | None = None) -> Any:
+        """The answer to ``question``: plain data whose form nobody has checked. Several threads may ask at a time.
+
+        Raises:
+            ProcessSilent: there was none within ``patience_s``. The process is to be ended then.
+            ProcessLost: the process has ended, or wrote something that is no answer.
+            Exception: ``question`` cannot be pickled; nothing was sent. Where it cannot be unpickled, the answer is
+                ``{"unreadable": why}``.
+        """
+        number, answer = self._expect()
+        try:
+            data = pickle.dumps(question)
+        except BaseException:
+            with self._lock:
+                self._waiting.pop(number, None)
+            raise
+        self._send(number, data, patience_s)
+        return _result(answer, patience_s)
+
+    def kill(self) -> None:
+        """Ends it with all that is left of its process group; does not wait for it."""
+        with self._lock:
+            self._is_killed = True
+            if not self._is_reaped:  # Before that its number stays its own.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Waits until it is gone: it ends by itself where it waits for questions, and is killed where it computes."""
+        with self._lock:
+            is_idle = not self._waiting and self._lost is None
+        if is_idle:
+            with contextlib.suppress(OSError):
+                self._wire.shutdown(socket.SHUT_WR)
+            self._reader.join(_END_S)
+        self.kill()
+        self._reader.join()
+
+    # Questions -------------------------------------------------------------------------------------------
+
+    def _expect(self) -> tuple[int, Future[Any]]:
+        with self._lock:
+            if self._lost is not None:
+                raise ProcessLost(self._lost, was_killed=self._is_killed)
+            number, answer = next(self._numbers), Future[Any]()
+            self._waiting[number] = answer
+            return number, answer
+
+    def _send(self, number: int, data: bytes, patience_s: float | None) -> None:
+        deadline = float("inf") if patience_s is None else time.monotonic() + patience_s
+        rest = memoryview(number.to_bytes(8, "big") + len(data).to_bytes(8, "big") + data)
+        with self._writing:
+            while rest:
+                try:
+                    rest = rest[self._wire.send(rest) :]
+                except BlockingIOError:
+                    if self._lost is not None:
+                        return
+                    if time.monotonic() > deadline:
+                        raise ProcessSilent(f"it took no question within {patience_s:g} s") from None
+                    _wait(self._wire, select.POLLOUT)
+                except OSError:
+                    return  # It is lost, or will be soon; the reader tells why.
+
+    # Answers ---------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            while True:
+                size = int.from_bytes(self._exactly(8), "big")
+                if size > _MAX_ANSWER_BYTES:
+                    raise ValueError(f"{size} bytes")
+                number, value = json.loads(self._exactly(size))
+                with self._lock:
+                    answer = self._waiting.pop(number)
+                answer.set_result(value)
+        except (EOFError, OSError):
+            what = "it closed its connection to the trainer"
+        except Exception as error:  # Whatever the bytes do to a reader: they are no answer.
+            what = f"it wrote something that is no answer: {type(error).__name__}"
+        self._bury(what)
+
+    def _exactly(self, num: int) -> bytes:
+        found = bytearray()
+        while len(found) < num:
+            try:
+                part = self._wire.recv(min(1 << 16, num - len(found)))
+            except BlockingIOError:
+                if not _wait(self._wire, select.POLLIN) and self._has_ended():
+                    raise EOFError from None
+                continue
+            if not part:
+                raise EOFError
+            found += part
+        return bytes(found)
+
+    def _has_ended(self, patience_s: float = 0.0) -> bool:
+        """Whether it has ended within ``patience_s``; it is not reaped, so its number stays its own."""
+        deadline = time.monotonic() + patience_s
+        with contextlib.suppress(ChildProcessError):  # Somebody ignores SIGCHLD: the kernel has reaped it.
+            while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                if self._is_killed or time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.002)
+        return True
+
+    def _bury(self, what: str) -> None:
+        ended_itself = self._has_ended(_END_S) and not self._is_killed
+        was_killed = self._is_killed
+        self.kill()
+        with self._lock:
+            self._is_reaped = True
+        status = self._process.wait()
+        if was_killed:
+            what = "it was killed"
+        elif ended_itself:
+            what = _ended(status)
+        with self._lock:
+            self._lost, self._is_killed = what, was_killed
+            waiting, self._waiting = [*self._waiting.values()], {}
+        for answer in waiting:
+            answer.set_exception(ProcessLost(what, was_killed=was_killed))
+        with self._writing:
+            self._wire.close()
+        os.close(self._lifeline)
+
+
+def _wait(wire: socket.socket, event: int) -> bool:
+    poll = select.poll()
+    poll.register(wire, event)
+    return bool(poll.poll(_LOOK_S * 1000))
+
+
+def _result(answer: Future[Any], patience_s: float | None) -> Any:
+    try:
+        return answer.result(patience_s)
+    except TimeoutError:
+        raise ProcessSilent(f"it gave no answer within {patience_s:g} s") from None
+
+
+def _ended(status: int) -> str:
+    if status >= 0:
+        return f"it ended with exit status {status}"
+    name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
+    hint = ", perhaps for want of memory" if -status == signal.SIGKILL else ""
+    return f"it was ended by {name}{hint}"
+
+
+# Several ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Seat:
+    """Where a process is, or the next one will be."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    process: Process | None = None
+    num_calls: int = 0
+
+
+class ProcessPool:
+    """So many processes, each started when it is first needed, and again when it is gone.
+
+    Args:
+        start: makes one that is ready; its errors go to whoever needed the process.
+    """
+
+    def __init__(self, start: Callable[[], Process], num: int) -> None:
+        self._start = start
+        self._seats = [_Seat() for _ in range(num)]
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[Process]:
+        """The process with the fewest calls."""
+        with self._lock:
+            seat = min(self._seats, key=lambda seat: seat.num_calls)
+            seat.num_calls += 1
+        try:
+            yield self._process(seat)
+        finally:
+            with self._lock:
+                seat.num_calls -= 1
+
+    def put(self, process: Process) -> None:
+        """Gives it the first place, of a pool that has none yet."""
+        self._seats[0].process = process
+
+    def fill(self) -> None:
+        """Starts those that are not there."""
+        for seat in self._seats:
+            self._process(seat)
+
+    def close(self) -> None:
+        """Ends all of them; may be called twice."""
+        self._is_closed = True
+        for seat in self._seats:
+            if (process := seat.process) is not None:
+                process.end()
+
+    def _process(self, seat: _Seat) -> Process:
+        with seat.lock:
+            if self._is_closed:
+                raise ProcessLost("the run is over")
+            if seat.process is None or seat.process.is_lost:
+                seat.process = self._start()
+                if self._is_closed:
+                    seat.process.end()
+            return seat.process

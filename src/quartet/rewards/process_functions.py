@@ -1,0 +1,195 @@
+"""Rewards that are functions named in a recipe: each is called in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from quartet.config.errors import UserError
+from quartet.config.foreign import described
+from quartet.config.rewards import FunctionReward
+from quartet.rewards.called import Fault, Parameters, scores_of
+from quartet.rewards.functions import arguments_of, failure
+from quartet.rewards.process import Process, ProcessLost, ProcessPool
+from quartet.rewards.source import Threads
+from quartet.text.examples import PromptText
+
+_WORKER = "quartet.rewards.function_worker"
+
+
+class ProcessFunction:
+    """A function in processes of its own, beside generation.
+
+    They are started here, keep what the module keeps between calls, and are killed with everything that they started by
+    a deadline or the end of the run. What the function does to its process (its end, directory, streams, threads)
+    reaches no other; the next call gets a fresh one.
+
+    Raises:
+        UserError: there is no such file, module or name, its module fails while it is imported, or it is no function.
+    """
+
+    def __init__(self, config: FunctionReward) -> None:
+        start = partial(_start, config.target, config.concurrency if config.thread else 0)
+        self._pool = ProcessPool(lambda: start()[0], config.processes)
+        process, said = start()
+        self._pool.put(process)
+        # A lambda is called "<lambda>", which no metric may be.
+        self.name = config.name or str(said.get("name"))[:100].strip("<>")
+        self._parameters = Parameters(dict(said["named"]), bool(said["takes_all"]))
+        # A plain function has one call per process, and the others wait here.
+        num_calls = config.concurrency if config.thread or said["is_async"] else config.processes
+        self._threads = Threads(num_calls, self.name)
+        self._end = weakref.finalize(self, _close, self._pool, self._threads)
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Fails before any work where the function asks for a column that the data do not have.
+
+        Raises:
+            UserError: such a column, or a signature without ``completions``.
+        """
+        self._parameters.accepted(self.name, ["prompts", "completions", *columns])
+
+    async def score(
+        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> list[float | None]:
+        """As ``FunctionReward.score``. A call that is cancelled while it is under way costs its process.
+
+        Raises:
+            RewardError: the function or its process failed.
+            UserError: the function asks for a column that is not there, or the data cannot be handed to a process.
+        """
+        arguments = arguments_of(self.name, self._parameters, prompts, completions, columns)
+        call = _Call()
+        try:
+            answer = await self._threads.run(self._ask, arguments, call)
+            return self._read(answer, len(completions))
+        except asyncio.CancelledError:
+            call.abandon()
+            raise
+        except ProcessLost as error:
+            what = f"lost its process: {error} (os._exit, a crash in native code, too much memory)"
+            raise failure(self.name, Fault(what), prompts, completions) from error
+        except Fault as fault:
+            cause = _Traceback(fault.traceback) if fault.traceback else None
+            raise failure(self.name, fault, prompts, completions) from cause
+
+    def close(self) -> None:
+        self._end()
+
+    def _ask(self, arguments: dict[str, Any], call: _Call) -> Any:
+        """In a thread of its own."""
+        while True:
+            try:
+                with self._pool.taken() as process, call.under_way(process):
+                    return process.ask(arguments)
+            except ProcessLost as error:
+                if call.is_abandoned:
+                    # The next call's time is not to be spent on a start.
+                    with contextlib.suppress(ProcessLost, UserError):
+                        self._pool.fill()
+                    raise
+                if not error.was_killed:
+                    raise
+                # Somebody else's call was late, and this one went with it: once more.
+            except UserError:
+                raise
+            except Exception as error:  # What pickling the user's objects raises.
+                raise self._not_plain(described(error)) from error
+
+    def _read(self, answer: Any, num: int) -> list[float | None]:
+        """The scores in an answer, of which nothing is certain but that it came as JSON."""
+        match answer:
+            case {"scores": list() as values}:
+                return scores_of(values, num)
+            case {"what": str() as what, "sample": int() as sample, "where": str() | None as where, "traceback": text}:
+                raise Fault(what, sample, where, str(text) if text else None)
+            case {"unreadable": str() as why}:
+                raise self._not_plain(why)
+        raise Fault("answered with something that is no answer")
+
+    def _not_plain(self, why: str) -> UserError:
+        return UserError(
+            f"the data cannot be handed to the process of the reward {self.name!r}",
+            found=why,
+            remedy="keep plain values in the columns (text, numbers, lists), or pass the function from Python",
+        )
+
+
+class _Call:
+    """One call, which may be given up by another thread than its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Process | None = None
+        self.is_abandoned = False
+
+    @contextlib.contextmanager
+    def under_way(self, process: Process) -> Any:
+        with self._lock:
+            if self.is_abandoned:
+                raise ProcessLost("nobody waits for it")
+            self._process = process
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._process = None
+
+    def abandon(self) -> None:
+        """Nobody waits any more. What has begun is ended with its process, which cannot be interrupted otherwise."""
+        with self._lock:
+            self.is_abandoned = True
+            if self._process is not None:
+                self._process.kill()
+
+
+class _Traceback(Exception):
+    """The traceback of another process, as the cause of an error in this one."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _start(target: str, num_threads: int) -> tuple[Process, dict[str, Any]]:
+    """A process that has loaded the function, and what it says of it."""
+    torch = sys.modules.get("torch")
+    try:
+        process = Process(
+            _WORKER,
+            {"target": target, "threads": num_threads},
+            threads=None if torch is None else torch.get_num_threads(),
+        )
+        try:
+            said = process.greeting()
+        except BaseException:
+            process.kill()
+            raise
+    except ProcessLost as error:
+        raise UserError(
+            f"the process of the function {target!r} does not start",
+            found=str(error),
+            remedy="see what it printed; correct what its module does while it is imported",
+        ) from error
+    match said:
+        case {"name": _, "named": dict(), "takes_all": _, "is_async": _}:
+            return process, said
+    process.end()
+    match said:
+        case {"error": [str() as problem, str() as found, str() as remedy]}:
+            raise UserError(problem, found=found, remedy=remedy)
+    raise UserError(
+        f"the process of the function {target!r} does not start",
+        found=f"it said {said!r}"[:400],
+        remedy="correct what its module does while it is imported",
+    )
+
+
+def _close(pool: ProcessPool, threads: Threads) -> None:
+    threads.close()
+    pool.close()

@@ -1,0 +1,106 @@
+"""Becomes a process beside the trainer: run by :mod:`quartet.rewards.process` as a program, never imported by it.
+
+Questions and answers have a socket of their own, so that what user code prints, or does to the standard streams, does
+not come between them. A question is its number and its length, eight bytes each, and then so many, pickled, since it
+comes from the trainer. An answer is its length, eight bytes, and then so many of JSON, since the trainer trusts nothing
+that comes from here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+_FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Sent to a whole job. The trainer ends its step first, and needs this process for it."""
+
+
+class Channel:
+    """The trainer's questions, and the way of the answers."""
+
+    def __init__(self, wire: socket.socket) -> None:
+        self._wire = wire
+        self._questions = wire.makefile("rb")
+        self._owner = os.getpid()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """Each question with its number, until the trainer has no more."""
+        while len(head := self._questions.read(16)) == 16:
+            number, size = int.from_bytes(head[:8], "big"), int.from_bytes(head[8:], "big")
+            data = self._questions.read(size)
+            try:
+                question = pickle.loads(data)
+            except Exception as error:  # Objects of classes that are not found here, or do not let themselves be made.
+                self.answer(number, {"unreadable": f"{type(error).__name__}: {error}"[:2000]})
+                continue
+            yield number, question
+
+    def answer(self, number: int, value: Any) -> None:
+        """``value`` must be what JSON knows."""
+        if os.getpid() != self._owner:
+            os._exit(0)  # A copy that user code forked, and that came back from it: its original answers.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # User code may have closed or replaced it.
+                stream.flush()
+        data = json.dumps([number, value]).encode()
+        self._wire.sendall(len(data).to_bytes(8, "big") + data)
+
+
+def main() -> None:
+    wire, lifeline = (int(text) for text in sys.argv[1:])
+    sys.argv[1:] = []
+    for fd in (wire, lifeline):
+        os.set_inheritable(fd, False)
+    _end_with_trainer(lifeline)
+    _leave_signals_to_the_trainer()
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    channel = Channel(socket.socket(fileno=wire))
+    for _, (path, module, settings) in channel:
+        sys.path[:] = path
+        importlib.import_module(module).serve(settings, channel)
+
+
+def _end_with_trainer(lifeline: int) -> None:
+    """The kernel kills this process group when the other end of ``lifeline`` closes, that is when the trainer ends,
+    however it ends.
+
+    Not ``PR_SET_PDEATHSIG``, which already fires when the thread ends that started this process.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        if not os.read(lifeline, 1):
+            os._exit(1)  # It was closed before the kernel was asked.
+
+
+def _leave_signals_to_the_trainer() -> None:
+    # Handlers and not SIG_IGN, which programs started from here would inherit; what is forked gets the usual ones back.
+    usual = {number: signal.signal(number, lambda *_: None) for number in _FOR_THE_TRAINER}
+
+    def hold() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, usual)
+
+    def release() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, usual)
+
+    def restore() -> None:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        release()
+
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
+
+
+if __name__ == "__main__":
+    main()
