@@ -26,6 +26,13 @@ class GroupedHelp(TyperGroup):
         """Those of the command, too."""
         return super().parse_args(ctx, with_value(args))
 
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """The command; one that takes a recipe says in its help where the keys are."""
+        command = super().get_command(ctx, name)
+        if command is not None and name in (*GROUPS["Train"], "eval"):
+            command.epilog = f"Every key: quartet config {name}. A recipe to begin with: quartet init {name}."
+        return command
+
     def list_commands(self, ctx: Any) -> list[str]:
         """All commands: those of ``GROUPS`` first, in its order."""
         known = [name for names in GROUPS.values() for name in names if name in self.commands]

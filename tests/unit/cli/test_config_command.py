@@ -131,6 +131,12 @@ def test_help_names_config_and_init_in_groups(run: Run) -> None:
     assert "Other:" not in out and "..." not in out[begin:]
 
 
+@pytest.mark.parametrize("job", RECIPES)
+def test_help_of_a_job_says_where_its_keys_are(run: Run, job: str) -> None:
+    _, out, _ = run(job, "--help")
+    assert f"quartet config {job}" in " ".join(out.split()) and f"quartet init {job}" in " ".join(out.split())
+
+
 def test_a_closed_pipe_is_no_traceback() -> None:
     command = f"{sys.executable} -m quartet config rl | head -n 1"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
