@@ -147,6 +147,47 @@ def test_whoever_is_killed_ends_all(allocation: Allocation, tmp_path: Path) -> N
     assert allocation.left() == []
 
 
+SAVES = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+
+def save(number, frame):
+    for later in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(later, signal.SIG_IGN)
+    import ray
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)  # still there, for the roles' weights
+    time.sleep(2)
+    (folder / "saved").write_text(f"{signal.Signals(number).name} {len(ray.nodes())}")
+    os._exit(128 + number)
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+(folder / "runs").touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "number", "passed_on"),
+    [(2, signal.SIGTERM, "SIGTERM"), (1, signal.SIGINT, "SIGINT")],
+)
+def test_a_signal_reaches_the_command_and_ray_stays_until_it_has_saved(
+    allocation: Allocation, tmp_path: Path, nodes: int, number: signal.Signals, passed_on: str
+) -> None:
+    """Sent to the torchrun of the last node, which with two is not the command's."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    allocation.start(nodes, 1, str(tmp_path / "saves.py"), str(tmp_path))
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "runs").exists():
+        allocation.look()
+        assert time.monotonic() < deadline, allocation.said()
+        time.sleep(0.2)
+    allocation.agents[-1].send_signal(number)
+    assert 0 not in allocation.wait(60)
+    assert allocation.left() == []
+    assert (tmp_path / "saved").read_text() == f"{passed_on} {nodes}", allocation.said()
+
+
 def environment_of(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()

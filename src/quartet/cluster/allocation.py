@@ -5,6 +5,9 @@ of them one cluster. Rank 0 then runs the command itself, in a process of its ow
 ``RAY_ADDRESS`` and nothing of torchrun. Everybody else waits for its end and leaves with its exit status. Whoever fails
 or is killed ends all: torchrun ends the processes of a node together, their keeper tells the other nodes and ends the
 Ray node that it has started.
+
+A signal to any of them (SIGINT, SIGTERM, SIGUSR1; torchrun passes on what it gets, and sends SIGTERM when a process of
+its node has ended) is passed on to the command, which saves and ends; its Ray stays until then, ``GRACE_S`` at most.
 """
 
 from __future__ import annotations
@@ -37,8 +40,11 @@ SILENCE_S = 30.0
 """After which rank 0 counts as gone."""
 START_S = 180.0
 LEAVE_S = 10.0
-EXPECTED = (0, 2, 130)
-"""Exit statuses for which nobody needs Ray's logs: done, a mistake of the user, Ctrl-C."""
+GRACE_S = 25.0
+"""For the command to save and end after a signal; torchrun kills 30 s after it has passed one on."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+EXPECTED = (0, 2, *(128 + number for number in STOP_SIGNALS))
+"""Exit statuses for which nobody needs Ray's logs: done, a mistake of the user, stopped by a signal."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +93,23 @@ def run_in_allocation(command: Sequence[str], seat: Seat) -> int:
 class _Member:
     """One process of the allocation. What the processes tell each other stands in torchrun's store:
 
-    ``host/<node>`` (machine and address), ``ray`` (the cluster's address and token), ``beat`` (rank 0 lives), ``end``
-    (exit status and why), ``left`` (how many processes have seen it).
+    ``host/<node>`` (machine and address), ``ray`` (the cluster's address and token), ``beat`` (rank 0 lives), ``stop``
+    (the signal that somebody got), ``end`` (exit status and why), ``left`` (how many processes have seen it).
     """
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
         self.store = next(iter(distributed.rendezvous("env://", timeout=timedelta(seconds=SILENCE_S))))[0]
-        self.told_to_stop = False
+        self.stopped_by: int | None = None
+        self._told_s = 0.0
+        self._running: subprocess.Popen[bytes] | None = None
         self.node: RayNode | None = None
         self._beaten_s = 0.0
         self._heard: tuple[bytes, float] = (b"", time.monotonic())
 
     def run(self, command: Sequence[str]) -> int:
-        signal.signal(signal.SIGTERM, self._stop)
-        # Ctrl-C reaches the command by itself: it saves and ends, and so do we.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._stop)
         status, failure = 1, None
         try:
             if self.seat.is_keeper:
@@ -117,8 +124,8 @@ class _Member:
             raise failure
         return status
 
-    def _stop(self, *_: object) -> None:
-        self.told_to_stop = True
+    def _stop(self, number: int, *_: object) -> None:
+        self.stopped_by = self.stopped_by or number
 
     # Together --------------------------------------------------------------------------------------------
 
@@ -147,11 +154,12 @@ class _Member:
         assert self.node is not None
         self._await(partial(self.node.answers, self.seat.num_nodes), START_S)
         environment = {**self.node.environment, "RAY_ADDRESS": self.node.cluster}
-        running = subprocess.Popen(list(command), env=environment, preexec_fn=with_parent)
+        running = self._running = subprocess.Popen(list(command), env=environment, preexec_fn=with_parent)
         try:
             status = int(self._await(running.poll))
         finally:
             ended(running)
+            self._running = None
         return status if status >= 0 else 128 - status  # a signal's number, as a shell gives it
 
     def _await(self, found: Callable[[], Any], timeout_s: float | None = None) -> Any:
@@ -175,13 +183,25 @@ class _Member:
 
     def _check(self) -> None:
         """Raises ``_Ended`` where there is nothing left to wait for."""
-        if self.told_to_stop:
-            raise _Ended(128 + signal.SIGTERM)
+        if self.stopped_by is not None and not self._told_s:
+            self._pass_on(self.stopped_by)
+        if self._told_s and time.monotonic() - self._told_s > GRACE_S:
+            raise _Ended(128 + (self.stopped_by or signal.SIGTERM))
         if self.node is not None:
             self.node.check()
         if (status := self._asked(lambda: self.store.get("end") if self.store.check(["end"]) else None)) is not None:
             raise _Ended(int(status))
         self._asked(self._beat if self.seat.rank == 0 else self._listen)
+
+    def _pass_on(self, number: int) -> None:
+        """Tells the command to save and end, and everybody that it was told."""
+        self._told_s = time.monotonic()
+        self._asked(lambda: self.store.compare_set("stop", "", str(number)))
+        if self._running is not None:
+            # Not as SIGINT: the terminal sends that to the command, too, and a second one stops it at once.
+            self._running.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
+        elif self.seat.rank == 0:
+            raise _Ended(128 + number)  # there is no command yet
 
     def _asked(self, question: Callable[[], Any]) -> Any:
         """The answer; without one from the store, whoever held it is gone, and so are we."""
@@ -191,6 +211,8 @@ class _Member:
             raise _Ended(1) from error
 
     def _beat(self) -> None:
+        if self.stopped_by is None and self.store.check(["stop"]):
+            self.stopped_by = int(self.store.get("stop"))
         if time.monotonic() - self._beaten_s > BEAT_S:
             self._beaten_s = time.monotonic()
             self.store.set("beat", str(self._beaten_s))

@@ -9,8 +9,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import signal
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,17 @@ class _Grant:
     name: str | None
 
 
+@contextlib.contextmanager
+def _out_of_reach() -> Iterator[None]:
+    """Processes that are started inside do not see SIGUSR1, by which schedulers ask all of a job's processes, and which
+    would end them. Ray itself keeps SIGINT from them, and ends them by SIGTERM."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
 class RayBackend:
     """Workers in a Ray cluster.
 
@@ -163,14 +175,15 @@ class RayBackend:
             if address and address != "local":
                 join_cluster(address, connect_timeout_s, log_to_driver)
             else:
-                ray.init(
-                    address="local",
-                    num_cpus=num_cpus,
-                    num_gpus=num_gpus,
-                    namespace=NAMESPACE,
-                    include_dashboard=False,
-                    log_to_driver=log_to_driver,
-                )
+                with _out_of_reach():
+                    ray.init(
+                        address="local",
+                        num_cpus=num_cpus,
+                        num_gpus=num_gpus,
+                        namespace=NAMESPACE,
+                        include_dashboard=False,
+                        log_to_driver=log_to_driver,
+                    )
         register_tensors()
         _open.append(self)
 

@@ -66,7 +66,7 @@ class RayNode:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=with_parent,
+                preexec_fn=_apart,
             )
 
     def check(self) -> None:
@@ -129,6 +129,12 @@ def with_parent() -> None:
     """In a child, before its program begins: signals that we ignore are not ignored there."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent(signal.SIGTERM)
+
+
+def _apart() -> None:
+    """As ``with_parent``; what a scheduler sends to all processes of a job is for the command, not for its Ray."""
+    with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def ended(process: subprocess.Popen[bytes]) -> None:
