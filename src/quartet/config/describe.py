@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
@@ -52,14 +52,7 @@ def unit(name: str, field: FieldInfo) -> str | None:
 
 def type_words(field: FieldInfo) -> str:
     """The type as a reader of YAML would say it: ``integer ≥ 1``, ``fp32 | bf16``, ``list of texts``."""
-    words = _words(field.annotation)
-    for part in field.metadata:
-        for kind, (sign, attribute) in _BOUNDS.items():
-            if isinstance(part, kind):
-                comma = "," if words[-1].isdigit() else ""
-                words += f"{comma} {sign} {_number(getattr(part, attribute))}"
-        if isinstance(part, MinLen):
-            words += ", not empty"
+    words = _bounded(_words(field.annotation), field.metadata)
     is_optional = type(None) in get_args(_bare(field.annotation))
     return f"{words}, or null" if is_optional and field.default is not None else words
 
@@ -95,8 +88,24 @@ def choices(annotation: Any) -> dict[str, type[BaseModel]]:
     return tags(models)[1] if len(models) > 1 else {}
 
 
+def _bounded(words: str, metadata: Iterable[Any]) -> str:
+    """``words`` with the bounds among a type's metadata."""
+    for part in metadata:
+        for kind, (sign, attribute) in _BOUNDS.items():
+            if isinstance(part, kind):
+                comma = "," if words[-1].isdigit() else ""
+                words += f"{comma} {sign} {_number(getattr(part, attribute))}"
+        if isinstance(part, MinLen):
+            words += ", not empty"
+        if isinstance(part, FieldInfo):
+            words = _bounded(words, part.metadata)
+    return words
+
+
 def _words(annotation: Any) -> str:
-    annotation = _bare(annotation)
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        return _bounded(_words(inner), metadata)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return " | ".join(inline(part) for part in arguments)
@@ -106,7 +115,8 @@ def _words(annotation: Any) -> str:
         return " or ".join(dict.fromkeys(_words(part) for part in arguments if part is not type(None)))
     if origin in (tuple, list):
         if len(arguments) > 1 and arguments[1] is not Ellipsis:
-            return "[" + ", ".join(_words(part) for part in arguments) + "]"
+            each = [_words(part) for part in arguments]
+            return f"{len(each)} {_plural(each[0])}" if len(set(each)) == 1 else f"[{', '.join(each)}]"
         return f"list of {_plural(_words(arguments[0]))}"
     if origin is dict:
         return f"mapping of {_words(arguments[0])} to {_words(arguments[1])}"

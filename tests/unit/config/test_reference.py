@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from pydantic import Field
@@ -156,12 +156,14 @@ def test_types_units_and_values_in_words() -> None:
         budget: Tokens | None = Field(None, ge=1)
         wait_s: float = Field(1e-6, gt=0, le=2)
         pair: tuple[float, float] = (0.5, 1.0)
+        shares: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.5, 0.9)
         names: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
     fields = Model.model_fields
     assert (type_words(fields["budget"]), unit("budget", fields["budget"])) == ("integer ≥ 1", "tokens")
     assert (type_words(fields["wait_s"]), unit("wait_s", fields["wait_s"])) == ("number > 0, ≤ 2", "seconds")
-    assert type_words(fields["pair"]) == "[number, number]"
+    assert type_words(fields["pair"]) == "2 numbers"
+    assert type_words(fields["shares"]) == "2 numbers ≥ 0, < 1"
     assert type_words(fields["names"]) == "mapping of text to list of texts"
 
 
