@@ -214,6 +214,8 @@ def decode(tree: Any, resolve: Callable[[str, Any], Any]) -> Any:
             return _checked(tree)
         if type(tree) in _SCALARS:
             return tree
+        if type(tree) is not list:
+            raise Unsuitable("no value")
         tag, *parts = tree
         if tag in ("mine", "yours"):
             return resolve(tag, parts[0])
