@@ -102,14 +102,14 @@ def run_supervised(
     """The whole of a supervised job: loop, export to ``model/``, summary. The model is given back however it ends.
 
     Args:
-        remarks: what was left out or converted, printed first and kept as notes.
+        remarks: what was left out of the data or converted, printed first and kept as notes.
         export: writes the model directory; returns a warning or None.
 
     Returns:
         What ``summary.json`` holds.
     """
     watch = Stopwatch()
-    notes = [*(f"data: {remark}" for remark in remarks), *loop.engine.remarks]
+    notes = [*remarks, *loop.engine.remarks]
     for note in notes:
         progress.print(note)
     with run.stoppable(), run:

@@ -208,7 +208,10 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
             figures={"loss": f"loss/{name}", "accuracy": f"{name}/accuracy", "held-out": self._held_out_figure},
             prepare=self._prepare,
         )
-        summary = run_supervised(loop, self.run, self.progress, self.data.remarks, self._export)
+        remarks = [f"data: {remark}" for remark in self.data.remarks]
+        if self.evaluation is not None:
+            remarks += [f"held-out data: {remark}" for remark in self.evaluation.remarks]
+        summary = run_supervised(loop, self.run, self.progress, remarks, self._export)
         return SupervisedResult(self.path, self.packed.model, summary)
 
     def evaluate(self) -> dict[str, float]:

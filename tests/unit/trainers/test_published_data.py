@@ -108,6 +108,20 @@ def test_dpo_learns_from_dialogues_as_published(
     assert found["eval/accuracy"] == 1.0 and found["eval/loss"] < 0.5
 
 
+def test_what_was_left_out_of_held_out_rows_is_told(
+    causal_lm: Callable[..., Any], tokenizer: Any, demonstrations: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """And rows from Python are left out as the recipe says, without a path."""
+    sections = {key: DataConfig(max_tokens=50, overlong="skip") for key in ("data", "evaluation_data")}
+    recipe = SFTRecipe(**COMMON, **sections, output_dir=str(tmp_path / "run"), steps=1)
+    rows = [*demonstrations, {"prompt": "1+1=" * 20, "completion": "2"}]
+    trainer = SFTTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, rows=rows, evaluation_rows=rows[-3:])
+    notes = trainer.train().summary["notes"]
+    for name, key in (("data", "data"), ("held-out data", "evaluation_data")):
+        (note,) = [note for note in notes if note.startswith(f"{name}: ")]
+        assert "rows left out: sequence longer than 50 tokens" in note and f"{key} passed from Python" in note
+
+
 # Figures -------------------------------------------------------------------------------------------------
 
 
