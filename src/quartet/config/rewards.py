@@ -18,6 +18,7 @@ types                where a score is made                                      
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Literal
 
@@ -26,9 +27,12 @@ from pydantic import Field, field_validator, model_validator
 from quartet.config.common import Strict
 from quartet.config.process_reward import CombineConfig, MinSteps
 from quartet.config.units import Processes, Responses, Tokens
+from quartet.config.urls import checked_url
 
 OnError = Literal["stop", "leave_out"]
 Isolation = Literal["namespaces", "process"]
+_DAY_S = 86_400.0
+"""Systems refuse to wait for very long times; nobody waits for longer than this."""
 
 
 def _compiled(pattern: str, key: str) -> re.Pattern[str]:
@@ -218,7 +222,7 @@ class MathReward(Fallible):
         ("latex", "expr"), min_length=1, description="What an answer may be: LaTeX in its delimiters, a plain number."
     )
     digits: int = Field(6, ge=1, description="Decimal places to which numbers are compared.")
-    timeout_s: float = Field(5.0, gt=0, description="Most seconds for one completion; it scores 0 then.")
+    timeout_s: float = Field(5.0, gt=0, le=_DAY_S, description="Most seconds for one completion; it scores 0 then.")
     concurrency: Processes = Field(2, ge=1, description="Processes that compare, about 100 MB each.")
 
 
@@ -233,7 +237,7 @@ class CodeReward(Fallible):
         "namespaces",
         description="process: weaker, for machines that refuse user namespaces; docs/rewards.md says what it lacks.",
     )
-    timeout_s: float = Field(5.0, gt=0, description="Most seconds for one run of the code.")
+    timeout_s: float = Field(5.0, gt=0, le=_DAY_S, description="Most seconds for one run of the code.")
     cpu_s: int = Field(5, ge=1, description="Most processor seconds of each process.")
     memory_mb: int = Field(512, ge=64, description="Most address space of each process.")
     disk_mb: int = Field(16, ge=1, description="Most that it may write to disk, a part of memory, in all.")
@@ -251,8 +255,12 @@ class RetryConfig(Strict):
     """
 
     attempts: int = Field(4, ge=1, description="Most attempts at one request, the first included.")
-    first_wait_s: float = Field(0.5, ge=0, description="Wait before the second attempt; it doubles each time.")
-    longest_wait_s: float = Field(20.0, gt=0, description="Longest wait, also where the server asks for more.")
+    first_wait_s: float = Field(
+        0.5, ge=0, le=_DAY_S, description="Wait before the second attempt; it doubles each time."
+    )
+    longest_wait_s: float = Field(
+        20.0, gt=0, le=_DAY_S, description="Longest wait, also where the server asks for more."
+    )
     seed: int = Field(0, description="Decides the jitter of the waits.")
 
 
@@ -271,7 +279,9 @@ class RemoteSource(Fallible):
     api_key_env: str | None = Field(
         None, description="Environment variable whose value is sent as `Authorization: Bearer …`; never logged."
     )
-    timeout_s: float = Field(30.0, gt=0, description="Most seconds of one attempt, the whole answer included.")
+    timeout_s: float = Field(
+        30.0, gt=0, le=_DAY_S, description="Most seconds of one attempt, the whole answer included."
+    )
     retry: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()
     concurrency: int = Field(8, ge=1, description="Requests under way at a time.")
@@ -279,9 +289,7 @@ class RemoteSource(Fallible):
     @field_validator("url")
     @classmethod
     def _is_http(cls, url: str) -> str:
-        if not re.fullmatch(r"https?://[^/\s?#@]+(/[^\s?#]*)?", url):
-            raise ValueError(f"url is written http://host:port/path or https://…, without a query; found {url!r}")
-        return url
+        return checked_url(url)
 
 
 class HTTPReward(RemoteSource):
@@ -299,7 +307,9 @@ class PointwiseJudge(Strict):
     rubric: str = Field("Is the answer correct, complete and clear?", description="What the judge is asked.")
     template: str | None = Field(None, description="Own prompt with {rubric}, {prompt}, {completion} and columns.")
     pattern: str = Field(
-        r"(?i)score\W{0,5}?(-?\d+(?:\.\d+)?)", description="The last match's group is the score in the judge's answer."
+        # All that could belong to the number: of "1,000" and "1e400" the 1 alone would be another score.
+        r"(?i)score\W{0,5}?(-?\d(?:(?:[\d.,]|e[+-]?)*\d)?)",
+        description="The last match's group is the score in the judge's answer.",
     )
     lowest: float = Field(0.0, description="Worst score of the judge's scale, which counts 0.")
     highest: float = Field(10.0, description="Best score of the judge's scale, which counts 1.")
@@ -308,6 +318,8 @@ class PointwiseJudge(Strict):
     def _has_a_scale(self) -> PointwiseJudge:
         if not self.lowest < self.highest:
             raise ValueError(f"lowest ({self.lowest}) must be less than highest ({self.highest})")
+        if not math.isfinite(self.highest - self.lowest):
+            raise ValueError(f"from lowest ({self.lowest}) to highest ({self.highest}) is too far for a number")
         if _compiled(self.pattern, "pattern").groups != 1:
             raise ValueError(f"pattern {self.pattern!r} needs one group, the score")
         if self.template is not None and "{completion}" not in self.template:
@@ -350,7 +362,9 @@ class JudgeReward(RemoteSource):
     method: JudgeMethod = Field(PointwiseJudge(), description="How completions are judged.")
     temperature: float = Field(0.0, ge=0, description="Temperature of the judge's answer; 0 is greedy.")
     max_tokens: int = Field(512, ge=1, description="Longest answer of the judge.")
-    timeout_s: float = Field(60.0, gt=0, description="Most seconds of one attempt, the whole answer included.")
+    timeout_s: float = Field(
+        60.0, gt=0, le=_DAY_S, description="Most seconds of one attempt, the whole answer included."
+    )
 
 
 RewardConfig = Annotated[

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from quartet.config.errors import UserError
+from quartet.config.foreign import excerpt
 from quartet.config.nearest import nearest
 from quartet.config.rewards import JudgeReward, PairwiseJudge, PointwiseJudge
 from quartet.rewards.builtin import text_of
@@ -62,6 +63,8 @@ the answers nor their length is a reason to prefer one.
 Explain in a few sentences, then write on the last line [[A]] if A is better, [[B]] if B is, or [[C]] if they are
 equally good."""
 
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+"""What Python's float reads, without its words (nan, inf), underscores and other alphabets' digits."""
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
@@ -150,9 +153,11 @@ class PointwiseSource:
 
 
 def _on_scale(text: str, method: PointwiseJudge) -> float:
+    if not _NUMBER.fullmatch(text.strip(" ")):
+        raise ValueError(f"the score {excerpt(text)} is not a number")
     share = (float(text) - method.lowest) / (method.highest - method.lowest)
     if not 0 <= share <= 1:
-        raise ValueError(f"the score {text} is not on the scale from {method.lowest:g} to {method.highest:g}")
+        raise ValueError(f"the score {excerpt(text)} is not on the scale from {method.lowest:g} to {method.highest:g}")
     return share
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from quartet.config.errors import UserError
+from quartet.config.foreign import described
 from quartet.config.rewards import BreakerConfig, RemoteSource, RetryConfig
 
 MAX_ANSWER_BYTES = 16 << 20
@@ -113,8 +114,16 @@ class JSONClient:
 
         Raises:
             RemoteError: no such answer after all attempts.
+            UserError: ``body`` holds what cannot be written as JSON, not even as text.
         """
-        data = json.dumps(body, ensure_ascii=False, default=str).encode("utf-8", errors="replace")
+        try:
+            data = json.dumps(body, ensure_ascii=False, default=str).encode("utf-8", errors="replace")
+        except Exception as error:  # An object's own __str__ may raise anything.
+            raise UserError(
+                "the data cannot be sent to a server as JSON",
+                found=described(error),
+                remedy="keep plain values in the columns: text, numbers, lists, objects with text as keys",
+            ) from error
         waits = waits_s(self._retry, data)
         while True:
             self._breaker.check()
@@ -154,7 +163,7 @@ class JSONClient:
             raise RemoteError("refused", f"HTTP {status}: {_excerpt(text)}", again=True, wait_s=wait_s, status=status)
         self._breaker.note(answered=True)
         if status != 200:
-            place = f" to {headers['Location']}" if "Location" in headers else ""
+            place = f" to {headers['Location'][:200]}" if "Location" in headers else ""
             raise RemoteError("refused", f"HTTP {status}{place}: {_excerpt(text)}", status=status)
         try:
             return read(json.loads(text))
@@ -174,7 +183,7 @@ class JSONClient:
                 # The server had closed it while it was idle: no failure, only an old connection.
                 connection.close()
                 return self._send(connection, data)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a name that no host can have
             connection.close()
             if isinstance(error, TimeoutError) or connection.is_broken_off:
                 raise RemoteError("silent", f"no answer within {self._timeout_s} s", again=True) from error
@@ -254,7 +263,7 @@ def waits_s(config: RetryConfig, request: bytes) -> Iterator[float]:
     """Seconds before the second attempt, the third, …; ends after the last."""
     for n in range(config.attempts - 1):
         jitter = random.Random(f"{config.seed} {zlib.crc32(request)} {n}").uniform(0.5, 1.0)
-        yield min(config.first_wait_s * 2**n, config.longest_wait_s) * jitter
+        yield min(config.first_wait_s * 2.0 ** min(n, 64), config.longest_wait_s) * jitter
 
 
 def _authorization(config: RemoteSource) -> dict[str, str]:

@@ -89,6 +89,36 @@ def test_defaults_stand_alone() -> None:
         ("{type: http, url: localhost:80}", "written http://host:port/path"),
         ("{type: http, url: 'http://user:secret@host/'}", "written http://host:port/path"),
         ("{type: http, url: 'http://host/?key=1'}", "without a query"),
+        *(
+            (f"{{type: http, url: {url!r}}}", part)
+            for url, part in (
+                ("http://host:99999/", "the port of a url is a number from 1 to 65535"),
+                ("http://host:0", "the port of a url"),
+                ("http://host:abc", "the port of a url"),
+                ("http://host:-1/x", "the port of a url"),
+                ("http://ho st/", "written http://host:port/path"),
+                ("//host/score", "written http://host:port/path"),
+                ("file:///etc/passwd", "written http://host:port/path"),
+                ("http:///score", "written http://host:port/path"),
+                ("http://:80/", "has no host"),
+                ("http://a..b/", "has no host"),
+                (f"http://{'a' * 64}.de/", "has no host"),
+                ("http://a|b/", "has no host"),
+                ("http://[::1/", "has no host"),
+                ("http://[cafe]/", "has no host"),
+                ("http://::1/", "the port of a url"),
+                ("http://ａ／ｂ/", "has no host"),
+                ("http://host/scöre", "the path of a url is ASCII"),
+            )
+        ),
+        ("{type: http, url: 'http://h', timeout_s: 1.0e+300}", "rewards.0.timeout_s"),
+        ("{type: http, url: 'http://h', retry: {longest_wait_s: 1.0e+300}}", "rewards.0.retry.longest_wait_s"),
+        ("{type: math, timeout_s: 1.0e+300}", "rewards.0.timeout_s"),
+        ("{type: function, target: 'a.py:f', processes: 0}", "rewards.0.processes: 0"),
+        (
+            "{type: judge, url: 'http://h', model: m, method: {name: pointwise, lowest: -1.0e+308, highest: 1.0e+308}}",
+            "too far",
+        ),
         ("{type: http, url: 'http://h', on_error: ignore}", "rewards.0.on_error"),
         ("{type: http, url: 'http://h', retry: {attempts: 0}}", "rewards.0.retry.attempts: 0"),
         ("{type: http, url: 'http://h', concurrency: 0}", "rewards.0.concurrency: 0"),
@@ -114,3 +144,17 @@ def test_defaults_stand_alone() -> None:
 )
 def test_what_does_not_fit_is_refused(source: str, part: str) -> None:
     assert part in complaint(source).found
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost",
+        "https://my-host_1.example.com:8443/a/b%20c",
+        "http://[::1]:80/x",
+        "http://bücher.example/",
+        "http://h:/",
+    ],
+)
+def test_addresses_that_servers_have(url: str) -> None:
+    assert HTTPReward(url=url).url == url

@@ -62,6 +62,40 @@ def test_an_answer_without_a_score_is_a_failure_and_not_a_low_score(serve: Any, 
     assert (outcome.scores, outcome.failed) == ([None], [True])
 
 
+@pytest.mark.parametrize(
+    ("said", "part"),
+    [
+        ("Score: 1e400", "the score '1e400' is not on the scale from 0 to 10"),
+        ("Score: 5, or Score: 1,000", "the score '1,000' is not a number"),
+        ("Score: 7.5.2", "the score '7.5.2' is not a number"),
+        ("Score: ７", "the score '７' is not a number"),
+        ("Score: 1٣", "the score '1٣' is not a number"),
+        ("Score: " + "1" * 1_000_000, "is not on the scale from 0 to 10"),
+        ("Score: nan", "nothing in the judge's answer matches"),
+        ("Score: inf", "nothing in the judge's answer matches"),
+    ],
+)
+def test_what_is_no_score_is_refused_with_the_reason(serve: Any, said: str, part: str) -> None:
+    outcome = score(judge(serve(lambda body: says(said)).url), ["q"], ["a"])
+    assert outcome.failed == [True] and part in outcome.reasons[0].found
+    assert len(str(outcome.reasons[0])) < 2000
+
+
+@pytest.mark.parametrize("said", ["nan", "inf", "1_0", "", "７", "five", "0x5", "1e999"])
+def test_what_an_own_pattern_finds_must_be_a_number(serve: Any, said: str) -> None:
+    method = PointwiseJudge(pattern=r"is (.*)", lowest=-5)
+    outcome = score(judge(serve(lambda body: says(f"It is {said}")).url, method=method), ["q"], ["a"])
+    assert outcome.failed == [True] and "the score " in outcome.reasons[0].found
+
+
+@pytest.mark.parametrize(
+    ("said", "share"),
+    [("7", 0.7), ("7.", 0.7), ("7/10", 0.7), ("**7**", 0.7), ("7分", 0.7), ("7.25 points", 0.725), ("1e0", 0.1)],
+)
+def test_numbers_as_judges_write_them(serve: Any, said: str, share: float) -> None:
+    assert score(judge(serve(lambda body: says(f"Score: {said}")).url), ["q"], ["a"]).scores == pytest.approx([share])
+
+
 @pytest.mark.parametrize("first", ["no idea", "Score: 11"])
 def test_a_judge_that_answers_otherwise_than_asked_is_asked_again(serve: Any, first: str) -> None:
     asked = serve(lambda body: says(first if len(asked.bodies) == 1 else "Score: 5"))

@@ -78,6 +78,35 @@ def test_silence_ends_at_the_timeout(serve: Any) -> None:
     assert caught.value.kind == "silent" and time.monotonic() - start < 5
 
 
+def test_a_redirect_leads_nowhere(serve: Any) -> None:
+    """Least of all to a file of this machine; and what a server writes there is not taken whole."""
+    asked = serve(lambda body: (302, {}, {"Location": "file:///etc/passwd" + "x" * 10_000}))
+    with pytest.raises(RemoteError, match="HTTP 302 to file:///etc/passwd") as caught:
+        post(JSONClient(config(asked.url)))
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "a..b", "nobody.invalid"])
+def test_a_name_that_no_host_has_is_an_address_where_nobody_is(host: str) -> None:
+    """Also one that the recipe's check does not know."""
+    client = JSONClient(config("http://localhost"))
+    client._host = host
+    with pytest.raises(RemoteError) as caught:
+        post(client)
+    assert caught.value.kind == "unreachable"
+
+
+@pytest.mark.parametrize("body", [{("a", "b"): 1}, [{"x": type("Bad", (), {"__str__": lambda self: 1 / 0})()}]])
+def test_what_cannot_be_written_is_named(body: Any) -> None:
+    with pytest.raises(UserError, match="cannot be sent to a server as JSON"):
+        post(JSONClient(config("http://localhost")), body)
+
+
+def test_waits_of_very_many_attempts() -> None:
+    retry = RetryConfig(attempts=3000, first_wait_s=1e-300, longest_wait_s=1.0)
+    assert max(waits_s(retry, b"")) <= 1.0
+
+
 def test_nobody_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
