@@ -64,11 +64,11 @@ class Number(int):
         return True
 
     __hash__ = int.__hash__
-    __pos__ = __index__ = __int__ = lambda self: 9  # type: ignore[assignment]
+    __pos__ = __index__ = __int__ = lambda self: 9
 
 
 class Text(str):
-    __str__ = __len__ = lambda self: 0  # type: ignore[assignment]
+    __str__ = __len__ = lambda self: 0
 
 
 class Items(list[Any]):
@@ -79,7 +79,7 @@ class Items(list[Any]):
 
 
 class Pairs(dict[Any, Any]):
-    items = keys = __iter__ = lambda self: [(9, 9)]  # type: ignore[assignment]
+    items = keys = __iter__ = lambda self: [(9, 9)]
 
 
 class Meta(type):
@@ -89,12 +89,12 @@ class Meta(type):
     def __hash__(cls) -> int:
         return hash(list)
 
-    __mro__ = property(lambda cls: (list, object))  # type: ignore[assignment]
+    __mro__ = property(lambda cls: (list, object))
     __name__ = "list"
 
 
 class Posing(metaclass=Meta):
-    __class__ = list  # type: ignore[assignment]
+    __class__ = list
 
     def __iter__(self) -> Any:
         return iter([9])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,6 +132,15 @@ def planted() -> list[str]:
     return [line for line in found if line.split()[0] == "81"] + named
 
 
+def named(name: str) -> list[str]:
+    """Processes that live and have called themselves so."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            found += [entry.name] if entry.name.isdigit() and (entry / "comm").read_text().strip() == name else []
+    return found
+
+
 def test_no_call_leads_out(limits: Limits) -> None:
     name = f"\0quartet-escape-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
@@ -176,6 +189,14 @@ print(got + len(kept) * (32 << 20) <= 256 << 20)
     assert says(source, limits) == "True\n"
 
 
+def test_files_are_limited_in_number(limits: Limits) -> None:
+    if limits.isolation == "process":
+        pytest.skip("its files are on the machine's own file system")
+    source = "n = 0\ntry:\n    while n < 9999:\n        open(str(n), 'w').close()\n        n += 1\n"
+    source += "except OSError: pass\n"
+    assert 4000 < int(says(source + "print(n)", limits)) < 4200
+
+
 def test_what_honest_programs_need_is_there(limits: Limits) -> None:
     source = """
 import asyncio, concurrent.futures, os, socket, subprocess, tempfile, threading
@@ -202,13 +223,30 @@ def test_everything_ends_and_nothing_is_left(limits: Limits, tmp_path: Path, mon
     bomb = f"import ctypes, os\nctypes.CDLL(None).prctl(15, {name.encode()!r})\nopen('left', 'w').write('x' * 1000)\n"
     bomb += "while True:\n    try: os.fork()\n    except OSError: pass"
     assert run_program(bomb, "", replace(limits, wall_s=1.0)).ended == "time"
-    alive = []
-    for entry in Path("/proc").iterdir():
-        try:
-            alive += [entry.name] if entry.name.isdigit() and (entry / "comm").read_text().strip() == name else []
-        except OSError:
-            continue
-    assert alive == [] and list(tmp_path.iterdir()) == []
+    assert named(name) == [] and list(tmp_path.iterdir()) == []
+
+
+def test_everything_ends_with_a_trainer_that_is_killed(limits: Limits, tmp_path: Path) -> None:
+    name = f"qk{os.getpid() % 10**6}"
+    spin = f"import ctypes, os\nctypes.CDLL(None).prctl(15, {name.encode()!r})\nos.fork()\nwhile True: pass"
+    tool = sandbox.tool_for_namespaces()
+    trainer = f"""
+import tempfile
+from quartet.rewards.sandbox.run import Limits, Tool, run_program
+tempfile.tempdir = {str(tmp_path)!r}
+run_program({spin!r}, "", {limits!r}, {tool if limits.isolation == "namespaces" else None!r})
+"""
+    with subprocess.Popen([sys.executable, "-c", trainer]) as process:
+        assert eventually(lambda: len(named(name)) == 2)
+        process.kill()
+    assert eventually(lambda: not named(name))
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
 
 
 def test_the_number_of_processes_is_limited(limits: Limits) -> None:

@@ -77,8 +77,7 @@ def change_root(mount_point: str, prefixes: Sequence[str], disk_bytes: int) -> N
     # Opened before the mount point is covered, which may hold some of them.
     sources = {path: os.open(path, os.O_PATH) for path in visible(prefixes)}
     devices = {f"/dev/{name}": os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
-    options = f"size={disk_bytes},nr_inodes=4096,mode=0755"
-    _mount("tmpfs", mount_point, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    mount_memory(mount_point, disk_bytes, "0755")
     for path, fd in sources.items():
         os.makedirs(mount_point + path, exist_ok=True)
         _mount(f"/proc/self/fd/{fd}", mount_point + path, None, _MS_BIND | _MS_REC)
@@ -97,6 +96,11 @@ def change_root(mount_point: str, prefixes: Sequence[str], disk_bytes: int) -> N
     checked(libc.pivot_root(b".", b"."), "pivot_root")
     checked(libc.umount2(b".", _MNT_DETACH), "umount2")
     os.chdir("/tmp")
+
+
+def mount_memory(target: str, disk_bytes: int, mode: str) -> None:
+    """A file system in memory. Its files are limited in number, too: each takes some of the kernel's memory."""
+    _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={disk_bytes},nr_inodes=4096,mode={mode}")
 
 
 def visible(prefixes: Sequence[str]) -> list[str]:
@@ -131,8 +135,9 @@ def drop_privileges(user: int = NOBODY) -> None:
     checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl (no new privileges)")
 
 
-def end_with_parent() -> None:
-    checked(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl (end with parent)")
+def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """This process, and nothing that it starts, gets the signal when its parent ends."""
+    checked(libc.prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0), "prctl (end with parent)")
 
 
 def forbid_tracing() -> None:

@@ -96,7 +96,8 @@ def _in_bubblewrap(job: dict[str, Any]) -> None:
             command += ["--symlink", target, path]
         for name in confine.DEVICES:
             command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-        command += ["--perms", "1777", "--size", str(job["limits"]["disk_bytes"]), "--tmpfs", "/tmp"]
+        # The worker mounts /tmp itself, since bubblewrap cannot limit how many files are in it.
+        command += ["--dir", "/tmp", "--cap-add", "CAP_SYS_ADMIN"]
         command += ["--ro-bind", _SOURCES, _INSIDE, "--remount-ro", "/", "--chdir", "/tmp", "--"]
         interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         os.execv(command[0], [*command, interpreter, *sys.orig_argv[1 : -len(sys.argv)], f"{_INSIDE}/launcher.py"])
@@ -109,6 +110,8 @@ def _inside(job: dict[str, Any]) -> None:
     from quartet.rewards.sandbox import confine
 
     def confined() -> None:
+        confine.mount_memory("/tmp", job["limits"]["disk_bytes"], "1777")
+        os.chdir("/tmp")
         confine.drop_privileges(job["user"])
         confine.end_with_parent()
         confine.forbid_tracing()
@@ -255,7 +258,10 @@ def _end_group(worker: int) -> None:
     """Waits for the worker, kills its group, and ends with its exit status when everything of it is gone. SIGTERM kills
     the group at once.
     """
+    from quartet.rewards.sandbox import confine
+
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(worker, signal.SIGKILL))
+    confine.end_with_parent(signal.SIGTERM)  # The kernel would end the worker, and not what that has started.
     # Not yet reaped, so that the number of the group stays its own.
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
