@@ -11,14 +11,22 @@ import pytest
 import torch
 from transformers import (
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    GPTBigCodeConfig,
     GPTNeoXConfig,
     GraniteConfig,
+    HeliumConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -37,6 +45,11 @@ COMMON: dict[str, Any] = dict(
 )  # fmt: skip
 SHORT_SIDE = 24
 """Positions up to which ``phi3_longrope`` uses its short factors."""
+
+_LATENT: dict[str, Any] = dict(
+    num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6,
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1, first_k_dense_replace=1,
+)  # fmt: skip
 
 ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
@@ -98,6 +111,22 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             mlp_only_layers=[1],
         ),
     ),
+    # Norms over whole queries and keys, experts in every layer.
+    "olmoe": (OlmoeConfig, dict(num_experts=4, num_experts_per_tok=2)),
+    # Keys and values through a narrow latent, with a rotary part for all heads; a dense layer, then experts in groups.
+    "deepseek_v2": (DeepseekV2Config, dict(**_LATENT, topk_method="group_limited_greedy", n_group=2, topk_group=1)),
+    "deepseek_v3": (DeepseekV3Config, dict(**_LATENT, n_group=2, topk_group=1)),
+    # Rotates in the layer with a window alone; norms behind attention and MLP, and on queries and keys.
+    "exaone4": (Exaone4Config, dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])),
+    # Neighbouring numbers rotate together.
+    "helium": (HeliumConfig, dict(head_dim=8)),
+    "ernie4_5": (Ernie4_5Config, dict(head_dim=8, use_bias=True)),
+    # Norms on queries and keys behind the rotation.
+    "hunyuan": (HunYuanDenseV1Config, dict(head_dim=8)),
+    # Learnt positions; one key and value head for all queries.
+    "gpt_bigcode": (
+        GPTBigCodeConfig, dict(n_inner=48, multi_query=True, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    ),
     # Divides the logits.
     "granite": (
         GraniteConfig,
@@ -119,9 +148,12 @@ def _config(architecture: str, options: dict[str, Any]) -> PreTrainedConfig:
         text = _config("gemma3", options)
         return Gemma3Config(text_config=text, vision_config=_VISION, mm_tokens_per_image=4, image_token_index=60)
     values = {**COMMON, **own, **options}
-    if config_class is GPTNeoXConfig:
+    if config_class in (GPTNeoXConfig, GPTBigCodeConfig):
         values.pop("num_key_value_heads")
     return config_class(**values)
+
+
+EXPERTS = {"qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"}
 
 
 def build(architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
@@ -135,7 +167,7 @@ def build(architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float3
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    if dtype == torch.float64 and architecture == "qwen3_moe":
+    if dtype == torch.float64 and architecture in EXPERTS:
         # The grouped product of the experts has no fp64 kernel.
         model.set_experts_implementation("eager")
     return model.to(dtype).eval()

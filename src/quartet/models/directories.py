@@ -75,6 +75,12 @@ def read_config(source: str) -> PreTrainedConfig:
     Raises:
         UserError: sizes that no model has, quantised weights, or an index that leads nowhere.
     """
+    if Path(source, "adapter_config.json").is_file() and not Path(source, "config.json").exists():
+        raise UserError(
+            f"{source!r} has adapters of peft, and no model",
+            found="adapter_config.json without config.json",
+            remedy="add them to their base first (model = model.merge_and_unload()) and save that, or name model/",
+        )
     # Some configs divide by these sizes while they are made. Where layers differ, a size is a list.
     values, _ = PreTrainedConfig.get_config_dict(source)
     for part in (values, values.get("text_config")) if isinstance(values, dict) else ():

@@ -30,7 +30,7 @@ from quartet.models.packing import pack
 
 VISION = {"vision_tower", "multi_modal_projector"}
 """Modules of multimodal models that text does not reach."""
-WITHOUT_CLASSIFIER = ("granite", "cohere")
+WITHOUT_CLASSIFIER = ("granite", "cohere", "olmoe", "ernie4_5")
 VOCAB = 61
 
 
@@ -115,7 +115,7 @@ def build_twins(make_model: Callable[..., PreTrainedModel]) -> Twins:
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models in fp64 throughout: by themselves they take norms, routers and some softmaxes down to fp32."""
-    to, softmax = torch.Tensor.to, torch.nn.functional.softmax
+    to, softmax = torch.Tensor.to, torch.Tensor.softmax
 
     def kept(self: Tensor, *args: Any, **options: Any) -> Tensor:
         narrowing = torch.float32 in (*args, options.get("dtype"))
@@ -125,8 +125,10 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
         return softmax(scores, dim)
 
     monkeypatch.setattr(torch.Tensor, "to", kept)
+    monkeypatch.setattr(torch.Tensor, "type", kept)
     monkeypatch.setattr(torch.Tensor, "float", lambda self: kept(self, torch.float32))
     monkeypatch.setattr(torch.nn.functional, "softmax", same)
+    monkeypatch.setattr(torch.Tensor, "softmax", same)
 
 
 # Packed roots and shared trees ---------------------------------------------------------------------------

@@ -35,6 +35,9 @@ from quartet.models.packed import PackedCausalLM, PackedModel
 
 LORA = LoRAConfig(rank=4, alpha=6.0)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+BESIDE_EXPERTS = {"qwen3_moe": ATTENTION, "deepseek_v2": _LATENT, "deepseek_v3": _LATENT}
+"""Layers that peft adapts where dense layers have the names of experts."""
 Make = Callable[..., PreTrainedModel]
 
 
@@ -77,7 +80,8 @@ def test_the_forward_is_that_of_added_weights(
     architecture: str, make_model: Make, sequences: Any, packed_hidden: Any, close: Any
 ) -> None:
     plain = make_model(architecture)
-    lora = LORA.model_copy(update={"target_modules": ATTENTION}) if architecture == "qwen3_moe" else LORA
+    named = BESIDE_EXPERTS.get(architecture)
+    lora = LORA if named is None else LORA.model_copy(update={"target_modules": named})
     packed = packed_causal_lm(copy.deepcopy(plain), lora=lora, seed=1)
     base = one_logits(plain, sequences)
     close(packed_logits(packed, packed_hidden, sequences), base)
