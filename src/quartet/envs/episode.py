@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from quartet.config.errors import UserError
+from quartet.config.foreign import described, excerpt, raised_at
 from quartet.config.scores import as_score
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import Action, EpisodeSequence, Transcript
+from quartet.observe.global_state import GlobalStateGuard
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 
@@ -78,8 +80,8 @@ async def play_episode(
             that cannot be tokenised.
         UserError: its first state leaves no room for an action.
     """
-    player = _Player(item, generate, codec, limits)
-    environment = await player.call("__init__", lambda: _made(make))
+    player = _Player(item, generate, codec, limits, make.guard)
+    environment = await player.call("__init__", partial(_made, make))
     try:
         episode = await player.play(environment)
     except BaseException:
@@ -98,11 +100,14 @@ async def _made(make: EnvironmentFactory) -> Any:
 class _Player:
     """One episode's calls of its environment, each with a time limit and an error that says where it was."""
 
-    def __init__(self, item: Item, generate: Generate, codec: TextCodec, limits: EpisodeLimits) -> None:
+    def __init__(
+        self, item: Item, generate: Generate, codec: TextCodec, limits: EpisodeLimits, guard: GlobalStateGuard
+    ) -> None:
         self._item = item
         self._generate = generate
         self._codec = codec
         self._limits = limits
+        self._guard = guard
         self._turn = 0
         self._action: str | None = None
 
@@ -141,7 +146,7 @@ class _Player:
                 break
             observation = _observation(result.observation)
             if observation is None:
-                raise self._error("step", f"returned {_shown(result.observation)} as observation and is not done")
+                raise self._error("step", f"returned {excerpt(result.observation)} as observation and is not done")
             with self._placed():
                 transcript.observe(observation)
         return Episode(transcript.sequences(), self._turn, sum(rewards) if rewards else None, end)
@@ -152,21 +157,28 @@ class _Player:
             await self.call("close", close)
 
     async def call(self, method: str, work: Callable[[], Awaitable[_T]]) -> _T:
-        """What the environment's ``method`` returns, within the time limit."""
+        """What the environment's ``method`` returns, within the time limit. What it changes about this process is put
+        back.
+        """
         seconds = self._limits.timeout_s
         try:
             async with asyncio.timeout(seconds) as limit:
-                return await work()
+                with self._guard.held():
+                    begun = work()
+                result: _T = await self._guard.driven(begun)
+                return result
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # Something inside was cancelled, and not this episode: nobody would ever hear of it.
             raise self._error(method, "raised CancelledError") from error
-        except (Exception, SystemExit) as error:  # User code may raise anything; it is passed on with its cause.
+        except (KeyboardInterrupt, GeneratorExit, UserError):
+            raise  # Ctrl-C, the end of the event loop, or a change that cannot be put back.
+        except BaseException as error:  # User code may raise anything; it is passed on with its cause.
             if isinstance(error, TimeoutError) and limit.expired():
                 raise self._error(method, f"took longer than environment.timeout_s, {seconds:g} s") from error
-            raise self._error(method, f"raised {type(error).__name__}: {error}") from error
+            raise self._error(method, f"raised {described(error)}", raised_at(error)) from error
 
     @contextlib.contextmanager
     def _placed(self) -> Iterator[None]:
@@ -186,7 +198,7 @@ class _Player:
 
     def _checked(self, result: Any) -> StepResult:
         if not isinstance(result, StepResult):
-            raise self._error("step", f"returned {_shown(result)}, not a StepResult")
+            raise self._error("step", f"returned {excerpt(result)}, not a StepResult")
         if result.reward is None:
             return result
         reward = as_score(result.reward)
@@ -194,17 +206,17 @@ class _Player:
             raise self._error("step", f"returned the reward {reward}, which is no finite number")
         return replace(result, reward=reward)
 
-    def _error(self, method: str, what: str) -> EpisodeError:
+    def _error(self, method: str, what: str, where: str | None = None) -> EpisodeError:
         return EpisodeError(
             f"the environment's `{method}` {what}",
-            found=self._place(),
+            found=self._place() + (f"; raised in {where}" if where is not None else ""),
             remedy="correct it and resume the run: it stopped before the update, nothing is lost",
         )
 
     def _place(self) -> str:
         row = f" ({self._item.prompt_id})" if self._item.prompt_id else ""
-        after = f", action {_shown(self._action)}" if self._action is not None else ""
-        return f"episode of prompt {_shown(self._item.prompt)}{row}, turn {self._turn + 1}{after}"
+        after = f", action {excerpt(self._action)}" if self._action is not None else ""
+        return f"episode of prompt {excerpt(self._item.prompt)}{row}, turn {self._turn + 1}{after}"
 
 
 def _observation(value: Any) -> Observation | None:
@@ -219,8 +231,3 @@ def _observation(value: Any) -> Observation | None:
         messages: PromptText = value
         return Observation(messages, rewrites)
     return None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 160 else text[:110] + " … " + text[-40:]

@@ -15,11 +15,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from quartet.config.environments import EnvironmentConfig
 from quartet.config.errors import UserError
 from quartet.config.targets import load_target
+from quartet.observe.global_state import GlobalStateGuard
 from quartet.text.examples import PromptText
 
 
@@ -85,13 +87,21 @@ class Environment(Protocol):
         """Takes an action: the text the policy generated, without special tokens and up to a stop string."""
 
 
-EnvironmentFactory = Callable[[], Environment]
+@dataclass(frozen=True)
+class EnvironmentFactory:
+    """Makes the fresh object of an episode. Its code runs in this process, under ``guard``."""
+
+    make: Callable[[], Environment]
+    guard: GlobalStateGuard = field(default_factory=lambda: GlobalStateGuard("the environment"))
+
+    def __call__(self) -> Environment:
+        return self.make()
 
 
 def environment_factory(
     config: EnvironmentConfig, environment: Callable[..., Environment] | None = None
 ) -> EnvironmentFactory:
-    """Makes the fresh object of an episode.
+    """What makes the fresh object of an episode.
 
     Args:
         environment: the class, where Python code passes it instead of ``config.target``.
@@ -99,6 +109,7 @@ def environment_factory(
     Raises:
         UserError: there is no such class, it lacks an async method, or it does not take ``config.options``.
     """
+    guard = GlobalStateGuard("the environment")
     if environment is None:
         if config.target is None:
             raise UserError(
@@ -106,10 +117,11 @@ def environment_factory(
                 found="environment.target is missing",
                 remedy="set environment.target, or pass the class",
             )
-        environment = load_target(config.target, "environment")
-    found, options = environment, dict(config.options)
-    _check(found, options)
-    return lambda: found(**options)
+        with guard.held():
+            environment = load_target(config.target, "environment")
+    options = dict(config.options)
+    _check(environment, options)
+    return EnvironmentFactory(partial(environment, **options), guard)
 
 
 def _check(environment: Callable[..., Any], options: Mapping[str, Any]) -> None:

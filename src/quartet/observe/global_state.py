@@ -165,12 +165,6 @@ def _handlers() -> list[Any] | None:
     return [signal.getsignal(number) for number in _SIGNALS]
 
 
-def _put_environment(variables: dict[str, str]) -> None:
-    for name in set(os.environ) - set(variables):
-        del os.environ[name]
-    os.environ.update(variables)
-
-
 def _put_default_device(device: torch.device) -> None:
     # Naming the CPU would install a mode that nobody had before.
     torch.set_default_device(None if device.type == "cpu" else device)
@@ -200,6 +194,7 @@ def _flushes_denormals() -> bool:
     return smallest * 1.0 == 0.0
 
 
+# Environment variables are not among them: code sets them for its own libraries, and training reads none while it runs.
 _STATES = (
     _State("the gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
     _State("the inference mode", torch.is_inference_mode_enabled, lambda _: None),  # only its own end ends it
@@ -218,7 +213,6 @@ _STATES = (
     _State("the flushing of denormal numbers", _flushes_denormals, torch.set_flush_denormal),
     _State("numpy's handling of errors", np.geterr, lambda handling: np.seterr(**handling)),
     _State("the working directory", _cwd, os.chdir),
-    _State("environment variables", lambda: dict(os.environ), _put_environment),
     _State("signal handlers", _handlers, _put_handlers),
     _State(
         "blocked signals",

@@ -110,6 +110,7 @@ class Cast:
             found.append(f"critic: its learning rate, {critic:g}, is not above the actor's, {actor:g}")
         for function in self.reward_functions + self.evaluation_functions:
             found += function.reward.remarks()
+        found += self.environment.guard.remarks() if self.environment is not None else []
         for role in self.reward_models + self.evaluation_models:
             found += [f"{role.name}: {remark}" for remark in load_remarks(role.model.model)]
         found += self._cut_short()

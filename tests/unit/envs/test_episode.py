@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ import torch
 from quartet.config.environments import EnvironmentConfig
 from quartet.config.errors import UserError
 from quartet.envs.episode import Episode, EpisodeEnd, EpisodeError, EpisodeLimits, play_episode
-from quartet.envs.protocol import Item, Observation, StepResult, environment_factory
+from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult, environment_factory
 from quartet.envs.transcript import Action
 from quartet.text.tokenizer import TextCodec
 
@@ -57,7 +60,9 @@ class Scripted:
 
 def play(environment: Any, generate: Any, codec: TextCodec, **limits: Any) -> Episode:
     values = {"max_turns": 5, "max_sequence_tokens": 100, **limits}
-    return asyncio.run(play_episode(lambda: environment, ITEM, generate, codec, EpisodeLimits(**values)))
+    return asyncio.run(
+        play_episode(EnvironmentFactory(lambda: environment), ITEM, generate, codec, EpisodeLimits(**values))
+    )
 
 
 def test_an_episode_from_reset_to_done(plain: TextCodec) -> None:
@@ -129,6 +134,13 @@ def test_a_first_state_without_room_is_refused(plain: TextCodec) -> None:
 # Failures ------------------------------------------------------------------------------------------------
 
 
+class Unprintable(BaseException):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+    __repr__ = __str__
+
+
 class Failing(Counting):
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -145,6 +157,9 @@ class Failing(Counting):
     [
         (asyncio.CancelledError(), "`step` raised CancelledError"),
         (SystemExit(0), "`step` raised SystemExit: 0"),
+        (GeneratorExit("over"), "`step` raised RuntimeError: it raised GeneratorExit"),
+        (Unprintable(), "`step` raised Unprintable, whose message cannot be shown"),
+        (StepResult("x", reward=Unprintable()), "returned the reward Unprintable that cannot be shown"),  # type: ignore[arg-type]
         (ZeroDivisionError("by zero"), "`step` raised ZeroDivisionError: by zero"),
         (TimeoutError("its own"), "`step` raised TimeoutError: its own"),
         ("text", "returned 'text', not a StepResult"),
@@ -164,6 +179,49 @@ def test_a_failing_step_is_reported_with_its_episode(plain: TextCodec, result: A
     assert "'begin' (row7), turn" in raised.value.found and "action 'ans'" in raised.value.found
     assert "resume" in raised.value.remedy
     assert environment.closed == 1
+
+
+class Rude(Counting):
+    """Changes this process wherever it is called."""
+
+    def __init__(self) -> None:
+        torch.set_default_dtype(torch.float64)
+        super().__init__()
+
+    async def reset(self, item: Item) -> str:
+        torch.set_grad_enabled(False)
+        await asyncio.sleep(0)
+        assert torch.is_grad_enabled(), "between its steps others compute"
+        os.chdir("/")
+        return await super().reset(item)
+
+    async def step(self, action: str) -> StepResult:
+        torch.rand(1)
+        return await super().step(action)
+
+    async def close(self) -> None:
+        sys.setrecursionlimit(5000)
+
+
+def test_what_it_changes_about_this_process_is_put_back_and_told(plain: TextCodec) -> None:
+    make = EnvironmentFactory(Rude)
+    before = (torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd(), sys.getrecursionlimit())
+    state = torch.get_rng_state()
+    limits = EpisodeLimits(max_turns=5, max_sequence_tokens=100)
+    asyncio.run(play_episode(make, ITEM, Scripted(plain, ["a"] * 5), plain, limits))
+    assert before == (torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd(), sys.getrecursionlimit())
+    assert torch.equal(state, torch.get_rng_state())
+    changed, drawn = make.guard.remarks()
+    for name in ("default dtype", "gradient mode", "working directory", "recursion limit"):
+        assert name in changed
+    assert "the environment draws from torch's global generator" in drawn
+
+
+def test_what_its_module_changes_while_it_is_imported_is_put_back(tmp_path: Path) -> None:
+    (tmp_path / "worlds.py").write_text(f"import torch\ntorch.set_default_dtype(torch.float64)\n{SOURCE}")
+    make = environment_factory(EnvironmentConfig(target=f"{tmp_path}/worlds.py:Good", options={"size": 3}))
+    assert torch.get_default_dtype() == torch.float32
+    assert make.guard.remarks() == ["the environment changed the default dtype; that was put back after each call"]
 
 
 def test_a_failing_reset(plain: TextCodec) -> None:
@@ -222,7 +280,9 @@ def test_a_cancelled_episode_closes_its_environment(plain: TextCodec) -> None:
 
     async def cancel() -> None:
         limits = EpisodeLimits(max_turns=3, max_sequence_tokens=50)
-        task = asyncio.create_task(play_episode(lambda: environment, ITEM, Scripted(plain, ["a"]), plain, limits))
+        task = asyncio.create_task(
+            play_episode(EnvironmentFactory(lambda: environment), ITEM, Scripted(plain, ["a"]), plain, limits)
+        )
         while len(environment.seen) < 1:
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)

@@ -48,7 +48,6 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "numpy's handling of errors": (lambda: np.seterr(all="raise"), np.geterr),
     "the working directory": (lambda: os.chdir("/"), os.getcwd),
-    "environment variables": (lambda: os.environ.update(QUARTET_TEST="1", PATH=""), lambda: dict(os.environ)),
     "signal handlers": (
         lambda: [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)],
         lambda: [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
