@@ -47,7 +47,8 @@ _NAMED: dict[str, type] = {
     )
 }
 """Types that cross by name, so that ``f(x, int)`` and ``type_of(3) is int`` mean Python's own."""
-_VIEWS = {id(type({}.keys())), id(type({}.values())), id(type({}.items()))}
+_EMPTY: dict[Any, Any] = {}
+_KEYS, _VALUES, _ITEMS = type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items())
 # As they are before any code under test runs: a metaclass may have attributes of these names.
 _mro = type.__dict__["__mro__"].__get__
 _variables = type.__dict__["__dict__"].__get__
@@ -121,7 +122,7 @@ def _other(value: Any, kind: type, refer: Callable[[Any], list[Any]]) -> Any:
     for name, own in _NAMED.items():
         if value is own:
             return ["type", name]
-    if id(kind) in _VIEWS or any("__next__" in _variables(base) for base in _mro(kind)):
+    if any("__next__" in _variables(base) for base in _mro(kind)):
         raise Unsuitable(f"a {_name(kind)}, which is lazy; plain data such as a list is judged")
     return refer(value)
 
@@ -182,6 +183,9 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     OrderedDict: lambda value: _flat(OrderedDict.items(value)),
     defaultdict: _defaultdict,
     dict: lambda value: _flat(dict.items(value)),
+    _KEYS: _KEYS.__iter__,
+    _VALUES: _VALUES.__iter__,
+    _ITEMS: _ITEMS.__iter__,
     Decimal: _decimal,
     Fraction: lambda value: (_NUMERATOR(value), _DENOMINATOR(value)),
     dt.datetime: _zoned(dt.datetime),
@@ -273,6 +277,9 @@ _BUILD: dict[str, Callable[[list[Any]], Any]] = {
     "OrderedDict": lambda values: OrderedDict(_pairs(values)),
     "defaultdict": lambda values: defaultdict(values[0], _pairs(values[1:])),
     "dict": lambda values: dict(_pairs(values)),
+    "dict_keys": lambda values: dict.fromkeys(values).keys(),
+    "dict_values": lambda values: dict(enumerate(values)).values(),
+    "dict_items": lambda values: dict(values).items(),
     "Decimal": _built_decimal,
     "Fraction": lambda values: Fraction(*values),
     "datetime": lambda values: dt.datetime.fromisoformat(*values),
