@@ -127,6 +127,11 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
+def _refused(problem: str, event: yaml.Event) -> yaml.YAMLError:
+    mark: Any = event.start_mark
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
 def _check_size(events: Iterator[yaml.Event]) -> None:
     """Counts before anything is built: PyYAML builds recursively, and follows aliases into what grows exponentially."""
     anchored: dict[str, int] = {}
@@ -137,18 +142,13 @@ def _check_size(events: Iterator[yaml.Event]) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             open_collections.append((anchor, 1))
             if len(open_collections) > MAX_DEPTH:
-                raise yaml.MarkedYAMLError(
-                    problem=f"more than {MAX_DEPTH} levels of nesting", problem_mark=event.start_mark
-                )
+                raise _refused(f"more than {MAX_DEPTH} levels of nesting", event)
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = open_collections.pop()
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in anchored:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the alias *{event.anchor} names nothing that is complete before it",
-                    problem_mark=event.start_mark,
-                )
+                raise _refused(f"the alias *{event.anchor} names nothing that is complete before it", event)
             anchor, size = None, anchored[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
@@ -157,9 +157,7 @@ def _check_size(events: Iterator[yaml.Event]) -> None:
         above, total = open_collections[-1]
         open_collections[-1] = above, total + size
         if sum(count for _, count in open_collections) > MAX_VALUES:
-            raise yaml.MarkedYAMLError(
-                problem=f"more than {MAX_VALUES} values, aliases written out", problem_mark=event.start_mark
-            )
+            raise _refused(f"more than {MAX_VALUES} values, aliases written out", event)
 
 
 def dump_yaml(value: Any) -> str:

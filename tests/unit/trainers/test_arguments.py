@@ -149,4 +149,3 @@ def test_an_interrupt_in_a_running_loop_cancels_the_work_and_waits_for_it() -> N
     finally:
         loop.close()
     assert ended == ["cancelled"]
-
