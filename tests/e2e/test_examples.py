@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, Qwen2ForCausalLM
 
@@ -131,18 +133,47 @@ def test_the_python_example_is_short() -> None:
     assert code_lines(EXAMPLE) <= MAX_EXAMPLE_LINES
 
 
-def test_the_python_example_runs(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    runs = {path.name.rsplit("-", 2)[0]: path for path in (tmp_path / "runs").iterdir()}
+def rows_of(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def runs_in(path: Path) -> dict[str, Path]:
+    """By kind; where the reward model and the policy learned what the example wants."""
+    runs = {run.name.rsplit("-", 2)[0]: run for run in (path / "runs").iterdir()}
     assert set(runs) == {"sft", "reward-model", "rl"}
-    rows = [json.loads(line) for line in (runs["rl"] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    scores = [row["reward/score_mean"] for row in rows if "reward/score_mean" in row]
-    assert sum(scores[-5:]) / 5 > scores[0], scores
+    shares = [row["reward/reversed_digits"] for row in rows_of(runs["rl"]) if "reward/reversed_digits" in row]
+    assert len(shares) == 15
+    # Two thirds of the demonstrations are right, and a tenth of the wrong ones' digits are right by chance.
+    assert sum(shares[:2]) / 2 < 0.8, shares
+    assert sum(shares[-5:]) / 5 > 0.88, shares
+    return runs
+
+
+def test_the_python_example_runs_with_one_thread_and_with_two(tmp_path: Path) -> None:
+    """As a user runs it. Both begin with the same model and demonstrations, which are seeded."""
+    losses = []
+    for threads in ("1", "2"):
+        (tmp_path / threads).mkdir()
+        # Threads that wait sleep: on a busy machine others need the processor.
+        env = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLE)],
+            cwd=tmp_path / threads, env=env, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        runs = runs_in(tmp_path / threads)
+        losses.append(next(row["loss/sft"] for row in rows_of(runs["sft"]) if "loss/sft" in row))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     AutoModelForCausalLM.from_pretrained(runs["rl"] / "model")
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_the_python_example_learns_with_other_seeds(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(seed)])
+    with torch.random.fork_rng(devices=[]):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    runs_in(tmp_path)
 
 
 # Example rewards -----------------------------------------------------------------------------------------
