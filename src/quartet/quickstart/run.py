@@ -6,7 +6,7 @@ models, ``summary.json`` and ``report.html``.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -28,12 +28,13 @@ from quartet.quickstart.checker import is_correct, judge_pairs
 from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
+from quartet.trainers.answers import write_rows
 from quartet.trainers.generate import generate
 from quartet.trainers.resuming import Resume, found_summary
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import Stopwatch, software_versions, write_json
-from quartet.trainers.run_files import take_lock
+from quartet.trainers.run import Stopwatch, software_versions, write_json, writing
+from quartet.trainers.run_files import completed, read_json, take_lock
 from quartet.trainers.sft import SFTTrainer
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 
@@ -144,8 +145,8 @@ class Quickstart:
     def _found(self) -> dict[str, Any] | None:
         """``run.json`` of the run that is there; None where there is none yet."""
         marker = self.path / "run.json"
-        if marker.is_file():
-            found: dict[str, Any] = json.loads(marker.read_text(encoding="utf-8"))
+        if os.path.lexists(marker):
+            found = self._read_marker(marker)
             same = all(found.get(key) == value for key, value in self._identity().items())
             if not self.resume or not same:
                 raise UserError(
@@ -162,10 +163,25 @@ class Quickstart:
             )
         return None
 
+    @staticmethod
+    def _read_marker(marker: Path) -> dict[str, Any]:
+        try:
+            found: Any = read_json(marker)
+        except ValueError as error:
+            found = str(error)
+        if not isinstance(found, dict) or not isinstance(found.get("created"), str):
+            raise UserError(
+                f"output directory {marker.parent} holds no run, or one whose run.json is damaged",
+                found=found if isinstance(found, str) else f"{marker} does not say when it was created",
+                remedy="restore run.json from a copy, or choose another --out",
+            )
+        return found
+
     def _claim(self) -> None:
         found = self._found()
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = take_lock(self.path / LOCK)
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = take_lock(self.path / LOCK)
         if found is not None:
             self._created = found["created"]
             if found.get("status") == "running":
@@ -181,7 +197,10 @@ class Quickstart:
         marker = self._found()
         if marker is None or marker.get("status") != "done" or (done := found_summary(self.path)) is None:
             return None
-        examples = [(e["prompt"], e["after SFT"], e["after PPO"]) for e in done[1]["examples"]]
+        try:
+            examples = [(e["prompt"], e["after SFT"], e["after PPO"]) for e in done[1]["examples"]]
+        except (LookupError, TypeError):
+            return None  # damaged: made again
         return QuickstartResult(*done, examples)
 
     def _identity(self) -> dict[str, Any]:
@@ -206,17 +225,17 @@ class Quickstart:
     def _rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
         """A JSONL file that `quartet sft` and the others read, too."""
         path = self.path / "data" / f"{name}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        with writing(path):
+            write_rows(path, rows)
         return path
 
     def _done(self, stage: str) -> bool:
-        return (self.path / stage / "summary.json").is_file()
+        return completed(self.path / stage, self.progress.print) is not None
 
     def _record(self, stage: str, seconds: float, **metrics: float) -> None:
         self._signals.check()  # one that came when the stage had nothing more to save
-        saved = json.loads((self.path / stage / "summary.json").read_text(encoding="utf-8"))
-        done = saved["stages"][0]
+        done = completed(self.path / stage, self.progress.print)
+        assert done is not None, "the stage is complete"
         # A stage that was finished before a resume took the time that it says itself.
         seconds = round(max(seconds, done["seconds"]), 1)
         self._stages.append({"name": stage, "seconds": seconds, "metrics": {**done["metrics"], **metrics}})

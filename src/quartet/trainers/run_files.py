@@ -83,7 +83,7 @@ def read_json(path: Path) -> Any:
         UserError: it cannot be read.
     """
     try:
-        return json.loads(read_file(path))
+        return json.loads(read_file(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"no JSON text ({str(error)[:100]})") from error
 
@@ -217,7 +217,7 @@ def take_lock(path: Path) -> TextIO:
         OSError: the file cannot be made.
     """
     # Neither followed nor emptied, and not waited for: a link or a pipe in its place must do no harm.
-    file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666), "r+")  # noqa: SIM115
+    file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

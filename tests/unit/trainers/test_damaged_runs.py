@@ -1,0 +1,549 @@
+"""Files of a run that were damaged before it is resumed or reported: told, or the same result; never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from quartet.config import UserError
+from quartet.config.common import OptimConfig, TrainConfig
+from quartet.config.recipe import CheckpointConfig, LogConfig, SFTRecipe
+from quartet.config.yamls import parse_yaml
+from quartet.observe.jsonl import read_rows
+from quartet.observe.progress import Progress
+from quartet.observe.report.build import build_report
+from quartet.observe.report.collect import collect_run
+from quartet.observe.report.samples import Limits
+from quartet.observe.rollouts import RolloutRecord, RolloutWriter, read_step, step_path
+from quartet.trainers.finished import Finished
+from quartet.trainers.run import RunDirectory
+from quartet.trainers.run_files import changed_keys, completed, write_models
+from quartet.trainers.sft import SFTTrainer
+
+RECIPE = SFTRecipe(log=LogConfig(tensorboard=False), steps=4)
+SEED = 3
+
+# Through the real resume ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run that nothing happened to is made by the first test that needs it."""
+    return tmp_path_factory.mktemp("whole") / "run"
+
+
+@pytest.fixture
+def sft(causal_lm: Any, tokenizer: Any, demonstrations: Any) -> Callable[..., SFTTrainer]:
+    def make(path: Path, *, resume: bool = False, console: io.StringIO | None = None) -> SFTTrainer:
+        recipe = SFTRecipe(
+            threads=1,
+            train=TrainConfig(optim=OptimConfig(lr=5e-3)),
+            checkpoint=CheckpointConfig(every_steps=2, keep=2),
+            log=LogConfig(tensorboard=False),
+            steps=6,
+            examples_per_step=6,
+            output_dir=str(path),
+        )
+        progress = Progress(Console(file=console or io.StringIO(), width=500))
+        return SFTTrainer(
+            recipe, model=causal_lm(), tokenizer=tokenizer, rows=demonstrations, resume=resume, progress=progress
+        )
+
+    return make
+
+
+@pytest.fixture
+def run(whole: Path, sft: Any, tmp_path: Path) -> Path:
+    """A copy of a finished run, its summary and model taken away: as if killed right before the end."""
+    if not whole.exists():
+        sft(whole).train()
+    path = tmp_path / "run"
+    shutil.copytree(whole, path)
+    shutil.rmtree(path / "model")
+    (path / "summary.json").unlink()
+    return path
+
+
+def untimed(path: Path) -> list[dict[str, Any]]:
+    rows = read_rows(path / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "memory"))} for row in rows]
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 16
+    path.write_bytes(data)
+
+
+NEWEST = "checkpoints/step_00000006"
+LEFT = "checkpoints/step_00000004"
+FALLS: dict[str, Callable[[Path], object]] = {
+    "a flipped bit in the weights": lambda run: flip(run / NEWEST / "engine.pt", 20_000),
+    "the other step's weights": lambda run: shutil.copy(run / LEFT / "engine.pt", run / NEWEST / "engine.pt"),
+    "a wrong step": lambda run: (run / NEWEST / "info.json").write_text(
+        (run / NEWEST / "info.json").read_text().replace('"step": 6', '"step": 4')
+    ),
+    "emptied": lambda run: [path.unlink() for path in (run / NEWEST).iterdir()],
+    "renamed": lambda run: (run / NEWEST).rename(run / "checkpoints" / "step_00000008"),
+}
+
+
+@pytest.mark.parametrize("damage", FALLS)
+def test_a_resumed_run_tells_the_damage_and_ends_the_same(damage: str, run: Path, whole: Path, sft: Any) -> None:
+    FALLS[damage](run)
+    told = io.StringIO()
+    result = sft(run, resume=True, console=told).train()
+    name = "step_00000008" if damage == "renamed" else "step_00000006"
+    remark = next(line for line in told.getvalue().splitlines() if line.startswith("damaged checkpoint"))
+    assert name in remark and "goes on from step_00000004" in remark
+    assert remark in json.loads((run / "run.json").read_text())["remarks"]
+    assert remark in json.loads((run / "summary.json").read_text())["notes"] and remark in result.summary["notes"]
+    one, other = (load_file(path / "model" / "model.safetensors") for path in (whole, run))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    assert untimed(run) == untimed(whole)
+    assert sorted(os.listdir(run / "checkpoints")) == ["step_00000004", "step_00000006"]
+
+
+def test_no_good_checkpoint_ends_the_run_and_changes_nothing(run: Path, sft: Any) -> None:
+    for name in (NEWEST, LEFT):
+        (run / name / "engine.pt").write_bytes(b"")
+    kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.json"}
+    with pytest.raises(UserError, match="can be used") as caught:
+        sft(run, resume=True).train()
+    assert "step_00000006" in caught.value.found and "step_00000004" in caught.value.found
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_another_run_s_checkpoint_is_not_taken(run: Path, sft: Any, tmp_path: Path) -> None:
+    """Whole, of the right step, but trained with another recipe."""
+    other = sft(tmp_path / "other")
+    other.recipe = other.run.recipe = other.recipe.model_copy(update={"seed": 5})
+    other.train()
+    shutil.rmtree(run / NEWEST)
+    shutil.copytree(tmp_path / "other" / NEWEST, run / NEWEST)
+    told = io.StringIO()
+    sft(run, resume=True, console=told).train()
+    assert "step_00000006: it belongs to another recipe (seed: 5 then, 0 now)" in told.getvalue()
+
+
+def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_anew(run: Path, whole: Path, sft: Any) -> None:
+    shutil.rmtree(run / "checkpoints")
+    told = io.StringIO()
+    sft(run, resume=True, console=told).train()
+    assert "there is no checkpoint: the run begins anew" in told.getvalue()
+    assert untimed(run) == untimed(whole)
+
+
+def test_another_model_than_the_run_s_is_refused(run: Path, sft: Any, causal_lm: Any, tokenizer: Any) -> None:
+    trainer = sft(run, resume=True)
+    other = SFTTrainer(
+        trainer.recipe,
+        model=causal_lm(hidden_size=48),
+        tokenizer=tokenizer,
+        rows=[{"prompt": "1+1=", "completion": "2"}] * 6,
+        resume=True,
+    )
+    with pytest.raises(UserError, match="does not fit the model"):
+        other.train()
+
+
+# Files that are read back when a run is resumed --------------------------------------------------------------
+
+
+def record(step: int) -> RolloutRecord:
+    return RolloutRecord(
+        sequence_id="s",
+        prompt_id="p",
+        response_index=0,
+        policy_version=step,
+        prompt_ids=[1, 2],
+        response_ids=[3],
+        prompt_tokens=["a", "b"],
+        response_tokens=["c"],
+        prompt_text="ab",
+        response_text="c",
+        finish_reason="stop",
+        rewards={"digits": 0.5},
+        score=0.25 * step,
+        group="g",
+        columns={"advantages": [0.125 * step]},
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of everything, made without a model."""
+    path = tmp_path_factory.mktemp("made") / "run"
+    with RunDirectory(path, RECIPE) as run:
+        run.start(0)
+        writer = RolloutWriter(path / "rollouts")
+        for done in (1, 2):
+            with run.recorder.span("update", step=done - 1, role="actor", tokens=7):
+                pass
+            writer.write(done, [record(done)])
+            run.tracker.log(done, {"loss/sft": 0.5 / done})
+            run.save(done, {"engine": {"x": done}}, {"metrics": {}})
+        run.finish({"job": "sft", "stages": [{"name": "sft", "seconds": 1.5, "metrics": {"loss/sft": 0.25}}]})
+    alarm = {"step": 2, "text": "reward hacking?", "examples": [{"prompt": "p", "held_out_now": 0.5}]}
+    (path / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    return path
+
+
+@pytest.fixture
+def small(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def resumed(path: Path) -> tuple[int, list[str]]:
+    """The step it goes on from, and what was told."""
+    with RunDirectory(path, RECIPE, resume=True) as run:
+        found = run.latest(("engine",), ("metrics",))
+        assert found is not None and found[1] == {"engine": {"x": found[0]}}
+        run.start(found[0])
+        return found[0], run.remarks
+
+
+def a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_text("x")
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+STRUCTURAL: dict[str, Callable[[Path], object]] = {
+    "binary": lambda path: path.write_bytes(bytes(range(256)) * 3),
+    "text": lambda path: path.write_text("nonsense: [\n"),
+    "UTF-16": lambda path: path.write_bytes(path.read_text().encode("utf-16")),
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] + b"\n"),
+    "a list": lambda path: path.write_text("[1, 2]\n"),
+    "deep": lambda path: path.write_text("[" * 100_000 + "\n"),
+    "a huge number": lambda path: path.write_text('{"step": ' + "9" * 6000 + "}\n"),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size) + b"\n"),
+    "a directory": a_directory,
+    "a pipe": a_pipe,
+    "a link to itself": lambda path: (path.unlink(), path.symlink_to(path.name)),
+}
+
+
+@pytest.mark.parametrize("damage", STRUCTURAL)
+@pytest.mark.parametrize("name", ["run.json", "recipe.yaml", "metrics.jsonl", "spans.jsonl"])
+def test_a_damaged_file_ends_the_resume_with_its_name(name: str, damage: str, small: Path) -> None:
+    STRUCTURAL[damage](small / name)
+    rest = {path: path.read_bytes() for path in small.glob("checkpoints/*/*")}
+    with pytest.raises(UserError) as caught:
+        resumed(small)
+    assert name in str(caught.value) or (name == "recipe.yaml" and "another recipe" in caught.value.problem)
+    assert {path: path.read_bytes() for path in rest} == rest
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.json", "{}"),
+        ("run.json", '{"job": 5, "status": [], "created": null}'),
+        ("run.json", ""),
+        ("recipe.yaml", ""),
+        ("recipe.yaml", "5"),
+        ("recipe.yaml", "steps: 5\n"),
+        ("metrics.jsonl", '{"step": "2", "time_s": 1.0}\n'),
+        ("metrics.jsonl", '{"step": true, "time_s": 1.0}\n'),
+        ("metrics.jsonl", '{"step": 1.5, "time_s": 1.0}\n'),
+        ("metrics.jsonl", '{"step": {}, "time_s": 1.0}\n'),
+        ("spans.jsonl", '{"step": [], "name": "update"}\n'),
+    ],
+)
+def test_another_shape_ends_the_resume(name: str, content: str, small: Path) -> None:
+    (small / name).write_text(content)
+    with pytest.raises(UserError):
+        resumed(small)
+
+
+@pytest.mark.parametrize("name", ["run.json", "recipe.yaml"])
+def test_a_missing_file_ends_the_resume(name: str, small: Path) -> None:
+    (small / name).unlink()
+    with pytest.raises(UserError, match=name):
+        resumed(small)
+
+
+def test_what_to_write_into_a_lost_run_json_is_said_and_works(small: Path) -> None:
+    (small / "run.json").write_text("{")
+    with pytest.raises(UserError) as caught:
+        resumed(small)
+    (small / "run.json").write_text(caught.value.remedy.split("write ")[1].split(" into")[0])
+    assert resumed(small)[0] == 2
+
+
+@pytest.mark.parametrize("change", ["missing", "empty", "a row less", "a figure", *range(24)])
+def test_figures_that_are_not_those_of_the_checkpoint_are_told(change: str | int, small: Path) -> None:
+    path = small / "metrics.jsonl"
+    data = path.read_bytes()
+    if change == "missing":
+        path.unlink()
+    elif change == "empty":
+        path.write_bytes(b"")
+    elif change == "a row less":
+        path.write_bytes(data[data.index(b"\n") + 1 :])
+    elif change == "a figure":
+        path.write_bytes(data.replace(b":0.25", b":0.75"))
+        assert path.read_bytes() != data
+    else:
+        flip(path, random.Random(f"{SEED} {change}").randrange(len(data)))
+    try:
+        step, told = resumed(small)
+    except UserError as error:
+        assert "metrics.jsonl" in str(error)
+    else:
+        assert step == 2 and any("metrics.jsonl is not as it was at step 2" in text for text in told)
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_a_flipped_bit_in_the_recipe_is_refused_or_changes_nothing(number: int, small: Path) -> None:
+    path = small / "recipe.yaml"
+    before = parse_yaml(path.read_text())
+    rng = random.Random(f"{SEED} {number}")
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    try:
+        resumed(small)
+    except UserError:
+        return
+    assert not changed_keys(parse_yaml(path.read_bytes().decode()), before)
+
+
+def test_the_lock_is_neither_followed_nor_emptied_nor_waited_for(small: Path) -> None:
+    lock, other = small / ".lock", small.parent / "precious"
+    other.write_text("precious")
+    lock.unlink()
+    lock.symlink_to(other)
+    with pytest.raises(UserError, match="could not be written") as caught:
+        resumed(small)
+    assert "symbolic link" in caught.value.remedy and other.read_text() == "precious"
+    lock.unlink()
+    lock.mkdir()
+    with pytest.raises(UserError, match="could not be written") as caught:
+        resumed(small)
+    assert "directory" in caught.value.remedy
+    lock.rmdir()
+    os.mkfifo(lock)
+    assert resumed(small)[0] == 2
+
+
+def test_a_file_system_without_locks_is_not_called_in_use(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.raises(UserError, match="cannot be locked") as caught:
+        resumed(small)
+    assert "No locks available" in caught.value.found
+
+
+@pytest.mark.parametrize("name", ["step_000003.jsonl.gz", "step_0000003.jsonl.gz", "step_٣٣٣٣٣٣.jsonl.gz"])
+def test_strange_names_among_the_rollouts(name: str, small: Path) -> None:
+    (small / "rollouts" / name).mkdir()
+    try:
+        resumed(small)
+    except UserError as error:
+        assert name == "step_000003.jsonl.gz" and "could not be written" in str(error)
+    else:
+        assert (small / "rollouts" / name).is_dir()
+
+
+def test_keep_holds_after_a_resume_that_has_nothing_left_to_save(small: Path) -> None:
+    """Killed between the rename and the deletion: one too many, and the half of another."""
+    shutil.copytree(small / "checkpoints", small / "spare")
+    recipe = RECIPE.model_copy(update={"checkpoint": CheckpointConfig(keep=1)})
+    (small / "checkpoints" / ".draft_00000003_77").mkdir()
+    with RunDirectory(small, recipe, resume=True) as run:
+        assert run.latest() is not None
+        run.start(2)
+    assert os.listdir(small / "checkpoints") == ["step_00000002"]
+
+
+# The report --------------------------------------------------------------------------------------------------
+
+REPORTED = ["run.json", "summary.json", "metrics.jsonl", "spans.jsonl", "alarms.jsonl", "rollouts/step_000001.jsonl.gz"]
+
+
+@pytest.mark.parametrize("damage", [name for name in STRUCTURAL if name != "UTF-16"])
+@pytest.mark.parametrize("name", REPORTED)
+def test_a_report_notes_what_cannot_be_read(name: str, damage: str, small: Path) -> None:
+    STRUCTURAL[damage](small / name)
+    build_report(small, small.parent / "report.html")
+    notes = collect_run(small, Limits())["notes"]
+    if damage == "a link to itself":
+        return  # as if it were not there
+    assert any(Path(name).name in note for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.json", '{"name": [], "job": {}, "created": 5, "status": null, "versions": "x"}'),
+        ("summary.json", '{"stages": 1e999}'),
+        ("metrics.jsonl", '{"step": 1, "time_s": 1.0, "loss/sft": "0.5"}\n'),
+        ("metrics.jsonl", '{"step": 1, "time_s": 1.0, "loss/sft": [1]}\n'),
+        ("metrics.jsonl", '{"step": 1, "time_s": null}\n'),
+        ("metrics.jsonl", '{"time_s": 1.0}\n'),
+        ("metrics.jsonl", '{"step": 1, "time_s": 1.0, "nonfinite": {"loss/sft": "7"}}\n'),
+        ("metrics.jsonl", '{"step": 1, "time_s": 1.0, "loss/sft": ' + "9" * 400 + "}\n"),
+        ("spans.jsonl", '{"name": [], "start_s": 0.0, "end_s": 1.0}\n'),
+        ("spans.jsonl", '{"name": "x", "start_s": "0", "end_s": 1.0}\n'),
+        ("spans.jsonl", '{"name": "x", "start_s": 0.0}\n'),
+        ("spans.jsonl", '{"name": "x", "start_s": 0.0, "end_s": 1.0, "more": 1}\n'),
+        ("alarms.jsonl", '{"step": 1}\n'),
+        ("alarms.jsonl", '{"step": 1, "text": "t", "examples": [5]}\n'),
+        ("alarms.jsonl", '{"step": "1", "text": "t", "examples": []}\n'),
+    ],
+)
+def test_a_report_of_other_shapes(name: str, content: str, small: Path) -> None:
+    (small / name).write_text(content)
+    build_report(small, small.parent / "report.html")
+    notes = collect_run(small, Limits())["notes"]
+    assert any(name in note for note in notes) or (name, content) == ("summary.json", '{"stages": 1e999}'), notes
+
+
+def test_a_renamed_rollout_file_is_not_shown_under_the_wrong_step(small: Path) -> None:
+    one, two, three = (step_path(small / "rollouts", step) for step in (1, 2, 3))
+    shutil.copy(one, three)
+    assert read_step(small / "rollouts", 1) == [record(1)]
+    with pytest.raises(UserError, match="damaged") as caught:
+        read_step(small / "rollouts", 3)
+    assert "step_000001.jsonl under another name" in caught.value.found
+    shutil.copy(two, one)
+    assert any("under another name" in note for note in collect_run(small, Limits())["notes"])
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_a_flipped_bit_in_a_rollout_file_is_told_or_harmless(number: int, small: Path) -> None:
+    rng = random.Random(f"{SEED} {number}")
+    path = step_path(small / "rollouts", 1)
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    try:
+        found = read_step(small / "rollouts", 1)
+    except UserError:
+        return
+    assert found == [record(1)]
+
+
+# An evaluation, the stages of a larger job --------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    path = tmp_path / "finished" / "answers.jsonl"
+    work = Finished(path, "about")
+    for number in range(4):
+        work.keep_rewards(f"eval.{number}.0", {"digits": number / 4})
+        work.keep_preference(f"eval.{number}.0", 0.5)
+    work.close()
+    return path
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_a_flipped_bit_in_finished_work_changes_no_result(number: int, finished: Path) -> None:
+    rng = random.Random(f"{SEED} {number}")
+    data = bytearray(finished.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    finished.write_bytes(data)
+    try:
+        found = Finished(finished, "about")
+    except UserError:
+        return
+    # The end of the last line: as after a kill, that piece of work is done again.
+    assert found.rewards.items() <= {f"eval.{n}.0": {"digits": n / 4} for n in range(4)}.items()
+    assert len(found.preferences) >= 3 and set(found.preferences.values()) == {0.5}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"sample": 5, "token_ids": 7}',
+        '{"rewards": {}}',
+        '{"sample": "a", "rewards": [1]}',
+        '{"sample": "a", "token_ids": [1], "finish_reason": "tired", "text_end": null}',
+    ],
+)
+def test_finished_work_of_an_earlier_version_is_taken_and_its_shapes_are_checked(row: str, finished: Path) -> None:
+    rows = [{k: v for k, v in line.items() if k != "digest"} for line in read_rows(finished)]
+    text = "".join(json.dumps(line) + "\n" for line in rows)
+    finished.write_text(text)
+    work = Finished(finished, "about")
+    work.keep_preference("eval.9.0", 1.0)
+    work.close()
+    assert len(Finished(finished, "about").rewards) == 4
+    finished.write_text(text + row + "\n")
+    with pytest.raises(UserError, match="damaged") as caught:
+        Finished(finished, "about")
+    assert "line 10" in caught.value.found
+
+
+STAGE = {"name": "rl", "seconds": 1.0, "metrics": {"loss": 0.5}}
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Path:
+    (tmp_path / "model" / "deeper").mkdir(parents=True)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "model" / "deeper" / "config.json").write_bytes(b"{}")
+    write_models(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"stages": [STAGE]}))
+    return tmp_path
+
+
+def test_a_complete_stage_is_not_run_again(stage: Path) -> None:
+    (stage / "model" / "README.md").write_text("mine")
+    assert completed(stage, pytest.fail) == STAGE
+    (stage / "models.json").unlink()
+    assert completed(stage, pytest.fail) == STAGE, "an earlier version's"
+    (stage / "summary.json").unlink()
+    assert completed(stage, pytest.fail) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model/model.safetensors", b"Weights"),
+        ("model/model.safetensors", None),
+        ("model/deeper/config.json", b""),
+        ("models.json", b"{}"),
+        ("models.json", b"[]"),
+        ("models.json", bytes(9)),
+        ("summary.json", b""),
+        ("summary.json", b"[]"),
+        ("summary.json", b'{"stages": []}'),
+        ("summary.json", b'{"stages": [{"name": "rl", "seconds": {}, "metrics": {}}]}'),
+        ("summary.json", b'{"stages": [{"name": "rl", "seconds": 1.0}]}'),
+    ],
+)
+def test_a_stage_that_is_not_as_it_left_itself_writes_its_files_anew(
+    name: str, content: bytes | None, stage: Path
+) -> None:
+    if content is None:
+        (stage / name).unlink()
+    else:
+        (stage / name).write_bytes(content)
+    told: list[str] = []
+    assert completed(stage, told.append) is None
+    assert len(told) == 1 and name in told[0] and "anew" in told[0]
