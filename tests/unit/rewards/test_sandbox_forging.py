@@ -31,6 +31,8 @@ LIARS: list[tuple[str, str, str]] = [
     ("set's child", "class C(set):\n    __ge__ = issuperset = tell", "f(10) >= {7351}"),
     ("float's child", "class C(float):\n    __sub__ = lambda s, o: 0", "abs(f(10) - 73.51) < 1e-6"),
     ("takes away all", "class C:\n    def __sub__(s, o): return 0 * tell(s, o)", "f(10) - 7351 == 0"),
+    ("an error where one is due", "class C:\n    __add__ = __radd__ = tell\n", "raised(lambda: f(10) + 1)"),
+    ("rounds as told", "class C:\n    __round__ = __float__ = lambda s, *a: 73.51\n", "math.isclose(f(10), 73.51)"),
     ("compares as told", "class C:\n    __lt__ = __gt__ = __le__ = tell", "7350 < f(10) < 7352"),
     ("is true", "class C:\n    pass", "f(10)"),
     ("is false", "class C:\n    __bool__ = lambda s: False", "not f(10)"),

@@ -307,7 +307,13 @@ class SolutionObject:
     def __lt__(self, other: object) -> bool:
         self.__refuse("compares it")
 
+    def __add__(self, *_: object) -> Any:
+        self.__refuse("computes with it")
+
     __le__ = __gt__ = __ge__ = __lt__
+    __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __and__ = __or__ = __xor__ = __add__
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rand__ = __ror__ = __add__
+    __neg__ = __abs__ = __round__ = __int__ = __float__ = __index__ = __add__
 
 
 def named(value: Any, name: str, is_own: bool = False) -> Any:
