@@ -24,7 +24,7 @@ from quartet.config.evaluation import EvaluationConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.data.datasets import PromptItem
 from quartet.envs.episode import Episode, EpisodeEnd, EpisodeLimits
-from quartet.envs.protocol import Item, Observation, StepResult
+from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import EpisodeSequence
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
@@ -301,7 +301,7 @@ class Recording:
 def player(codec: Any, completer: Any, **changes: Any) -> EpisodePlayer:
     config = EnvironmentConfig(**changes)
     limits = EpisodeLimits(config.max_turns, 60)
-    return EpisodePlayer(Echo, config, completer, codec, limits, run_seed=3)
+    return EpisodePlayer(EnvironmentFactory(Echo), config, completer, codec, limits, run_seed=3)
 
 
 @pytest.fixture
