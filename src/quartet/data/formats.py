@@ -161,7 +161,7 @@ def judgements(
 
 def has_judgements(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> bool:
     """Whether the first row holds a judged answer rather than a pair."""
-    names = set(rows[0].values) | set(columns or {})
+    names = {name for name, value in rows[0].values.items() if value is not None} | set(columns or {})
     return {"completion", "label"} <= names and not {"chosen", "rejected"} <= names
 
 

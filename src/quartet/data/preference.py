@@ -84,7 +84,8 @@ class PreferenceData(Ordered):
         for pair in parsed.items:
             with placed(pair.place):
                 prompt, chosen, rejected = codec.encode_pair(pair)
-            found = _doubt(chosen, rejected)
+            is_long = len(prompt) + max(len(chosen), len(rejected)) > max_tokens
+            found = None if is_long else _doubt(chosen, rejected)
             if found == SAME or (found is not None and doubtful != "keep"):
                 note_place(found, pair.place, skipped, places)
                 continue

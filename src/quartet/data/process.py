@@ -198,7 +198,7 @@ class ProcessData(Ordered):
         Raises:
             UserError: the steps cannot be told apart in the tokens (all such rows in one message).
         """
-        found = [_tokenised(example, codec, separator) for example in parsed.items]
+        found = [_tokenised(example, codec, separator, max_tokens) for example in parsed.items]
         _refuse([item for item in found if isinstance(item, Fault)], len(found))
         items = [item for item in found if isinstance(item, ProcessItem)]
         lengths = [len(item.prompt_ids) + len(item.completion_ids) for item in items]
@@ -232,11 +232,14 @@ class ProcessData(Ordered):
         return batch.with_token(step_mask=~labels.isnan(), step_labels=labels.nan_to_num(0.0))
 
 
-def _tokenised(example: StepLabelled, codec: TextCodec, separator: str) -> ProcessItem | Fault:
+def _tokenised(example: StepLabelled, codec: TextCodec, separator: str, max_tokens: int) -> ProcessItem | Fault:
+    """Of a row that is too long the length alone counts, so its steps are not looked for."""
     try:
         prompt_ids, completion_ids = codec.encode_completion(example.prompt, example.completion)
     except UserError as error:
         raise UserError(error.problem, found=f"{example.place}: {error.found}", remedy=error.remedy) from None
+    if len(prompt_ids) + len(completion_ids) > max_tokens:
+        return ProcessItem(tuple(prompt_ids), tuple(completion_ids), (), (), example.place)
     pieces = answer_pieces(codec, prompt_ids, completion_ids)
     ends = last_tokens(pieces, split_steps("".join(pieces), separator))
     if len(ends) != len(example.labels):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -38,6 +38,12 @@ from quartet.text.loading import check_vocabulary, load_generation_config, load_
 __all__ = ["TextCodec", "check_vocabulary", "load_tokenizer"]
 
 _SENTINELS = ("\n", "a", "1", ".")
+_SHORT_TEXT = 1 << 16
+"""Characters that are tokenised in a moment; a megabyte takes seconds."""
+_LONG_TOKEN = 16
+"""Characters of a token, few have more: the beginning of a text that shows whether it is too long."""
+_CUT_TOKENS = 64
+"""Tokens at the end of a text's beginning that may be others in the whole text."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,12 @@ class TextCodec:
         tokenizer: any Hugging Face tokenizer.
         model_eos_ids: the model's own end-of-text ids (``generation_config.eos_token_id``, a number or a
             list).
+        enough: tokens from which on the exact number does not matter; see ``limited``.
     """
 
     tokenizer: PreTrainedTokenizerBase
     model_eos_ids: tuple[int, ...] = ()
+    enough: int | None = None
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> TextCodec:
@@ -63,6 +71,13 @@ class TextCodec:
     def from_pretrained(cls, model: str | Path, tokenizer: str | Path | None = None) -> TextCodec:
         """The codec of a model directory or hub name; ``tokenizer`` where it lives elsewhere."""
         return cls.of(load_tokenizer(tokenizer or model), load_generation_config(model))
+
+    def limited(self, max_tokens: int) -> TextCodec:
+        """The same, for a caller that throws away what has more than ``max_tokens``.
+
+        Of a very long text whose beginning alone has more, only the beginning is tokenised.
+        """
+        return replace(self, enough=max_tokens)
 
     # End of text -----------------------------------------------------------------------------------------
 
@@ -204,6 +219,8 @@ class TextCodec:
             ids, mask = chat.marked_by_template(self.tokenizer, messages)
         else:
             ids, mask = self._turn_by_turn(messages)
+        if True not in mask:  # cut off before the answer, see ``limited``
+            return ids, mask
         start = len(mask) - 1 - mask[::-1].index(True)
         while start > 0 and mask[start - 1]:
             start -= 1
@@ -250,6 +267,10 @@ class TextCodec:
         return len(full) - len(plain) - before
 
     def _tokenize(self, text: str, *, special: bool) -> list[int]:
+        if self.enough is not None and len(text) > (cut := max(_SHORT_TEXT, _LONG_TOKEN * self.enough)):
+            beginning = self._tokenize(text[:cut], special=special)
+            if len(beginning) > self.enough + _CUT_TOKENS:
+                return beginning
         # verbose=False: lengths are checked against the model's context, not the tokenizer's own notion of
         # one.
         try:

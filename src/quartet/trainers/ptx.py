@@ -76,12 +76,13 @@ def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, co
             )
         return None
     options = config.data or DataConfig()
+    longest = min(context, options.max_tokens or context)
     data = LazyDemonstrations(
         _stored(config, rows),
         options.columns,
         # The thread that prepares batches has a tokenizer of its own: not every one may be used by two at a time.
-        TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids),
-        min(context, options.max_tokens or context),
+        TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids, enough=longest),
+        longest,
         options.overlong,
         source=options.path or "ptx_rows",
         turns=options.turns,

@@ -212,25 +212,24 @@ def _shares(config: DataConfig, found: Sequence[Ordered], data: Ordered) -> list
     ]
 
 
-def _limits(config: DataConfig | None, room: int) -> tuple[int, Overlong]:
-    """Longest sequence, and what happens to longer ones."""
-    if config is None:
-        return room, "error"
-    return min(room, config.max_tokens or room), config.overlong
+def _limits(config: DataConfig | None, codec: TextCodec, room: int) -> tuple[TextCodec, int, Overlong]:
+    """What tokenises, the longest sequence, and what happens to longer ones."""
+    longest = room if config is None else min(room, config.max_tokens or room)
+    return codec.limited(longest), longest, "error" if config is None else config.overlong
 
 
 def prompt_data(
     config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
 ) -> PromptData:
     """Tokenised prompts that leave room for at least one token of ``context``."""
-    limits = _limits(config, context - 1)
+    limits = _limits(config, codec, context - 1)
 
     def build(part: _Part) -> PromptData:
         parsed = prompts(part.rows, part.columns, **part.reading)
         source = part.section.removeprefix(f"{key}.sources.")
         # Prompts of a single source keep their ids when others join it as further sources.
         prefix = "p" if source in (key, "0") else f"s{source}p"
-        return PromptData.build(parsed, codec, *limits, key, prefix)
+        return PromptData.build(parsed, *limits, key, prefix)
 
     return _built(config, rows, key, build)
 
@@ -238,9 +237,9 @@ def prompt_data(
 def sft_data(
     config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
 ) -> SFTData:
-    limits = _limits(config, context)
+    limits = _limits(config, codec, context)
     return _built(
-        config, rows, key, lambda p: SFTData.build(demonstrations(p.rows, p.columns, **p.reading), codec, *limits, key)
+        config, rows, key, lambda p: SFTData.build(demonstrations(p.rows, p.columns, **p.reading), *limits, key)
     )
 
 
@@ -252,11 +251,11 @@ def preference_data(
     key: str,
     doubtful: DoubtfulPairs = "keep",
 ) -> PreferenceData:
-    limits = _limits(config, context)
+    limits = _limits(config, codec, context)
 
     def build(part: _Part) -> PreferenceData:
         parsed = preferences(part.rows, part.columns, doubtful, **part.reading)
-        return PreferenceData.build(parsed, codec, *limits, doubtful, key)
+        return PreferenceData.build(parsed, *limits, doubtful, key)
 
     return _built(config, rows, key, build)
 
@@ -270,13 +269,13 @@ def pairs_or_judgements(
     doubtful: DoubtfulPairs = "keep",
 ) -> PreferenceData | JudgedData:
     """Pairs, or answers judged one by one, as the first row has it."""
-    limits = _limits(config, context)
+    limits = _limits(config, codec, context)
 
     def build(part: _Part) -> PreferenceData | JudgedData:
         if part.rows and has_judgements(part.rows, part.columns):
-            return JudgedData.build(judgements(part.rows, part.columns, **part.reading), codec, *limits, key)
+            return JudgedData.build(judgements(part.rows, part.columns, **part.reading), *limits, key)
         parsed = preferences(part.rows, part.columns, doubtful, **part.reading)
-        return PreferenceData.build(parsed, codec, *limits, doubtful, key)
+        return PreferenceData.build(parsed, *limits, doubtful, key)
 
     return _built(config, rows, key, build)
 
@@ -290,10 +289,10 @@ def process_data(
     config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, separator: str, key: str
 ) -> ProcessData:
     """Step-labelled answers, whose steps end with ``separator``."""
-    limits = _limits(config, context)
+    codec, longest, overlong = _limits(config, codec, context)
 
     def build(part: _Part) -> ProcessData:
         parsed = step_labelled(part.rows, part.columns, separator, **part.reading)
-        return ProcessData.build(parsed, codec, separator, *limits, key)
+        return ProcessData.build(parsed, codec, separator, longest, overlong, key)
 
     return _built(config, rows, key, build)

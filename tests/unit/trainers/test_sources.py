@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from quartet.config import UserError
 from quartet.config.common import DataConfig, SourceConfig
@@ -175,3 +177,56 @@ def test_turns_reach_every_job() -> None:
     assert list(sft_data(config, [{"text": f"{head} 3"}], codec, 99, "data").items[0].input_ids)[: len(ids)] == ids
     steps = process_data(config, [{"prompt": head, "steps": ["3"], "labels": [1]}], codec, 99, ";", "data")
     assert list(steps.items[0].prompt_ids) == ids
+
+
+# Very long texts ------------------------------------------------------------------------------------------
+
+
+def long_texts(tokenizer: Any) -> dict[str, Callable[[DataConfig | None], Any]]:
+    """Every kind of row, with one text of a megabyte."""
+    codec, long = TextCodec(tokenizer), "1+2=3" * 200_000
+    short, user = {"prompt": "1", "completion": "2", "chosen": "3", "rejected": "4"}, {"role": "user", "content": long}
+    answer, key = {"role": "assistant", "content": "1"}, "data"
+    pairs = [short, {**short, "chosen": f"{long}1", "rejected": f"{long}2"}]
+    steps = [{"prompt": "1", "steps": ["1"], "labels": [1]}, {"prompt": "1", "steps": [long, "1"], "labels": [1, 0]}]
+    return {
+        "prompts": lambda c: prompt_data(c, ["1", long], codec, 99, key),
+        "completions": lambda c: sft_data(c, [short, {**short, "completion": long}], codec, 99, key),
+        "messages": lambda c: sft_data(c, [short, {"messages": [user, answer]}], codec, 99, key),
+        "texts": lambda c: sft_data(c, [{"text": "1"}, {"text": long}], codec, 99, key),
+        "pairs": lambda c: preference_data(c, pairs, codec, 99, key),
+        "judgements": lambda c: pairs_or_judgements(
+            c, [{**row, "chosen": None, "label": 1} for row in (short, {**short, "completion": long})], codec, 99, key
+        ),
+        "steps": lambda c: process_data(c, steps, codec, 99, "|", key),
+    }
+
+
+@pytest.mark.parametrize("kind", list(long_texts(None)))
+def test_very_long_texts_are_left_out_before_they_are_tokenised(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+    call, longest = type(tokenizer).__call__, 0
+
+    def counted(self: Any, text: str, **options: Any) -> Any:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return call(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    build = long_texts(tokenizer)[kind]
+    data = build(DataConfig(overlong="skip"))
+    assert len(data) == 1 and any("1 rows left out" in remark and "longer than" in remark for remark in data.remarks)
+    with pytest.raises(UserError, match="longer than allowed"):
+        build(None)
+    assert longest < 70_000
+
+
+def test_a_long_text_of_few_tokens_is_tokenised_whole() -> None:
+    """What the beginning does not decide, the whole text does; the number of a short one is exact."""
+    words = Tokenizer(models.WordLevel({"<e>": 0, "a": 1}, unk_token="<e>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", unk_token="<e>")).limited(2)
+    assert codec.encode_prompt("a" * 70_000 + " a a a") == [0, 1, 1, 1]
+    assert len(codec.encode_prompt("a " * 999)) == 999
+    assert 66 < len(codec.encode_prompt("a " * 99_999)) < 50_000
