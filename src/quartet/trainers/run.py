@@ -33,6 +33,7 @@ from quartet.config import Interrupted, UserError
 from quartet.config.file_errors import write_error
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
+from quartet.observe import processor
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
 from quartet.observe.digests import FileDigest
@@ -148,6 +149,7 @@ class RunDirectory:
             "created": created,
             "status": "running",
             "versions": software_versions(),
+            **processor.record(),
         }
         if found is not None and isinstance(found.get("remarks"), list):
             self._info["remarks"] = found["remarks"]
@@ -155,6 +157,8 @@ class RunDirectory:
             with writing(self.path / "recipe.yaml"):
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
+        for text in processor.changes(found or {}, self._info):
+            self.remark(text)
         if found is not None and found["status"] == "running":
             self.remark(f"the process that ran it before {ENDED}: its status was still running")
         elif found is None and self._resume is True:
