@@ -1,0 +1,159 @@
+"""Why a file could not be written or read: each cause has its own remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from quartet.config import UserError
+from quartet.config.file_errors import read_error, read_file, write_error
+from quartet.observe.jsonl import RowAppender
+from quartet.train import checkpoint
+from quartet.train.checkpoint import save_checkpoint
+from quartet.trainers.run import write_json, writing
+
+REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "quota",
+    errno.EFBIG: "ulimit -f",
+    errno.EROFS: "read-only",
+    errno.EACCES: "permission to write",
+    errno.EPERM: "lsattr",
+    errno.ENOENT: "missing",
+    errno.ENOTDIR: "a file stands where a directory must be",
+    errno.EISDIR: "a directory stands where a file must be",
+    errno.EIO: "dmesg, copy",
+    errno.ESTALE: "network file system",
+    errno.EMFILE: "ulimit -n",
+}
+
+
+def failure(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize("number", REMEDIES)
+def test_each_cause_has_its_own_remedy(number: int, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "model"
+    error = write_error(path, failure(number))
+    assert error.problem == f"{path} could not be written" and os.strerror(number) in error.found
+    assert REMEDIES[number] in error.remedy
+    assert [n for n, text in REMEDIES.items() if text in error.remedy] == [number]
+    assert ("MiB free" in error.found) == (number == errno.ENOSPC)
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (
+            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            "free some space",
+        ),
+        (SafetensorError("I/O error: Read-only file system (os error 30)"), "read-only"),
+        (RuntimeError("PytorchStreamWriter failed writing file data/0"), "see that there is space"),
+    ],
+)
+def test_what_libraries_make_of_it(error: Exception, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        raise write_error(tmp_path, error)
+    assert remedy in caught.value.remedy
+
+
+def test_a_cause_behind_another_error_is_found(tmp_path: Path) -> None:
+    try:
+        raise RuntimeError("writer failed") from failure(errno.EROFS)
+    except RuntimeError as error:
+        found = write_error(tmp_path, error)
+    assert "read-only" in found.remedy and os.strerror(errno.EROFS) in found.found
+
+
+def test_a_file_system_that_can_hold_no_more_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that there is no space, and there is."""
+
+    class Full:
+        f_files, f_favail = 1000, 0
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    monkeypatch.setattr("quartet.config.file_errors.shutil.disk_usage", lambda _: type("Usage", (), {"free": 2**30}))
+    assert "no more files (df -i)" in write_error(tmp_path, failure(errno.ENOSPC)).remedy
+
+
+def by_checkpoint(path: Path) -> None:
+    save_checkpoint(path, 1, {"actor": {"weight": torch.ones(3)}}, {}, keep=1)
+
+
+def by_json(path: Path) -> None:
+    path.mkdir(exist_ok=True)
+    write_json(path / "run.json", {})
+
+
+@pytest.mark.parametrize("number", REMEDIES)
+@pytest.mark.parametrize("write", [by_checkpoint, by_json])
+def test_a_run_tells_them_apart(
+    write: Callable[[Path], None], number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise failure(number)
+
+    monkeypatch.setattr(checkpoint.os, "fsync", fail)
+    with pytest.raises(UserError, match="could not be written") as caught:
+        write(tmp_path / "run")
+    assert REMEDIES[number] in caught.value.remedy
+
+
+def test_causes_that_every_machine_has(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "directory" / "run.json").mkdir(parents=True)
+    for path, cause in {
+        tmp_path / "missing" / "run.json": "missing",
+        tmp_path / "file" / "run.json": "a file stands where a directory must be",
+        tmp_path / "directory" / "run.json": "a directory stands where a file must be",
+        tmp_path / ("x" * 300): "shorter",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            write_json(path, {})
+        assert cause in caught.value.remedy, caught.value
+    with pytest.raises(UserError) as caught:
+        save_checkpoint(tmp_path / "file", 1, {}, {}, keep=1)
+    assert "something else has that name" in caught.value.remedy
+    with pytest.raises(UserError) as caught, writing(tmp_path), open("/dev/full", "w") as full:
+        full.write("x")
+    assert "free some space" in caught.value.remedy
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="the administrator may write everywhere")
+def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError) as caught:
+        write_json(tmp_path / "run.json", {})
+    assert "permission to write" in caught.value.remedy
+
+
+def test_a_row_that_the_disk_refuses(tmp_path: Path) -> None:
+    rows = RowAppender(tmp_path / "metrics.jsonl")
+    rows.close()
+    rows._file = open("/dev/full", "ab")  # noqa: SIM115
+    with pytest.raises(UserError, match=r"metrics\.jsonl could not be written") as caught:
+        rows.append({"step": 1})
+    assert "free some space" in caught.value.remedy
+
+
+def test_reading(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for path, remedy in {
+        tmp_path / "missing": "put it back from a copy",
+        tmp_path: "a directory stands where a file must be",
+        tmp_path / "pipe": "put the file itself there",
+        tmp_path / "loop": "circle",
+    }.items():
+        with pytest.raises(UserError, match="could not be read") as caught:
+            read_file(path)
+        assert remedy in caught.value.remedy
+    assert "chmod" in read_error(tmp_path, failure(errno.EACCES)).remedy
