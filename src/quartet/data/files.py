@@ -17,6 +17,7 @@ INSTALL = "pip install 'quartet-rl[data]'"
 COMPRESSIONS = (".gz", ".zst")
 MAX_ROW_BYTES = 1 << 24
 """Longest row of a text file: 16 MiB, several million tokens."""
+_MAX_BLANK_LINES = 1_000_000
 _MAX_EXPANSION = 200
 """Text shrinks by a factor of 3 to 20, and rarely by more than 50."""
 _UNSUSPICIOUS_BYTES = 1 << 28
@@ -98,19 +99,36 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         UserError: a line is not UTF-8 or longer than ``MAX_ROW_BYTES``.
     """
     with opened(path) as file:
-        for line in itertools.count(1):
-            data = read_line(file, path, line)
-            if not data:
-                return
+        for line, data in raw_lines(file, path):
             yield line, decoded(data, path, line)
 
 
-def read_line(file: BinaryIO, path: Path, line: int) -> bytes:
-    """The next line with its line feed; empty at the end of the file."""
-    data = file.readline(MAX_ROW_BYTES + 1)
-    if len(data) > MAX_ROW_BYTES:
-        raise too_long(path, line)
-    return data
+def raw_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Every line with its number from 1 and its line feed.
+
+    Raises:
+        UserError: one is longer than ``MAX_ROW_BYTES``, or too many in a row are blank.
+    """
+    blank = 0
+    for line in itertools.count(1):
+        data = file.readline(MAX_ROW_BYTES + 1)
+        if not data:
+            return
+        if len(data) > MAX_ROW_BYTES:
+            raise too_long(path, line)
+        blank = blank + 1 if data.isspace() else 0
+        check_blank(blank, path, line)
+        yield line, data
+
+
+def check_blank(num_lines: int, path: Path, line: int) -> None:
+    """Refuses a file of nothing but line feeds, of which gigabytes fit into a small compressed one."""
+    if num_lines > _MAX_BLANK_LINES:
+        raise UserError(
+            "the data file holds nothing but blank lines for long",
+            found=f"{path}:{line}: {num_lines:,} of them without a row",
+            remedy="write the file again, or remove them",
+        )
 
 
 def decoded(data: bytes, path: Path, line: int) -> str:

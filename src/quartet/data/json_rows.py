@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ _MAX_DIGITS = 300
 """Digits of a whole number: it is then within what a float can hold."""
 _MAX_NUMBER_LENGTH = 1000
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
-_SPACE = " \t\r\n"
+_SPACE = re.compile(r"[ \t\r\n]*")
 ROWS_KEY = "data"
 """Where a file that is one object has its rows."""
 
@@ -46,8 +47,7 @@ def _fraction(text: str) -> float:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise Unreadable(f"the key {shortened(twice)} twice in one object")
     return found
 
@@ -80,7 +80,7 @@ def value_at(text: str, at: int = 0) -> tuple[Any, int]:
 def loads(text: str) -> Any:
     """The value of a whole text; Unreadable as ``value_at``."""
     value, end = value_at(text, _skip_space(text, 0))
-    if text[end:].strip(_SPACE):
+    if _skip_space(text, end) < len(text):
         raise Unreadable("Extra data")
     return value
 
@@ -128,7 +128,7 @@ def is_one_document(text: str) -> bool:
     except Unreadable:
         return False
     rows = value.get(ROWS_KEY)
-    return not text[end:].strip(_SPACE) and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    return _skip_space(text, end) == len(text) and isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
 
 
 def document_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -179,9 +179,8 @@ def _elements(path: Path, text: str, at: int) -> Generator[tuple[int, dict[str, 
 
 
 def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in _SPACE:
-        at += 1
-    return at
+    found = _SPACE.match(text, at)
+    return found.end() if found is not None else at
 
 
 def as_object(value: Any, path: Path, line: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.data.datasets import Overlength, Overlong, SFTData, SFTItem
 from quartet.data.fields import Turns, placed
-from quartet.data.files import decoded, read_line
+from quartet.data.files import decoded, opened, raw_lines
 from quartet.data.formats import Parsed, demonstrations
 from quartet.data.json_rows import parse_line
 from quartet.data.order import draws
@@ -84,16 +84,13 @@ class JsonLinesRows:
 
     def _scan(self) -> Iterator[Row]:
         offset = 0
-        for line in itertools.count(1):
-            self._file.seek(offset)
-            data = read_line(self._file, self._path, line)
-            if not data:
-                return
-            if decoded(data, self._path, line).strip():
-                self._offsets.append(offset)
-                self._lines.append(line)
-                yield self._row(data, line)
-            offset += len(data)
+        with opened(self._path) as file:
+            for line, data in raw_lines(file, self._path):
+                if not data.isspace() and decoded(data, self._path, line).strip():
+                    self._offsets.append(offset)
+                    self._lines.append(line)
+                    yield self._row(data, line)
+                offset += len(data)
 
     def read(self, number: int) -> Row:
         self._file.seek(self._offsets[number])

@@ -13,7 +13,7 @@ from typing import Any
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
-from quartet.data.files import INSTALL, MAX_ROW_BYTES, format_of, numbered_lines, too_long, whole_text
+from quartet.data.files import INSTALL, MAX_ROW_BYTES, check_blank, format_of, numbered_lines, too_long, whole_text
 from quartet.data.json_rows import document_rows, is_one_document, parse_line, shortened
 
 Values = Iterator[tuple[int, dict[str, Any]]]
@@ -124,11 +124,13 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
     """CSV with a header; a row that spans several lines has the number of its first."""
     reader = csv.reader(io.StringIO(whole_text(path), newline=""), delimiter=delimiter, strict=True)
     header: list[str] | None = None
-    line, limit = 1, csv.field_size_limit(MAX_ROW_BYTES)
+    line, blank, limit = 1, 0, csv.field_size_limit(MAX_ROW_BYTES)
     try:
         for cells in reader:
             first, line = line, reader.line_num + 1
+            blank = 0 if cells else blank + 1
             if not cells:
+                check_blank(blank, path, first)
                 continue
             if header is None:
                 header = _header(path, first, cells)
@@ -153,7 +155,7 @@ def _header(path: Path, line: int, cells: list[str]) -> list[str]:
     if not all(names) or len(set(names)) != len(names):
         raise UserError(
             "the header does not name every column once",
-            found=f"{path}:{line}: {names}",
+            found=f"{path}:{line}: {names[:20]}",
             remedy="give each column a name of its own in the first line",
         )
     return names

@@ -30,7 +30,7 @@ def zstd(data: bytes) -> bytes:
     return found
 
 
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": lambda data: gzip.compress(data, 1), ".zst": zstd}
 
 
 def write(path: Path, data: bytes) -> DataConfig:
@@ -120,6 +120,25 @@ def test_bombs(tmp_path: Path, ending: str) -> None:
     data = (b'{"prompt": "' + b"x" * 60_000 + b'"}\n') * 5_000
     error = refused(write(tmp_path / f"r.json{ending}", COMPRESS[ending](data)))
     assert "expands beyond measure" in error.problem and f"r.json{ending}" in error.found
+
+
+@pytest.mark.parametrize("name", ["r.jsonl.gz", "r.csv.gz", "r.json.gz"])
+def test_blank_lines_without_end(tmp_path: Path, name: str) -> None:
+    start = b'{"a": 1}\n' if "json" in name else b"a\n1\n"
+    error = refused(write(tmp_path / name, gzip.compress(start + b"\n" * 20_000_000, 1)))
+    assert "blank lines" in error.problem and f"{name}:" in error.found
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        (b'{"a": 1}' + b" " * 15_000_000 + b"x", "Extra data"),
+        (b"{" + b", ".join(b'"%d": 1' % n for n in range(200_000)) + b', "7": 1}', "the key '7' twice"),
+        (b"[" + b" " * 15_000_000, "Expecting value"),
+    ],
+)
+def test_long_rows_that_make_slow_parsers_slow(tmp_path: Path, row: bytes, found: str) -> None:
+    assert found in refused(write(tmp_path / "r.jsonl", row)).found
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from quartet.config.errors import UserError
 from quartet.data.datasets import SFTData
 from quartet.data.dialogues import as_dialogue, split_texts
-from quartet.data.formats import demonstrations, judgements, preferences, prompts
+from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.process import step_labelled
 from quartet.data.readers import Row
 from quartet.quickstart.tokenizer import build_tokenizer
@@ -103,6 +104,18 @@ def test_turns_of_every_kind_of_row() -> None:
     assert found.items[0].prompt == TURNS and found.notes, "the answer was taken off"
 
 
+def test_long_dialogues_take_no_time() -> None:
+    """Millions of turns or characters: what grows with their square would take minutes."""
+    start = time.monotonic()
+    assert len(as_dialogue("\n\nHuman: a" * 300_000)) == 1
+    head = "\n\nHuman: a\n\nAssistant:" * 200_000
+    (found,) = preferences(rows({"chosen": f"{head} b", "rejected": f"{head} c"})).items
+    assert found.prompt == head
+    words = "a " * 2_000_000
+    assert split_texts(f"{words}b", f"{words}c") == len(words) - 1
+    assert time.monotonic() - start < 20, "a loaded machine's two seconds"
+
+
 # Texts that begin alike ----------------------------------------------------------------------------------
 
 
@@ -168,6 +181,12 @@ def test_unpaired_stepwise_and_tools() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     messages = demonstrations(rows({"messages": [USER, call, turn("tool", "4"), YES]})).items[0].messages  # type: ignore[union-attr]
     assert messages[1] == {**call, "content": ""}
+
+
+def test_judgements_beside_null_columns() -> None:
+    """Tables that hold both kinds have null in the columns of the other."""
+    judged = {"prompt": "p", "completion": "c", "label": True, "chosen": None, "rejected": None}
+    assert has_judgements(rows(judged)) and not has_judgements(rows({**judged, "chosen": "a", "rejected": "b"}))
 
 
 def test_null_and_nan_are_missing_and_not_text() -> None:
