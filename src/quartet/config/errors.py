@@ -7,19 +7,28 @@ from pathlib import Path
 
 from quartet.config.printable import printable
 
+_MAX_SHOWN = 4000
+"""Characters of a part of a message; a row may have a million columns."""
+
 
 class UserError(Exception):
     """A three-part message: what is wrong, what was found, what to do instead.
 
     The command line prints it without a traceback and exits with status 2; Python users catch it. What was found may be
-    foreign text: the message holds it as ``printable`` writes it.
+    foreign text of any length: the message holds the beginning of each part, as ``printable`` writes it.
     """
 
     def __init__(self, problem: str, *, found: str, remedy: str) -> None:
         self.problem = problem
         self.found = found
         self.remedy = remedy
-        super().__init__(printable(f"{problem}\n  found: {found}\n  do: {remedy}"))
+        super().__init__(f"{_shown(problem)}\n  found: {_shown(found)}\n  do: {_shown(remedy)}")
+
+
+def _shown(text: str) -> str:
+    if len(text) > _MAX_SHOWN:
+        text = f"{text[:_MAX_SHOWN]}… ({len(text):,} characters)"
+    return printable(text)
 
 
 class Interrupted(Exception):
