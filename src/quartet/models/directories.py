@@ -83,10 +83,11 @@ def read_config(source: str) -> PreTrainedConfig:
         )
     # Some configs divide by these sizes while they are made. Where layers differ, a size is a list.
     values, _ = PreTrainedConfig.get_config_dict(source)
-    for part in (values, values.get("text_config")) if isinstance(values, dict) else ():
-        for name in _SIZES if isinstance(part, dict) else ():
-            if isinstance(part.get(name), int) and part[name] < 1:
-                raise _nonsense(source, f"{name}: {part[name]}")
+    parts = [values, values.get("text_config")] if isinstance(values, dict) else []
+    sizes = [(name, part.get(name)) for part in parts if isinstance(part, dict) for name in _SIZES]
+    for name, value in sizes:
+        if isinstance(value, int) and value < 1:
+            raise _nonsense(source, f"{name}: {value}")
     config = AutoConfig.from_pretrained(source)
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if (quantised := getattr(config, "quantization_config", None)) is not None:

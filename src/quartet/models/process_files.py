@@ -39,7 +39,7 @@ def load_process_settings(path: str) -> ProcessSettings | None:
         return None
     try:
         separator = json.loads(Path(file).read_text(encoding="utf-8"))["separator"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
     if not isinstance(separator, str) or not separator:
         raise _damaged(path, f"separator: {separator!r}")

@@ -15,14 +15,20 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     Raises:
         UserError: it has none.
     """
+    if tokenizer.chat_template is not None and not isinstance(tokenizer.chat_template, str | dict):
+        raise _no_template(tokenizer, f"chat_template is {tokenizer.chat_template!r}")
     try:
         return str(tokenizer.get_chat_template())
     except ValueError as error:
-        raise UserError(
-            "the tokenizer has no chat template, but the data are messages",
-            found=f"{tokenizer.name_or_path or type(tokenizer).__name__}: {str(error).splitlines()[0]}",
-            remedy="put a chat_template.jinja beside the tokenizer, or use plain text prompts",
-        ) from None
+        raise _no_template(tokenizer, str(error).splitlines()[0]) from None
+
+
+def _no_template(tokenizer: PreTrainedTokenizerBase, found: str) -> UserError:
+    return UserError(
+        "the tokenizer has no chat template, but the data are messages",
+        found=f"{tokenizer.name_or_path or type(tokenizer).__name__}: {found}",
+        remedy="put a chat_template.jinja beside the tokenizer, or use plain text prompts",
+    )
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation_prompt: bool) -> str:
@@ -34,13 +40,18 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation
     template_of(tokenizer)
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-    except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # a template is a program
         raise UserError(
             "the chat template refuses the messages",
-            found=f"{error}; roles {[message.get('role') for message in messages]}",
+            found=f"{_said(error)}; roles {[message.get('role') for message in messages]}",
             remedy="leave out the roles that the template does not know, or use another template",
         ) from error
     return str(text)
+
+
+def _said(error: Exception) -> str:
+    """What a template raised: its own refusal as it stands, an accident with its kind."""
+    return str(error) if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
 
 
 def continuation(head: str, whole: str, what: str, where: str) -> str:
@@ -69,10 +80,10 @@ def marked_by_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -
         encoded = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:
         raise UserError(
             "the chat template refuses the messages",
-            found=str(error),
+            found=_said(error),
             remedy="correct the messages or the template",
         ) from error
     ids, mask = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]

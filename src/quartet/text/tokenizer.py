@@ -275,10 +275,14 @@ class TextCodec:
         # one.
         try:
             return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-        except TypeError:
+        except Exception as error:  # what the tokenizers library raises
             lone = next((n for n, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
             if lone is None:
-                raise
+                raise UserError(
+                    "the tokenizer cannot read a text",
+                    found=f"{str(error) or type(error).__name__}: {text[:40]!r}",
+                    remedy="give the tokenizer an unknown token (unk_token), or leave such texts out",
+                ) from error
             raise UserError(
                 "text holds half a character (a lone surrogate), which no tokenizer knows",
                 found=f"{text[max(0, lone - 20) : lone + 20]!r}",

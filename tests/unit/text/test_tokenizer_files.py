@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from quartet.config import UserError
 from quartet.text.loading import PROBE_TEXTS, differing_text, load_tokenizer, save_tokenizer
+from quartet.text.tokenizer import TextCodec
 
 TEXTS = [*PROBE_TEXTS, "<s> x</s> y", " Once upon", "  \n a\n\n b", "x <pad>y"]
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -176,6 +177,46 @@ def test_sentencepiece_alone_says_what_is_missing(directory):
         load_tokenizer(path)
     assert "tokenizer.model" in raised.value.found
     assert "sentencepiece" in raised.value.remedy
+
+
+# What fails while it works --------------------------------------------------------------------------------
+
+TEMPLATES = {
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{{ messages[7].content.x }}": "no element 7",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{% if %}": "expected an expression",
+    "{{ raise_exception('no system role') }}": "no system role",
+    "{{ [1, 2][5] + 1 }}": "element 5",
+    "{% for i in range(10 ** 12) %}{% endfor %}": "Range",
+}
+
+
+@pytest.mark.parametrize("template", list(TEMPLATES))
+def test_templates_that_fail(template, directory):
+    codec = TextCodec(load_tokenizer(directory()))
+    codec.tokenizer.chat_template = template
+    with pytest.raises(UserError, match="the chat template refuses") as refused:
+        codec.encode_prompt([{"role": "user", "content": "a"}])
+    assert TEMPLATES[template].lower() in refused.value.found.lower()
+
+
+@pytest.mark.parametrize("template", [5, ["a"], True])
+def test_a_template_that_is_no_text(template, directory):
+    codec = TextCodec(load_tokenizer(directory()))
+    codec.tokenizer.chat_template = template
+    with pytest.raises(UserError, match="no chat template"):
+        codec.encode_prompt([{"role": "user", "content": "a"}])
+
+
+def test_a_word_that_a_tokenizer_cannot_read():
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert codec.encode_prompt("a b") == [0, 1]
+    with pytest.raises(UserError, match="cannot read a text") as refused:
+        codec.encode_prompt("a word")
+    assert "'a word'" in refused.value.found and "unk_token" in refused.value.remedy
 
 
 @pytest.mark.realdata
