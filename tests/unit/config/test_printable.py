@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 from rich.console import Console
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import quartet
 from quartet.cli import main as cli
@@ -18,6 +19,7 @@ from quartet.cli.show import show_run
 from quartet.config.errors import UserError
 from quartet.config.printable import _UNSAFE, printable
 from quartet.observe.progress import Progress
+from quartet.quickstart.tokenizer import build_tokenizer
 
 EVERYTHING = "".join(map(chr, range(sys.maxunicode + 1)))
 HOSTILE = "a\x1b[2Jb\x9b31mc\rd\u202ee\u2066f\x07g\ud800h\U000e0041i\u200bj\u2028k"
@@ -78,17 +80,21 @@ def test_summaries_print_no_foreign_escapes(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_generated_text_is_escaped_on_a_terminal_alone(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Answer:
         text = "\x1b[2J\u202e"
 
-    monkeypatch.setattr("quartet.models.loading.load_causal_lm", lambda model: None)
-    monkeypatch.setattr("quartet.models.loading.packed_causal_lm", lambda model: None)
-    monkeypatch.setattr("quartet.text.tokenizer.TextCodec.from_pretrained", lambda model: None)
+    tokenizer = build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    for part in (Qwen2ForCausalLM(config), tokenizer):
+        part.save_pretrained(tmp_path)
     monkeypatch.setattr("quartet.trainers.generate.generate", lambda *_, **__: [[Answer()]])
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     echoed: list[str] = []
-    monkeypatch.setattr(typer, "echo", echoed.append)
-    cli.app(["generate", "--model", "m", "--prompt", "p"], standalone_mode=False)
-    assert echoed == [r"p\x1b[2J\u202e" if terminal else "p\x1b[2J\u202e"]
+    monkeypatch.setattr(typer, "echo", lambda text, err=False: None if err else echoed.append(text))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    cli.app(["generate", "--model", str(tmp_path), "--prompt", "1+1="], standalone_mode=False)
+    assert echoed == [r"1+1=\x1b[2J\u202e" if terminal else "1+1=\x1b[2J\u202e"]
