@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # One thread: equal sums on every run, and no waiting at barriers on a machine that others use, too.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: quickstart test test-fast test-slow test-gpu lint format types reference wheel clean
+.PHONY: quickstart test test-fast test-slow test-gpu fuzz lint format types reference wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
@@ -16,6 +16,11 @@ test: $(VENV)/.installed-test lint types
 
 test-fast: $(VENV)/.installed-test
 	$(PYTEST) tests/unit -m "not slow and not gpu"
+
+# Random damage to recipes, rows, models and runs, SECONDS for each kind.
+SECONDS ?= 300
+fuzz: $(VENV)/.installed-test
+	QUARTET_FUZZ_S=$(SECONDS) $(PYTEST) --timeout=0 tests/e2e/test_fuzz.py
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m "slow and not gpu"
