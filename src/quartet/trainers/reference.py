@@ -234,6 +234,8 @@ def _recorded(path: Path) -> dict[str, Any] | None:
 
 def _load(path: Path, header: Mapping[str, str]) -> Tables | None:
     """What the file holds, if it holds what ``header`` says and is whole."""
+    if not path.is_file():
+        return None
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

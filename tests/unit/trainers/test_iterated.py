@@ -146,6 +146,36 @@ def test_a_loop_that_stopped_goes_on_where_it_was(recipe: Any, tmp_path: Path, m
     assert [row["step"] for row in read_metrics(tmp_path / "stopped" / "metrics.jsonl")] == [1, 2]
 
 
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("cut", ["summary.json", "data/collected_round_1.json"])
+def test_what_was_damaged_since_is_told_and_made_again(cut: str, recipe: Any, tmp_path: Path, capsys: Any) -> None:
+    """Pairs, a stage's model and its summary; all of them come out as they were."""
+    short = ("rl.steps=1", "reward_model.steps=1", "rounds=1")
+    IteratedTrainer(recipe("loop", *short)).train()
+    path = tmp_path / "loop"
+    names = ["data/pairs_until_1.jsonl", "round_1_reward_model/model/model.safetensors", "round_1_rl/summary.json"]
+    before = {name: (path / name).read_bytes() for name in names[:2]}
+    for name in names[:2]:
+        flip(path / name)
+    (path / names[2]).write_text("{")
+    (path / cut).write_text("")
+    (path / "model").unlink()
+    (path / "model").symlink_to("elsewhere")
+    capsys.readouterr()
+    IteratedTrainer(recipe("loop", *short), resume=True).train()
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("collected_round_1.json" if "data" in cut else names[0]) in told
+    assert "answers are sampled again" in told and f"{names[2]} is damaged" in told
+    assert {name: (path / name).read_bytes() for name in before} == before
+    assert len(json.loads((path / "run.json").read_text())["remarks"]) == 3
+    assert (path / "model").resolve() == path / "round_1_rl" / "model"
+
+
 def test_keeping_the_reward_model_and_starting_without_pairs(recipe: Any, tmp_path: Path) -> None:
     IteratedTrainer(recipe("loop", "keep_training=true", "reward_model.data=null", "rl.steps=1")).train()
     path = tmp_path / "loop"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -204,7 +205,9 @@ def test_they_are_computed_once_and_shared_between_runs(train: Any, causal_lm: A
     assert not (tmp_path / "first" / "reference").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut off", "other values", "another run's", "no such format"])
+@pytest.mark.parametrize(
+    "damage", ["cut off", "other values", "whole numbers", "a pipe", "another run's", "no such format"]
+)
 def test_a_file_that_is_not_what_its_name_says_is_computed_again(
     damage: str, train: Any, causal_lm: Any, pairs: Any, tmp_path: Path
 ) -> None:
@@ -220,6 +223,13 @@ def test_a_file_that_is_not_what_its_name_says_is_computed_again(
                 content = bytearray(path.read_bytes())
                 content[-1] ^= 1
                 path.write_bytes(bytes(content))
+            case "whole numbers":
+                content = path.read_bytes()
+                assert content.count(b'"F32"') >= 1
+                path.write_bytes(content.replace(b'"F32"', b'"I32"'))
+            case "a pipe":
+                path.unlink()
+                os.mkfifo(path)
             case "another run's":
                 elsewhere = CachedReferenceConfig(cache=str(tmp_path / "elsewhere"))
                 if not (tmp_path / "other").exists():
@@ -233,6 +243,18 @@ def test_a_file_that_is_not_what_its_name_says_is_computed_again(
     result = trainer.train()
     assert len(seen) == 2 * 13
     assert all(torch.equal(value, good[name]) for name, value in result.model.state_dict().items())
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, '{"weights": 5, "data": {}}', '{"weights": "a"}', None])
+def test_a_damaged_note_of_the_reference_is_refused(content: str | None, train: Any) -> None:
+    path = train("first", steps=1).train().path / "reference.json"
+    path.unlink()
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content)
+    with pytest.raises(UserError, match=r"reference\.json"):
+        train("first", steps=1, resume=True).train()
 
 
 def test_a_run_that_breaks_off_goes_on_with_the_reference_it_began_with(train: Any, causal_lm: Any) -> None:
