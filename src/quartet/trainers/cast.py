@@ -113,6 +113,8 @@ class Cast:
         found += self.environment.guard.remarks() if self.environment is not None else []
         for role in self.reward_models + self.evaluation_models:
             found += [f"{role.name}: {remark}" for remark in load_remarks(role.model.model)]
+        if self.reference is not None and self.recipe.reference.path is not None:
+            found += [f"reference: {remark}" for remark in load_remarks(self.reference.model)]
         found += self._cut_short()
         return found + [f"{role}: {remark}" for role, engine in self.engines().items() for remark in engine.remarks]
 

@@ -11,6 +11,7 @@ from typing import Any
 from quartet.config import Interrupted, UserError
 from quartet.config.common import ModelConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
+from quartet.models.directories import load_remarks
 from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
@@ -216,6 +217,7 @@ class Evaluator:
             self.recipe.rewards,
             **self._objects,
         )
+        self._notes += load_remarks(other.packed.model)
         with other.released_at_end():
             return answers, self._of(other, recorder, "against", f"answers of {compare.model}")
 

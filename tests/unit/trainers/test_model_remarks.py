@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from quartet.cli.main import app
 from quartet.config import UserError
-from quartet.config.algorithms import GRPO
+from quartet.config.algorithms import GRPO, KLConfig
 from quartet.config.common import LogConfig, ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
-from quartet.config.recipe import CheckpointConfig, RLRecipe, RolloutConfig
+from quartet.config.recipe import CheckpointConfig, ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
 from quartet.observe.progress import Progress
 from quartet.trainers.casting import build_cast
@@ -73,12 +73,14 @@ def test_a_run_says_that_answers_are_cut_off(causal_lm: Any, tokenizer: Any, pro
     assert held_out.startswith("evaluation.sampling.max_new_tokens is 9999") and "of 2 prompts" in held_out
 
 
-def test_reward_models_say_what_was_left_out(
+def test_reward_model_and_reference_say_what_was_left_out(
     causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path
 ) -> None:
     path = _saved(scalar_model(), tokenizer, tmp_path / "reward", **{"odd.weight": torch.ones(2)})
+    teacher = _saved(causal_lm(), tokenizer, tmp_path / "teacher", **{"more.weight": torch.ones(2)})
     recipe = RLRecipe(
-        algorithm=GRPO(),
+        algorithm=GRPO(kl=KLConfig(coef=0.1, place="loss", estimator="k3")),
+        reference=ReferenceConfig(path=teacher),
         rewards=(ModelReward(path=path, name="odd"),),
         prompts_per_step=2,
         responses_per_prompt=2,
@@ -88,6 +90,7 @@ def test_reward_models_say_what_was_left_out(
     cast = build_cast(recipe, Passed(causal_lm(), tokenizer, None, []), prompts=prompts)
     with cast.released_at_end():
         assert [r for r in cast.remarks() if "odd.weight" in r and r.startswith("odd: ")]
+        assert [r for r in cast.remarks() if "more.weight" in r and r.startswith("reference: ")]
 
 
 def test_an_evaluation_says_both(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path) -> None:
