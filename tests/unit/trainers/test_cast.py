@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
+from quartet.config.rewards import ModelReward
+from quartet.models.loading import packed_scalar_model, save_scalar_model
 from quartet.observe.trackers import read_metrics
 from quartet.trainers import loader
 from quartet.trainers.cast import Cast, needs_old_logprobs
@@ -206,3 +209,20 @@ def test_a_reward_model_that_gives_nan_stops_the_run(
     with pytest.raises(UserError, match="not finite"):
         trainer.train()
     assert trainer.cast.actor.num_updates == 0
+
+
+def test_a_saved_reward_model_reads_the_policys_own_tokens(
+    causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, tmp_path: Path
+) -> None:
+    """Also where saving gave it a pad token, so that its vocabulary is larger than the policy's."""
+    policy_tokenizer = copy.deepcopy(tokenizer)
+    policy_tokenizer.pad_token = policy_tokenizer.eos_token
+    packed = packed_scalar_model(scalar_model())
+    seen = torch.ones(packed.model.config.vocab_size, dtype=torch.bool)
+    assert save_scalar_model(packed, policy_tokenizer, tmp_path / "reward", seen=seen) is not None
+    used = recipe(GRPO(), rewards=(ModelReward(path=str(tmp_path / "reward"), name="saved"),))
+    cast = build_cast(used, Passed(causal_lm(), policy_tokenizer, None, []), prompts=prompts)
+    with cast.released_at_end():
+        (role,) = cast.reward_models
+        assert role.codec is None, "no text is tokenised again"
+        assert role.model.model.config.pad_token_id == packed.model.config.vocab_size
