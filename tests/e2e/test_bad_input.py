@@ -301,9 +301,29 @@ def test_a_checkpoint_that_does_not_fit_is_reported_and_resumed(
 ) -> None:
     recipe = world.recipe("full", recipes["sft"](output_dir=str(tmp_path / "run")))
     with _largest_file(60_000):
-        quartet("sft", recipe).expect_user_error("checkpoint", "could not be written", "free")
+        quartet("sft", recipe).expect_user_error("checkpoint", "could not be written", "ulimit -f")
     assert [p for p in (tmp_path / "run" / "checkpoints").iterdir()] == []
     assert quartet("sft", recipe, "--resume").status == 0
+
+
+def test_damaged_checkpoints(world: Any, quartet: Any, recipes: Any, tmp_path: Path) -> None:
+    """The newest is told and the one before it used; without a good one nothing is trained."""
+    recipe = world.recipe("damaged", recipes["sft"](output_dir=str(tmp_path / "run")))
+    assert quartet("sft", recipe).status == 0
+    before = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    newest, older = sorted((tmp_path / "run" / "checkpoints").iterdir(), reverse=True)
+    for path in (newest, older):
+        content = bytearray((path / "engine.pt").read_bytes())
+        content[len(content) // 2] ^= 1
+        (path / "engine.pt").write_bytes(content)
+        outcome = quartet("sft", recipe, "--resume")
+        if path == newest:
+            assert outcome.status == 0 and "Traceback" not in outcome.err
+            assert f"damaged checkpoint: {newest.name}: the content of engine.pt is not" in outcome.out
+            assert f"the run goes on from {older.name}" in outcome.out
+            assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == before
+            (newest / "engine.pt").write_bytes(content)
+    outcome.expect_user_error("can be used", newest.name, older.name, "restore")
 
 
 @pytest.mark.parametrize(
