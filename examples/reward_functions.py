@@ -1,7 +1,8 @@
 """Reward functions as a recipe names them: ``target: examples/reward_functions.py:brevity``.
 
 A function takes, by keyword, what it names of ``prompts``, ``completions`` and the data's columns, and returns one
-number per completion, or None where it does not apply.
+number per completion, or None where it does not apply. It runs in a process of its own, which keeps what this module
+holds from call to call.
 """
 
 from __future__ import annotations

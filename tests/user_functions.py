@@ -196,7 +196,7 @@ def holds_the_interpreter(completions):
 async def sleeps_async(completions):
     if "slow" in completions:
         time.sleep(600)  # without await, as users do
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.4)
     return [float(os.getpid())] * len(completions)
 
 
@@ -207,7 +207,7 @@ def counts_calls(completions):
 
 
 def waits_in_threads(completions):
-    time.sleep(0.2)
+    time.sleep(0.4)
     return [float(threading.current_thread() is threading.main_thread())] * len(completions)
 
 

@@ -39,7 +39,7 @@ def serve(settings: Mapping[str, Any], channel: Channel) -> None:
     said = {"name": name, "named": dict(parameters.named), "takes_all": parameters.takes_all, "is_async": only_begins}
     channel.answer(0, said)
     if only_begins or settings["threads"]:
-        asyncio.run(_serve_several(function, settings["threads"], channel))
+        asyncio.run(_serve_several(function, 0 if only_begins else settings["threads"], channel))
         return
     for number, arguments in channel:
         channel.answer(number, _called(function, arguments))

@@ -302,6 +302,11 @@ class ProcessPool:
         """Gives it the first place, of a pool that has none yet."""
         self._seats[0].process = process
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all of them are there."""
+        return not any(seat.process is None or seat.process.is_lost for seat in self._seats)
+
     def fill(self) -> None:
         """Starts those that are not there."""
         for seat in self._seats:

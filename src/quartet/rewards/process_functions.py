@@ -45,7 +45,9 @@ class ProcessFunction:
         # A plain function has one call per process, and the others wait here.
         num_calls = config.concurrency if config.thread or said["is_async"] else config.processes
         self._threads = Threads(num_calls, self.name)
-        self._end = weakref.finalize(self, _close, self._pool, self._threads)
+        self._starts = Threads(1, f"{self.name}-start")
+        self._end = weakref.finalize(self, _close, self._pool, self._threads, self._starts)
+        self._pool.fill()
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Fails before any work where the function asks for a column that the data do not have.
@@ -54,6 +56,11 @@ class ProcessFunction:
             UserError: such a column, or a signature without ``completions``.
         """
         self._parameters.accepted(self.name, ["prompts", "completions", *columns])
+
+    async def ready(self) -> None:
+        """Waits for the start of a process in place of one that is gone."""
+        if not self._pool.is_full:
+            await self._starts.run(self._pool.fill)
 
     async def score(
         self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
@@ -190,6 +197,7 @@ def _start(target: str, num_threads: int) -> tuple[Process, dict[str, Any]]:
     )
 
 
-def _close(pool: ProcessPool, threads: Threads) -> None:
-    threads.close()
+def _close(pool: ProcessPool, *threads: Threads) -> None:
+    for some in threads:
+        some.close()
     pool.close()

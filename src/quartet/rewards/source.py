@@ -68,6 +68,14 @@ class Remarking(Protocol):
     def remarks(self) -> list[str]: ...
 
 
+@runtime_checkable
+class Starting(Protocol):
+    """A source with something to start, which is not to cost the calls their time."""
+
+    async def ready(self) -> None:
+        """Returns when all of it is there."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Scores of one chunk. ``failed``: which samples have none because the source failed, with the reasons; the others
@@ -150,6 +158,8 @@ class GuardedReward:
         """
         num = len(completions)
         size = self._batch_size or max(1, num)
+        if isinstance(self.source, Starting):
+            await self.source.ready()
         parts = [slice(start, min(start + size, num)) for start in range(0, num, size)]
         tasks = [
             asyncio.create_task(

@@ -285,7 +285,7 @@ def test_columns_are_checked_before_any_work(made: Make) -> None:
 
 @pytest.mark.parametrize("name", ["sleeps", "sleeps_async", "holds_the_interpreter"])
 def test_a_deadline_ends_the_call(made: Make, name: str) -> None:
-    reward = made(name, deadline_s=0.5)
+    reward = made(name, deadline_s=1.0)
     (pid,) = pids(reward)
     begun = time.monotonic()
     with pytest.raises(RewardError, match="late"):
@@ -302,10 +302,9 @@ def test_a_start_takes_nothing_from_a_deadline(tmp_path: Path) -> None:
         "import time\ntime.sleep(0.8)\ndef f(completions):\n time.sleep(60 * ('slow' in completions))\n return [1.0]\n"
     )
     (tmp_path / "mine.py").write_text(source)
-    config = FunctionReward(target=f"{tmp_path}/mine.py:f", deadline_s=0.4, on_error="leave_out")
+    config = FunctionReward(target=f"{tmp_path}/mine.py:f", deadline_s=0.5, on_error="leave_out")
     with contextlib.closing(build_reward(config)) as reward:
         assert score(reward, ["a"]) == [1.0] and score(reward, ["slow"]) == [None]
-        time.sleep(2.0)  # generation
         assert score(reward, ["a"]) == [1.0]
 
 
@@ -324,19 +323,28 @@ def test_one_late_call_does_not_cost_the_others_their_scores(made: Make) -> None
 def test_plain_calls_come_one_after_the_other_in_the_main_thread(made: Make) -> None:
     reward = made("waits_in_threads", batch_size=1)
     begun = time.monotonic()
-    assert score(reward, ["a", "b", "c"]) == [1.0] * 3
-    assert time.monotonic() - begun > 0.6
+    assert score(reward, ["a", "b"]) == [1.0] * 2
+    assert time.monotonic() - begun > 0.8
 
 
 def test_calls_in_threads_run_beside_each_other(made: Make) -> None:
     reward = made("waits_in_threads", thread=True, batch_size=1)
     begun = time.monotonic()
     assert score(reward, ["a", "b", "c", "d"]) == [0.0] * 4
-    assert time.monotonic() - begun < 0.7
+    assert time.monotonic() - begun < 1.4
+
+
+def test_an_async_function_has_a_loop_with_threads_or_without(made: Make) -> None:
+    reward = made("sleeps_async", thread=True, batch_size=1)
+    score(reward, ["a"])
+    begun = time.monotonic()
+    assert score(reward, ["a", "b", "c", "d"]) == [float(pids(reward)[0])] * 4
+    assert time.monotonic() - begun < 1.4
 
 
 def test_several_processes_share_the_calls(made: Make) -> None:
     reward = made("sleeps", processes=2, batch_size=1)
+    assert len(pids(reward)) == 2, "all are there before the first call"
     found = score(reward, ["a"] * 8)
     assert len({*found}) == 2 and {*found} == {float(pid) for pid in pids(reward)}
 
@@ -364,14 +372,23 @@ from quartet.rewards.build import build_reward
 reward = build_reward(FunctionReward(target=sys.argv[1]))
 seat = reward.source._pool._seats[0]
 print(seat.process.pid, flush=True)
-asyncio.run(asyncio.wait_for(reward.score(["?"], [sys.argv[2]], {}), float(sys.argv[3])))
+asyncio.run(reward.score(["?"], ["a"], {}))
+"""
+
+BARE_CALL = """
+import sys
+from quartet.rewards.process import Process
+process = Process("quartet.rewards.function_worker", {"target": sys.argv[1], "threads": 0})
+process.greeting()
+print(process.pid, flush=True)
+process.ask({"completions": ["slow"]})
 """
 
 
 @pytest.mark.parametrize("name", ["sleeps", "holds_the_interpreter"])
 def test_it_ends_with_the_trainer_however_that_ends(name: str) -> None:
     """The trainer is killed in the middle of a call, and the call does not look at anything."""
-    arguments = [sys.executable, "-c", ONE_CALL, f"{FUNCTIONS}:{name}", "slow", "600"]
+    arguments = [sys.executable, "-c", BARE_CALL, f"{FUNCTIONS}:{name}"]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         pid = int(trainer.stdout.readline())
@@ -382,7 +399,7 @@ def test_it_ends_with_the_trainer_however_that_ends(name: str) -> None:
 
 
 def test_it_ends_with_a_trainer_that_closes_nothing() -> None:
-    arguments = [sys.executable, "-c", ONE_CALL, f"{FUNCTIONS}:sleeps", "a", "600"]
+    arguments = [sys.executable, "-c", ONE_CALL, f"{FUNCTIONS}:sleeps"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not is_there(int(done.stdout))
