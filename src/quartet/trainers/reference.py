@@ -216,9 +216,7 @@ def _weights(reference: Reference, run: RunDirectory, digests: Mapping[str, str]
     return weights
 
 
-def _recorded(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
+def _recorded(path: Path) -> dict[str, Any]:
     try:
         found = read_json(path)
     except ValueError:

@@ -245,13 +245,15 @@ def test_a_file_that_is_not_what_its_name_says_is_computed_again(
     assert all(torch.equal(value, good[name]) for name, value in result.model.state_dict().items())
 
 
-@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, '{"weights": 5, "data": {}}', '{"weights": "a"}', None])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "[" * 100_000, '{"weights": 5, "data": {}}', '{"weights": "a"}', "missing", None]
+)
 def test_a_damaged_note_of_the_reference_is_refused(content: str | None, train: Any) -> None:
     path = train("first", steps=1).train().path / "reference.json"
     path.unlink()
     if content is None:
         path.mkdir()
-    else:
+    elif content != "missing":
         path.write_text(content)
     with pytest.raises(UserError, match=r"reference\.json"):
         train("first", steps=1, resume=True).train()
