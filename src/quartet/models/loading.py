@@ -186,6 +186,8 @@ def _probed(packed: _P, lora: LoRAConfig | None, seed: int) -> _P:
         # Fresh adapters add zeros, which would hide what they do to the bits.
         with packed.adapters.stirred() if packed.adapters is not None else contextlib.nullcontext():
             probe(packed)
+            # Measured now: a model that is saved may be away from its device.
+            packed.relative_positions = positions_are_relative(packed)
             if packed.numerics == "exact":
                 check_exact(packed)
     except BaseException:
@@ -265,7 +267,7 @@ def save_scalar_model(
     if saved_paths(packed, path) != (path,):
         rows = f"model.resize_token_embeddings({pad_id + 1}) and " if pad_id >= num_rows else ""
         remarks.append(f"to score batches by the adapter, call {rows}set model.config.pad_token_id = {pad_id} first")
-    if not positions_are_relative(packed):
+    if not packed.relative_positions:
         remarks.append("its positions are counted from the left, so pad batches on the right, as its tokenizer does")
     return "; ".join(remarks) or None
 

@@ -48,6 +48,7 @@ class PackedModel:
     Attributes:
         shares_prefixes: a prompt may be computed once for all of its responses; False where the model cannot.
         unshared_because: why it cannot, for the remark.
+        relative_positions: a sequence may begin at any position, as it does in a batch that is padded on the left.
         adapters: what ``adapt`` put in; None where all weights are the model's own.
 
     Raises:
@@ -68,6 +69,7 @@ class PackedModel:
         self.activation_checkpointing = activation_checkpointing
         self.shares_prefixes = True
         self.unshared_because = "a shared prompt gave other results than sequences alone"
+        self.relative_positions = True
         self.adapters: Adapters | None = None
         refuse_wrapped(model)
         align_storages(model)
