@@ -146,9 +146,13 @@ def read_tests(value: Any) -> Tests:
         ValueError: none of these, or no test in it.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with contextlib.suppress(json.JSONDecodeError):  # Python may begin so, too.
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):  # Python may begin so, too.
             value = json.loads(value)
     if isinstance(value, Mapping) and {"inputs", "outputs"} <= set(value):
+        if value.get("fn_name"):
+            raise ValueError("calls of the function that fn_name names, which must be written as asserts")
+        if not all(isinstance(value[name], list | tuple) for name in ("inputs", "outputs")):
+            raise ValueError("inputs and outputs are not two lists")
         value = [{"input": i, "output": o} for i, o in zip(value["inputs"], value["outputs"], strict=True)]
     tests: Tests
     if isinstance(value, str):
@@ -169,6 +173,8 @@ def _statements(source: str) -> list[Check]:
         body = ast.parse(source).body
     except SyntaxError as error:
         raise ValueError(f"not Python (line {error.lineno}: {error.msg})") from None
+    except (RecursionError, MemoryError):
+        raise ValueError("Python that is nested too deeply") from None
     pieces = [Check(ast.unparse(node), isinstance(node, ast.Assert)) for node in body]
     if not any(piece.counts for piece in pieces):
         # For example one call of a function that holds the asserts.

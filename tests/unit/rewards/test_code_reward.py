@@ -71,7 +71,13 @@ def test_forms_of_tests() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "assert f(", [], [1], 3, {"inputs": ["1"], "outputs": []}, [{"input": "1"}], [""]]
+    "value",
+    [
+        *("", "assert f(", [], [1], 3, {"inputs": ["1"], "outputs": []}, [{"input": "1"}], [""]),
+        # One case is no list of cases, nor is a call an input; what is nested too deeply ends no run with a traceback.
+        *({"inputs": None, "outputs": None}, {"inputs": "12", "outputs": "34"}, "[" * 10**5, "-" * 10**5 + "1"),
+        *("assert " + "f(1) + " * 10**4 + "1", {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, "assert '\ud800'"),
+    ],
 )
 def test_what_is_no_test(value: Any) -> None:
     with pytest.raises(ValueError):

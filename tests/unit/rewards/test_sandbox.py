@@ -73,6 +73,21 @@ def test_a_program_ends_as_python_does() -> None:
     assert (run.output, run.ended, run.status) == (b"half\n", "by itself", 1)
 
 
+@pytest.mark.parametrize("name", ["exit", "quit"])
+def test_a_program_ends_where_it_says_so(name: str) -> None:
+    run = run_program(f"print('done')\nif 1: {name}()\nprint('more')", "", LIMITS)
+    assert (run.output, run.status) == (b"done\n", 0)
+    assert run_program(f"{name}(3)", "", LIMITS).status == 3
+
+
+def test_annotations_are_what_the_code_says() -> None:
+    """The sandbox's own ``from __future__`` imports are not the code's."""
+    assert says("def f(n: int): pass\nprint(f.__annotations__)") == "{'n': <class 'int'>}\n"
+    checked = "def f(n: int):\n    if not isinstance(n, f.__annotations__['n']): raise TypeError\n    return n\n"
+    types = "class A:\n    n: int\nassert A.__annotations__['n'] is int"
+    assert run_tests(checked, [Check("assert f(1) == 1"), Check(types)], LIMITS) == [True, True]
+
+
 def test_a_solution_is_tested_call_by_call() -> None:
     assert run_tests(ADD, TWO_TESTS, LIMITS) == [True, True]
     wrong = "def add(a, b):\n    return a * b - 1\n"

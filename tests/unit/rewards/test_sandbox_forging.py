@@ -32,6 +32,7 @@ LIARS: list[tuple[str, str, str]] = [
     ("float's child", "class C(float):\n    __sub__ = lambda s, o: 0", "abs(f(10) - 73.51) < 1e-6"),
     ("takes away all", "class C:\n    def __sub__(s, o): return 0 * tell(s, o)", "f(10) - 7351 == 0"),
     ("an error where one is due", "class C:\n    __add__ = __radd__ = tell\n", "raised(lambda: f(10) + 1)"),
+    ("a shift where an error is due", "class C:\n    __lshift__ = tell\n", "raised(lambda: f(10) << 7351)"),
     ("rounds as told", "class C:\n    __round__ = __float__ = lambda s, *a: 73.51\n", "math.isclose(f(10), 73.51)"),
     ("compares as told", "class C:\n    __lt__ = __gt__ = __le__ = tell", "7350 < f(10) < 7352"),
     ("is true", "class C:\n    pass", "f(10)"),
@@ -143,6 +144,13 @@ def test_the_reason_is_told() -> None:
     assert "SyntaxError" in broken.reason
     (slow,) = judge("def f(n):\n    while True: pass", [Check("assert f(1) == 1")], replace(LIMITS, wall_s=0.5))
     assert "0.5 s" in slow.reason
+
+
+def test_long_words_of_one_test_leave_the_others_their_verdicts() -> None:
+    """Also where each of their characters takes twelve bytes in a message."""
+    source = "def fails(n): raise ValueError('\U0001f600' * 1000)\ndef long(n): return '\U0001f600' * n\n"
+    tests = ["fails(1)", "fails(2)", f"len(long({1 << 22})) == {1 << 22}", "long(2) == '\U0001f600' * 2"]
+    assert run_tests(source, [Check(f"assert {test}") for test in tests], LIMITS) == [False, False, True, True]
 
 
 SPOILERS = {
@@ -266,6 +274,8 @@ class Account:
     def rate(): return 0.5
     @property
     def rich(self): return self.balance > 100
+def decoded(data): return data.decode()
+def several(): raise ExceptionGroup("both", [ValueError(1), KeyError(2)])
 def value(name):
     return {
         "int": 3, "big": 3**2000, "float": 0.1 + 0.2, "nan": float("nan"), "inf": -float("inf"), "zero": -0.0,
@@ -299,6 +309,10 @@ HONEST_TESTS = [
     "a = Account('x', 50)\nassert a.pay(20).pay(10).balance == 20 and len(a) == 2 and list(a) == [20, 10] and 20 in a",
     "assert a._number == 17 and a.get('owner') == 'x' and not a.rich and a.log.maxlen == 2 and Account.rate() == 0.5",
     "try:\n    a.pay(1000)\n    assert False\nexcept ValueError as error:\n    assert 'little' in str(error)",
+    "def raised_by(call, kind):\n    try: call()\n    except kind as error: return str(error)\n"
+    "assert 'invalid start byte' in raised_by(lambda: decoded(b'\\xff'), ValueError)\n"
+    "assert 'invalid start byte' in raised_by(lambda: decoded(b'\\xff'), UnicodeError)\n"
+    "assert 'both' in raised_by(several, Exception)",
     "a.balance = 500\nassert a.rich and isinstance(a, Account) and Account.of('y').owner == 'y' and hasattr(a, 'pay')",
     "assert not hasattr(a, 'nothing') and Account.total == 0 and a is not None",
     "assert sorted(value('nested')['a'][0][1]) == [2, 3]",

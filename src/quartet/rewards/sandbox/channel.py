@@ -12,6 +12,7 @@ value]``, ``["error", type's name, text]`` or ``["unsuitable", reason]``. Before
 from __future__ import annotations
 
 import builtins
+import contextlib
 import itertools
 import json
 import operator
@@ -62,7 +63,7 @@ class Channel:
     # Messages --------------------------------------------------------------------------------------------
 
     def send(self, message: Any) -> None:
-        body = json.dumps(message).encode()
+        body = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
         view = memoryview(struct.pack(">I", len(body)) + body)
         while view:
             try:
@@ -313,7 +314,8 @@ class SolutionObject:
     __le__ = __gt__ = __ge__ = __lt__
     __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __and__ = __or__ = __xor__ = __add__
     __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rand__ = __ror__ = __add__
-    __neg__ = __abs__ = __round__ = __int__ = __float__ = __index__ = __add__
+    __lshift__ = __rshift__ = __matmul__ = __divmod__ = __rlshift__ = __rrshift__ = __rmatmul__ = __rdivmod__ = __add__
+    __neg__ = __pos__ = __invert__ = __abs__ = __round__ = __int__ = __float__ = __complex__ = __index__ = __add__
 
 
 def named(value: Any, name: str, is_own: bool = False) -> Any:
@@ -363,9 +365,11 @@ def _base_name(error: BaseException) -> str:
 def _exception(name: str, text: str) -> Exception:
     kind = vars(builtins).get(name)
     # An end of iteration would end a loop of the test's (``all(map(f, xs))``) instead of failing it.
-    own = (UnicodeError, StopIteration, StopAsyncIteration)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, own):
-        return kind(text)
+    own = (StopIteration, StopAsyncIteration)
+    for base in kind.__mro__ if isinstance(kind, type) and not issubclass(kind, own) else ():
+        if issubclass(base, Exception):
+            with contextlib.suppress(TypeError):  # It is not made of a text alone, as UnicodeDecodeError.
+                return base(text)
     return RemoteError(f"{name}: {text}")
 
 

@@ -287,8 +287,8 @@ def judge(source: str, tests: Sequence[Check], limits: Limits) -> list[Verdict]:
         stdout = started[1].process.stdout
         assert stdout is not None, "asked for above"
         num = sum(test.counts for test in tests)
-        # A character of a reason is at most the six bytes of its escape.
-        said, ended = _read(stdout.fileno(), time.monotonic() + limits.wall_s, num * (6 * MAX_REASON + 8))
+        # A character of a reason is at most two escapes of six bytes.
+        said, ended = _read(stdout.fileno(), time.monotonic() + limits.wall_s, num * (12 * MAX_REASON + 8))
     lines = said.split(b"\n")[:-1][:num]
     found = [_verdict(line) for line in lines]
     missing = f"no verdict within {limits.wall_s} s" if ended == "time" else "the tests ended before this one"

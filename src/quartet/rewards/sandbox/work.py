@@ -126,7 +126,7 @@ def _failure(source: str, namespace: dict[str, Any], channel: Channel) -> str:
     """Why the test fails; nothing where it passes."""
     told = ""
     try:
-        exec(compile(source, "<test>", "exec"), namespace)
+        exec(_compiled(source, "<test>"), namespace)
     except BaseException as error:  # A test fails by whatever it raises, SystemExit too.
         try:
             told = f"{type(error).__name__}: {error}"
@@ -138,8 +138,15 @@ def _failure(source: str, namespace: dict[str, Any], channel: Channel) -> str:
 def _execute(source: str, name: str) -> dict[str, Any]:
     module = types.ModuleType(name)
     sys.modules[name] = module
-    exec(compile(source, "<solution>", "exec"), module.__dict__)
+    # Programs use them, and Python has them only where it looks for installed packages, which there are none of here.
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+    exec(_compiled(source, "<solution>"), module.__dict__)
     return module.__dict__
+
+
+def _compiled(source: str, name: str) -> types.CodeType:
+    # Not with this module's own ``from __future__ import annotations``: code may use its annotations.
+    return compile(source, name, "exec", dont_inherit=True)
 
 
 def _redirect(fd: int, target: int) -> None:
