@@ -6,13 +6,32 @@ BIN := $(VENV)/bin
 # One thread: equal sums on every run, and no waiting at barriers on a machine that others use, too.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-.PHONY: quickstart test test-fast test-slow test-gpu fuzz lint format types reference wheel clean
+.PHONY: quickstart test test-avx2 processor test-fast test-slow test-gpu fuzz lint format types reference wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
 
-test: $(VENV)/.installed-test lint types
+test: $(VENV)/.installed-test lint types processor
 	$(PYTEST) -m "not slow and not gpu"
+	$(MAKE) test-avx2
+
+# What decides the order of sums, and so the last bits of every figure.
+processor: $(VENV)/.installed-test
+	@OMP_NUM_THREADS=1 $(BIN)/python -c "from quartet.observe.processor import in_words; print('processor:', in_words())"
+
+# Whatever promises equal bits, or a distance in them, again with the kernels of a processor that has no AVX-512.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+BITS := tests/unit/models/test_memory.py tests/unit/models/test_exact.py tests/unit/models/test_shared_prefixes.py \
+	tests/unit/rollout/test_agreement.py tests/unit/rollout/test_lora_rollout.py tests/unit/observe/test_processor.py \
+	tests/unit/trainers/test_placements.py tests/unit/trainers/test_whole_step.py tests/golden \
+	tests/e2e/test_ray_placements.py::test_workers_train_the_same_model \
+	tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another
+test-avx2: $(VENV)/.installed-test
+	@if grep -qw avx512f /proc/cpuinfo 2>/dev/null; then \
+		echo "with AVX2 alone:"; $(AVX2) $(PYTEST) -m "not slow and not gpu" $(BITS); \
+	else \
+		echo "test-avx2 is skipped: this processor has nothing above AVX2, so all tests ran without it"; \
+	fi
 
 test-fast: $(VENV)/.installed-test
 	$(PYTEST) tests/unit -m "not slow and not gpu"

@@ -16,6 +16,13 @@ hypothesis.settings.register_profile("quartet", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("quartet")
 
 
+def pytest_report_header() -> str:
+    """What decides the order of sums here; a failure on another processor begins with this line."""
+    from quartet.observe.processor import in_words
+
+    return f"processor: {in_words()}"
+
+
 def _beside(name: str) -> Any:
     """The module of this folder with that name: pytest's importlib mode puts no test folder on the path."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
