@@ -116,6 +116,26 @@ def test_a_resumed_run_tells_the_damage_and_ends_the_same(damage: str, run: Path
     assert sorted(os.listdir(run / "checkpoints")) == ["step_00000004", "step_00000006"]
 
 
+def test_records_of_an_rl_run_are_cut_back_to_the_checkpoint_that_is_used(
+    tiny_rl: Any, digits: Any, tmp_path: Path
+) -> None:
+    values = {"steps": 3, "prompts_per_step": 2, "responses_per_prompt": 2, "algorithm": {"name": "grpo"}}
+    tiny_rl(tmp_path / "whole", digits, **values).train()
+    path = Path(shutil.copytree(tmp_path / "whole", tmp_path / "run"))
+    flip(path / "checkpoints" / "step_00000003" / "actor.pt", 9_000)
+    (path / "summary.json").unlink()
+    shutil.rmtree(path / "model")
+    for name in ("step_000003.jsonl.gz", "step_000004.jsonl.gz"):
+        (path / "rollouts" / name).write_bytes(b"of the time before")
+    result = tiny_rl(path, digits, resume=True, **values).train()
+    assert any("step_00000003: the content of actor.pt" in note for note in result.summary["notes"])
+    assert [row["step"] for row in read_rows(path / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert all((row["step"] or 0) <= 2 for row in read_rows(path / "spans.jsonl") if "step" in row)
+    assert sorted(os.listdir(path / "rollouts")) == sorted(os.listdir(tmp_path / "whole" / "rollouts"))
+    for name in ("rollouts/step_000003.jsonl.gz", "model/model.safetensors"):
+        assert (path / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 def test_no_good_checkpoint_ends_the_run_and_changes_nothing(run: Path, sft: Any) -> None:
     for name in (NEWEST, LEFT):
         (run / name / "engine.pt").write_bytes(b"")
