@@ -309,11 +309,11 @@ def test_a_start_takes_nothing_from_a_deadline(tmp_path: Path) -> None:
 
 
 def test_one_late_call_does_not_cost_the_others_their_scores(made: Make) -> None:
-    reward = made("sleeps_async", deadline_s=1.5, on_error="leave_out")
+    reward = made("sleeps_async", deadline_s=2.5, on_error="leave_out")
 
     async def several() -> list[Outcome]:
         slow = asyncio.create_task(scored(reward, ["slow"]))
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(1.2)
         return [await slow, *await asyncio.gather(*(scored(reward, ["quick"]) for _ in range(2)))]
 
     slow, *quick = asyncio.run(several())
