@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, SourceConfig
+from quartet.config.common import DataConfig, ModelConfig, SourceConfig
+from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import SFTRecipe
 from quartet.data.lazy import stored_rows
 from quartet.data.order import Mixture
 from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
+from quartet.trainers.evaluate import Evaluator
+from quartet.trainers.iterated import IteratedTrainer
 from quartet.trainers.sft import SFTTrainer
 from quartet.trainers.sources import (
     pairs_or_judgements,
@@ -230,3 +234,27 @@ def test_a_long_text_of_few_tokens_is_tokenised_whole() -> None:
     assert codec.encode_prompt("a" * 70_000 + " a a a") == [0, 1, 1, 1]
     assert len(codec.encode_prompt("a " * 999)) == 999
     assert 66 < len(codec.encode_prompt("a " * 99_999)) < 50_000
+
+
+def test_jobs_that_use_every_row_refuse_weights(tmp_path: Path) -> None:
+    """An evaluation before its model is loaded; rounds of reward models, which take all sources without weights."""
+    config = two_files(tmp_path)
+    recipe = EvalRecipe(
+        model=ModelConfig(path=str(tmp_path / "none")),
+        data=DataConfig(**weighted(config, 1, 2)),
+        output_dir=str(tmp_path / "run"),
+    )
+    with pytest.raises(UserError, match="an evaluation uses every row once"):
+        Evaluator(recipe)
+    paths = [tmp_path / f"pairs{n}.jsonl" for n in range(2)]
+    for n, path in enumerate(paths):
+        path.write_text(f'{{"prompt": "{n}", "chosen": "a", "rejected": "b"}}\n')
+
+    def pairs(**weight: float) -> list[dict[str, Any]]:
+        data = DataConfig(sources=[SourceConfig(path=str(path), **weight) for path in paths])
+        trainer = SimpleNamespace(recipe=SimpleNamespace(reward_model=SimpleNamespace(data=data)))
+        return IteratedTrainer._old_pairs(trainer, 1)  # type: ignore[arg-type]
+
+    assert [row["prompt"] for row in pairs()] == ["0", "1"]
+    with pytest.raises(UserError, match="trained on all pairs together"):
+        pairs(weight=1.0)
