@@ -1,10 +1,10 @@
 """Signals at random moments and gaps, hundreds of times, on a machine that is busy: none may be without effect.
 
-``python tests/e2e/signal_trials.py [--trials 200] [--seed 0] [--jobs rl sft eval] [--load 1]`` runs tiny jobs without an
-end in processes of their own and sends each two SIGINT (or with ``--preempt`` SIGTERM, SIGUSR1 and others), from the
-first import on. A trial fails where the process does not end within a few seconds, ends with another exit status, prints
-a traceback, or leaves ``run.json`` saying something else than ``interrupted``. Failures and their logs stay in
-``--folder``. Not a test: ``test_requeue.py`` has a handful of these.
+``python tests/e2e/signal_trials.py [--trials 200] [--seed 0] [--jobs rl sft eval] [--load 1]`` runs tiny jobs without
+an end in processes of their own and sends each two SIGINT (or with ``--preempt`` SIGTERM, SIGUSR1 and others), at any
+moment from the first on. A trial fails where the process does not end within a few seconds, ends with another exit
+status, prints a traceback, or leaves ``run.json`` saying something else than ``interrupted``. Failures and their logs
+stay in ``--folder``. Not a test: ``test_requeue.py`` has a handful of these.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +56,29 @@ def test_torchrun_places_the_roles_on_the_nodes_of_the_allocation(alone: Path, r
     said = [node.communicate(timeout=500)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
     same_run(alone, Path("allocated"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_all_processes_of_a_run_with_its_own_ray(world: Any, recipes: Any, number: signal.Signals) -> None:
+    """As a terminal and SLURM send it: Ray's processes, the command's children, do not see it."""
+    run = world.path / f"signalled-{number}"
+    cluster = {"type": "ray", "cpus_per_process": 0.1}
+    recipe = world.recipe(run.name, recipes["rl"](steps=10_000, placement=PLACEMENT, cluster=cluster))
+    command = [sys.executable, "-m", "quartet", "rl", recipe, f"output_dir={run}", "--resume=auto"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (world.path / f"{run.name}.log").open("w+") as log:
+        started = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + 240
+        while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_bytes().count(b"\n") < 3:
+            assert started.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()
+            time.sleep(0.1)
+        os.killpg(started.pid, number)
+        status = started.wait(50)
+        said = Path(log.name).read_text()
+    ended = json.loads((run / "run.json").read_text())["status"]
+    assert (status, ended) == (128 + number, "interrupted"), said
+    assert "stopped after step" in said and list((run / "checkpoints").iterdir())
 
 
 @contextlib.contextmanager

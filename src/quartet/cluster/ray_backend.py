@@ -167,6 +167,7 @@ class RayBackend:
         self._grants: dict[int, _Grant] = {}
         self._handles: dict[str, Handle] = {}
         self._started_ray = not ray.is_initialized()
+        self._is_private = False  # a cluster of this machine alone, which ends with us
         if not self._started_ray:
             check_same(address)
         else:
@@ -175,6 +176,7 @@ class RayBackend:
             if address and address != "local":
                 join_cluster(address, connect_timeout_s, log_to_driver)
             else:
+                self._is_private = True
                 with _out_of_reach():
                     ray.init(
                         address="local",
@@ -336,10 +338,13 @@ class RayBackend:
     def close(self) -> None:
         """Ends the groups that this back end started, but for detached ones; and Ray itself, if it started that."""
         try:
-            self.stop(list(self._handles.values()))
-            for grant in list(self._grants.values()):
-                if grant.name is None:
-                    self.release(grant.pool)
+            # A private Ray ends as a whole. One that is gone already would be asked for a minute, which then ends this
+            # process.
+            if not (self._is_open and self._is_private):
+                self.stop(list(self._handles.values()))
+                for grant in list(self._grants.values()):
+                    if grant.name is None:
+                        self.release(grant.pool)
         finally:
             last_one = _open == [self]
             if self._is_open and self._started_ray:

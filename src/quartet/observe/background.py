@@ -29,6 +29,7 @@ class BackgroundWriter:
         self._pending: Counter[str] = Counter()
         self._error: BaseException | None = None
         self._closed = False
+        self._ended = False
         self._thread: threading.Thread | None = None
 
     def has_room(self, name: str) -> bool:
@@ -69,6 +70,9 @@ class BackgroundWriter:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
+            with self._lock:
+                # An interrupted ``join`` takes the thread for ended, so that another one would not wait.
+                self._changed.wait_for(lambda: self._ended)
             self._thread.join()
         self._raise()
 
@@ -97,6 +101,9 @@ class BackgroundWriter:
                     self._error = error
                     self._drop_waiting()
                 self._changed.notify_all()
+        with self._lock:
+            self._ended = True
+            self._changed.notify_all()
 
     def _next(self) -> tuple[str, Callable[[], object]] | None:
         with self._lock:

@@ -259,6 +259,7 @@ class RLTrainer:
             ClusterError, WeightSyncError: nobody died.
         """
         is_learning = self._session is not None and self._session.is_learning
+        self.run.check_stop(None)  # a signal that went to all processes ended them, or nobody needs them any more
         while True:
             try:
                 lost = await asyncio.to_thread(self.company.replace_dead, error, is_learning)

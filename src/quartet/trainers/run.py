@@ -199,9 +199,7 @@ class RunDirectory:
                 # The error on its way out matters more than records that a full disk refuses.
                 failure = error or refused
             except KeyboardInterrupt as stop:
-                # Pressed again, while what was handed over is written.
-                failure = stop
-                self._writer.close(abandon=True)
+                failure = stop  # a second Ctrl-C, while what was handed over is written
             self._info["status"] = (
                 "done"
                 if failure is None
@@ -225,8 +223,12 @@ class RunDirectory:
                 stack.callback(self._tracker.close)
             if self._recorder is not None:
                 stack.callback(self._recorder.close)
-            # Called first: it may still have spans to record.
-            stack.callback(self._writer.close, abandon=abandon)
+            # First: it may still have spans to record.
+            try:
+                self._writer.close(abandon=abandon)
+            except KeyboardInterrupt:
+                self._writer.close(abandon=True)
+                raise
 
     # Records ---------------------------------------------------------------------------------------------
 
@@ -375,8 +377,12 @@ class RunDirectory:
         self._signals.check()
         return self._signals.requested or step == total_steps or step % self.recipe.checkpoint.every_steps == 0
 
-    def check_stop(self, step: int) -> None:
-        """Raises ``Interrupted`` when a signal came, once the checkpoint is written; call after ``save``."""
+    def check_stop(self, step: int | None) -> None:
+        """Raises ``Interrupted`` when a signal came, once the checkpoint is written; call after ``save``.
+
+        Args:
+            step: complete steps that are saved; None for those of the last checkpoint.
+        """
         self._signals.check()
         if self._signals.first is not None:
             self.drain()

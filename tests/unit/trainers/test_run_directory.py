@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -20,6 +21,7 @@ from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, RLRecipe, SFTRecipe
 from quartet.observe.jsonl import read_rows
 from quartet.observe.rollouts import RolloutWriter
+from quartet.observe.run_status import ENDED, true_status
 from quartet.trainers.run import Interrupted, RunDirectory
 
 RECIPE = SFTRecipe(log=LogConfig(tensorboard=False), steps=4)
@@ -337,6 +339,52 @@ def test_ctrl_c_lets_the_step_end_and_a_second_one_stops_at_once(tmp_path: Path)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is former
+
+
+def test_ctrl_c_while_a_run_closes_drops_what_waits_and_is_noted(tmp_path: Path) -> None:
+    run, begun, done = RunDirectory(tmp_path / "run", RECIPE), threading.Event(), []
+
+    def piece() -> None:
+        begun.set()
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        while not run._signals.requested:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        done.append("the piece under way")
+
+    with pytest.raises(KeyboardInterrupt), run.stoppable(), run:
+        run.start(0)
+        run.write_later("write_rollouts", 1, piece)
+        run.write_later("write_rollouts", 2, lambda: done.append("what waits"))
+        begun.wait()
+    assert status(tmp_path / "run") == "interrupted" and done == ["the piece under way"]
+
+
+def test_a_stop_that_was_asked_for_and_swallowed_ends_the_step(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run", RECIPE) as run, run.stoppable():
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert run.is_stopped_at_once
+        for ask in (lambda: run.due(1, 100), lambda: run.check_stop(1)):
+            with pytest.raises(KeyboardInterrupt):
+                ask()
+
+
+def test_a_run_whose_process_ended_without_a_word_says_so(tmp_path: Path) -> None:
+    path, told = tmp_path / "run", []
+    finish(path)
+    info = json.loads((path / "run.json").read_text()) | {"status": "running"}
+    (path / "run.json").write_text(json.dumps(info))
+    assert true_status(path, info) == ENDED
+    with RunDirectory(path, RECIPE, resume="auto", tell=told.append):
+        assert true_status(path, info) == "running"
+    assert len(told) == 1 and ENDED in told[0]
+    assert ENDED in json.loads((path / "run.json").read_text())["remarks"][-1]
+    (path / ".lock").unlink()
+    assert true_status(path, info) == "running", "nobody can know"
 
 
 def test_a_full_disk_becomes_a_message_and_the_lock_is_given_back(tmp_path: Path) -> None:

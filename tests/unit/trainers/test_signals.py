@@ -11,11 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from quartet.cluster import ClusterError
+from quartet.config import Interrupted
+from quartet.config.recipe import RLRecipe
 from quartet.trainers import event_loop, signals
 from quartet.trainers.event_loop import run_async
+from quartet.trainers.rl import RLTrainer
+from quartet.trainers.run import RunDirectory
 from quartet.trainers.signals import STOP_SIGNALS, Stopped, StopSignals, stop_signals, take_back_signals
 
 INT, TERM, USR1 = STOP_SIGNALS
@@ -189,6 +195,17 @@ def test_a_forked_child_ends_by_the_signals() -> None:
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -number
         assert not found.requested
+
+
+def test_workers_that_a_signal_ended_are_not_replaced(tmp_path: Path) -> None:
+    """SIGTERM to all processes of a job: whoever waited for new workers waited for a Ray that was gone."""
+    trainer = RLTrainer.__new__(RLTrainer)
+    trainer.run, trainer._session = RunDirectory(tmp_path / "run", RLRecipe()), None
+    with trainer.run.stoppable():
+        arrive(TERM)
+        with pytest.raises(Interrupted) as stop:
+            asyncio.run(trainer._after_death(ClusterError("gone")))
+    assert stop.value.exit_status == 143 and stop.value.step is None
 
 
 # Event loops ------------------------------------------------------------------------------------------------
