@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,10 @@ from typing import Any
 import pytest
 
 from quartet.cli import main as cli
+from quartet.cli.resume_option import as_argument
 from quartet.config import UserError
 from quartet.trainers.run import Interrupted
+from quartet.trainers.signals import STOP_SIGNALS, StopSignals
 
 COMMANDS = ("quickstart", "sft", "reward-model", "preference", "rl", "eval", "generate", "report")
 Run = Callable[..., tuple[int, str, str]]
@@ -59,6 +64,45 @@ def test_resume_of_a_quickstart_needs_its_directory(run: Run) -> None:
     assert status == 2 and "--out" in err
 
 
+@pytest.mark.parametrize(("option", "expected"), [(None, False), ("--resume", True), ("--resume=auto", "auto")])
+@pytest.mark.parametrize("command", ["sft", "rl", "iterated-reward-model"])
+def test_the_value_of_resume_may_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, command: str, option: str | None, expected: object
+) -> None:
+    given: list[object] = []
+    monkeypatch.setattr(cli, "_train", lambda *arguments: given.append(as_argument(arguments[-1])))
+    monkeypatch.setattr(sys, "argv", ["quartet", command, *([option] if option else []), "a.yaml", "steps=9"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert (stop.value.code or 0) == 0 and given == [expected]
+
+
+def test_resume_is_explained(run: Run) -> None:
+    _, out, _ = run("rl", "--help")
+    assert "--resume [=auto]" in out and "start it where there is none" in " ".join(out.split())
+    status, _, err = run("rl", "a.yaml", "--resume=maybe")
+    assert status == 2 and "'auto'" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_where_nothing_can_be_saved_is_the_exit_status(
+    run: Run, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def load(*_: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    late = [signal.getsignal(n) for n in STOP_SIGNALS]
+    monkeypatch.setattr(cli, "_train", load)
+    monkeypatch.setattr(StopSignals, "_ignore_the_rest", lambda self: None)  # this process goes on
+    try:
+        status, _, err = run("sft", "a.yaml")
+    finally:
+        for n, handler in zip(STOP_SIGNALS, late, strict=True):
+            signal.signal(n, handler)
+    assert status == 128 + number and "stopped at once" in err
+
+
 def raising(error: BaseException) -> Callable[..., Any]:
     def fail(*_: Any, **__: Any) -> Any:
         raise error
@@ -79,6 +123,7 @@ def test_ctrl_c_outside_a_step_says_how_to_go_on(run: Run, monkeypatch: pytest.M
         (["sft", "a.yaml", "steps=9"], ["sft", "a.yaml", "steps=9", "output_dir=runs/x y", "--resume"]),
         (["sft", "a.yaml", "output_dir=runs/x y"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
         (["sft", "a.yaml", "--resume"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume"]),
+        (["sft", "a.yaml", "--resume=auto"], ["sft", "a.yaml", "output_dir=runs/x y", "--resume=auto"]),
     ],
 )
 def test_an_interrupted_run_prints_a_command_that_resumes_it(
