@@ -76,8 +76,9 @@ class FunctionReward:
         try:
             with self._guard.held():
                 result = self.function(**arguments)
-            if inspect.isawaitable(result):
-                result = await self._guard.driven(result)
+                if not inspect.isawaitable(result):
+                    return scores_of(result, len(completions))
+            result = await self._guard.driven(result)
             with self._guard.held():
                 return scores_of(result, len(completions))
         except Fault as fault:
