@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +160,23 @@ def test_without_that_word_a_function_that_raises_stops_the_run(train: Train, ta
     with pytest.raises(UserError, match="OSError: no connection"):
         train([FunctionReward(target=target(broken))])
     assert train.trainers[0].cast.actor.num_updates == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ("import os; os._exit(0)", "lost its process: it ended with exit status 0"),
+        ("raise SystemExit(0)", "raised SystemExit: 0"),
+        ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+    ],
+)
+def test_a_function_that_ends_its_program_has_failed_and_so_has_the_run(
+    train: Train, target: Any, tmp_path: Path, body: str, part: str
+) -> None:
+    """It ended with status 0 once, and `running` in its record."""
+    with pytest.raises(UserError, match=part):
+        train([FunctionReward(target=target(f"def reward(completions): {body}"))])
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
 def test_a_server_that_was_never_there_stops_the_run(train: Train) -> None:
