@@ -27,6 +27,9 @@ from quartet.observe.report.build import build_report
 from quartet.observe.report.collect import collect_run
 from quartet.observe.report.samples import Limits
 from quartet.observe.rollouts import RolloutRecord, RolloutWriter, read_step, step_path
+from quartet.quickstart.run import Quickstart
+from quartet.schedule.journal import Event, Journal
+from quartet.trainers.answers import read_answers
 from quartet.trainers.finished import Finished
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys, completed, write_models
@@ -567,3 +570,56 @@ def test_a_stage_that_is_not_as_it_left_itself_writes_its_files_anew(
     told: list[str] = []
     assert completed(stage, told.append) is None
     assert len(told) == 1 and name in told[0] and "anew" in told[0]
+
+
+# Other readers -----------------------------------------------------------------------------------------------
+
+EVENT = {"kind": "admit", "number": 1, "tick": 2, "chunk": 0, "groups": [[3, [[0, 5]]]]}
+ANSWER = {"prompt_id": "p0", "sample": 0, "prompt": "1+2=", "completion": "3", "finish_reason": "stop", "rewards": {}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "rest"},
+        {"tick": "2"},
+        {"number": True},
+        {"groups": 5},
+        {"groups": [[3]]},
+        {"groups": [["3", [[0, 5]]]]},
+        {"more": 1},
+    ],
+)
+def test_a_damaged_journal_is_named_by_its_line(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text(json.dumps(EVENT) + "\n")
+    assert Journal.load(path) == [Event("admit", 1, 2, 0, ((3, ((0, 5),)),))]
+    with path.open("a") as file:
+        file.write(json.dumps({**EVENT, **changes}) + "\n")
+    with pytest.raises(UserError, match="damaged") as caught:
+        Journal.load(path)
+    assert "journal.jsonl, line 2" in caught.value.found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"prompt_id": 5}, {"sample": "0"}, {"completion": None}, {"rewards": {"a": "1"}}, {"rewards": [1]}, {"prompt": 7}],
+)
+def test_damaged_answers_are_named_by_their_line(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps(ANSWER) + "\n" + json.dumps({**ANSWER, **changes}) + "\n")
+    with pytest.raises(UserError, match="damaged") as caught:
+        read_answers(path)
+    assert "answers.jsonl, line 2" in caught.value.found
+    path.write_text(json.dumps(ANSWER) + "\n")
+    assert [answer.text for answer in read_answers(path)] == ["3"]
+
+
+@pytest.mark.parametrize("damage", STRUCTURAL)
+def test_a_quickstart_whose_run_json_is_damaged_is_refused(damage: str, tmp_path: Path) -> None:
+    marker = tmp_path / "quickstart" / "run.json"
+    marker.parent.mkdir()
+    marker.write_text('{"job": "quickstart", "seed": 0, "created": "now"}')
+    STRUCTURAL[damage](marker)
+    with pytest.raises(UserError, match=r"run\.json"):
+        Quickstart(0, marker.parent, resume=True).run()
