@@ -90,11 +90,14 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def run(
     causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
 ) -> Callable[..., tuple[RLResult, Path]]:
+    given = prompts
+
     def go(
         name: str,
         placement: dict[str, Any] | None = None,
         resume: bool = False,
         ptx_rows: Any = None,
+        prompts: list[str] = given,
         **changes: Any,
     ) -> Any:
         path = tmp_path / name
@@ -204,6 +207,16 @@ def test_a_run_is_resumed_under_another_placement(run: Any, tight: Any) -> None:
     _, path = run("moved")
     shutil.rmtree(path / "checkpoints" / "step_00000003")
     resumed, _ = run("moved", budgeted(PLACEMENTS["full_offload"], tight()), resume=True)
+    assert same(weights(serial), weights(resumed))
+
+
+def test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache(run: Any) -> None:
+    """The canary asks for the first prompt alone; the next step reads it, and a resumed one computes it in company."""
+    prompts = ["3=", "4=", "12+34=", "5="]
+    serial, _ = run("serial", prompts=prompts)
+    _, path = run("killed", prompts=prompts)
+    shutil.rmtree(path / "checkpoints" / "step_00000003")
+    resumed, _ = run("killed", resume=True, prompts=prompts)
     assert same(weights(serial), weights(resumed))
 
 
