@@ -21,6 +21,8 @@ _SHAPES = ((64, 64), (256, 512))
 _MOST_ROWS, _MANY_ROWS = 33, 520
 _EXACT_ROWS = 16
 """From so many rows on a product must keep a row's bits for ``numerics: exact``."""
+_ENGINE_ROWS = 16
+"""The rollout engine computes no fewer in either numerics (``quartet.rollout.contexts``)."""
 
 
 def processor() -> dict[str, Any]:
@@ -98,6 +100,12 @@ def _remarks(threads: int, repeats: bool, first: int | None) -> list[str]:
         found.append("numerics: exact needs threads: 1")
     elif first is None or first > _EXACT_ROWS:
         found.append(f"numerics: exact is refused here: a row's bits depend on the number of rows beyond {_EXACT_ROWS}")
+    if first is None or first > _ENGINE_ROWS:
+        found.append(
+            f"a prompt that the engine computed alone (the canary's, an evaluation's) has other last bits than in "
+            f"company, since rows keep their bits beyond {_ENGINE_ROWS} only: a resumed run may differ in last bits "
+            "where the next step has that prompt, too"
+        )
     if first != 1:
         where = f"fewer than {first}" if first is not None else f"{_MOST_ROWS} and more"
         found.append(f"numerics: fast: a token among {where} rows has other last bits than among many")

@@ -52,6 +52,7 @@ def test_the_rows_from_which_bits_stay_are_measured(first: int, monkeypatch: pyt
     assert found["products_repeat"]
     assert found["rows_keep_bits_from"] == first
     assert any("exact is refused" in text for text in found["remarks"]) == (first > 16)
+    assert any("the canary's" in text for text in found["remarks"]) == (first > 16)
     assert any(f"fewer than {first} rows" in text for text in found["remarks"]) == (first > 1)
 
 
