@@ -99,7 +99,8 @@ def prune(root: Path, keep: int) -> None:
     if len(good) >= keep:
         for step in claimed_steps(root):
             if step < good[-keep]:
-                _delete(_set_aside(checkpoint_path(root, step)))
+                with contextlib.suppress(OSError):  # What cannot be deleted stays, and the next save tries again.
+                    _delete(_set_aside(checkpoint_path(root, step)))
 
 
 def set_aside_after(root: Path, step: int) -> None:

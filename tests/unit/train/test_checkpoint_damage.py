@@ -462,6 +462,18 @@ def test_keep_holds_after_a_kill_between_rename_and_deletion(root: Path, monkeyp
     assert os.listdir(root) == ["step_00000006"]
 
 
+def test_what_cannot_be_deleted_costs_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> Path:
+        raise PermissionError(1, "Operation not permitted")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(checkpoint, "_set_aside", refuse)
+        save_checkpoint(root, 6, parts(6), {}, keep=1)
+    assert claimed_steps(root) == [2, 4, 6]
+    save_checkpoint(root, 8, parts(8), {}, keep=1)
+    assert claimed_steps(root) == [8]
+
+
 @pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: path.symlink_to(OLD), Path.mkdir])
 def test_whatever_has_the_place_of_the_next_checkpoint_gives_way(root: Path, make: Callable[[Path], object]) -> None:
     make(root / "step_00000006")
