@@ -13,11 +13,11 @@ COUNTED = '''
 import os, signal
 
 def counted(completions, **_):
-    """Notes how many it is asked about; kills its process at the second call where a file says so."""
+    """Notes how many it is asked about; kills the command at the second call where a file says so."""
     with open("asked.txt", "a") as file:
         file.write(f"{len(completions)}\\n")
     if os.path.exists("armed") and len(open("asked.txt").readlines()) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGKILL)  # the command: a reward has a process of its own
     return [float(text[:1].isdigit()) for text in completions]
 '''
 
