@@ -44,9 +44,9 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
             found=repr(job),
             remedy=nearest(job, RECIPES) or f"use one of {', '.join(RECIPES)}",
         )
-    data = {} if path is None else _read(Path(path), f"write one with `quartet init {job} > {path}`")
+    data = {} if path is None else _read(Path(path), _how_to_begin(job, Path(path)))
     label = "the recipe" if path is None else f"recipe {path}"
-    for override in overrides:
+    for override in [overrides] if isinstance(overrides, str) else overrides:
         if override.startswith("@"):
             _merge(data, _read(Path(override.removeprefix("@"))))
         else:
@@ -62,6 +62,12 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
         return model.model_validate_json(json.dumps(_with_defaults(model, data)), strict=True)
     except ValidationError as error:
         raise explain(error, model, label) from None
+
+
+def _how_to_begin(job: str, path: Path) -> str:
+    if "=" in path.name:
+        return f"it reads as an override: quartet {job} recipe.yaml {path}; a recipe: quartet init {job} > recipe.yaml"
+    return f"write one with `quartet init {job} > {path}`"
 
 
 def dump_recipe(recipe: Recipe) -> str:

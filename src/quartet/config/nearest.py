@@ -8,11 +8,14 @@ from pathlib import Path
 
 from quartet.config.errors import UserError
 from quartet.config.stages import made_by
+from quartet.config.synonyms import CHOICES
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """``did you mean …?`` with the nearest of ``known``, or None where nothing is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    names, name = list(known), name.lower()
+    meant = CHOICES.get(name)
+    close = [meant] if meant in names else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else None
 
 

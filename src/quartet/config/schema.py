@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 
 def members(annotation: Any) -> list[type[BaseModel]]:
@@ -54,11 +55,16 @@ def chosen_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | N
     return by_tag.get(tag) if isinstance(tag, str) else None
 
 
-def dotted_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def dotted_names(model: type[BaseModel]) -> Iterator[str]:
     """Every key of a recipe, ``actor.train.optim.lr`` for a nested one; list items stand as ``0``."""
+    return (name for name, _ in dotted_fields(model))
+
+
+def dotted_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of a recipe as ``dotted_names`` has it, and what is known of it."""
     for name, field in model.model_fields.items():
-        yield prefix + name
+        yield prefix + name, field
         inner = item_annotation(field.annotation)
         below = members(field.annotation) or members(inner)
         for member in below:
-            yield from dotted_names(member, f"{prefix}{name}." + ("0." if inner is not None else ""))
+            yield from dotted_fields(member, f"{prefix}{name}." + ("0." if inner is not None else ""))

@@ -4,6 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+PASSES_OVER_DATA = ("num_train_epochs", "num_epochs", "total_epochs")
+"""RL counts steps instead: its ``epochs`` are passes over one step's responses."""
+CHOICES: dict[str, str] = {
+    "sigmoid": "dpo",
+    "robust": "robust_dpo",
+    "gae": "ppo",
+    "reinforce": "reinforce_pp",
+    "reinforce++": "reinforce_pp",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "raft": "best_of_n",
+    "gkd": "distillation",
+    "accuracy": "math",
+    "reward_model": "model",
+}
+"""By another system's name of a method or reward, ours."""
 SYNONYMS: dict[str, tuple[str, ...]] = {
     # Optimisation
     "learning_rate": ("optim.lr",),
@@ -22,6 +38,9 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "bf16": ("precision",),
     "dtype": ("precision",),
     "torch_dtype": ("precision",),
+    "peft_config": ("train.lora",),
+    "use_peft": ("train.lora",),
+    "r": ("lora.rank",),
     "lora_r": ("lora.rank",),
     "lora_rank": ("lora.rank",),
     "lora_alpha": ("lora.alpha",),
@@ -30,8 +49,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "max_token_len_per_gpu": ("train.token_budget",),
     "log_prob_max_token_len_per_gpu": ("forward_token_budget",),
     # Sizes of a step
-    "num_train_epochs": ("epochs",),
-    "num_epochs": ("epochs",),
+    **dict.fromkeys(PASSES_OVER_DATA, ("epochs",)),
+    "num_episodes": ("steps",),
     "ppo_epochs": ("epochs",),
     "num_ppo_epochs": ("epochs",),
     "num_iterations": ("epochs",),
@@ -40,6 +59,11 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "num_steps": ("steps",),
     "total_training_steps": ("steps",),
     "num_mini_batches": ("minibatches",),
+    "ppo_mini_batch_size": ("minibatches",),
+    "gradient_accumulation_steps": ("train.token_budget",),
+    "micro_train_batch_size": ("train.token_budget",),
+    "ppo_micro_batch_size_per_gpu": ("train.token_budget",),
+    "n": ("responses_per_prompt", "samples_per_prompt"),
     "batch_size": ("prompts_per_step", "examples_per_step", "pairs_per_step", "answers_per_step"),
     "train_batch_size": ("prompts_per_step", "examples_per_step", "pairs_per_step", "answers_per_step"),
     "rollout_batch_size": ("prompts_per_step",),
@@ -85,6 +109,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "entropy_coeff": ("entropy_coef",),
     "ent_coef": ("entropy_coef",),
     "critic_warmup": ("critic.warmup_steps",),
+    "center_rewards_coefficient": ("centring",),
     # Models, data, runs
     "model_name": ("model.path",),
     "model_name_or_path": ("model.path",),
@@ -120,6 +145,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 def synonyms(key: str, section: str, names: Iterable[str]) -> list[str]:
     """Those of ``names`` (dotted) that mean what another system calls ``key``; the nearest to ``section``."""
     known = list(names)
+    if key in PASSES_OVER_DATA and f"{section}.minibatches".strip(".") in known:
+        return [f"{section}.steps".strip(".")]
     for endings in (SYNONYMS.get(key, ()), [ending.rpartition(".")[2] for ending in SYNONYMS.get(key, ())]):
         found = [name for name in known if any(f".{name}".endswith(f".{ending}") for ending in endings)]
         if found:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
-from quartet.config.schema import dotted_names, item_annotation, members, tags
+from quartet.config.schema import dotted_fields, item_annotation, members, tags
 from quartet.config.synonyms import synonyms
 
 _EXPECTED = {
@@ -19,9 +20,6 @@ _EXPECTED = {
     "string_type": "text (put it into quotes)",
     "tuple_type": "a list",
     "list_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
     "finite_number": "a finite number",
 }
 
@@ -44,10 +42,10 @@ def explain(error: ValidationError, model: type[BaseModel], label: str) -> UserE
 
 def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
     """What was found and what to do, for one of pydantic's error dictionaries."""
-    path, parent = _place(detail["loc"], root)
+    path, parent, annotation = _place(detail["loc"], root)
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return _unknown_key(path, parent, root)
+        return _unknown_key(path, parent, root, value)
     if kind == "missing":
         return f"{path} is missing", f"set {path}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -60,6 +58,8 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
         return f"{path}: {_show(value)}", f"use one of {context['expected']}"
     if kind == "value_error":
         return (f"{path}: " if path else "") + detail["msg"].removeprefix("Value error, "), "change one of these values"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{path}: {_show(value)}", _section_remedy(path, annotation, value)
     expected = _EXPECTED.get(kind)
     if expected is not None:
         return f"{path}: {_show(value)}", f"{path} takes {expected}"
@@ -76,8 +76,8 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None]:
-    """The dotted path of an error, and the model that holds its last key.
+def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseModel] | None, Any]:
+    """The dotted path of an error, the model that holds its last key, and what that key takes.
 
     pydantic's location of a value inside a tagged union also names the member; a user's path does not.
     """
@@ -99,7 +99,22 @@ def _place(loc: tuple[Any, ...], root: type[BaseModel]) -> tuple[str, type[BaseM
             annotation = parent.model_fields[part].annotation
         else:
             annotation = None
-    return ".".join(shown), parent
+    return ".".join(shown), parent, annotation
+
+
+def _section_remedy(path: str, annotation: Any, value: Any) -> str:
+    """What to write where a section is given as one value."""
+    models = members(annotation)
+    if callable(value) and path.startswith("rewards"):
+        return "pass functions to the trainer: rewards=[…]"
+    if len(models) > 1:
+        tag, known = tags(models)
+        close = value.lower() if isinstance(value, str) and value.lower() in known else None
+        return f"write {path}.{tag}={close}" if close else f"set {path}.{tag} to one of {', '.join(known)}"
+    keys = list(models[0].model_fields) if models else []
+    if "path" in keys and isinstance(value, str):
+        return f"write {path}.path={value}"
+    return f"{path} takes a mapping" + (f" of {', '.join(keys)}" if keys else "")
 
 
 def _tag_choices(loc: tuple[Any, ...], root: type[BaseModel]) -> str:
@@ -114,19 +129,39 @@ def _tag_choices(loc: tuple[Any, ...], root: type[BaseModel]) -> str:
     return ", ".join(tags(members(annotation))[1])
 
 
-def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel]) -> tuple[str, str]:
+def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel], value: Any) -> tuple[str, str]:
     """Offers what another system's key is called here, then the nearest key of the same section, then the same key
-    elsewhere, then all keys of the section.
+    elsewhere, then all keys of the section. Of an unknown section, what its only key is called here.
     """
     section, _, key = path.rpartition(".")
     known = list(parent.model_fields) if parent is not None else []
     where = f"in {section}" if section else "at the top"
-    names = list(dict.fromkeys(dotted_names(root)))
-    elsewhere = [name for name in names if name.rpartition(".")[2] == key]
-    meant = synonyms(key, section, names)
+    fields = dict(dotted_fields(root))
+    names = list(fields)
+    inner, last = path, key
+    while isinstance(value, dict) and len(value) == 1:
+        ((last, value),) = value.items()
+        inner += f".{last}"
+    elsewhere = _likeliest(inner, [name for name in names if name.rpartition(".")[2] == last])
+    meant = synonyms(last, section, names)
+    if inner != path and nearest(key, known) is None:
+        meant = _likeliest(inner, meant) or elsewhere
     remedy = f"did you mean {', '.join(meant[:3])}?" if meant else nearest(key, known)
+    if len(meant) == 1 and fields[meant[0]].description:
+        remedy = f"did you mean {meant[0]}? ({fields[meant[0]].description})"
     if any(name.split(".") == ["0" if part.isdecimal() else part for part in path.split(".")] for name in elsewhere):
         remedy = f"that key belongs to another choice of {section}; use one of {', '.join(known)}"
     elif remedy is None and elsewhere:
         remedy = f"did you mean {', '.join(elsewhere[:3])}?"
     return f"unknown key {key!r} {where}", remedy or f"use one of {', '.join(known)}"
+
+
+def _likeliest(path: str, names: list[str]) -> list[str]:
+    """Those of ``names`` that have most words of ``path``; keys of rewards last, of which any may be meant."""
+
+    def words(name: str) -> set[str]:
+        return set(re.split(r"[._]", name))
+
+    most = max((len(words(path) & words(name)) for name in names), default=0)
+    found = [name for name in names if len(words(path) & words(name)) == most]
+    return sorted(found, key=lambda name: ("rewards" in name, name.count(".")))

@@ -21,6 +21,17 @@ Reward: TypeAlias = Callable[..., Any] | PreTrainedModel
 R = TypeVar("R", bound=Recipe)
 
 
+def check_recipe(recipe: object, kind: type[Recipe]) -> None:
+    """Raises ``UserError`` where ``recipe`` is no recipe of this kind."""
+    if not isinstance(recipe, kind):
+        job = kind.model_fields["job"].default
+        raise UserError(
+            f"this trainer takes a recipe of the class {kind.__name__}",
+            found=type(recipe).__name__,
+            remedy=f"make one, {kind.__name__}(…), or read one, load_recipe({job!r}, 'recipe.yaml')",
+        )
+
+
 def with_names(
     recipe: R, model: ModelLike | None, tokenizer: TokenizerLike | None, section: str = "model"
 ) -> tuple[R, PreTrainedModel | None, PreTrainedTokenizerBase | None]:

@@ -17,7 +17,7 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
 from quartet.text.loading import load_tokenizer, local_or_hub
 from quartet.trainers.answers import StoredAnswer, matched, read_answers, write_answers, write_rows
-from quartet.trainers.arguments import ModelLike, Reward, TokenizerLike, as_rewards, with_names
+from quartet.trainers.arguments import ModelLike, Reward, TokenizerLike, as_rewards, check_recipe, with_names
 from quartet.trainers.comparison import (
     AnswerJudge,
     BothOrders,
@@ -85,6 +85,7 @@ class Evaluator:
         resume: Resume = False,
         progress: Progress | None = None,
     ) -> None:
+        check_recipe(recipe, EvalRecipe)
         use_threads(recipe.threads)
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer)
         self.recipe = recipe

@@ -38,6 +38,7 @@ from quartet.observe.digests import FileDigest, changed_file, digest_file, seal,
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.trainers.answers import write_answers, write_rows
+from quartet.trainers.arguments import check_recipe
 from quartet.trainers.contestant import Contestant
 from quartet.trainers.evaluation import Answer, by_prompt
 from quartet.trainers.event_loop import run_async
@@ -79,6 +80,7 @@ class IteratedTrainer:
     """
 
     def __init__(self, recipe: IteratedRecipe, *, resume: Resume = False, progress: Progress | None = None) -> None:
+        check_recipe(recipe, IteratedRecipe)
         use_threads(recipe.threads)
         self.recipe = recipe
         self.path = output_path(recipe.output_dir, recipe.job, resume)

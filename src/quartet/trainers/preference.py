@@ -33,7 +33,7 @@ from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs, Objective, Outputs, TrainEngine, forward_only
 from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
-from quartet.trainers.arguments import ModelLike, TokenizerLike, only_object, with_path
+from quartet.trainers.arguments import ModelLike, TokenizerLike, check_recipe, only_object, with_path
 from quartet.trainers.reference import Reference, ReferenceTables, weights_digest
 from quartet.trainers.resuming import Resume
 from quartet.trainers.run import RunDirectory
@@ -59,6 +59,8 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
     The other arguments are those of ``SupervisedTrainer``.
     """
 
+    recipe_class = PreferenceRecipe
+
     def __init__(
         self,
         recipe: PreferenceRecipe,
@@ -71,6 +73,7 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
         resume: Resume = False,
         progress: Progress | None = None,
     ) -> None:
+        check_recipe(recipe, PreferenceRecipe)
         super().__init__(
             with_path(recipe, reference, "reference.path"),
             model=model,

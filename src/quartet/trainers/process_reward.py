@@ -31,6 +31,8 @@ class ProcessRewardTrainer(ScalarTrainer[ProcessRewardRecipe, ProcessData]):
     ``process_reward.json`` says how steps end.
     """
 
+    recipe_class = ProcessRewardRecipe
+
     @property
     def objective(self) -> StepObjective:
         return StepObjective()

@@ -30,6 +30,8 @@ class RewardModelTrainer(ScalarTrainer[RewardModelRecipe, PreferenceData]):
     ``eval/offset``, the mean score of both sides, which centring keeps near 0.
     """
 
+    recipe_class = RewardModelRecipe
+
     @property
     def objective(self) -> PairwiseObjective:
         return PairwiseObjective(self.recipe.centring, self.recipe.margin_scale)

@@ -26,7 +26,16 @@ from quartet.schedule.iteration import run_iteration
 from quartet.schedule.stream import Ahead
 from quartet.train.objectives import trajectory_index
 from quartet.trainers.advantages import Experience
-from quartet.trainers.arguments import ModelLike, Reward, TokenizerLike, as_rewards, only_object, with_names, with_path
+from quartet.trainers.arguments import (
+    ModelLike,
+    Reward,
+    TokenizerLike,
+    as_rewards,
+    check_recipe,
+    only_object,
+    with_names,
+    with_path,
+)
 from quartet.trainers.cast import Cast, needs_greedy
 from quartet.trainers.casting import build_cast
 from quartet.trainers.company import Company, LocalCompany, RayCompany, Skeletons
@@ -113,6 +122,7 @@ class RLTrainer:
         progress: Progress | None = None,
         shuffle_scores: bool = False,
     ) -> None:
+        check_recipe(recipe, RLRecipe)
         use_threads(1 if recipe.numerics == "exact" else recipe.threads)
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer, "actor.model")
         recipe = with_path(recipe, critic, "critic.path")

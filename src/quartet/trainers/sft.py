@@ -26,6 +26,8 @@ class SFTTrainer(CausalTrainer[SFTRecipe, SFTData]):
     ``input_ids``. Held-out figures: ``eval/loss`` in nats per token, and its exponential, ``sft/perplexity``.
     """
 
+    recipe_class = SFTRecipe
+
     _held_out_figure = "eval/loss"
 
     @property

@@ -36,7 +36,7 @@ from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.observe.progress import Progress
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Objective, TrainEngine
-from quartet.trainers.arguments import ModelLike, TokenizerLike, with_names
+from quartet.trainers.arguments import ModelLike, TokenizerLike, check_recipe, with_names
 from quartet.trainers.resuming import Resume, output_path
 from quartet.trainers.run import RunDirectory, use_threads
 from quartet.trainers.sources import context_length, resolve_model, resolve_scalar_model, resolve_tokenizer
@@ -98,6 +98,8 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         UserError: the recipe, the data or the objects do not fit together; nothing has been written then.
     """
 
+    recipe_class: ClassVar[type[SupervisedRecipe]]
+
     def __init__(
         self,
         recipe: R,
@@ -109,6 +111,7 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         resume: Resume = False,
         progress: Progress | None = None,
     ) -> None:
+        check_recipe(recipe, self.recipe_class)
         use_threads(recipe.threads)
         recipe, passed, own = with_names(recipe, model, tokenizer)
         self.recipe = recipe

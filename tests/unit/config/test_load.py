@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import quartet
 from quartet.config.errors import UserError
 from quartet.config.load import dump_recipe, load_recipe
 from quartet.config.recipe import RLRecipe, SFTRecipe
@@ -261,3 +262,62 @@ def test_recipe_round_trip(
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     path.write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe("rl", path) == recipe
+
+
+def test_a_copy_with_other_values_is_checked() -> None:
+    recipe = quartet.RLRecipe(algorithm=quartet.GRPO())
+    assert recipe.model_copy(update={"seed": 1}) == quartet.RLRecipe(algorithm=quartet.GRPO(), seed=1)
+    assert recipe.model_copy() == recipe.model_copy(deep=True) == recipe
+    assert recipe.model_copy(update={"algorithm": {"name": "rloo"}}).responses_per_prompt == 4
+    for update, message in {"stepz": "did you mean", "steps": "valid integer"}.items():
+        with pytest.raises(UserError, match=message):
+            recipe.model_copy(update={update: "many"})
+    with pytest.raises(UserError, match="model_copy"):
+        recipe.steps = 3  # type: ignore[misc]
+
+
+def test_paths_and_single_sections_from_python() -> None:
+    recipe = quartet.SFTRecipe(output_dir=Path("runs/x"), model={"path": Path("m"), "tokenizer": Path("t")})  # type: ignore[arg-type]
+    assert (recipe.output_dir, recipe.model) == ("runs/x", quartet.ModelConfig(path="m", tokenizer="t"))
+    length = quartet.LengthReward(max=5)
+    assert quartet.RLRecipe(rewards=length).rewards == (length,)  # type: ignore[arg-type]
+    assert load_recipe("rl", None, "seed=7").seed == 7
+
+
+FOREIGN = {
+    "actor_rollout_ref.actor.optim.lr=1e-6": "did you mean actor.train.optim.lr? (Learning rate",
+    "actor_rollout_ref.model.path=x": "did you mean actor.model.path?",
+    "actor_rollout_ref.rollout.n=8": "did you mean responses_per_prompt",
+    "actor_rollout_ref.actor.kl_loss_coef=0.1": "did you mean algorithm.kl.coef?",
+    "algorithm.kl_ctrl.kl_coef=0.1": "did you mean algorithm.kl.coef?",
+    "trainer.total_epochs=3": "did you mean steps? (",  # its epochs are passes over one step's responses
+    "num_train_epochs=3": "did you mean steps? (",
+    "rollout.temperature=1": "did you mean rollout.sampling.temperature?",
+    "temperature=1": "did you mean rollout.sampling.temperature",
+    "ppo_mini_batch_size=64": "did you mean minibatches? (Updates that",  # a number of them, not a size
+    "algorithm=grpo": "write algorithm.name=grpo",
+    "algorithm.name=GRPO": "did you mean 'grpo'?",
+    "algorithm=grppo": "set algorithm.name to one of ppo",
+    "cluster=ray": "write cluster.type=ray",
+    "data=x.jsonl": "write data.path=x.jsonl",
+    "rewards.0=math": "write rewards.0.type=math",
+    "rewards.0.type=accuracy": "did you mean 'math'?",
+    "actor.train.lora=true": "takes a mapping of rank, alpha",
+}
+
+
+@pytest.mark.parametrize("override", FOREIGN)
+def test_what_users_of_other_systems_write(override: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe("rl", None, [override])
+    assert FOREIGN[override] in caught.value.remedy
+
+
+def test_another_systems_name_of_a_loss() -> None:
+    with pytest.raises(UserError, match="did you mean 'dpo'"):
+        load_recipe("preference", None, ["loss.name=sigmoid"])
+
+
+def test_an_override_is_no_name_of_a_recipe() -> None:
+    with pytest.raises(UserError, match="reads as an override: quartet rl recipe.yaml alg"):
+        load_recipe("rl", "algorithm.name=grpo")

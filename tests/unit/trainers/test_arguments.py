@@ -149,3 +149,16 @@ def test_an_interrupt_in_a_running_loop_cancels_the_work_and_waits_for_it() -> N
     finally:
         loop.close()
     assert ended == ["cancelled"]
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        *(q.SFTTrainer, q.RewardModelTrainer, q.ProcessRewardTrainer, q.PreferenceTrainer),
+        *(q.RLTrainer, q.Evaluator, q.IteratedTrainer),
+    ],
+)
+@pytest.mark.parametrize("recipe", [{"steps": 1}, q.IteratedRecipe, q.OptimConfig()])
+def test_another_recipe_than_the_trainers_is_refused(trainer: Any, recipe: Any) -> None:
+    with pytest.raises(q.UserError, match=r"class .*Recipe\n.*found.*\n.*load_recipe"):
+        trainer(recipe)
