@@ -33,6 +33,15 @@ class GroupedHelp(TyperGroup):
             command.epilog = f"Every key: quartet config {name}. A recipe to begin with: quartet init {name}."
         return command
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command; the name of a method leads to the command that it is a method of."""
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            from quartet.config.reference import METHODS, no_such_job
+
+            if any(args[0] in names for names in METHODS.values()):
+                ctx.fail(f"No such command {args[0]!r}: {no_such_job(args[0]).remedy}")
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: Any) -> list[str]:
         """All commands: those of ``GROUPS`` first, in its order."""
         known = [name for names in GROUPS.values() for name in names if name in self.commands]

@@ -16,7 +16,7 @@ from quartet.cli.config_command import complete_job
 
 def complete_method(ctx: typer.Context, incomplete: str) -> list[str]:
     """Methods of the job that begin so, for shell completion; of any job while it is not known."""
-    from quartet.config.starter import METHODS
+    from quartet.config.reference import METHODS
 
     job = ctx.params.get("job")
     known = METHODS.get(job, ()) if job else dict.fromkeys(name for names in METHODS.values() for name in names)

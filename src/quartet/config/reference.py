@@ -15,9 +15,17 @@ from pydantic.fields import FieldInfo
 from quartet.config.describe import choices, held_models, inline, meaning, purpose, type_words, unit, value_annotation
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
-from quartet.config.recipe import RECIPES
+from quartet.config.preference import PreferenceRecipe
+from quartet.config.recipe import RECIPES, RLRecipe
 from quartet.config.schema import dotted_names, item_annotation, tags
 from quartet.config.synonyms import synonyms
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "rl": choices(RLRecipe.model_fields["algorithm"].annotation),
+    "iterated-reward-model": choices(RLRecipe.model_fields["algorithm"].annotation),
+    "preference": choices(PreferenceRecipe.model_fields["loss"].annotation),
+}
+"""Jobs that have a choice of methods, and the choices."""
 
 
 @dataclass(frozen=True)
@@ -277,9 +285,7 @@ def _find(job: str, address: str) -> tuple[str, _Place, Key | None]:
     List indices may be given or left out. A key of a choice is looked for in its default first, then in the others.
     """
     if job not in RECIPES:
-        raise UserError(
-            "there is no such job", found=repr(job), remedy=nearest(job, RECIPES) or f"use one of {', '.join(RECIPES)}"
-        )
+        raise no_such_job(job)
     place, name = _Place({job: RECIPES[job]}, None, purpose(RECIPES[job])), ""
     parts = [part for part in address.split(".") if part]
     while parts:
@@ -313,6 +319,16 @@ def _find(job: str, address: str) -> tuple[str, _Place, Key | None]:
             is_key = not parts[0].isdecimal() and any(parts[0] in model.model_fields for model in place.models.values())
             parts = parts if is_key else parts[1:]
     return name, place, None
+
+
+def no_such_job(name: str) -> UserError:
+    """The error for a job that there is not; ``name`` may be a method of one."""
+    method = next((job for job, names in METHODS.items() if name in names), None)
+    if method is not None:
+        remedy = f"it is a method of {method}: quartet init {method} --method {name} > recipe.yaml"
+    else:
+        remedy = nearest(name, RECIPES) or f"use one of {', '.join(RECIPES)}"
+    return UserError("there is no such job", found=repr(name), remedy=remedy)
 
 
 def _unknown(job: str, address: str, part: str, name: str, place: _Place) -> UserError:

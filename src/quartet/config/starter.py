@@ -7,19 +7,12 @@ from typing import Any
 
 from quartet.config.algorithms import PPO, BestOfN, Distillation, RewardedAlgorithm
 from quartet.config.commented import Line, commented
-from quartet.config.describe import choices
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
-from quartet.config.preference import KTOLoss, PreferenceRecipe
-from quartet.config.recipe import RECIPES, RLRecipe
-from quartet.config.reference import jobs
+from quartet.config.preference import KTOLoss
+from quartet.config.recipe import RECIPES
+from quartet.config.reference import METHODS, no_such_job
 
-METHODS: Mapping[str, Mapping[str, Any]] = {
-    "rl": choices(RLRecipe.model_fields["algorithm"].annotation),
-    "iterated-reward-model": choices(RLRecipe.model_fields["algorithm"].annotation),
-    "preference": choices(PreferenceRecipe.model_fields["loss"].annotation),
-}
-"""Jobs that have a choice of methods, and the choices."""
 REWARDS: Mapping[str, Mapping[str, Any]] = {
     "model": {"path": "runs/reward-model/model"},
     "process_model": {"path": "runs/process-reward/model"},
@@ -90,9 +83,7 @@ def starter(
 
 def _check(job: str, what: str, name: str | None, known: Any) -> None:
     if job not in RECIPES:
-        raise UserError(
-            "there is no such job", found=repr(job), remedy=nearest(job, RECIPES) or f"use one of {', '.join(jobs())}"
-        )
+        raise no_such_job(job)
     if name is None or name in known:
         return
     if not known:

@@ -319,5 +319,5 @@ def test_another_systems_name_of_a_loss() -> None:
 
 
 def test_an_override_is_no_name_of_a_recipe() -> None:
-    with pytest.raises(UserError, match="reads as an override: quartet rl recipe.yaml alg"):
+    with pytest.raises(UserError, match=r"reads as an override: quartet rl recipe\.yaml alg"):
         load_recipe("rl", "algorithm.name=grpo")

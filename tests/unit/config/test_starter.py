@@ -11,10 +11,10 @@ import pytest
 from quartet.config.errors import UserError
 from quartet.config.load import load_recipe
 from quartet.config.recipe import RECIPES
-from quartet.config.reference import meaning_at
+from quartet.config.reference import METHODS, meaning_at, sections
 from quartet.config.rewards import RewardConfig
 from quartet.config.schema import members, tags
-from quartet.config.starter import METHODS, REWARDED, REWARDS, starter
+from quartet.config.starter import REWARDED, REWARDS, starter
 
 COMBINATIONS = [
     (job, method, reward)
@@ -109,3 +109,10 @@ def test_what_a_job_does_not_have_is_told(job: str, choice: dict[str, str], reme
     with pytest.raises(UserError) as error:
         starter(job, **choice)
     assert remedy in error.value.remedy
+
+
+def test_a_method_is_no_job_but_leads_to_its_recipe() -> None:
+    with pytest.raises(UserError, match="quartet init rl --method grpo"):
+        starter("grpo")
+    with pytest.raises(UserError, match="quartet init preference --method dpo"):
+        sections("dpo")
