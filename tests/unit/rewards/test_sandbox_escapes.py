@@ -31,7 +31,7 @@ REFUSED = {
     "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
     "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187),
     "mq_open": (240, 180), "mq_unlink": (241, 181), "mq_timedsend": (242, 182), "mq_getsetattr": (245, 185),
-    "memfd_create": (319, 279), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "memfd_create": (319, 279), "io_setup": (206, 0), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "open_by_handle_at": (304, 265), "personality": (135, 92),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "userfaultfd": (323, 282), "bpf": (321, 280),
