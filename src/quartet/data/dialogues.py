@@ -17,6 +17,12 @@ def is_dialogue(text: str) -> bool:
     return _TURN.match(text) is not None
 
 
+def is_whole_dialogue(text: str) -> bool:
+    """Whether a text begins with the human's turn, as no answer does."""
+    first = _TURN.match(text)
+    return first is not None and first[1] == "Human"
+
+
 def as_dialogue(text: str) -> Messages:
     """The turns as messages, without white space around them.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import re
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from quartet.text.examples import Messages, PromptText
 
 Turns = Literal["text", "messages"]
 
+_SPOKEN = {"prompt", "completion", "chosen", "rejected"}
+_LIST = re.compile(r"\s*\[\s*\{")
 _ROLES = {"human": "user", "gpt": "assistant"}
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
@@ -52,7 +55,17 @@ class Fields:
     section: str = "data"
 
     def get(self, name: str) -> Any:
-        return self.values.get(name)
+        """A value; of a prompt or an answer that is the JSON text of messages, as tables have them, the messages."""
+        value = self.values.get(name)
+        if name not in _SPOKEN or not isinstance(value, str) or not _LIST.match(value):
+            return value
+        with contextlib.suppress(Unreadable):
+            found = loads(value)
+            if all(isinstance(turn, dict) and ({"role", "content"} <= turn.keys() or "from" in turn) for turn in found):
+                note = f"{name} was the text of a list of messages, and was read as the list"
+                self.notes += [note] if note not in self.notes else []
+                return found
+        return value
 
     def has(self, *names: str) -> bool:
         return not any(_is_null(self.values.get(name)) for name in names)
@@ -81,7 +94,7 @@ class Fields:
         """
         if not self.has(name):
             raise self.missing(f"`{name}`")
-        value = self.values[name]
+        value = self.get(name)
         if isinstance(value, (bool, int, float)):
             self.notes.append(f"{name} was not text and was written out as text")
             with contextlib.suppress(ValueError):  # a number of more digits than Python writes is no text

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 from quartet.config.errors import UserError
@@ -199,6 +200,8 @@ def parse_rows(
         except Skip as reason:
             note_place(str(reason), row.place, skipped, places)
             continue
+        if isinstance(row.values.get("tools"), list):
+            fields.notes.append("`tools` are not told to the chat template")
         for note in fields.notes:
             note_place(note, row.place, notes, places)
     if not items:
@@ -276,6 +279,10 @@ def _tokenised(fields: Fields) -> Tokenised:
     start, stop = (seen.index(1), len(seen) - seen[::-1].index(1)) if 1 in seen else (0, 0)
     if not all(seen[start:stop]):
         raise _unfit(fields, "`attention_mask` has gaps: several sequences in one row")
+    places = fields.integers("position_ids")[start:stop] if fields.has("position_ids") else range(len(seen))
+    lengths = fields.integers("seq_lengths") if fields.has("seq_lengths") else []
+    if len(lengths) > 1 or any(after != before + 1 for before, after in pairwise(places)):
+        raise _unfit(fields, f"`{'seq_lengths' if lengths[1:] else 'position_ids'}`: several sequences in one row")
     learned[start : start + 1] = [False]  # nothing predicts the first
     if not any(learned[start:stop]):
         raise _unfit(fields, "no token carries loss")

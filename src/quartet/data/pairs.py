@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from quartet.data.dialogues import as_dialogue, is_dialogue, split_dialogues, split_texts
-from quartet.data.fields import Fields, Skip, answer_of, as_chat, prompt_field
+from quartet.data.dialogues import as_dialogue, is_dialogue, is_whole_dialogue, split_dialogues, split_texts
+from quartet.data.fields import Fields, Skip, answer_of, as_chat, as_messages, prompt_field
 from quartet.text.examples import Messages, PromptText
 
 SIDES = ("chosen", "rejected")
 SAME = "chosen and rejected are the same"
+OWN_PROMPT = "the answers were whole conversations, of which the prompt was taken, not the one beside them"
 EARLIER = "the conversations differ before their last turn"
 
 
@@ -23,14 +24,15 @@ def pair_field(fields: Fields) -> tuple[PromptText, str, str]:
         return _conversations(fields)
     chosen, rejected = fields.text("chosen", empty=True), fields.text("rejected", empty=True)
     prompt: PromptText
-    if not fields.has("prompt") and not fields.has("messages"):
+    given, has_prompt = fields.get("prompt"), fields.has("prompt") or fields.has("messages")
+    if isinstance(given, str) and is_dialogue(given) and chosen.startswith(given) and rejected.startswith(given):
+        fields.notes.append("both answers began with their prompt, which was taken off")
+        prompt, chosen, rejected = prompt_field(fields), chosen[len(given) :], rejected[len(given) :]
+    elif not has_prompt or (is_whole_dialogue(chosen) and is_whole_dialogue(rejected)):
+        fields.notes += [OWN_PROMPT] if has_prompt else []
         cut = _num_prompt(fields, chosen, rejected)
         prompt, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
     else:
-        given = fields.get("prompt")
-        if isinstance(given, str) and is_dialogue(given) and chosen.startswith(given) and rejected.startswith(given):
-            fields.notes.append("both answers began with their prompt, which was taken off")
-            chosen, rejected = chosen[len(given) :], rejected[len(given) :]
         prompt = prompt_field(fields)
     if fields.as_turns:
         prompt = as_dialogue(prompt) if isinstance(prompt, str) else prompt
@@ -69,6 +71,14 @@ def _conversations(fields: Fields) -> tuple[PromptText, str, str]:
     prompt: PromptText = chosen[:shared]
     if not shared or chosen[0]["role"] == "assistant":
         prompt = [*as_chat(prompt_field(fields)), *chosen[:shared]]
+    elif isinstance(beside := fields.get("prompt"), (list, dict)):
+        given = as_messages(beside, fields.place)
+        if given[-shared:] == prompt:
+            prompt = given  # which may have a system's turn more
+        elif given != prompt[: len(given)]:
+            fields.notes.append(OWN_PROMPT)
+    elif isinstance(beside, str) and beside.strip() not in {turn["content"].strip() for turn in chosen[:shared]}:
+        fields.notes.append(OWN_PROMPT)
     return prompt, answer_of(chosen[shared:], fields.place), answer_of(rejected[shared:], fields.place)
 
 

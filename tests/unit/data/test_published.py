@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -267,6 +268,8 @@ def test_token_ids_win_over_text_and_it_is_told() -> None:
         ({"input_ids": [3]}, "no token carries loss"),
         ({"input_ids": []}, "no token carries loss"),
         ({"input_ids": [3, 4, 5], "attention_mask": [1, 0, 1]}, "has gaps"),
+        ({"input_ids": [3, 4, 3, 4], "position_ids": [0, 1, 0, 1]}, "several sequences in one row"),
+        ({"input_ids": [3, 4, 3, 4], "seq_lengths": [2, 2]}, "several sequences in one row"),
         ({"input_ids": [3, 4], "attention_mask": [0, 0]}, "no token carries loss"),
         ({"input_ids": [3.5, 4]}, "[3.5, 4]"),
         ({"input_ids": [[3, 4]]}, "[[3, 4]]"),
@@ -280,3 +283,60 @@ def test_token_ids_that_cannot_be_used_are_refused_with_their_row(
     with pytest.raises(UserError) as caught:
         SFTData.build(demonstrations(rows(fine, row)), codec, 99)
     assert "f.jsonl:2: " in caught.value.found and found in caught.value.found
+
+
+# What stands beside ------------------------------------------------------------------------------------------
+
+ASK, ME, YOU = turn("user", "Who?"), turn("assistant", "Me."), turn("assistant", "You.")
+
+
+def test_messages_written_as_text_are_messages() -> None:
+    """Tables hold them so; the text of a list is no answer to learn."""
+    pair = {"prompt": "Who?", "chosen": json.dumps([ME]), "rejected": json.dumps([YOU])}
+    whole = {"chosen": json.dumps([ASK, ME]), "rejected": json.dumps([ASK, YOU])}
+    for row in (pair, whole):
+        found = preferences(rows(row))
+        assert found.items == (Preference([ASK], "Me.", "You.", None, PLACE),)
+        assert next(iter(found.notes)) == "chosen was the text of a list of messages, and was read as the list"
+    shown = demonstrations(rows({"prompt": json.dumps([ASK]), "completion": json.dumps([ME])}))
+    assert shown.items == (Demonstration([ASK], "Me.", PLACE),)
+    assert prompts(rows({"prompt": json.dumps([ASK])})).items[0].prompt == [ASK]
+    with pytest.raises(UserError, match="not text"):
+        preferences(rows({**pair, "rejected": "You."}))
+
+
+@pytest.mark.parametrize("text", ["[1] and [2]", '[{"a": 1}]', '[{"role": 1', "[]", "[Who?]"])
+def test_other_text_in_brackets_stays_text(text: str) -> None:
+    found = preferences(rows({"prompt": text, "chosen": "a", "rejected": "b"}))
+    assert found.items[0].prompt == text and not found.notes
+
+
+@pytest.mark.parametrize("turns", ["text", "messages"])
+def test_whole_dialogues_beside_their_prompt_are_no_answers(turns: Any) -> None:
+    row = {
+        "prompt": "Who?",
+        "chosen": "\n\nHuman: Who?\n\nAssistant: Me.",
+        "rejected": "\n\nHuman: Who?\n\nAssistant: I.",
+    }
+    found = preferences(rows(row), turns=turns)
+    (pair,) = found.items
+    assert (pair.chosen.strip(), pair.rejected.strip()) == ("Me.", "I.")
+    assert pair.prompt == ([ASK] if turns == "messages" else "\n\nHuman: Who?\n\nAssistant:")
+    assert [note.partition(",")[0] for note in found.notes] == ["the answers were whole conversations"]
+
+
+def test_the_system_turn_of_a_prompt_beside_whole_conversations_is_kept() -> None:
+    system = turn("system", "Be brief.")
+    row = {"prompt": [system, ASK], "chosen": [ASK, ME], "rejected": [ASK, YOU]}
+    found = preferences(rows(row))
+    assert found.items[0].prompt == [system, ASK] and not found.notes
+    for same in ("Who?", [ASK], json.dumps([ASK])):
+        assert preferences(rows({**row, "prompt": same})).items[0].prompt == [ASK]
+    for other in ("Where?", [turn("user", "Where?")]):
+        told = preferences(rows({**row, "prompt": other}))
+        assert told.items[0].prompt == [ASK] and len(told.notes) == 1
+
+
+def test_tools_that_no_template_sees_are_told() -> None:
+    found = demonstrations(rows({"messages": [ASK, ME], "tools": [{"name": "search"}]}, {"messages": [ASK, ME]}))
+    assert dict(found.notes) == {"`tools` are not told to the chat template": 1}
