@@ -192,6 +192,53 @@ def _put_cudnn(values: tuple[bool, bool]) -> None:
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = values
 
 
+_MKLDNN: Any = torch.backends.mkldnn  # the descriptors of its class, not their values, are what is declared
+
+
+def _onednn() -> tuple[bool, bool]:
+    return _MKLDNN.enabled, _MKLDNN.deterministic
+
+
+def _put_onednn(values: tuple[bool, bool]) -> None:
+    _MKLDNN.enabled, _MKLDNN.deterministic = values
+
+
+_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def _kernels() -> list[bool]:
+    return [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _KERNELS]
+
+
+def _put_kernels(values: list[bool]) -> None:
+    for kind, is_enabled in zip(_KERNELS, values, strict=True):
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_enabled)
+
+
+# What covers others comes before them.
+_PRODUCTS = [
+    ("generic", "all"),
+    *((kind, of) for kind in ("mkldnn", "cuda") for of in ("all", "matmul", "conv", "rnn")),
+]
+
+
+def _products() -> tuple[str | None, list[str]]:
+    """The one setting that torch had first, None where it does not say what holds now, and those it has now."""
+    try:
+        first = torch.get_float32_matmul_precision()
+    except RuntimeError:  # Somebody, here or before, has set one of the others.
+        first = None
+    return first, [torch._C._get_fp32_precision_getter(*place) for place in _PRODUCTS]
+
+
+def _put_products(values: tuple[str | None, list[str]]) -> None:
+    if values[0] is not None:
+        torch.set_float32_matmul_precision(values[0])
+    for place, precision in zip(_PRODUCTS, values[1], strict=True):
+        if torch._C._get_fp32_precision_getter(*place) != precision:
+            torch._C._set_fp32_precision_setter(*place, precision)
+
+
 def _flushes_denormals() -> bool:
     smallest = float("5e-324")
     return smallest * 1.0 == 0.0
@@ -210,8 +257,10 @@ _STATES = (
         torch.get_deterministic_debug_mode,
         torch.set_deterministic_debug_mode,
     ),
-    _State("the precision of float32 products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _State("the precision of float32 products", _products, _put_products),
     _State("the settings of cuDNN", _cudnn, _put_cudnn),
+    _State("the settings of oneDNN", _onednn, _put_onednn),
+    _State("the kernels of attention", _kernels, _put_kernels),
     _State("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     _State("the flushing of denormal numbers", _flushes_denormals, torch.set_flush_denormal),
     _State("numpy's handling of errors", np.geterr, lambda handling: np.seterr(**handling)),

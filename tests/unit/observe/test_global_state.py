@@ -41,6 +41,14 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: setattr(torch.backends.cudnn, "benchmark", True),
         lambda: torch.backends.cudnn.benchmark,
     ),
+    "the settings of oneDNN": (
+        lambda: setattr(torch.backends.mkldnn, "enabled", False),
+        lambda: torch.backends.mkldnn.enabled,
+    ),
+    "the kernels of attention": (
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+        torch.backends.cuda.flash_sdp_enabled,
+    ),
     "anomaly detection": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
     "the flushing of denormal numbers": (
         lambda: torch.set_flush_denormal(True),
@@ -72,6 +80,28 @@ def test_what_is_changed_is_put_back_and_told_once(name: str) -> None:
             assert look() != before
         assert look() == before
     assert guard.remarks() == [f"the reward 'x' changed {name}; that was put back after each call"]
+
+
+PRECISIONS = {
+    "of all": torch.backends,
+    "on CPUs": torch.backends.mkldnn,
+    "of products on CPUs": torch.backends.mkldnn.matmul,
+    "of products on CUDA": torch.backends.cuda.matmul,
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_precisions_that_torch_has_several_settings_for_are_put_back(name: str) -> None:
+    """Each of them makes torch's own question for the one that it had first an error."""
+    guard, before = GlobalStateGuard("the reward 'x'"), torch.get_float32_matmul_precision()
+    settings = [place.fp32_precision for place in PRECISIONS.values()]
+    with guard.held():
+        PRECISIONS[name].fp32_precision = "tf32"
+        with GlobalStateGuard("inside").held():
+            pass
+    assert [place.fp32_precision for place in PRECISIONS.values()] == settings
+    assert torch.get_float32_matmul_precision() == before
+    assert "the precision of float32 products" in guard.remarks()[0]
 
 
 def test_what_is_changed_before_an_error_is_put_back_too() -> None:
