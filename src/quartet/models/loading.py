@@ -227,6 +227,7 @@ def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -
     remark = None
     with _quiet():
         for written in saved_paths(packed, path):
+            written.mkdir(parents=True, exist_ok=True)  # transformers only logs that a file has its name
             if packed.adapters is not None and written != path:
                 packed.adapters.save(written)
             else:

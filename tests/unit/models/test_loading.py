@@ -157,3 +157,9 @@ def test_a_failed_save_leaves_the_model_as_it_was(tmp_path, make_model, make_tok
 def test_seen_tokens():
     seen = seen_tokens(6, iter([torch.tensor([1, 1, 4]), torch.tensor([], dtype=torch.int64), torch.tensor([0])]))
     assert seen.tolist() == [True, True, False, False, True, False]
+
+
+def test_a_file_in_the_place_of_a_saved_model_is_said_to_be_one(tmp_path, make_model, make_tokenizer):
+    (tmp_path / "model").write_text("notes")
+    with pytest.raises(FileExistsError):
+        save_causal_lm(packed_causal_lm(make_model("llama")), make_tokenizer(), tmp_path / "model")
