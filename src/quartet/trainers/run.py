@@ -50,6 +50,7 @@ from quartet.train.checkpoint import (
     set_aside_after,
     snapshot,
 )
+from quartet.trainers.inputs import changed_inputs, input_digests
 from quartet.trainers.resuming import Resume
 from quartet.trainers.run_files import changed_keys, inspect, take_lock, write_models
 from quartet.trainers.signals import StopSignals, stop_signals
@@ -153,11 +154,15 @@ class RunDirectory:
         }
         if found is not None and isinstance(found.get("remarks"), list):
             self._info["remarks"] = found["remarks"]
+        named = self.recipe.model_dump(mode="json")
+        self._info["inputs"] = input_digests(named)
         if found is None:
             with writing(self.path / "recipe.yaml"):
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
-        for text in processor.changes(found or {}, self._info):
+        known = (found or {}).get("inputs")
+        changed = changed_inputs(known, self._info["inputs"], named)
+        for text in (*processor.changes(found or {}, self._info), *changed):
             self.remark(text)
         if found is not None and found["status"] == "running":
             self.remark(f"the process that ran it before {ENDED}: its status was still running")
