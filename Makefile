@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One thread: equal sums on every run, and no waiting at barriers on a machine that others use, too.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+# Processes that share the tests of a long run.
+WORKERS ?= 2
+TOGETHER := -n $(WORKERS) --dist worksteal
 
 .PHONY: quickstart test test-avx2 processor test-fast test-slow test-gpu fuzz lint format types reference wheel clean
 
@@ -12,7 +15,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
 
 test: $(VENV)/.installed-test lint types processor
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) $(TOGETHER) -m "not slow and not gpu"
 	$(MAKE) test-avx2
 
 # What decides the order of sums, and so the last bits of every figure.
@@ -21,20 +24,20 @@ processor: $(VENV)/.installed-test
 
 # Whatever promises equal bits, or a distance in them, again with the kernels of a processor that has no AVX-512.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
-BITS := tests/unit/models/test_memory.py tests/unit/models/test_exact.py tests/unit/models/test_shared_prefixes.py \
+BITS := tests/unit/models/test_aligned_memory.py tests/unit/models/test_exact.py tests/unit/models/test_shared_prefixes.py \
 	tests/unit/rollout/test_agreement.py tests/unit/rollout/test_lora_rollout.py tests/unit/observe/test_processor.py \
 	tests/unit/trainers/test_placements.py tests/unit/trainers/test_whole_step.py tests/golden \
 	tests/e2e/test_ray_placements.py::test_workers_train_the_same_model \
 	tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another
 test-avx2: $(VENV)/.installed-test
 	@if grep -qw avx512f /proc/cpuinfo 2>/dev/null; then \
-		echo "with AVX2 alone:"; $(AVX2) $(PYTEST) -m "not slow and not gpu" $(BITS); \
+		echo "with AVX2 alone:"; $(AVX2) $(PYTEST) $(TOGETHER) -m "not slow and not gpu" $(BITS); \
 	else \
 		echo "test-avx2 is skipped: this processor has nothing above AVX2, so all tests ran without it"; \
 	fi
 
 test-fast: $(VENV)/.installed-test
-	$(PYTEST) tests/unit -m "not slow and not gpu"
+	$(PYTEST) $(TOGETHER) tests/unit -m "not slow and not gpu"
 
 # Random damage to recipes, rows, models and runs, SECONDS for each kind.
 SECONDS ?= 300

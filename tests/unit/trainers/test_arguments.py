@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,15 @@ def test_rl_trains_inside_a_running_event_loop(
     assert all(map(torch.equal, asyncio.run(notebook_cell()), trained("script")))
 
 
+@pytest.fixture
+def python_handles_ctrl_c() -> Iterator[None]:
+    """Test runners may ignore the signal in their workers."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_an_interrupt_in_a_running_loop_cancels_the_work_and_waits_for_it() -> None:
     ended: list[str] = []
 
