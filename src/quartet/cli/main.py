@@ -151,7 +151,8 @@ def generate(
     """Answers of a model to prompts on the command line."""
     from quartet.models.loading import load_causal_lm, packed_causal_lm
     from quartet.rollout.protocol import SamplingParams
-    from quartet.text.tokenizer import TextCodec, check_vocabulary
+    from quartet.text.loading import check_vocabulary, local_or_hub
+    from quartet.text.tokenizer import TextCodec
     from quartet.trainers.generate import generate as run
     from quartet.trainers.sources import context_length, cut_short
 
@@ -163,6 +164,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         stop_strings=tuple(stop or ()),
     )
+    model = local_or_hub(model, "model")
     codec = TextCodec.from_pretrained(model)
     packed = packed_causal_lm(load_causal_lm(model))
     check_vocabulary(codec.tokenizer, packed.vocab_size)

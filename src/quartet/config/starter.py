@@ -78,6 +78,8 @@ def starter(
         f"Written by: quartet init {job}{called}. Every key: quartet config {job}",
         "Lines that begin with # are examples of what else is often set.",
     ]
+    if reward == "math":
+        head.append("The reward needs math-verify: pip install 'quartet-rl[math]'")
     return commented(job, lines, head)
 
 

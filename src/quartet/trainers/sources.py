@@ -77,6 +77,8 @@ def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizer
         raise UserError(
             "there is no tokenizer", found="neither a path nor an object", remedy="pass model and tokenizer"
         )
+    if config.tokenizer is None:
+        local_or_hub(config.path, "model")  # what is missing is the model, of which the tokenizer is a part
     return load_tokenizer(config.tokenizer or config.path)
 
 
@@ -108,7 +110,7 @@ def cut_short(lengths: Iterable[int], max_new_tokens: int, context: int, key: st
         return []
     return [
         f"{key} is {max_new_tokens}, but the model's context of {context} tokens leaves {short} of {len(room)} prompts "
-        f"room for fewer (the longest for {min(room)}): their answers are cut off there"
+        f"room for fewer (the longest for {min(room)}): longer answers are cut off there"
     ]
 
 
