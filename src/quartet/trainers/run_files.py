@@ -166,10 +166,13 @@ def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job
             remedy=f"run `quartet {found['job']}`, or choose another output_dir",
         )
     if changed := changed_keys(_read_recipe(path / RECIPE), parse_yaml(dump_recipe(recipe))):
+        is_length = all(key.startswith("steps:") for key in changed)
         raise UserError(
             f"{path} was started with another recipe",
             found="; ".join(changed[:5]),
-            remedy=f"resume with the recipe saved beside it ({RECIPE}), or choose another output_dir",
+            remedy=f"train on in a run of its own, from {path / 'model'}: schedules depend on a run's length"
+            if is_length
+            else f"resume with the recipe saved beside it ({RECIPE}), or choose another output_dir",
         )
 
 

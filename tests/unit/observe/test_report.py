@@ -241,7 +241,7 @@ def test_metric_of_another_version_is_shown_unexplained(tmp_path: Path) -> None:
     assert data["stages"][0]["metrics"]["series"] == {"future/metric": [2]}
 
 
-def test_not_a_run(tmp_path: Path) -> None:
+def test_not_a_run(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match="no such run"):
         build_report(tmp_path / "missing")
     with pytest.raises(UserError, match="holds no run"):
@@ -249,6 +249,10 @@ def test_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file"):
         build_report(tmp_path / "file")
+    make_run(tmp_path / "runs" / "first")
+    with pytest.raises(UserError, match=r"holds runs, and is none itself(?s:.)*runs/first"):
+        build_report(tmp_path / "runs")
+    assert not (tmp_path / "runs" / "report.html").exists()
 
 
 def test_report_that_cannot_be_written(tmp_path: Path) -> None:

@@ -62,6 +62,14 @@ def test_status_follows_the_run(tmp_path: Path) -> None:
     assert status(path) == "failed"
 
 
+def test_a_longer_run_is_a_run_of_its_own(tmp_path: Path) -> None:
+    finish(tmp_path / "run")
+    longer = error_of(tmp_path / "run", RECIPE.model_copy(update={"steps": 8}), resume=True)
+    assert longer.found == "steps: 4 then, 8 now" and str(tmp_path / "run" / "model") in longer.remedy
+    other = error_of(tmp_path / "run", RECIPE.model_copy(update={"steps": 8, "seed": 1}), resume=True)
+    assert "recipe.yaml" in other.remedy
+
+
 def test_another_run_is_not_touched(tmp_path: Path) -> None:
     finish(tmp_path / "run")
     before = (tmp_path / "run" / "run.json").read_bytes()

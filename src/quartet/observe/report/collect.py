@@ -48,6 +48,8 @@ def _collect_run(run_dir: Path, limits: Limits) -> dict[str, Any]:
             found=f"{run_dir} is " + ("a file" if run_dir.exists() else "missing"),
             remedy=made_by(run_dir) or "name the directory a run has written",
         )
+    if not any((run_dir / name).exists() for name in _RUN_FILES):
+        _refuse_folder_of_runs(run_dir)
     notes: list[str] = []
     stages = [_collect_stage(path, limits, notes) for path in _stage_dirs(run_dir)]
     if not stages and not any((run_dir / name).exists() for name in _RUN_FILES):
@@ -66,6 +68,15 @@ def _collect_run(run_dir: Path, limits: Limits) -> dict[str, Any]:
         "stages": stages,
         "notes": notes,
     }
+
+
+def _refuse_folder_of_runs(path: Path) -> None:
+    if runs := sorted(str(marker.parent) for marker in path.glob("*/run.json")):
+        raise UserError(
+            "the directory holds runs, and is none itself",
+            found=", ".join(runs[:5]) + (f" and {len(runs) - 5} more" if len(runs) > 5 else ""),
+            remedy="name one of them",
+        )
 
 
 def _read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
