@@ -241,7 +241,7 @@ def test_metric_of_another_version_is_shown_unexplained(tmp_path: Path) -> None:
     assert data["stages"][0]["metrics"]["series"] == {"future/metric": [2]}
 
 
-def test_not_a_run(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+def test_not_a_run(tmp_path: Path, make_run: MakeRun) -> None:
     with pytest.raises(UserError, match="no such run"):
         build_report(tmp_path / "missing")
     with pytest.raises(UserError, match="holds no run"):
