@@ -5,9 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One thread: equal sums on every run, and no waiting at barriers on a machine that others use, too.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-# Processes that share the tests of a long run.
+# Processes that share the files of a long run; the tests of a file stay together, as what they set up does.
 WORKERS ?= 2
-TOGETHER := -n $(WORKERS) --dist worksteal
+TOGETHER := -n $(WORKERS) --dist loadfile
 
 .PHONY: quickstart test test-avx2 processor test-fast test-slow test-gpu fuzz lint format types reference wheel clean
 
