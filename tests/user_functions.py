@@ -173,7 +173,7 @@ def ends(completions, how):
 
 def forges(completions):
     """Writes to whatever is open, the socket to the trainer among it."""
-    for fd in range(3, 64):
+    for fd in sorted({int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2}):
         with contextlib.suppress(OSError):
             os.write(fd, b"\0" * 7 + b"\x09[1, [1]]]")
     return [1.0] * len(completions)

@@ -490,16 +490,24 @@ def test_a_process_that_was_ended_is_dead_until_the_group_is_restarted(backend: 
         roles["ref"].add(1)
 
 
+def end_processes(backend: Backend, group: WorkerGroup) -> None:
+    """Returns once they are gone: until then a call may still be answered."""
+    backend.stop(group._processes.handles)
+    deadline = time.monotonic() + 60
+    while not group.dead():
+        assert time.monotonic() < deadline
+
+
 def test_what_a_rank_failed_with_before_a_restart_is_not_its_last_error(backend: Backend) -> None:
     group = WorkerGroup(ResourcePool([1], **TINY), Member)
     with pytest.raises(WorkerError):
         group.fail_on(0, "value")
-    backend.stop(group._processes.handles)
+    end_processes(backend, group)
     with pytest.raises(WorkerDied) as caught:
         group.add(1)
     assert caught.value.death.last_error == "ValueError: this rank was told to fail"
     group.restart()
-    backend.stop(group._processes.handles)
+    end_processes(backend, group)
     with pytest.raises(WorkerDied) as caught:
         group.add(1)
     assert "told to fail" not in str(caught.value)
