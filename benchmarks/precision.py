@@ -29,7 +29,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import PPO, RLOO, KLConfig, PolicyGradient
 from quartet.config.common import TrainConfig
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.cuda_engine import engine_for
+from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.objectives import PolicyObjective
@@ -67,7 +67,7 @@ def rollout(packed: PackedCausalLM, num_responses: int, length: int) -> RaggedBa
         for p, ids in enumerate(prompts)
         for r in range(GROUP_SIZE)
     ]
-    done = run_to_end(engine_for(packed, max_running=64), requests)
+    done = run_to_end(NativeEngine(packed, max_running=64), requests)
     by_prompt = [done[p * GROUP_SIZE : (p + 1) * GROUP_SIZE] for p in range(len(prompts))]
     batch = RaggedBatch.from_groups(
         prompts, [[c.token_ids for c in row] for row in by_prompt], [request.request_id for request in requests]

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from quartet.models.cuda_fusion import fuse_layers
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.cuda_engine import CudaEngine
+from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 
 RUNNING, PER_PROMPT, PROMPT, NEW = 256, 8, 512, 512
 WARM_UP = 8
-"""Tokens of the requests that compile and capture everything before the clock starts."""
+"""Tokens of the requests that compile everything before the clock starts."""
 
 
 def sizes(smoke: bool) -> tuple[int, int, int, int]:
@@ -37,7 +37,7 @@ def requests(vocab_size: int, new: int, *, smoke: bool, seed: int = 0, tag: str 
     ]
 
 
-def run(engine: CudaEngine, asked: list[Request]) -> int:
+def run(engine: NativeEngine, asked: list[Request]) -> int:
     """Tokens generated."""
     engine.submit(asked)
     num_tokens = 0
@@ -46,25 +46,20 @@ def run(engine: CudaEngine, asked: list[Request]) -> int:
     return num_tokens
 
 
-def engine_of(name: str, device: torch.device, *, graphs: bool, fused: bool, smoke: bool) -> CudaEngine:
+def engine_of(name: str, device: torch.device, *, fused: bool, smoke: bool) -> NativeEngine:
     packed = PackedCausalLM(build(name, device), "bf16")
     if fused:
         fuse_layers(packed, backend="eager" if smoke else "inductor")
-    return CudaEngine(packed, max_running=sizes(smoke)[0], graphs=graphs)
+    return NativeEngine(packed, max_running=sizes(smoke)[0])
 
 
-def measure_engine(
-    name: str, device: torch.device, *, graphs: bool, fused: bool, rate: float, smoke: bool
-) -> dict[str, Any]:
+def measure_engine(name: str, device: torch.device, *, fused: bool, rate: float, smoke: bool) -> dict[str, Any]:
     """Tokens per second of the whole (prompts included), and the middle half of the decode steps by themselves."""
     config = config_of(name)
     running, _, prompt, new = sizes(smoke)
-    engine = engine_of(name, device, graphs=graphs, fused=fused, smoke=smoke)
-    # Twice: the first time compiles and warms up, the second captures; both with as many rows as the clock sees.
-    for i in range(2):
-        run(engine, requests(config.vocab_size, WARM_UP, smoke=smoke, seed=i + 1, tag=f"warm {i} "))
-    # Pages and tables grow to what is asked for, and graphs are captured anew.
-    run(engine, requests(config.vocab_size, new, smoke=smoke, seed=3, tag="grow "))
+    engine = engine_of(name, device, fused=fused, smoke=smoke)
+    # Kernels are chosen and compiled, with as many rows as the clock sees.
+    run(engine, requests(config.vocab_size, WARM_UP, smoke=smoke, seed=1, tag="warm "))
     peak_memory(device)
     whole = seconds_of(lambda: run(engine, requests(config.vocab_size, new, smoke=smoke, tag="whole ")), device)
     engine.submit(requests(config.vocab_size, new, smoke=smoke, tag="steps "))
@@ -78,7 +73,6 @@ def measure_engine(
     bound = decode_bytes(config, running, context) / rate
     found = {
         "model": name,
-        "graphs": graphs,
         "fused": fused,
         "tokens_per_s": running * new / whole,
         "step_s": step_s,
@@ -86,7 +80,6 @@ def measure_engine(
         "share_of_bound": bound / step_s,
         "cache_bytes": engine.stats().cache_bytes,
         "peak_bytes": peak_memory(device),
-        "remarks": list(engine.remarks),
     }
     engine.sleep()
     return found
@@ -113,10 +106,9 @@ def measure_generate(name: str, device: torch.device, *, smoke: bool) -> dict[st
 
 
 def measure(name: str, device: torch.device, *, rate: float, smoke: bool) -> dict[str, Any]:
-    variants = [(False, False), (True, False), (True, True)]
     engines = []
-    for graphs, fused in variants:
-        engines.append(measure_engine(name, device, graphs=graphs, fused=fused, rate=rate, smoke=smoke))
+    for fused in (False, True):
+        engines.append(measure_engine(name, device, fused=fused, rate=rate, smoke=smoke))
         gc.collect()
         with contextlib.suppress(AttributeError):
             torch.cuda.empty_cache()

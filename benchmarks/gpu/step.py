@@ -17,7 +17,7 @@ from training import engine_of, objective_of
 from quartet.algorithms.advantages import broadcast_to_tokens, group_relative
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.cuda_engine import CudaEngine
+from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.train.engine import TrainEngine
 
@@ -47,7 +47,7 @@ class Steps:
         self.vocab_size = config_of(name).vocab_size
         self.trainer: TrainEngine[PackedCausalLM] = engine_of(name, device, fused=fused, smoke=smoke)
         num_prompts, per_prompt, _, _ = sizes(smoke)
-        self.engine = CudaEngine(self.trainer.packed, max_running=num_prompts * per_prompt)
+        self.engine = NativeEngine(self.trainer.packed, max_running=num_prompts * per_prompt)
         self.num_steps = 0
 
     def generate(self) -> RaggedBatch:

@@ -6,7 +6,6 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.cuda_engine import CudaEngine
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
 
@@ -49,9 +47,9 @@ class Case:
     set_weights: Callable[[PreTrainedModel, int], None]
 
 
-def native_shared(model: PreTrainedModel, kind: type[NativeEngine] = NativeEngine) -> Case:
+def native_shared(model: PreTrainedModel) -> Case:
     packed = PackedCausalLM(copy.deepcopy(model))
-    engine = kind(packed, max_running=8, decode=decode)
+    engine = NativeEngine(packed, max_running=8, decode=decode)
 
     def set_weights(other: PreTrainedModel, version: int) -> None:
         with torch.no_grad():
@@ -62,18 +60,15 @@ def native_shared(model: PreTrainedModel, kind: type[NativeEngine] = NativeEngin
     return Case(engine, set_weights)
 
 
-def native_own(model: PreTrainedModel, kind: type[NativeEngine] = NativeEngine) -> Case:
+def native_own(model: PreTrainedModel) -> Case:
     packed = PackedCausalLM(copy.deepcopy(model))
-    engine = kind(packed, owns_weights=True, max_running=8, decode=decode, version=0)
+    engine = NativeEngine(packed, owns_weights=True, max_running=8, decode=decode, version=0)
     return Case(engine, lambda other, version: engine.update_weights(other.named_parameters(), version))
 
 
 ENGINES: dict[str, Callable[[PreTrainedModel], Case]] = {
     "native shared": native_shared,
     "native own": native_own,
-    # On the CPU: the same paged bookkeeping, with plain formulas for kernels.
-    "paged shared": partial(native_shared, kind=CudaEngine),
-    "paged own": partial(native_own, kind=CudaEngine),
 }
 
 

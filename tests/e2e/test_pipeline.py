@@ -245,7 +245,7 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(
             model = copy.deepcopy(packed.model)
             super().__init__(packed_causal_lm(model), **options)
 
-    monkeypatch.setattr(pool_worker, "engine_for", Stale)
+    monkeypatch.setattr(pool_worker, "NativeEngine", Stale)
     recipe = world.recipe("stale", recipes["rl"]("grpo", output_dir="runs/stale"))
     outcome = quartet("rl", recipe)
     outcome.expect_user_error("after weight update 1", "other weights", "canary")

@@ -1,4 +1,7 @@
-"""The rollout engine on a CUDA device: its tokens, graphs, waits and memory, and how it agrees with the trainer."""
+"""The rollout engine on a CUDA device: its tokens, waits and memory, and how it agrees with the trainer.
+
+make test-gpu
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from quartet.models.packed import PackedCausalLM, Precision
-from quartet.rollout.cuda_engine import CudaEngine
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 
@@ -45,7 +47,7 @@ def requests(tiny: object, num_groups: int = 6, new: int = 60, **sampling: objec
 def test_greedy_tokens_are_those_of_generate(family: str, tiny: object) -> None:
     model = tiny.model(family)
     asked = requests(tiny, temperature=0.0)[::4]
-    found = run(CudaEngine(packed(model)), asked)
+    found = run(NativeEngine(packed(model)), asked)
     for request in asked:
         ids = torch.tensor([request.prompt_ids], device=tiny.device)
         whole = model.generate(
@@ -61,65 +63,42 @@ def test_sampled_tokens_are_those_of_the_cpu(family: str, tiny: object, close: C
         Request(f"t{i}", "t", tiny.prompt(30, 77), SamplingParams(top_k=50, top_p=0.9, seed=i)) for i in range(4)
     ]
     expected = run(NativeEngine(packed(tiny.model(family, device=torch.device("cpu")))), asked)
-    found = run(CudaEngine(packed(tiny.model(family))), asked)
+    found = run(NativeEngine(packed(tiny.model(family))), asked)
     for name, theirs in expected.items():
         assert found[name].token_ids == theirs.token_ids
         close(torch.tensor(found[name].logprobs), torch.tensor(theirs.logprobs))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_graphs_replay_what_the_steps_compute(
-    precision: Precision, family: str, cuda: torch.device, tiny: object
-) -> None:
-    model, asked = tiny.model(family), requests(tiny)
-    engine = CudaEngine(packed(model, precision), max_running=20)
-    found = run(engine, asked)
-    assert engine.remarks == ()
-    assert engine._device_runner._step.num_graphs >= 2
-    expected = run(CudaEngine(packed(model, precision), max_running=20, graphs=False), asked)
-    assert {n: (c.token_ids, c.logprobs) for n, c in found.items()} == {
-        n: (c.token_ids, c.logprobs) for n, c in expected.items()
-    }
-
-
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "plain"])
 @pytest.mark.parametrize("kind", [{"temperature": 0.0}, {}, {"top_p": 0.9, "min_p": 0.01}], ids=str)
-@torch.no_grad()
-def test_a_step_never_waits_for_the_device(
-    kind: dict[str, float], graphs: bool, cuda: torch.device, tiny: object
+def test_a_step_waits_for_its_tokens_alone(
+    kind: dict[str, float], cuda: torch.device, tiny: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = CudaEngine(packed(tiny.model("qwen2"), "bf16"), graphs=graphs)
+    engine = NativeEngine(packed(tiny.model("qwen2"), "bf16"))
     engine.submit(requests(tiny, new=200, **kind))
     for _ in range(5):
         engine.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        engine._device_runner.launch()
-    finally:
+    read = engine._read
+    reads = []
+
+    def allowed(*columns: torch.Tensor) -> list[list[float]]:
         torch.cuda.set_sync_debug_mode("default")
+        reads.append(len(columns[0]))
+        found = read(*columns)
+        torch.cuda.set_sync_debug_mode("error")
+        return found
 
-
-def test_admitting_does_not_wait_either(cuda: torch.device, tiny: object) -> None:
-    """Prompts, page tables and sampling parameters go to the device while it computes."""
-    engine = CudaEngine(packed(tiny.model("llama"), "bf16"))
-    run(engine, requests(tiny))
-    engine.submit(requests(tiny, new=200))
-    for _ in range(3):
-        engine.step()
-    late = [Request(f"late {i}", "late", tiny.prompt(50, 5), SamplingParams(seed=i)) for i in range(4)]
-    engine.submit(late)
+    monkeypatch.setattr(engine, "_read", allowed)
     torch.cuda.set_sync_debug_mode("error")
     try:
         engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert engine.stats().num_waiting == 0
+    assert reads == [24]
 
 
-def test_new_weights_reach_captured_graphs(cuda: torch.device, tiny: object) -> None:
-    """bf16 copies are refreshed in place, where the graphs read them."""
+def test_new_weights_reach_the_bf16_copies(cuda: torch.device, tiny: object) -> None:
     shared = packed(tiny.model("qwen2"), "bf16")
-    engine = CudaEngine(shared)
+    engine = NativeEngine(shared)
     asked = requests(tiny)
     before = run(engine, asked)
     with torch.no_grad():
@@ -127,13 +106,13 @@ def test_new_weights_reach_captured_graphs(cuda: torch.device, tiny: object) -> 
             parameter.mul_(1.1)
     engine.update_weights(None, 1)
     found = run(engine, asked)
-    expected = run(CudaEngine(PackedCausalLM(copy.deepcopy(shared.release()), "bf16")), asked)
+    expected = run(NativeEngine(PackedCausalLM(copy.deepcopy(shared.release()), "bf16")), asked)
     assert {n: c.token_ids for n, c in found.items()} == {n: c.token_ids for n, c in expected.items()}
     assert {n: c.token_ids for n, c in found.items()} != {n: c.token_ids for n, c in before.items()}
 
 
 def test_memory_does_not_grow_over_200_steps(cuda: torch.device, tiny: object) -> None:
-    engine = CudaEngine(packed(tiny.model("qwen2"), "bf16"), max_running=16)
+    engine = NativeEngine(packed(tiny.model("qwen2"), "bf16"), max_running=16)
     allocated: list[int] = []
     for _ in range(12):
         run(engine, requests(tiny, new=40))
@@ -144,7 +123,7 @@ def test_memory_does_not_grow_over_200_steps(cuda: torch.device, tiny: object) -
 
 
 def test_sleep_gives_the_cache_back(cuda: torch.device, tiny: object) -> None:
-    engine = CudaEngine(packed(tiny.model("llama"), "bf16"))
+    engine = NativeEngine(packed(tiny.model("llama"), "bf16"))
     before = torch.cuda.memory_allocated()
     expected = run(engine, requests(tiny))
     held = engine.stats().cache_bytes
@@ -169,7 +148,7 @@ def test_sampler_and_trainer_agree(
 
     shared = packed(tiny.model(family), precision)
     asked = requests(tiny)
-    found = run(CudaEngine(shared), asked)
+    found = run(NativeEngine(shared), asked)
     prompts = [asked[g].prompt_ids for g in range(0, len(asked), 4)]
     responses = [[found[r.request_id].token_ids for r in asked[g : g + 4]] for g in range(0, len(asked), 4)]
     batch = RaggedBatch.from_groups(prompts, responses, [r.request_id for r in asked])

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quartet.config import UserError
 from quartet.models.attention import AttentionContext
 from quartet.models.exact import row_step
 from quartet.models.packed import PackedCausalLM
@@ -27,8 +28,18 @@ from quartet.rollout.rows import Rows
 
 
 def choose_contexts(packed: PackedCausalLM) -> Contexts:
-    """The attention of an engine that generates with ``packed``."""
+    """The attention of an engine that generates with ``packed``.
+
+    Raises:
+        UserError: the model asks for exact numerics on a device whose products' bits depend on the number of rows.
+    """
     if packed.numerics == "exact":
+        if packed.device.type != "cpu":
+            raise UserError(
+                "exact numerics need the CPU",
+                found=f"a model on {packed.device}, where the bits of a product depend on the number of rows",
+                remedy="run on the CPU in fp32, or set numerics: fast",
+            )
         return ExactContexts(row_step(packed.body))
     return FastContexts(shares_prefixes=packed.shares_prefixes)
 

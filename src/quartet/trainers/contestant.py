@@ -16,7 +16,7 @@ from quartet.models.directories import load_remarks
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
-from quartet.rollout.cuda_engine import engine_for
+from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, RolloutEngine
 from quartet.schedule.handles import Here
 from quartet.schedule.local import local_arbiter
@@ -136,7 +136,7 @@ class Contestant:
         Args:
             finished: what an evaluation before this one has; this one's work is kept there.
         """
-        engine = engine_for(self.packed, max_running=max_running, decode=self.codec.decode)
+        engine = NativeEngine(self.packed, max_running=max_running, decode=self.codec.decode)
         if finished is not None and on_done is not None:
             on_done(len(finished.completions))
         return await answer_prompts(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.cuda_engine import engine_for
+from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.text.examples import PromptText
@@ -39,7 +39,7 @@ def generate(
         sampling: applies to all; every response gets its own seed, derived from ``seed``, prompt place and place.
         on_done: called with the number of completions finished by each engine step.
     """
-    engine = engine_for(packed, max_running=max_running, decode=codec.decode)
+    engine = NativeEngine(packed, max_running=max_running, decode=codec.decode)
     stops = tuple(sorted({*sampling.stop_token_ids, *codec.eos_ids}))
     encoded = [tuple(codec.encode_prompt(prompt)) for prompt in prompts]
     requests = [

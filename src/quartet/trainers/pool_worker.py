@@ -10,7 +10,6 @@ from quartet.cluster import Worker
 from quartet.config.recipe import RLRecipe
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.memory import held_bytes
-from quartet.rollout.cuda_engine import engine_for
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.weights import num_bytes_of, own_copy
 from quartet.schedule.engine_host import EngineHost
@@ -64,7 +63,7 @@ def rollout_host(
     """
     config = recipe.rollout
     packed = actor if shares_actor or is_own else own_copy(actor)
-    engine = engine_for(
+    engine = NativeEngine(
         packed,
         owns_weights=not shares_actor,
         max_running=config.max_running,

@@ -13,7 +13,6 @@ from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.cuda_engine import CudaEngine
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 from quartet.rollout.weight_copies import MIN_PACKED
@@ -55,25 +54,25 @@ def actor(tiny: Any, precision: Any = "fp32", lora: LoRAConfig | None = None) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "precision", "lora", "kind"),
+    ("family", "precision", "lora"),
     [
-        ("llama", "fp32", None, NativeEngine),
-        ("llama", "bf16", LORA, NativeEngine),
-        ("qwen2", "fp32", LORA, NativeEngine),
-        ("qwen2", "bf16", None, NativeEngine),
-        ("gemma2", "fp32", None, NativeEngine),
-        ("gemma2", "fp32", LORA, NativeEngine),
-        ("gemma2", "bf16", None, NativeEngine),
-        ("qwen2", "fp32", None, CudaEngine),
-        ("qwen2", "bf16", LORA, CudaEngine),
+        ("llama", "fp32", None),
+        ("llama", "bf16", LORA),
+        ("qwen2", "fp32", LORA),
+        ("qwen2", "bf16", None),
+        ("gemma2", "fp32", None),
+        ("gemma2", "fp32", LORA),
+        ("gemma2", "bf16", None),
+        ("qwen2", "bf16", LORA),
     ],
 )
 def test_an_own_engine_gives_the_bits_of_one_that_shares(
-    family: str, precision: Any, lora: Any, kind: Any, build_tiny: Build, make_request: Make, run_all: RunAll
+    family: str, precision: Any, lora: Any, build_tiny: Build, make_request: Make, run_all: RunAll
 ) -> None:
     trainer = actor(build_tiny(family), precision, lora)
     own = own_copy(trainer)
-    shared, apart = kind(trainer, max_running=4), kind(own, owns_weights=True, max_running=4)
+    shared = NativeEngine(trainer, max_running=4)
+    apart = NativeEngine(own, owns_weights=True, max_running=4)
     sent = requests_of(make_request)
     with pytest.raises(WeightsUnusable, match="no weights yet"):
         apart.step()
@@ -135,12 +134,9 @@ def test_requests_under_way_go_on_with_the_new_weights(tiny: Any, make_request: 
 # What must not be served ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [NativeEngine, CudaEngine])
-def test_nothing_is_computed_after_a_sync_that_failed_halfway(
-    tiny: Any, kind: Any, make_request: Make, run_all: RunAll
-) -> None:
+def test_nothing_is_computed_after_a_sync_that_failed_halfway(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     trainer = actor(tiny)
-    engine = kind(own_copy(trainer), owns_weights=True, version=0)
+    engine = NativeEngine(own_copy(trainer), owns_weights=True, version=0)
     engine.submit(requests_of(make_request))
     engine.step()
     train(trainer, 1)
