@@ -7,6 +7,7 @@ an index out of the directory, draw what is missing at random and leave out what
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import re
 from collections.abc import Collection, Iterator
@@ -16,7 +17,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import cached_file
 
 from quartet.config import UserError
 
@@ -145,20 +149,48 @@ def _tensors(directory: Path) -> dict[str, tuple[str, list[int]]]:
     return found
 
 
+def _headers(source: str) -> dict[str, torch.Tensor]:
+    """All tensors of a model directory or hub name, on the meta device.
+
+    Raises:
+        OSError: there are none.
+    """
+    for name in ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"):
+        file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            continue
+        files = [file]
+        if name.endswith(".json"):
+            weight_map = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
+            files = [cached_file(source, shard) for shard in sorted(set(weight_map.values()))]
+        return {name: tensor for part in files for name, tensor in load_state_dict(part, map_location="meta").items()}
+    raise OSError(f"no file named model.safetensors or pytorch_model.bin in {source}")
+
+
 def named(names: Collection[str]) -> str:
     """The first names, and how many there are."""
     first = ", ".join(sorted(names)[:_NAMED])
     return first if len(names) <= _NAMED else f"{first} and {len(names) - _NAMED} more"
 
 
-def load_weights(kind: Any, source: str, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
+def load_weights(
+    kind: Any, source: str, config: PreTrainedConfig, *, empty: bool = False
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of an auto class in fp32, and what ``from_pretrained`` says about it with ``output_loading_info``.
+
+    Args:
+        empty: on the meta device: names, shapes and what is said come from the files' headers, contents are not read.
 
     Raises:
         UserError: tensors of another shape than the config's, which are named.
     """
+    options = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     try:
-        model, info = kind.from_pretrained(source, config=config, dtype=torch.float32, output_loading_info=True)
+        if empty:
+            options |= {"state_dict": _headers(source), "device_map": "meta"}
+            model, info = kind._model_mapping[type(config)].from_pretrained(None, **options)
+        else:
+            model, info = kind.from_pretrained(source, **options)
         return model, info
     except RuntimeError as error:
         # transformers prints the shapes and raises without them; to draw the weights anew could take any memory.
@@ -180,11 +212,19 @@ def _shape(sizes: list[int]) -> str:
     return " x ".join(map(str, sizes)) or "one number"
 
 
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of ``model`` on the meta device: its modules, config, names and shapes, without contents."""
+    tensors = [*model.parameters(), *model.buffers()]
+    memo = {id(t): t.detach().to("meta") for t in tensors if not isinstance(t, nn.Parameter)}
+    memo |= {id(t): nn.Parameter(t.detach().to("meta")) for t in tensors if isinstance(t, nn.Parameter)}
+    return copy.deepcopy(model, memo)
+
+
 # What loading found ---------------------------------------------------------------------------------------
 
 
 def check_loaded(model: PreTrainedModel, path: str, info: dict[str, Any]) -> None:
-    """Notes tensors that belong nowhere, for ``load_remarks``.
+    """Notes tensors that belong nowhere, for ``load_remarks``; of a model without contents these are not looked at.
 
     Args:
         info: what ``from_pretrained`` says with ``output_loading_info``.
@@ -193,7 +233,8 @@ def check_loaded(model: PreTrainedModel, path: str, info: dict[str, Any]) -> Non
         UserError: weights that are no numbers.
     """
     with torch.no_grad():
-        broken = [name for name, values in model.named_parameters() if not bool(values.sum().isfinite())]
+        present = [(name, values) for name, values in model.named_parameters() if not values.is_meta]
+        broken = [name for name, values in present if not bool(values.sum().isfinite())]
     if broken:
         raise UserError(
             f"the weights of {path!r} are not finite",

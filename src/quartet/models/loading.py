@@ -30,6 +30,7 @@ from quartet.models.exact_check import check_exact
 from quartet.models.packed import Numerics, PackedCausalLM, PackedModel, PackedScalarModel, Precision
 from quartet.models.pad_token import padding_with, with_pad_token
 from quartet.models.probe import positions_are_relative, probe
+from quartet.models.twin import random_twin
 from quartet.text.loading import load_generation_config, local_or_hub, save_tokenizer
 
 _OTHER_HEADS = ("score", "classifier", "qa_outputs")
@@ -51,8 +52,11 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def load_causal_lm(path: str) -> PreTrainedModel:
+def load_causal_lm(path: str, *, empty: bool = False) -> PreTrainedModel:
     """The causal LM at ``path`` in fp32 (master weights), in evaluation mode.
+
+    Args:
+        empty: on the meta device, made from config.json and the headers of the weights; contents are not read.
 
     Raises:
         UserError: not a model, one whose weights do not fit its config, or one without a language-model head (a reward
@@ -61,8 +65,10 @@ def load_causal_lm(path: str) -> PreTrainedModel:
     source = local_or_hub(path, "model")
     with _quiet(), loading(path, "causal language model"):
         config = read_config(source)
-        model, info = load_weights(AutoModelForCausalLM, source, config)
-        load_generation_config(source)
+        model, info = load_weights(AutoModelForCausalLM, source, config, empty=empty)
+        generation = load_generation_config(source)
+        if empty and generation is not None:  # else read beside the weights
+            model.generation_config = generation
     stray = sorted(key for key in info["unexpected_keys"] if key.split(".")[0] in _OTHER_HEADS)
     lacks = f"its weights lack {named(info['missing_keys'])}"
     if stray:
@@ -81,8 +87,8 @@ def load_causal_lm(path: str) -> PreTrainedModel:
     return model.eval()
 
 
-def load_scalar_model(path: str) -> PreTrainedModel:
-    """The reward model or critic at ``path`` in fp32.
+def load_scalar_model(path: str, *, empty: bool = False) -> PreTrainedModel:
+    """The reward model or critic at ``path`` in fp32; ``empty`` as for ``load_causal_lm``.
 
     Raises:
         UserError: the directory holds no scalar head (a causal LM, say), more than one label, or no whole model.
@@ -96,7 +102,7 @@ def load_scalar_model(path: str) -> PreTrainedModel:
                 found=f"architectures {config.architectures}, num_labels {config.num_labels}",
                 remedy="train one with `quartet reward-model`, or save a sequence-classification model with one label",
             )
-        model, info = load_weights(AutoModelForSequenceClassification, source, config)
+        model, info = load_weights(AutoModelForSequenceClassification, source, config, empty=empty)
     if info["missing_keys"]:
         raise UserError(
             f"{path!r} is not a reward model",
@@ -115,7 +121,8 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     config.num_labels = 1
     generator = torch.Generator().manual_seed(seed)
-    with _quiet(), torch.random.fork_rng(devices=[]):
+    made = torch.device("meta") if model.device.type == "meta" else contextlib.nullcontext()
+    with _quiet(), torch.random.fork_rng(devices=[]), made:
         torch.manual_seed(seed)
         try:
             # The body may be held, and its config may name another dtype than its weights have.
@@ -183,6 +190,9 @@ def _probed(packed: _P, lora: LoRAConfig | None, seed: int) -> _P:
     try:
         if lora is not None:
             packed.adapt(lora, seed=seed)
+        if packed.device.type == "meta":
+            _probe_twin(packed)
+            return packed
         # Fresh adapters add zeros, which would hide what they do to the bits.
         with packed.adapters.stirred() if packed.adapters is not None else contextlib.nullcontext():
             probe(packed)
@@ -194,6 +204,23 @@ def _probed(packed: _P, lora: LoRAConfig | None, seed: int) -> _P:
         packed.release()
         raise
     return packed
+
+
+def _probe_twin(packed: PackedModel) -> None:
+    """Probes a small random model of the same architecture, and takes over what was found out about it.
+
+    Whoever loads the weights probes the model itself.
+    """
+    twin = random_twin(packed.model)
+    if twin is None:
+        return
+    small = type(packed)(twin)
+    lora = packed.adapters.config if packed.adapters is not None else None
+    _probed(small, None if lora is None else lora.model_copy(update={"rank": 1}), 0)
+    packed.shares_prefixes, packed.unshared_because = small.shares_prefixes, small.unshared_because
+    packed.relative_positions = small.relative_positions
+    if isinstance(packed, PackedCausalLM) and isinstance(small, PackedCausalLM):
+        packed.logit_scale = small.logit_scale
 
 
 # Saving --------------------------------------------------------------------------------------------------

@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from quartet.config import UserError
+from quartet.models.directories import load_remarks
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, scalar_model_from
 from quartet.trainers.sources import resolve_scalar_model
 
@@ -180,14 +182,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory, make_model: Any) -> Path:
     return path
 
 
+CONTENTS = {"not a number", "infinite"}
+"""What no header shows."""
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["whole", "headers"])
 @pytest.mark.parametrize("name", list(CAUSAL))
-def test_refused_in_three_parts(name, saved, tmp_path, monkeypatch):
+def test_refused_in_three_parts(name, empty, saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     damage, found = CAUSAL[name]
     shutil.copytree(saved / "causal", tmp_path / "model")
     damage(tmp_path / "model")
+    if empty and name in CONTENTS:
+        assert load_causal_lm(str(tmp_path / "model"), empty=True).device.type == "meta"
+        return
     with pytest.raises(UserError) as refused:
-        load_causal_lm(str(tmp_path / "model"))
+        load_causal_lm(str(tmp_path / "model"), empty=empty)
     assert found.lower() in f"{refused.value.problem} {refused.value.found}".lower()
     assert refused.value.remedy and "\n" not in refused.value.found
     assert not (tmp_path / "harmed").exists()
@@ -206,6 +216,25 @@ ACCEPTED: dict[str, tuple[Damage, str | None]] = {
     "fp64": (_each("", lambda t: t.double()), None),
     "bf16": (_each("", lambda t: t.bfloat16()), None),
 }
+
+
+@pytest.mark.parametrize("name", list(ACCEPTED))
+def test_headers_say_the_same(name, saved, tmp_path):
+    damage, _ = ACCEPTED[name]
+    shutil.copytree(saved / "causal", tmp_path / "model")
+    damage(tmp_path / "model")
+    whole, empty = (load_causal_lm(str(tmp_path / "model"), empty=empty) for empty in (False, True))
+    assert _outline(empty) == _outline(whole)
+    assert {t.device.type for t in (*empty.parameters(), *empty.buffers())} == {"meta"}
+    assert load_remarks(empty) == load_remarks(whole)
+    scalar = scalar_model_from(empty, seed=0)
+    assert _outline(scalar) == _outline(scalar_model_from(whole, seed=0)) and scalar.device.type == "meta"
+
+
+def _outline(model: PreTrainedModel) -> dict[str, Any]:
+    return {name: (t.shape, t.dtype) for name, t in model.state_dict().items()} | {
+        "generation": model.generation_config.to_dict() if model.can_generate() else None
+    }
 
 
 @pytest.mark.parametrize("name", list(ACCEPTED))
@@ -235,11 +264,15 @@ SCALAR: dict[str, tuple[Damage, str]] = {
 }
 
 
+@pytest.mark.parametrize("empty", [False, True], ids=["whole", "headers"])
 @pytest.mark.parametrize("name", list(SCALAR))
-def test_reward_models_too(name, saved, tmp_path):
+def test_reward_models_too(name, empty, saved, tmp_path):
     damage, found = SCALAR[name]
     shutil.copytree(saved / "scalar", tmp_path / "model")
     damage(tmp_path / "model")
+    if empty and name in CONTENTS:
+        assert load_scalar_model(str(tmp_path / "model"), empty=True).device.type == "meta"
+        return
     with pytest.raises(UserError) as refused:
-        load_scalar_model(str(tmp_path / "model"))
+        load_scalar_model(str(tmp_path / "model"), empty=empty)
     assert found in f"{refused.value.problem} {refused.value.found}"

@@ -1,0 +1,208 @@
+"""What the probe finds of a whole model it finds of its small random twin, too: every architecture that is proven,
+passes or is refused; and a twin of a model of real size is small and has each of its kinds of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_probe import PASSING, REFUSED
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    DeepseekV3Config,
+    Exaone4Config,
+    FalconH1Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+    StableLmConfig,
+)
+
+from quartet.config import UserError
+from quartet.config.common import LoRAConfig
+from quartet.models.directories import without_weights
+from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
+from quartet.models.packed import PackedCausalLM
+from quartet.models.probe import check_decoding, context_length, probe
+from quartet.models.twin import MAX_PARAMETERS, random_twin
+
+
+def _others(name: str) -> PreTrainedModel:
+    build = PASSING[name] if name in PASSING else REFUSED[name][0]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(build()).eval()
+
+
+def _facts(packed: PackedCausalLM) -> tuple[Any, ...]:
+    return (
+        packed.shares_prefixes,
+        packed.relative_positions,
+        packed.logit_scale,
+        packed.vocab_size,
+        packed.hidden_size,
+        context_length(packed.model),
+        packed.remarks,
+    )
+
+
+def test_proven_architectures(architecture, make_model):
+    model = make_model(architecture)
+    twin, empty = random_twin(model), without_weights(model)
+    small = packed_causal_lm(twin)
+    assert probe(small) < 1e-5 and check_decoding(small) < 1e-5
+    assert _facts(packed_causal_lm(empty)) == _facts(packed_causal_lm(model))
+    assert {t.device.type for t in (*empty.parameters(), *empty.buffers())} == {"meta"}
+
+
+@pytest.mark.parametrize("name", list(PASSING))
+def test_others_that_pass(name):
+    model = _others(name)
+    empty = without_weights(model)
+    assert check_decoding(packed_causal_lm(random_twin(model))) < 1e-5
+    assert _facts(packed_causal_lm(empty)) == _facts(packed_causal_lm(model))
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused_by_name_without_weights(name):
+    with pytest.raises(UserError) as whole:
+        packed_causal_lm(_others(name))
+    with pytest.raises(UserError) as empty:
+        packed_causal_lm(without_weights(_others(name)))
+    assert empty.value.problem == whole.value.problem
+    if name == "FalconH1":  # of larger weights it shows before the sharper check is made
+        assert "hidden states differ" in empty.value.found
+    else:
+        assert empty.value.found == whole.value.found
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096,
+    "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
+}  # fmt: skip
+REAL = {
+    # Two layers are the least, of equal ones too.
+    "Qwen2 of 0.5 B": (
+        lambda: Qwen2Config(
+            hidden_size=896, num_attention_heads=14, num_key_value_heads=2, num_hidden_layers=24,
+            intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True,
+        ),
+        2,
+    ),
+    "Llama of 70 B": (
+        lambda: LlamaConfig(
+            hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=80,
+            intermediate_size=28672, vocab_size=128256,
+        ),
+        2,
+    ),
+    "Mixtral of 47 B": (MixtralConfig, 2),
+    "Qwen3 with experts": (Qwen3MoeConfig, 2),
+    "OPT with a narrow embedding": (
+        lambda: OPTConfig(
+            hidden_size=1024, word_embed_proj_dim=512, num_attention_heads=16, ffn_dim=4096, do_layer_norm_before=False
+        ),
+        2,
+    ),
+    "Phi-3 long": (lambda: Phi3Config(rope_parameters=LONGROPE, original_max_position_embeddings=4096), 2),
+    # Windows in all layers but every fourth, or sixth.
+    "Cohere 2": (Cohere2Config, 4),
+    "EXAONE 4": (Exaone4Config, 4),
+    "Gemma 3": (Gemma3TextConfig, 6),
+    "Gemma 3 with images": (Gemma3Config, 6),
+    # Three dense layers before the first with experts.
+    "DeepSeek V3": (DeepseekV3Config, 4),
+}  # fmt: skip
+REAL_REFUSED = {
+    "Qwen3Next": (Qwen3NextConfig, "called 1 times for 4 layers"),
+    "FalconH1": (FalconH1Config, "hidden states differ"),
+    "StableLm": (StableLmConfig, "layers keep the"),
+    "GptOss": (GptOssConfig, "sinks"),
+}
+
+
+def _empty(build: Any) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(build())
+
+
+@pytest.mark.parametrize("name", list(REAL))
+def test_of_a_model_of_real_size(name):
+    build, num_layers = REAL[name]
+    model = _empty(build)
+    packed = packed_causal_lm(model)
+    twin = random_twin(model)
+    own, small = model.config.get_text_config(), twin.config.get_text_config()
+    assert small.num_hidden_layers == num_layers
+    assert sum(p.numel() for p in twin.parameters()) < MAX_PARAMETERS / 10
+    heads, groups = own.num_attention_heads, getattr(own, "num_key_value_heads", own.num_attention_heads)
+    twin_groups = getattr(small, "num_key_value_heads", small.num_attention_heads)
+    assert small.num_attention_heads // twin_groups == heads // groups
+    if (window := getattr(own, "sliding_window", None)) is not None:
+        assert small.sliding_window == 4 < window
+    assert packed.shares_prefixes and packed.remarks == ()
+
+
+@pytest.mark.parametrize("name", list(REAL_REFUSED))
+def test_refused_of_real_size(name):
+    build, found = REAL_REFUSED[name]
+    with pytest.raises(UserError, match=name) as refused:
+        packed_causal_lm(_empty(build))
+    assert found in refused.value.found
+
+
+def test_a_window_shows_in_the_twin_alone(make_model, monkeypatch):
+    """An attention without windows is right for the probe's few tokens, unless windows are as small as the twin's."""
+    from quartet.models import attention
+
+    rule = attention.LayerRule
+    monkeypatch.setattr(attention, "LayerRule", lambda scaling, window, softcap: rule(scaling, None, softcap))
+    model = make_model("mistral", sliding_window=32)
+    packed_causal_lm(model).release()
+    with pytest.raises(UserError, match="differ"):
+        packed_causal_lm(without_weights(model))
+
+
+def test_what_the_twin_cannot_show_the_loaded_model_does(make_model):
+    """What is wrong with one object or its weights, not with its architecture."""
+    model = make_model("granite")
+    model.model.norm.forward = lambda x: x * float("nan")
+    assert packed_causal_lm(without_weights(make_model("granite"))).logit_scale == 0.25
+    with pytest.raises(UserError, match="Granite"):
+        packed_causal_lm(model)
+
+
+def test_scalar_models_and_adapters(make_model):
+    lora = LoRAConfig(rank=4)
+    for model in (make_model("llama"), scalar_model_from(make_model("llama"), seed=0)):
+        build = packed_causal_lm if model.can_generate() else packed_scalar_model
+        empty, whole = (build(found, lora=lora) for found in (without_weights(model), model))
+        shapes = [{n: p.shape for n, p in packed.adapters.trained.items()} for packed in (empty, whole)]
+        assert shapes[0] == shapes[1] and empty.remarks == whole.remarks
+        assert empty.release().device.type == "meta"
+    with pytest.raises(UserError, match="is larger than a layer"):
+        packed_causal_lm(without_weights(make_model("llama")), lora=LoRAConfig(rank=33))
+
+
+def test_a_twin_is_drawn_from_its_seed_alone(make_model):
+    model = make_model("gemma3")
+    state = torch.get_rng_state()
+    first, again = (random_twin(model, seed=3).state_dict() for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert random_twin(without_weights(model), seed=3).state_dict().keys() == first.keys()
+
+
+def test_no_twin_where_layers_are_not_found(make_model):
+    model = make_model("llama")
+    model.config.num_hidden_layers = 5
+    assert random_twin(model) is None
