@@ -1,20 +1,17 @@
-"""What overlap is worth: the figures of a published study, placements side by side, and schedules against the optimum.
+"""What overlap is worth: the figures of a published study, and placements side by side.
 
-    python benchmarks/overlap.py [--parts study placements graphs] [--graphs 1000] [--repeats 2] [--ray] [--no-real]
+    python benchmarks/overlap.py [--parts study placements] [--repeats 2] [--ray] [--no-real]
 
-Nothing here computes: roles sleep for the seconds of a cost model; iteration, stream, leases and barriers are the real
-ones. *study*: the stage times of a published study (256 samples, 16 GPUs), whose serial runs take 1376, 456 and 432 s
+Nothing here computes: models and the engine take the seconds of a cost model; all that schedules them is the product's
+own. *study*: the stage times of a published study (256 samples, 16 GPUs), whose serial runs take 1376, 456 and 432 s
 and whose overlapped one 295 s, on the virtual clock and, 100 times faster, on the real one. *placements*: every
 placement on 16 GPUs, with stages that a pool's GPUs divide among them and with stages that take the same time on any
-pool. *graphs*: random stage graphs under the arbiter against the optimum found by trying every order. Ends with an
-error where a figure is off.
+pool. Ends with an error where a figure is off.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-import statistics
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -27,12 +24,11 @@ from pydantic import TypeAdapter
 
 from quartet.cluster import BROADCAST, ResourcePool, Worker, WorkerGroup, connect, dispatch
 from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, resolve
-from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.clock import run_virtual
 from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
 from quartet.schedule.critical import critical_path, iteration_causes, seconds_on_path
-from quartet.schedule.leases import Arbiter, Mode, PoolSpec, RoleSpec
-from quartet.schedule.simulated import Outcome, Simulation, Sleep, sleep_here
-from quartet.schedule.stage_graph import Plan, StageGraph, StageNode, Times, plan
+from quartet.schedule.leases import Mode
+from quartet.schedule.simulation import Outcome, Simulation, Sleep, sleep_here
 
 SAMPLES, GPUS, CHUNK = 256, 16, 32
 KINDS: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout")}
@@ -73,14 +69,14 @@ class Seconds:
     epochs: int = 2
 
     def costs(self) -> CostModel:
-        """An engine that ends ``CHUNK`` groups per burst; passes whose seconds grow with the groups."""
+        """An engine whose decode step ends ``CHUNK`` groups; passes whose seconds grow with the groups."""
 
         def per_group(seconds: float) -> Cost:
-            return Cost(group_s=seconds / SAMPLES)
+            return Cost(each_s=seconds / SAMPLES)
 
-        burst = GenerationCost(Cost(fixed_s=self.generation * CHUNK / SAMPLES), max_running=CHUNK)
+        generation = GenerationCost(Cost(fixed_s=self.generation * CHUNK / SAMPLES), max_running=CHUNK)
         return CostModel(
-            generation=burst,
+            generation=generation,
             scoring=(
                 StageCost("reward", "reward", per_group(self.reward)),
                 StageCost("values", "critic", per_group(self.values), reads_own=True),
@@ -270,7 +266,7 @@ def on_devices(costs: CostModel, placement: ResolvedPlacement, *, divides: bool)
     def stages(given: Sequence[StageCost]) -> tuple[StageCost, ...]:
         return tuple(replace(stage, cost=stage.cost.times(share(stage.role))) for stage in given)
 
-    generation = replace(costs.generation, burst=costs.generation.burst.times(share("rollout")))
+    generation = replace(costs.generation, step=costs.generation.step.times(share("rollout")))
     return replace(
         costs,
         generation=generation,
@@ -333,110 +329,9 @@ def placements_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     return markdown(head.split("|"), rows)
 
 
-# Random stage graphs ---------------------------------------------------------------------------------------
-
-
-def random_graph(seed: int) -> StageGraph:
-    """Up to 8 stages on up to 3 pools with one or two slots, of 1 to 20 s."""
-    draw = random.Random(seed)
-    pools = [f"pool{i}" for i in range(draw.randint(1, 3))]
-    density = draw.choice([0.1, 0.25, 0.5])
-    nodes: dict[str, StageNode] = {}
-    for i in range(draw.randint(2, 8)):
-        after = tuple(name for name in nodes if draw.random() < density)
-        nodes[f"stage{i}"] = StageNode(draw.choice(pools), float(draw.randint(1, 20)), after)
-    return StageGraph(nodes, {pool: draw.choice([1, 1, 2]) for pool in pools})
-
-
-async def play(graph: StageGraph, how: Plan, asked: Sequence[str]) -> float:
-    """The graph under the arbiter; ``asked``: the order in which stages that can start together ask for it."""
-    slots = {node.pool: graph.slots.get(node.pool, 1) for node in graph.nodes.values()}
-    arbiter = Arbiter(
-        [PoolSpec(pool, num) for pool, num in slots.items()],
-        [RoleSpec(name, node.pool, {"forward": 0}) for name, node in graph.nodes.items()],
-        ranks={(name, "forward"): rank for name, rank in how.ranks.items()},
-    )
-    ended = {name: asyncio.Event() for name in graph.nodes}
-
-    async def stage(name: str) -> None:
-        node = graph.nodes[name]
-        for earlier in (*node.after, *how.after.get(name, ())):
-            await ended[earlier].wait()
-        async with arbiter.lease(name, "forward"):
-            await asyncio.sleep(node.seconds)
-        ended[name].set()
-
-    await asyncio.gather(*(stage(name) for name in asked))
-    return now()
-
-
-def optimum(graph: StageGraph, at_most_s: float) -> float:
-    """The least seconds of any schedule, waiting on purpose included: every order in which stages can be placed.
-
-    Orders that cannot beat ``at_most_s`` (which some schedule reaches), or the best so far, are cut off.
-    """
-    tails = graph.upward_ranks()
-    best_s, bound_s = at_most_s, graph.lower_bound()
-    placed_at: Times = {}
-
-    def extend(done_s: float) -> None:
-        nonlocal best_s
-        if len(placed_at) == len(graph.nodes):
-            best_s = min(best_s, done_s)
-            return
-        for name, node in graph.nodes.items():
-            if best_s <= bound_s:
-                return
-            if name in placed_at or any(earlier not in placed_at for earlier in node.after):
-                continue
-            start = graph.earliest(name, placed_at)
-            if start + tails[name] < best_s:
-                placed_at[name] = (start, start + node.seconds)
-                extend(max(done_s, start + node.seconds))
-                del placed_at[name]
-
-    extend(0.0)
-    return best_s
-
-
-def graphs(num: int) -> dict[str, dict[str, float]]:
-    """Seconds over the optimum's, for four ways of ordering what waits."""
-    ways: dict[str, Callable[[StageGraph], Plan]] = {
-        "in order of arrival": lambda graph: Plan({}, {}, 0.0),
-        "upward ranks": lambda graph: Plan(graph.upward_ranks(), {}, 0.0),
-        "the plan's ranks": lambda graph: Plan(plan(graph).ranks, {}, 0.0),
-        "the plan's ranks and edges": plan,
-    }
-    ratios: dict[str, list[float]] = {name: [] for name in ways}
-    for seed in range(num):
-        graph = random_graph(seed)
-        asked = random.Random(seed).sample(list(graph.nodes), len(graph.nodes))
-        seconds = {name: run_virtual(play(graph, how(graph), asked)) for name, how in ways.items()}
-        least_s = optimum(graph, min(seconds.values()))
-        for name, found_s in seconds.items():
-            ratios[name].append(found_s / least_s)
-    return {
-        name: {
-            "median": statistics.median(found),
-            "worst": max(found),
-            "optimal": sum(ratio == 1 for ratio in found) / num,
-        }
-        for name, found in ratios.items()
-    }
-
-
-def graphs_table(results: Mapping[str, Mapping[str, float]]) -> str:
-    rows = [
-        [name, f"{found['median']:.3f}", f"{found['worst']:.3f}", f"{found['optimal']:.1%}"]
-        for name, found in results.items()
-    ]
-    return markdown(["order", "median ÷ optimum", "worst ÷ optimum", "optimal"], rows)
-
-
 def main() -> None:
     parser = arguments(__doc__, repeats=2)
-    parser.add_argument("--parts", nargs="+", default=["study", "placements", "graphs"])
-    parser.add_argument("--graphs", type=int, default=1000)
+    parser.add_argument("--parts", nargs="+", default=["study", "placements"])
     parser.add_argument("--ray", action="store_true", help="also with workers that are Ray processes, one per pool")
     parser.add_argument("--no-real", action="store_true", help="the virtual clock only")
     args = parser.parse_args()
@@ -453,14 +348,6 @@ def main() -> None:
     if "placements" in args.parts:
         results["placements"] = {name: side_by_side(name) for name in PLACEMENTS}
         print(placements_table(results["placements"]), end="\n\n")
-    if "graphs" in args.parts:
-        started = time.perf_counter()
-        num = 20 if args.smoke else args.graphs
-        results["graphs"] = graphs(num)
-        print(graphs_table(results["graphs"]), f"\n\n{num} graphs in {time.perf_counter() - started:.1f} s")
-        planned = results["graphs"]["the plan's ranks and edges"]
-        if planned["median"] > 1.05 or planned["worst"] > 1.25:
-            complaints.append(f"planned graphs: median {planned['median']:.3f}, worst {planned['worst']:.3f}")
     write_results(args, results)
     if complaints:
         sys.exit("\n".join(complaints))

@@ -13,21 +13,21 @@ from quartet.schedule.leases import Mode
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one call on ``groups`` groups: ``fixed_s + group_s · groups``."""
+    """Seconds of one call: ``fixed_s + each_s · number``, of groups in a pass, of running requests in a decode step."""
 
     fixed_s: float = 0.0
-    group_s: float = 0.0
+    each_s: float = 0.0
 
-    def seconds(self, groups: int) -> float:
-        return self.fixed_s + self.group_s * groups
+    def seconds(self, number: int) -> float:
+        return self.fixed_s + self.each_s * number
 
     def times(self, factor: float) -> Cost:
-        return Cost(self.fixed_s * factor, self.group_s * factor)
+        return Cost(self.fixed_s * factor, self.each_s * factor)
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """A scoring pass (one call per chunk) or all updates of a role (one call per step).
+    """A scoring pass (one call per chunk) or all updates of a role (one call per step, ``train_<role>``).
 
     ``reads_own`` marks a scoring pass of a trained role: it needs the weights of its own step.
     """
@@ -40,19 +40,22 @@ class StageCost:
 
 @dataclass(frozen=True)
 class GenerationCost:
-    """An engine works in bursts; each takes ``burst.seconds(groups that run)`` and moves all of them on.
+    """One decode step gives every running request a token.
 
     Args:
-        bursts: group index → bursts it needs, at least 1.
-        max_running: groups in one burst; further ones queue in the engine.
+        step: of a decode step, by the requests that run.
+        tokens: ``(group index, response) → tokens`` of that answer, at least 1.
+        max_running: requests that decode together; further ones wait in the engine.
     """
 
-    burst: Cost
-    bursts: Callable[[int], int] = lambda index: 1
+    step: Cost
+    tokens: Callable[[int, int], int] = lambda index, response: 1
+    responses: int = 1
+    steps_per_lease: int = 1
     max_running: int = 1_000_000_000
 
 
-def _as_planned(stage: str, step: int, part: int) -> float:
+def _as_planned(stage: str, number: int) -> float:
     return 1.0
 
 
@@ -62,10 +65,11 @@ class CostModel:
 
     Args:
         scoring, learning: in the order in which they ask for their leases.
-        publish_s: handing new weights to the engine.
+        publish_s: handing new weights to the engine; comparing both with the canary takes no more time.
         resident_bytes: role → mode → bytes on its pool; also says which modes a role has.
         move_bytes_per_s: role → how fast its parts move in or out; those of other roles take no time.
-        vary: ``(stage, step, chunk) → factor`` on the seconds of that call.
+        vary: ``(stage, number) → factor`` on the seconds of that stage's call of this number, counted from 0. Beside
+            those of ``scoring`` and ``learning`` the stages are ``generate``, ``publish`` and ``canary``.
     """
 
     generation: GenerationCost
@@ -74,11 +78,11 @@ class CostModel:
     publish_s: float
     resident_bytes: Mapping[str, Mapping[Mode, int]] = field(default_factory=dict)
     move_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
-    vary: Callable[[str, int, int], float] = _as_planned
+    vary: Callable[[str, int], float] = _as_planned
 
     def sizes(self) -> dict[str, dict[Mode, int]]:
         """Bytes of every role in every mode that this iteration uses; 0 where nothing is said."""
-        modes: list[tuple[str, Mode]] = [("rollout", "generate")]
+        modes: list[tuple[str, Mode]] = [("rollout", "generate"), ("actor", "forward")]  # the canary asks the actor
         modes += [(stage.role, "forward") for stage in self.scoring]
         modes += [(stage.role, "train") for stage in self.learning]
         found: dict[str, dict[Mode, int]] = {}
@@ -94,7 +98,7 @@ class CostModel:
 
         return replace(
             self,
-            generation=replace(self.generation, burst=self.generation.burst.times(factor)),
+            generation=replace(self.generation, step=self.generation.step.times(factor)),
             scoring=tuple(slower(stage) for stage in self.scoring),
             learning=tuple(slower(stage) for stage in self.learning),
             publish_s=self.publish_s * factor,

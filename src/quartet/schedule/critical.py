@@ -50,9 +50,9 @@ def critical_path(spans: Iterable[Span], is_cause: IsCause, *, tolerance_s: floa
 
 
 def seconds_on_path(path: Sequence[Link]) -> dict[str, float]:
-    """Seconds per span name, and ``wait`` for what lies between."""
+    """Seconds per span name that took any, and ``wait`` for what lies between."""
     found: dict[str, float] = {}
-    for link in path:
+    for link in (link for link in path if link.span.seconds > 0):
         found[link.span.name] = found.get(link.span.name, 0.0) + link.span.seconds
     waits = sum(link.wait_s for link in path)
     return {**found, "wait": waits} if waits > 0 else found
@@ -66,7 +66,7 @@ def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iter
     scoring = {stage.stage for stage in costs.scoring}
     learning = {stage.stage for stage in costs.learning}
     publishers = {stage.stage for stage in costs.learning if stage.role == "actor"}
-    ends_step = learning | {"publish"}
+    ends_step = learning | {"publish", "canary"}
     movers = _purposes(list(spans), placement)
 
     def shares_pool(earlier: Span, later: Span) -> bool:
@@ -85,6 +85,8 @@ def iteration_causes(costs: CostModel, placement: ResolvedPlacement, spans: Iter
             return follows or held_back or (earlier.name == "generate" and earlier.step <= later.step)
         if later.name in learning:
             return same_step and (earlier.name in scoring or earlier.name in placement.after.get(later.name, ()))
+        if later.name == "canary":
+            return same_step and earlier.name == "publish"
         return same_step and earlier.name in publishers
 
     return lambda earlier, later: shares_pool(earlier, later) or gives_data(earlier, later)

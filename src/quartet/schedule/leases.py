@@ -10,8 +10,7 @@ nobody is still promised the version that it would replace. Being open depends o
 to come; what an open request lacks is only held by leases that end by themselves. So only open requests
 compete, and:
 
-* those of the highest rank go first (a planner's word on what the others wait for; by default all are equal),
-  among equals those whose role is resident, then those that came first;
+* those whose role is resident go first, then those that came first;
 * an open request is *passed over* when a later one is granted something that it needs (its role, a state, the
   pool's one movement of parts at a time, or so much of its slots and bytes that it would not fit beside).
   After `patience` times it is *urgent*: no later request is granted anything that an urgent one needs. So at
@@ -142,9 +141,7 @@ class Arbiter:
         versions: Mapping[str, int] | None = None,
         mover: Mover | None = None,
         patience: int = 4,
-        ranks: Mapping[tuple[str, Mode], float] | None = None,
     ) -> None:
-        """`ranks` of (role, mode), by default 0: the higher is asked first, within the bound of `patience`."""
         if patience < 0:
             raise UserError("patience is negative", found=f"{patience}", remedy="use 0 (strict order) or above")
         pool_specs, role_specs = list(pools), list(roles)
@@ -154,7 +151,6 @@ class Arbiter:
         self._versions = Versions(versions or {})
         self._mover: Mover = BookkeepingMover() if mover is None else mover
         self._patience = patience
-        self._ranks = dict(ranks or {})
         self._watchers: list[tuple[str, int, Waiting[None]]] = []
         self._queue: list[_Request] = []
         self._held: list[_Request] = []
@@ -294,12 +290,11 @@ class Arbiter:
         open_requests = [request for request in waiting if self._is_open(request)]
         urgent = [request for request in open_requests if request.passed_over >= self._patience]
 
-        def preference(request: _Request) -> tuple[bool, float, bool, int]:
+        def preference(request: _Request) -> tuple[bool, bool, int]:
             if request.passed_over >= self._patience:
-                return (False, 0.0, False, request.ticket)
+                return (False, False, request.ticket)
             resident = self._pools[request.role.pool].is_resident(request.role.name, request.mode)
-            rank = self._ranks.get((request.role.name, request.mode), 0.0)
-            return (True, -rank, not resident, request.ticket)
+            return (True, not resident, request.ticket)
 
         for request in sorted(open_requests, key=preference):
             if self._fits(request) and self._spares(request, urgent):

@@ -20,7 +20,6 @@ def placed_arbiter(
     *,
     version: int = 0,
     mover: Mover | None = None,
-    ranks: Mapping[tuple[str, Mode], float] | None = None,
     patience: int = 4,
 ) -> Arbiter:
     """The arbiter of a placement.
@@ -35,7 +34,7 @@ def placed_arbiter(
     pools = [PoolSpec(pool.name, pool.slots, pool.budget_bytes) for pool in placement.pools]
     roles = [RoleSpec(name, placement.pool_of[name], sizes) for name, sizes in resident_bytes.items()]
     versions = dict.fromkeys(states_of(roles), version)
-    arbiter = Arbiter(pools, roles, versions=versions, mover=mover, patience=patience, ranks=ranks)
+    arbiter = Arbiter(pools, roles, versions=versions, mover=mover, patience=patience)
     # The largest first: what it asks for is enough for the others.
     needs = [(size, role.name, mode) for role in roles for mode, size in role.resident_bytes.items()]
     for _, name, mode in sorted(needs, key=lambda need: -need[0]):

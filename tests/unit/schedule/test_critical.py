@@ -18,7 +18,7 @@ from quartet.observe.spans import Span
 from quartet.schedule.clock import run_virtual
 from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
 from quartet.schedule.critical import critical_path, iteration_causes, seconds_on_path
-from quartet.schedule.simulated import Outcome, Simulation
+from quartet.schedule.simulation import Outcome, Simulation
 
 KINDS: dict[str, Role] = {"actor": "actor", "critic": "critic", "reward": "reward", "rollout": "rollout"}
 TWO = PipelinedPlacement(

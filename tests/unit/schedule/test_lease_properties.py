@@ -37,7 +37,6 @@ class NullArbiter:
         versions: Mapping[str, int],
         mover: Any = None,
         patience: int = 4,
-        ranks: Mapping[tuple[str, Mode], float] | None = None,
     ) -> None:
         self._versions = dict(versions)
         self._mover = mover
@@ -160,7 +159,6 @@ class Program:
     jobs: list[Job]
     move_s: list[int]
     patience: int
-    ranks: dict[tuple[str, Mode], float]
 
 
 @st.composite
@@ -205,9 +203,6 @@ def programs(draw: st.DrawFn, *, cancels: bool = True) -> Program:
         jobs=draw(st.lists(job, min_size=1, max_size=12)),
         move_s=draw(st.lists(st.integers(0, 2), min_size=1, max_size=4)),
         patience=draw(st.integers(0, 4)),
-        ranks=draw(
-            st.dictionaries(st.tuples(st.sampled_from(names), st.sampled_from(MODES)), st.sampled_from([1.0, 2.0]))
-        ),
     )
 
 
@@ -243,7 +238,6 @@ async def execute(program: Program, make: MakeArbiter) -> Outcome:
         versions={"s": 0, "t": 0},
         mover=auditor,
         patience=program.patience,
-        ranks=program.ranks,
     )
     outcome = Outcome()
 
@@ -352,7 +346,7 @@ def test_nobody_is_overtaken_more_often_than_patience_allows(program: Program) -
 def test_holders_begin_at_the_moments_of_their_grants(program: Program) -> None:
     """With nothing to move, the harness's clock confirms `grant_index`; within a moment turns may differ."""
     weightless = [RoleSpec(r.name, r.pool, dict.fromkeys(MODES, 0)) for r in program.roles]
-    light = Program(program.pools, weightless, program.jobs, [0], program.patience, program.ranks)
+    light = Program(program.pools, weightless, program.jobs, [0], program.patience)
     records = run_virtual(execute(light, Arbiter)).records
     began_s = {r.lease.grant_index: r.began_s for r in records if r.lease is not None}
     assert sorted(began_s) == list(range(len(light.jobs)))

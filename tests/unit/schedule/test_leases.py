@@ -138,48 +138,6 @@ def test_resident_roles_go_first_until_patience_ends() -> None:
     assert run_virtual(main(3)) == ["a", "a", "a", "a", "b", "a", "a"]
 
 
-def test_the_higher_rank_goes_first_until_patience_ends() -> None:
-    async def main(patience: int, **ranks: float) -> list[str]:
-        wanted: dict[tuple[str, Mode], float] = {(name, "forward"): rank for name, rank in ranks.items()}
-        arbiter = one_pool("a", "b", "c", budget=10, patience=patience, ranks=wanted)
-        log: list[tuple[str, float]] = []
-        await together(*(work(arbiter, name, "forward", 1.0, log) for name in "aabcccc"))
-        assert arbiter.stats().max_passed_over <= patience
-        return [name for name, _ in log]
-
-    # The first comes to an empty pool; then rank before residency, and residency among equals.
-    assert run_virtual(main(9)) == list("aabcccc")
-    assert run_virtual(main(9, c=2.0, b=1.0)) == list("accccba")
-    assert run_virtual(main(2, c=2.0, b=1.0)) == list("accabcc")
-
-
-def test_parts_that_move_in_again_and_again_keep_nobody_out_beyond_patience() -> None:
-    """There is room for all who work at once; what they compete for is the pool's one movement at a time."""
-
-    async def main(patience: int) -> tuple[int, bool]:
-        others: list[tuple[str, Mode]] = [(name, "forward") for name in "abcdef"]
-        ranks = dict.fromkeys(others, 1.0)
-        arbiter = one_pool("x", *"abcdef", budget=30, slots=3, patience=patience, ranks=ranks, mover=SlowMover(1.0))
-        served = False
-
-        async def again_and_again(name: str) -> None:
-            while not served and now() < 300:
-                await work(arbiter, name, "forward", 0.1)
-                await asyncio.sleep(2.0)
-
-        async def once() -> int:
-            nonlocal served
-            await asyncio.sleep(0.5)
-            async with arbiter.lease("x", "forward") as lease:
-                served = True
-                return lease.passed_over
-
-        *_, passed_over = await asyncio.gather(*(again_and_again(name) for name, _ in others), once())
-        return passed_over, now() < 200
-
-    assert [run_virtual(main(patience)) for patience in (0, 3, 20)] == [(0, True), (3, True), (20, True)]
-
-
 def test_waiting_for_a_version_holds_nothing() -> None:
     async def main() -> list[tuple[str, float]]:
         arbiter = one_pool("actor", "probe")

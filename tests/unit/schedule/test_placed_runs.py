@@ -1,6 +1,6 @@
 """Thousands of random placements, sizes and delays on the virtual clock: what holds for every one of them.
 
-The real iteration, stream, arbiter and barriers run with roles that only take time. An auditor in the mover's place
+Models and the engine only take time; all that schedules them is the product's own. An auditor in the mover's place
 keeps its own account of the bytes. Seeds are fixed, so a failure names the run that shows it.
 """
 
@@ -11,20 +11,26 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
+from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import SCORING, PlacementConfig, ResolvedPlacement, Role, Stage, resolve
 from quartet.observe.spans import Span
 from quartet.schedule.clock import now, run_virtual
 from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
+from quartet.schedule.iteration import Chunk
 from quartet.schedule.journal import Diverged, Event
 from quartet.schedule.leases import HandOver, Mode
-from quartet.schedule.simulated import Outcome, Simulation
+from quartet.schedule.simulation import Outcome, Simulation, assemble
 
 KINDS: dict[Role, str] = {"critic": "values", "reference": "ref_logprobs", "reward": "reward"}
+PLACEMENT: TypeAdapter[Any] = TypeAdapter(PlacementConfig)
 TYPES = ("separated", "forward_offload", "homogeneous", "full_offload", "pipelined", "asynchronous")
 
 
@@ -74,18 +80,22 @@ class Auditor:
 
 
 class Delays:
-    """A factor for each call, drawn from (seed, stage, step, part) alone; the call of one number breaks."""
+    """A factor for each call, drawn from (seed, stage, number) alone; one call of all breaks."""
 
     def __init__(self, seed: int, breaks_at: int = -1) -> None:
         self.seed = seed
         self.breaks_at = breaks_at
         self.num_calls = 0
 
-    def __call__(self, stage: str, step: int, part: int) -> float:
+    def __call__(self, stage: str, number: int) -> float:
         self.num_calls += 1
         if self.num_calls - 1 == self.breaks_at:
-            raise Broken(f"{stage} of step {step} fails")
-        return random.Random(f"{self.seed} {stage} {step} {part}").choice([0.0, 0.5, 1.0, 1.0, 2.0, 7.0])
+            raise Broken(f"call {number} of {stage} fails")
+        return random.Random(f"{self.seed} {stage} {number}").choice([0.0, 0.5, 1.0, 1.0, 2.0, 7.0])
+
+
+def logprobs_of(num_updates: Tensor) -> Tensor:
+    return -1.0 - num_updates / 64
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,19 @@ class Setup:
             accept=lambda index: index not in self.rejects,
             mover=auditor,
         )
+        simulation.roles = replace(simulation.roles, assemble=lambda chunks: self._audited(simulation, chunks))
         return simulation, auditor
+
+    def _audited(self, simulation: Simulation, chunks: Sequence[tuple[Chunk[RaggedBatch], Any]]) -> RaggedBatch:
+        """What is learned from says of itself which weights made it: it must be those that it is labelled with."""
+        batch, step = assemble(chunks), chunks[0][0].step
+        acted = batch.token["action_mask"]
+        labelled = logprobs_of(batch.token["policy_version"])
+        assert torch.equal(batch.token["rollout_logprobs"][acted], labelled[acted]), "weights under another version"
+        for stage in self.costs.scoring:
+            expected = logprobs_of(torch.full_like(batch.input_ids, step if stage.reads_own else 0))
+            assert torch.equal(batch.token[stage.stage], expected), f"{stage.stage} of step {step} by other weights"
+        return batch
 
 
 def random_setup(seed: int, kind: str | None = None) -> Setup:
@@ -131,15 +153,21 @@ def random_setup(seed: int, kind: str | None = None) -> Setup:
         forward = draw.randint(0, 6)
         sizes[role] = {"generate": forward, "forward": forward, "train": forward + draw.randint(0, 5)}
     fragment = {"type": kind, **_random_fields(kind, roles, draw)}
-    placement = resolve(TypeAdapter(PlacementConfig).validate_python(fragment), {role: role for role in roles})
-    bursts = [draw.randint(1, 4) for _ in range(7)]
+    placement = resolve(PLACEMENT.validate_python(fragment), {role: role for role in roles})
+    tokens = [draw.randint(1, 4) for _ in range(7)]
     scoring = [StageCost(KINDS[role], role, _cost(draw), reads_own=role == "critic") for role in scorers]
     if draw.random() < 0.8:
         scoring.append(StageCost("old_logprobs", "actor", _cost(draw), reads_own=True))
     draw.shuffle(scoring)
     learning = [StageCost(f"train_{role}", role, _cost(draw)) for role in roles if role in ("critic", "actor")]
     costs = CostModel(
-        generation=GenerationCost(_cost(draw), lambda index: bursts[index % 7], max_running=draw.randint(1, 6)),
+        generation=GenerationCost(
+            _cost(draw),
+            lambda index, response: tokens[(index + response) % 7],
+            responses=draw.choice([1, 1, 2, 3]),
+            steps_per_lease=draw.randint(1, 3),
+            max_running=draw.randint(1, 6),
+        ),
         scoring=tuple(scoring),
         learning=tuple(learning),
         publish_s=draw.choice([0.0, 1.0, 4.0]),
@@ -229,21 +257,24 @@ def check_nothing_left(simulation: Simulation) -> None:
 
 def check_groups(setup: Setup, outcome: Outcome) -> None:
     """Accepted groups in order, each once; none older than the rule says, none from the future."""
-    size, placement = setup.prompts_per_step, setup.placement
+    size, placement, generation = setup.prompts_per_step, setup.placement, setup.costs.generation
     accepted = [i for i in range(100) if i not in setup.rejects]
     lag = placement.max_staleness or 0
     for step, groups in enumerate(outcome.steps):
         assert [index for index, _ in groups] == accepted[step * size : (step + 1) * size]
         for index, versions in groups:
-            seen = [version for version, _ in versions]
-            assert seen == sorted(seen) and step - lag <= seen[0] and seen[-1] <= step, (step, seen)
-            assert sum(parts for _, parts in versions) == setup.costs.generation.bursts(index)
-            assert len(seen) == 1 or placement.in_flight == "pick_up"
+            of_tokens = iter([version for version, num in versions for _ in range(num)])
+            for response in range(generation.responses):
+                seen = list(islice(of_tokens, generation.tokens(index, response)))
+                assert len(seen) == generation.tokens(index, response)
+                assert seen == sorted(seen) and step - lag <= seen[0] and seen[-1] <= step, (step, seen)
+                assert seen[0] == seen[-1] or placement.in_flight == "pick_up"
+            assert not list(of_tokens)
     assert len(outcome.steps) == setup.num_steps
 
 
 def check_chunks(setup: Setup, outcome: Outcome) -> None:
-    """Every scorer sees every chunk once, every learner every step once; then the step's weights go out once."""
+    """Every scorer sees every chunk once, every learner every step once; then weights go out and are compared once."""
     num_chunks = -(-setup.prompts_per_step // setup.chunk_size)
     worked = Counter(
         (span.name, span.step, span.chunk) for span in outcome.spans if span.mode not in (None, "generate")
@@ -254,7 +285,8 @@ def check_chunks(setup: Setup, outcome: Outcome) -> None:
         for stage in setup.costs.scoring
         for chunk in range(num_chunks)
     )
-    expected.update((stage.stage, step, None) for step in range(setup.num_steps) for stage in setup.costs.learning)
+    learning = [stage.stage for stage in setup.costs.learning]
+    expected.update((stage, step, None) for step in range(setup.num_steps) for stage in [*learning, "canary"])
     assert worked == expected
     assert [s.step for s in outcome.spans if s.name == "publish"] == list(range(setup.num_steps))
 
@@ -366,14 +398,14 @@ def test_generation_goes_on_while_the_actor_trains(in_flight: str) -> None:
     fragment = {"type": "asynchronous", "pools": pools, "max_staleness": 2, "in_flight": in_flight}
     roles: dict[str, Role] = {"rollout": "rollout", "actor": "actor", "reward": "reward"}
     costs = CostModel(
-        generation=GenerationCost(Cost(1.0), lambda index: 3, max_running=2),
+        generation=GenerationCost(Cost(1.0), lambda index, response: 3, max_running=2),
         scoring=(StageCost("reward", "reward", Cost(0.5)),),
         learning=(StageCost("train_actor", "actor", Cost(10.0)),),
         publish_s=0.5,
     )
 
     async def main() -> Outcome:
-        placement = resolve(TypeAdapter(PlacementConfig).validate_python(fragment), roles)
+        placement = resolve(PLACEMENT.validate_python(fragment), roles)
         return await Simulation(costs, placement, prompts_per_step=4, chunk_size=4).run(3)
 
     outcome = run_virtual(main())

@@ -1,0 +1,230 @@
+"""A run whose models and engine only take time: everything that schedules is what a real run has.
+
+The iteration, the group stream, the rollout with its engine pump, weights and canary, scorers, learners, leases,
+barriers and the journal are the product's own; timed workers stand behind them. On a virtual clock this plans a run in
+no time; on the real clock it shows what scheduling itself costs, and with workers that sleep in other processes what
+reaching them costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Any, cast
+
+from quartet.batch.columns import ColumnSet, join
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.placement import ResolvedPlacement
+from quartet.observe.spans import Span, SpanRecorder
+from quartet.rollout.protocol import Request, RolloutEngine, SamplingParams
+from quartet.schedule.barriers import Barriers
+from quartet.schedule.clock import now
+from quartet.schedule.cost_model import CostModel, StageCost
+from quartet.schedule.engine_host import CanaryProbe, EngineHost
+from quartet.schedule.groups import PromptGroup, chunk_of
+from quartet.schedule.iteration import Chunk, Roles, run_iteration
+from quartet.schedule.journal import Consumed, Event, Journal
+from quartet.schedule.learners import Learner, UpdatePlan
+from quartet.schedule.leases import ArbiterStats, HandOver, Mover
+from quartet.schedule.placement import admission_rule, placed_arbiter
+from quartet.schedule.rollout import Rollout
+from quartet.schedule.scorers import ModelScorer
+from quartet.schedule.stream import GroupStream
+from quartet.schedule.timed_workers import TimedEngine, TimedGroup, TimedModel, TimedMover, TimedWeights
+from quartet.schedule.worker import Worker, drained
+from quartet.train.engine import Needs
+
+Sleep = Callable[[str, float], Awaitable[None]]
+"""``(role, seconds)``: the role's workers sleep so long."""
+
+_PROBE = CanaryProbe(prompt_ids=(0,), num_tokens=1, tolerance=0.0)
+_LOGPROBS = Needs(logprobs=True)
+
+
+async def sleep_here(role: str, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated run was; times are seconds of its clock since its beginning.
+
+    Args:
+        ended_s: when each step ended.
+        steps: the groups that each step consumed, with the versions of their tokens.
+    """
+
+    ended_s: Sequence[float]
+    steps: Sequence[Sequence[Consumed]]
+    spans: Sequence[Span]
+    hand_overs: Sequence[HandOver]
+    stats: ArbiterStats
+    events: Sequence[Event]
+
+    @property
+    def step_s(self) -> list[float]:
+        return [end - start for start, end in zip([0.0, *self.ended_s], self.ended_s, strict=False)]
+
+
+class Simulation:
+    """An RL run of a cost model under a placement.
+
+    Args:
+        script: a journal to follow.
+        accept: group index → whether the stream's filter keeps it.
+        mover: in place of the one that takes the cost model's time.
+        sleep: in place of sleeping in this process.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        placement: ResolvedPlacement,
+        *,
+        prompts_per_step: int,
+        chunk_size: int,
+        patience: int = 4,
+        script: Sequence[Event] = (),
+        accept: Callable[[int], bool] | None = None,
+        mover: Mover | None = None,
+        sleep: Sleep = sleep_here,
+    ) -> None:
+        self.costs = costs
+        self.recorder = SpanRecorder(clock=now)
+        self.journal = Journal(script)
+        self.arbiter = placed_arbiter(
+            placement,
+            costs.sizes(),
+            mover=TimedMover(costs, self.recorder) if mover is None else mover,
+            patience=patience,
+        )
+        self.worker = Worker(self.arbiter, self.recorder)
+        self._sleep = sleep
+        self._models: defaultdict[str, TimedModel] = defaultdict(TimedModel)
+        self._publish_s = self._varied("publish", lambda: costs.publish_s)
+        self.rollout = self._rollout(placement)
+        self.stream: GroupStream[PromptGroup] = GroupStream(
+            self.rollout.generate,
+            admission_rule(placement, prompts_per_step),
+            chunk_size=chunk_size,
+            accept=None if accept is None else lambda group: accept(group.index),
+        )
+        self.steps: list[list[Consumed]] = []
+        self.roles = self._roles(Barriers(placement.after, num_chunks=-(-prompts_per_step // chunk_size)))
+
+    async def run(self, num_steps: int) -> Outcome:
+        """So many iterations, on whatever clock the loop has."""
+        ended_s: list[float] = []
+        started_s = now()
+        try:
+            async with self.stream:
+                for step in range(num_steps):
+                    await run_iteration(step, self.roles)
+                    ended_s.append(now() - started_s)
+        finally:
+            await self.rollout.close()
+        return Outcome(
+            ended_s=ended_s,
+            steps=self.steps,
+            spans=[_since(span, started_s) for span in self.recorder.spans()],
+            hand_overs=self.arbiter.take_hand_overs(),
+            stats=self.arbiter.stats(),
+            events=self.journal.events,
+        )
+
+    # Generation ------------------------------------------------------------------------------------------
+
+    def _rollout(self, placement: ResolvedPlacement) -> Rollout:
+        generation, runs_ahead = self.costs.generation, placement.max_staleness is not None
+        # What runs ahead leaves the canary a place.
+        max_running = generation.max_running + 1 if runs_ahead else generation.max_running
+        self.engine = TimedEngine(generation.step, max_running, TimedWeights())
+        host = EngineHost(cast(RolloutEngine, self.engine))
+        return Rollout(
+            self.worker,
+            [self._timed("rollout", "generate", host, lambda *args: self.engine.take_seconds())],
+            self._requests,
+            steps_per_lease=generation.steps_per_lease,
+            version=0,
+            canary=_PROBE,
+            trainer=self._timed("actor", "canary", self._models["actor"], lambda *args: 0.0),
+            deliver=self._deliver,
+            shares_actor=False,
+            in_flight=placement.in_flight,
+            max_running=max_running if runs_ahead else None,
+            journal=self.journal,
+        )
+
+    def _requests(self, index: int) -> tuple[Any, tuple[int, ...], Sequence[Request]]:
+        generation, prompt_ids = self.costs.generation, (0,)
+        requests = [
+            Request(f"{index}.{r}", str(index), prompt_ids, SamplingParams(max_new_tokens=generation.tokens(index, r)))
+            for r in range(generation.responses)
+        ]
+        return None, prompt_ids, requests
+
+    async def _deliver(self, version: int) -> int:
+        """The engine gets the weights that the actor has when they have come over."""
+        await drained(self._sleep("rollout", self._publish_s()))
+        self.engine.weights.num_updates = self._models["actor"].weights.num_updates
+        self.engine.update_weights(None, version)
+        return 0
+
+    # The iteration's roles -------------------------------------------------------------------------------
+
+    def _roles(self, barriers: Barriers) -> Roles[PromptGroup, RaggedBatch, ColumnSet, RaggedBatch]:
+        costs = self.costs
+        return Roles(
+            stream=self.stream,
+            collect=barriers.collect(self._collect),
+            scorers=[barriers.scorer(stage.stage, self._scorer(stage)) for stage in costs.scoring],
+            assemble=assemble,
+            learners=[barriers.learner(stage.stage, self._learner(stage)) for stage in costs.learning],
+            publish=self.rollout.publish,
+        )
+
+    def _collect(self, step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk[RaggedBatch]:
+        consumed = [group.consumed() for group in groups]
+        self.journal.consume(step, index, consumed)
+        if index == 0:
+            self.steps.append([])
+        self.steps[-1] += consumed
+        return chunk_of(step, index, groups, lambda prompt_ids, completion: "")
+
+    def _scorer(self, stage: StageCost) -> ModelScorer:
+        model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
+        return ModelScorer(self.worker, stage.role, model, _LOGPROBS, stage.stage, trains=stage.reads_own)
+
+    def _learner(self, stage: StageCost) -> Learner:
+        model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
+        return Learner(self.worker, stage.role, model, UpdatePlan(1, 1, seed=0), _no_objective, stage.role)
+
+    def _timed(self, role: str, stage: str, worker: Any, seconds: Callable[..., float]) -> TimedGroup:
+        return TimedGroup(worker, self._varied(stage, seconds), partial(self._sleep, role))
+
+    def _varied(self, stage: str, seconds: Callable[..., float]) -> Callable[..., float]:
+        numbers = count()
+        return lambda *args: seconds(*args) * self.costs.vary(stage, next(numbers))
+
+
+def _seconds(stage: StageCost, batch: RaggedBatch, *_: Any) -> float:
+    """Of a call; a batch has a prompt for every group."""
+    return stage.cost.seconds(batch.parents.count(-1))
+
+
+def _no_objective(step: int, is_first: bool) -> Any:
+    """Timed models compute no loss."""
+    return None
+
+
+def assemble(chunks: Sequence[tuple[Chunk[RaggedBatch], Sequence[ColumnSet]]]) -> RaggedBatch:
+    """A step's chunks with their columns."""
+    return RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
+
+
+def _since(span: Span, started_s: float) -> Span:
+    return replace(span, start_s=span.start_s - started_s, end_s=span.end_s - started_s)
