@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
 from quartet.config.environments import EnvironmentConfig
-from quartet.envs.episode import Episode, EpisodeEnd, EpisodeLimits, play_episode
+from quartet.envs.episode import EpisodeLimits, play_episode
 from quartet.envs.protocol import Environment, Item, Observation, StepResult, environment_factory
-from quartet.envs.transcript import Action
+from quartet.envs.transcript import SOURCE, Action
 from quartet.text.tokenizer import TextCodec
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +169,7 @@ def codec() -> TextCodec:
     return TextCodec(fast)
 
 
-def play(case: Case, codec: TextCodec, seed: int) -> tuple[Episode, list[tuple[int, ...]]]:
+def play(case: Case, codec: TextCodec, seed: int) -> tuple[Trajectory, list[tuple[int, ...]]]:
     """An episode against an engine that draws tokens of digits and ends of text; and what it sampled."""
     sampled: list[tuple[int, ...]] = []
     tokens = codec.encode_continuation("0123456789")
@@ -189,7 +190,7 @@ def play(case: Case, codec: TextCodec, seed: int) -> tuple[Episode, list[tuple[i
 def test_a_trajectory_holds_what_was_sampled_and_what_was_read(case: Case, codec: TextCodec, seed: int) -> None:
     episode, sampled = play(case, codec, seed)
     assert 1 <= episode.num_turns == len(sampled) <= MAX_TURNS
-    assert episode.end in (EpisodeEnd.DONE, EpisodeEnd.MAX_TURNS)
+    assert episode.end in (TrajectoryEnd.DONE, TrajectoryEnd.MAX_TURNS)
     emitted = [
         token
         for sequence in episode.sequences
@@ -198,8 +199,8 @@ def test_a_trajectory_holds_what_was_sampled_and_what_was_read(case: Case, codec
     ]
     assert emitted == [token for ids in sampled for token in ids]
     assert sum(sequence.num_turns for sequence in episode.sequences) == episode.num_turns
-    earned = sum(reward for sequence in episode.sequences for reward in sequence.rewards)
-    assert earned == pytest.approx(episode.reward or 0.0)
+    earned = sum(reward for sequence in episode.sequences for reward in sequence.columns[STEP_PREFIX + SOURCE])
+    assert earned == pytest.approx(0.0 if math.isnan(score := episode.scores[SOURCE]) else score)
     for sequence in episode.sequences:
         assert sequence.action_mask[-1] and sequence.prompt_ids
         assert all(p < 0 for p, a in zip(sequence.logprobs, sequence.action_mask, strict=True) if a)

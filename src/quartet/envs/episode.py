@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from quartet.batch.trajectory import Trajectory, TrajectoryEnd
 from quartet.config.errors import UserError
 from quartet.config.foreign import described, excerpt, raised_at
 from quartet.config.scores import as_score
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
-from quartet.envs.transcript import Action, EpisodeSequence, Transcript
+from quartet.envs.transcript import SOURCE, Action, Transcript
 from quartet.observe.global_state import GlobalStateGuard
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
@@ -31,13 +32,6 @@ class Generate(Protocol):
 
     async def __call__(self, token_ids: tuple[int, ...], turn: int, max_new_tokens: int) -> Action:
         """An action after ``token_ids``, of at most ``max_new_tokens``: a function of the episode and the turn."""
-
-
-class EpisodeEnd(StrEnum):
-    DONE = "done"
-    MAX_TURNS = "max_turns"
-    CONTEXT = "context"
-    """The next state leaves no room for an action."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +51,11 @@ class EpisodeLimits:
     timeout_s: float = 60.0
 
 
-@dataclass(frozen=True)
-class Episode:
-    """A trajectory: its sequences in the order in which they were played, at least one.
-
-    ``reward`` is the sum over the turns that had one, None where none had.
-    """
-
-    sequences: tuple[EpisodeSequence, ...]
-    num_turns: int
-    reward: float | None
-    end: EpisodeEnd
-
-
 async def play_episode(
     make: EnvironmentFactory, item: Item, generate: Generate, codec: TextCodec, limits: EpisodeLimits
-) -> Episode:
-    """One episode with a fresh environment, which is closed at the end.
+) -> Trajectory:
+    """One episode with a fresh environment, which is closed at the end. Its score is the sum over the turns that had a
+    reward, NaN where none had.
 
     Raises:
         EpisodeError: the environment raised, took too long, or returned something that is not what it should be, or
@@ -111,7 +93,7 @@ class _Player:
         self._turn = 0
         self._action: str | None = None
 
-    async def play(self, environment: Any) -> Episode:
+    async def play(self, environment: Any) -> Trajectory:
         first = _observation(await self.call("reset", lambda: environment.reset(self._item)))
         if first is None:
             raise self._error("reset", "returned no observation: text or messages are expected")
@@ -125,11 +107,11 @@ class _Player:
                 remedy="shorten the state, or raise environment.max_tokens where the model's context allows it",
             )
         rewards: list[float] = []
-        end = EpisodeEnd.MAX_TURNS
+        end = TrajectoryEnd.MAX_TURNS
         while True:
             room = self._room(transcript)
             if room < 1:
-                end = EpisodeEnd.CONTEXT
+                end = TrajectoryEnd.CONTEXT
                 break
             action = await self._generate(transcript.token_ids, self._turn, room)
             text = transcript.act(action)
@@ -140,7 +122,7 @@ class _Player:
                 transcript.earn(rewards[-1])
             self._turn += 1
             if result.done:
-                end = EpisodeEnd.DONE
+                end = TrajectoryEnd.DONE
                 break
             if self._turn == self._limits.max_turns:
                 break
@@ -149,7 +131,7 @@ class _Player:
                 raise self._error("step", f"returned {excerpt(result.observation)} as observation and is not done")
             with self._placed():
                 transcript.observe(observation)
-        return Episode(transcript.sequences(), self._turn, sum(rewards) if rewards else None, end)
+        return Trajectory(transcript.sequences(), end, {SOURCE: sum(rewards) if rewards else math.nan})
 
     async def close(self, environment: Any) -> None:
         close = getattr(environment, "close", None)

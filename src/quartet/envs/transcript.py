@@ -14,10 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quartet.batch.trajectory import STEP_PREFIX, TrajectorySequence
 from quartet.config.errors import UserError
 from quartet.envs.protocol import Observation
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
+
+SOURCE = "environment"
+"""Name of the environment's own rewards among the sources of reward: each stands on the last token of its turn."""
 
 
 @dataclass(frozen=True)
@@ -37,34 +41,6 @@ class Action:
     versions: tuple[int, ...]
     finish_reason: str
     text_end: int | None = None
-
-
-@dataclass(frozen=True)
-class EpisodeSequence:
-    """A run of turns whose states extend each other.
-
-    Attributes:
-        prompt_ids: tokens of its first state.
-        token_ids: what follows, from the first action's first token to the last action's last one.
-        action_mask, logprobs, rewards: per token of ``token_ids``: whether the policy emitted it, its log-probability
-            under the engine (0 for observations), and what the turn earned, on the turn's last token.
-        versions: per token of ``token_ids``: of the weights that sampled it (-1 for observations).
-        state: what the last action answers, as text or messages.
-        completion: the last action as text, up to a stop string.
-        finish_reason: of the last action.
-        num_turns: actions.
-    """
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    action_mask: tuple[bool, ...]
-    logprobs: tuple[float, ...]
-    rewards: tuple[float, ...]
-    versions: tuple[int, ...]
-    state: PromptText
-    completion: str
-    finish_reason: str
-    num_turns: int
 
 
 @dataclass
@@ -93,22 +69,23 @@ class _Open:
         self.rewards.extend([0.0] * len(token_ids))
         self.versions.extend(versions)
 
-    def closed(self) -> EpisodeSequence | None:
+    def closed(self) -> TrajectorySequence | None:
         """Without the observation that nothing answers; None where nothing was done."""
         if self.last is None:
             return None
         end = len(self.action_mask) - self.action_mask[::-1].index(True)
-        return EpisodeSequence(
+        return TrajectorySequence(
             self.prompt_ids,
             tuple(self.token_ids[:end]),
             tuple(self.action_mask[:end]),
             tuple(self.logprobs[:end]),
-            tuple(self.rewards[:end]),
             tuple(self.versions[:end]),
-            self.answered,
-            self.completion,
             self.last.finish_reason,
             self.num_turns,
+            {STEP_PREFIX + SOURCE: tuple(self.rewards[:end])},
+            self.answered,
+            self.completion,
+            self.last.text_end,
         )
 
 
@@ -121,7 +98,7 @@ class Transcript:
 
     def __init__(self, codec: TextCodec, state: PromptText) -> None:
         self._codec = codec
-        self._closed: list[EpisodeSequence] = []
+        self._closed: list[TrajectorySequence] = []
         self._open = self._begin(state)
 
     @property
@@ -134,7 +111,7 @@ class Transcript:
         """Tokens of the sequences that have ended."""
         return sum(len(sequence.prompt_ids) + len(sequence.token_ids) for sequence in self._closed)
 
-    def sequences(self) -> tuple[EpisodeSequence, ...]:
+    def sequences(self) -> tuple[TrajectorySequence, ...]:
         """All sequences in which the policy acted."""
         last = self._open.closed()
         return (*self._closed, *([last] if last is not None else []))

@@ -1,91 +1,210 @@
-"""Groups of answers to a prompt, the chunks that they travel in, and the weights that made them."""
+"""Groups of trajectories that answer one prompt, the chunks that they travel in, and the weights that made them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
 from quartet.batch.columns import ColumnSet, join
+from quartet.batch.prefixes import Segments
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectoryEnd, TrajectorySequence
 from quartet.config import UserError
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.journal import Consumed
+from quartet.schedule.stream import Ahead
 
 NO_VERSION = -1
 """In ``policy_version`` of tokens that no weights of this run have sampled: prompts, observations."""
+_ENDED = (FinishReason.STOP.value, FinishReason.STOP_STRING.value)
+
+GREEDY = "greedy"
+"""Sequence field (bool), and the last part of the name, of trajectories that serve as a baseline only."""
+Texts = Callable[[TrajectorySequence], str]
+"""The text of a sequence's last action."""
 
 
 @dataclass(frozen=True)
-class PromptGroup:
-    """All responses to one prompt. ``index`` is the group's place in the stream; ``prompt`` is the data set's item.
+class Group:
+    """All trajectories of one prompt. ``index`` is the group's place in the stream; ``prompt`` is the data set's item.
 
-    ``greedy`` is the response that only serves as a baseline, where the method has one. ``rewards`` are the columns of
-    the reward sources over the group's own batch, where they were needed before the group was accepted.
+    ``greedy`` is the one that only serves as a baseline, where the method has one. ``rewards`` are the columns of the
+    reward sources over the group's own batch, where they were needed before the group was accepted.
     """
 
     index: int
     prompt: Any
-    prompt_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
-    greedy: Completion | None = None
+    trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None = None
     rewards: tuple[ColumnSet, ...] = ()
 
     @property
     def first_version(self) -> int:
         """Of the oldest weights that a token was sampled with."""
-        return min(completion.versions[0] for completion in self.completions)
+        return min(trajectory.first_version for trajectory in self.trajectories)
 
     def consumed(self) -> Consumed:
-        """As the journal of an asynchronous run has it; parts are tokens, response after response."""
-        runs = groupby(version for completion in self.completions for version in completion.versions)
-        return self.index, tuple((version, len(list(run))) for version, run in runs)
+        """As the journal of an asynchronous run has it; parts are the policy's tokens, trajectory after trajectory."""
+        sequences = [sequence for trajectory in self.trajectories for sequence in trajectory.sequences]
+        sampled = [version for sequence in sequences for version in sequence.versions if version != NO_VERSION]
+        return self.index, tuple((version, len(list(run))) for version, run in groupby(sampled))
 
 
-def chunk_of(
-    step: int, index: int, groups: Sequence[PromptGroup], texts: Callable[[Sequence[int], Completion], str]
-) -> Chunk[RaggedBatch]:
-    """A chunk's ragged batch: one prompt segment per group, one child per response.
+def answered(prompt_ids: Sequence[int], completion: Completion, text: str | None = None) -> Trajectory:
+    """A trajectory of one turn; ``text`` of the completion where it is known."""
+    sequence = TrajectorySequence(
+        prompt_ids=tuple(prompt_ids),
+        token_ids=completion.token_ids,
+        action_mask=(True,) * len(completion.token_ids),
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        finish_reason=completion.finish_reason.value,
+        completion=text,
+        text_end=completion.text_end,
+    )
+    return Trajectory((sequence,))
 
-    Token fields ``action_mask``, ``loss_mask`` (bool), ``rollout_logprobs`` and ``policy_version`` (of the weights that
-    sampled the token, -1 where none have); sequence fields ``group`` (place in the stream), ``response`` (place in the
-    group), ``ended`` (bool), ``version`` (the first token's, the oldest); objects ``prompt``, ``completion`` (text)
-    and ``finish_reason``, and ``greedy`` where the groups have one. Rewards that the groups carry are fields, too.
+
+# Chunks --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One sequence of a chunk and where it belongs."""
+
+    group: Group
+    response: int
+    part: int
+    trajectory: Trajectory
+
+    @property
+    def sequence(self) -> TrajectorySequence:
+        return self.trajectory.sequences[self.part]
+
+    @property
+    def is_final(self) -> bool:
+        return self.part == len(self.trajectory.sequences) - 1
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.trajectory is self.group.greedy
+
+    @property
+    def name(self) -> str:
+        place = GREEDY if self.is_greedy else str(self.response)
+        return f"{self.group.index}.{place}" + (f".{self.part}" if self.part else "")
+
+    @property
+    def prompt(self) -> Any:
+        state = self.sequence.state
+        return self.group.prompt if state is None else replace(self.group.prompt, prompt=state)
+
+    @property
+    def finish_reason(self) -> str:
+        """Of a trajectory's last sequence how it ended; of the others that the state was rewritten."""
+        return self.trajectory.finish_reason if self.is_final else "rewritten"
+
+
+def chunk_of(step: int, index: int, groups: Sequence[Group], texts: Texts | None = None) -> Chunk[RaggedBatch]:
+    """A chunk's ragged batch: one leaf per sequence, behind the segments of its first state.
+
+    Token fields ``action_mask``, ``loss_mask`` (bool), ``rollout_logprobs``, ``policy_version`` (of the weights that
+    sampled the token, -1 where none have) and the sequences' own ``columns`` (0 elsewhere); sequence fields ``group``
+    (place in the stream), ``response`` (the trajectory in its group), ``ended`` (the trajectory's last action ended by
+    itself), ``version`` (the first token's, the oldest); objects ``prompt`` (whose text is what the last action
+    answers), ``completion`` (text of the last action) and ``finish_reason``.
+
+    Trajectories of an environment have ``observation_mask`` (bool ``[T]``: tokens of a leaf that the policy only read),
+    ``part`` (the sequence in its trajectory), ``num_turns`` and ``reward/<source>`` (on the last sequence, NaN on the
+    others) as well. Where groups have a greedy trajectory it stands behind the others, and ``greedy`` (bool) tells them
+    apart. Rewards that the groups carry are fields, too.
+
+    Args:
+        texts: decodes completions whose text is not known.
     """
-    members = [(group, r, c) for group in groups for r, c in enumerate(group.completions)]
-    batch = RaggedBatch.from_groups(
-        [group.prompt_ids for group in groups],
-        [[c.token_ids for c in group.completions] for group in groups],
-        [f"{group.index}.{r}" for group, r, _ in members],
+    segments = Segments()
+    rows: list[_Row] = []
+    leaves: list[int] = []
+    for group in groups:
+        of_group = list(_rows(group))
+        ends = segments.add_prompts(row.sequence.prompt_ids for row in of_group)
+        leaves += [segments.add(row.sequence.token_ids, ends[row.sequence.prompt_ids]) for row in of_group]
+        rows += of_group
+    batch = RaggedBatch(
+        input_ids=torch.tensor(segments.input_ids, dtype=torch.int64),
+        segment_lengths=tuple(segments.lengths),
+        parents=tuple(segments.parents),
+        leaves=tuple(leaves),
+        ids=tuple(row.name for row in rows),
     )
-    mask = batch.sequence_index() >= 0
-    logprobs = torch.zeros(batch.num_tokens)
-    logprobs[mask] = torch.tensor([lp for _, _, c in members for lp in c.logprobs])
-    versions = torch.full((batch.num_tokens,), NO_VERSION)
-    versions[mask] = torch.tensor([version for _, _, c in members for version in c.versions])
-    ended = [c.finish_reason in (FinishReason.STOP, FinishReason.STOP_STRING) for _, _, c in members]
-    batch = batch.with_token(
-        action_mask=mask, loss_mask=mask, rollout_logprobs=logprobs, policy_version=versions
-    ).with_sequence(
-        group=torch.tensor([group.index for group, _, _ in members]),
-        response=torch.tensor([r for _, r, _ in members]),
-        ended=torch.tensor(ended),
-        version=torch.tensor([c.versions[0] for _, _, c in members]),
+    batch = _with_columns(batch, rows).with_objects(
+        prompt=[row.prompt for row in rows],
+        completion=[_text(row.sequence, texts) for row in rows],
+        finish_reason=[row.finish_reason for row in rows],
     )
-    batch = batch.with_objects(
-        prompt=[group.prompt for group, _, _ in members],
-        completion=[texts(group.prompt_ids, c) for group, _, c in members],
-        finish_reason=[c.finish_reason.value for _, _, c in members],
-    )
-    if groups[0].greedy is not None:
-        batch = batch.with_objects(greedy=[group.greedy for group, _, _ in members])
     # Groups lie one after the other, so their columns do as well.
     batch = join(batch, *(ColumnSet.concat(columns) for columns in zip(*(g.rewards for g in groups), strict=True)))
     return Chunk(step, index, batch.num_tokens, batch)
+
+
+def _rows(group: Group) -> Iterator[_Row]:
+    members = group.trajectories if group.greedy is None else (*group.trajectories, group.greedy)
+    for response, trajectory in enumerate(members):
+        for part in range(len(trajectory.sequences)):
+            yield _Row(group, response, part, trajectory)
+
+
+def _text(sequence: TrajectorySequence, texts: Texts | None) -> str:
+    if sequence.completion is not None:
+        return sequence.completion
+    if texts is None:
+        raise ValueError("a completion without its text, and nothing to decode it")
+    return texts(sequence)
+
+
+def _with_columns(batch: RaggedBatch, rows: Sequence[_Row]) -> RaggedBatch:
+    is_leaf = batch.sequence_index() >= 0
+    sequences = [row.sequence for row in rows]
+
+    def on_leaves(values: Iterable[Sequence[float]], empty: torch.Tensor) -> torch.Tensor:
+        # Leaves are stored in the order of the rows.
+        empty[is_leaf] = torch.tensor([value for of_row in values for value in of_row], dtype=empty.dtype)
+        return empty
+
+    num = batch.num_tokens
+    actions = on_leaves([s.action_mask for s in sequences], torch.zeros(num, dtype=torch.bool))
+    batch = batch.with_token(
+        action_mask=actions,
+        loss_mask=actions,
+        rollout_logprobs=on_leaves([s.logprobs for s in sequences], torch.zeros(num)),
+        policy_version=on_leaves([s.versions for s in sequences], torch.full((num,), NO_VERSION)),
+        **{name: on_leaves([s.columns[name] for s in sequences], torch.zeros(num)) for name in sequences[0].columns},
+    ).with_sequence(
+        group=torch.tensor([row.group.index for row in rows]),
+        response=torch.tensor([row.response for row in rows]),
+        ended=torch.tensor([row.finish_reason in _ENDED for row in rows]),
+        version=torch.tensor([s.versions[0] for s in sequences]),
+    )
+    if any(row.is_greedy for row in rows):
+        batch = batch.with_sequence(**{GREEDY: torch.tensor([row.is_greedy for row in rows])})
+    sources = rows[0].trajectory.scores
+    if not sources:
+        return batch
+    scores = {
+        REWARD_PREFIX + name: torch.tensor([row.trajectory.scores[name] if row.is_final else math.nan for row in rows])
+        for name in sources
+    }
+    return batch.with_token(observation_mask=is_leaf & ~actions).with_sequence(
+        part=torch.tensor([row.part for row in rows]),
+        num_turns=torch.tensor([s.num_turns for s in sequences]),
+        **scores,
+    )
 
 
 def staleness_metrics(batch: RaggedBatch, step: int) -> dict[str, float]:
@@ -97,73 +216,84 @@ def staleness_metrics(batch: RaggedBatch, step: int) -> dict[str, float]:
 # In checkpoints ------------------------------------------------------------------------------------------
 
 
-def group_state(group: PromptGroup) -> dict[str, Any]:
-    """Tensors and plain values; without the prompt, which its index gives."""
-    return {
-        "index": group.index,
-        "prompt_ids": list(group.prompt_ids),
-        "completions": [completion_state(completion) for completion in group.completions],
-        "greedy": None if group.greedy is None else completion_state(group.greedy),
-        "rewards": [columns_state(columns) for columns in group.rewards],
-    }
+def ahead_state(ahead: Ahead[Group]) -> dict[str, Any] | None:
+    """Groups that were ready before their step, which a resumed run neither loses nor repeats, as a checkpoint's part.
+
+    Tensors and plain values, None where there is nothing; prompts are left out, since their indices give them.
+    """
+    if not ahead.groups and not ahead.rejected:
+        return None
+    return {"groups": [_group_state(group) for group in ahead.groups.values()], "rejected": list(ahead.rejected)}
 
 
-def group_from_state(state: Mapping[str, Any], prompt: Any) -> PromptGroup:
-    """The group as it was.
+def ahead_from_state(state: Mapping[str, Any], item: Callable[[int], Any]) -> Ahead[Group]:
+    """The groups as they were.
 
     Args:
-        prompt: the data set's item of its index.
+        item: the data set's item of a stream index.
 
     Raises:
-        UserError: that item has other tokens now.
+        UserError: an item has other tokens now, or an earlier version saved the groups.
     """
-    check_prompt(state["index"], state["prompt_ids"], prompt)
-    return PromptGroup(
-        state["index"],
-        prompt,
-        tuple(state["prompt_ids"]),
-        tuple(completion_from_state(found) for found in state["completions"]),
-        None if state["greedy"] is None else completion_from_state(state["greedy"]),
-        tuple(columns_from_state(found) for found in state["rewards"]),
-    )
+    groups = {found["index"]: _group_from_state(found, item(found["index"])) for found in state["groups"]}
+    return Ahead(groups, tuple(state["rejected"]))
 
 
-def check_prompt(index: int, prompt_ids: Sequence[int], prompt: Any) -> None:
-    if list(prompt.token_ids) != list(prompt_ids):
-        raise UserError(
-            "the data or the tokenizer changed since the checkpoint was saved",
-            found=f"prompt {index} of the run, {prompt.prompt_id!r}, has other tokens than the answers saved for it",
-            remedy="resume with the data and the tokenizer of the run, or start another run",
-        )
-
-
-def completion_state(completion: Completion) -> dict[str, Any]:
+def _group_state(group: Group) -> dict[str, Any]:
     return {
-        "request_id": completion.request_id,
-        "group": completion.group,
-        "token_ids": torch.tensor(completion.token_ids, dtype=torch.int64),
-        "logprobs": torch.tensor(completion.logprobs, dtype=torch.float64),
-        "versions": torch.tensor(completion.versions, dtype=torch.int64),
-        "finish_reason": completion.finish_reason.value,
-        "text_end": completion.text_end,
+        "index": group.index,
+        "prompt_ids": list(group.prompt.token_ids),
+        "trajectories": [_trajectory_state(trajectory) for trajectory in group.trajectories],
+        "greedy": None if group.greedy is None else _trajectory_state(group.greedy),
+        "rewards": [
+            {"ids": list(columns.ids), "token": dict(columns.token), "sequence": dict(columns.sequence)}
+            for columns in group.rewards
+        ],
     }
 
 
-def completion_from_state(state: Mapping[str, Any]) -> Completion:
-    return Completion(
-        state["request_id"],
-        state["group"],
-        tuple(state["token_ids"].tolist()),
-        tuple(state["logprobs"].tolist()),
-        tuple(state["versions"].tolist()),
-        FinishReason(state["finish_reason"]),
-        state["text_end"],
+def _group_from_state(state: Mapping[str, Any], prompt: Any) -> Group:
+    if "trajectories" not in state:
+        raise UserError(
+            "an earlier version of Quartet saved this checkpoint with groups that were generated ahead",
+            found=f"group {state['index']} of the run, in the earlier format",
+            remedy="finish the run with that version, or resume from a checkpoint without such groups",
+        )
+    if list(prompt.token_ids) != list(state["prompt_ids"]):
+        raise UserError(
+            "the data or the tokenizer changed since the checkpoint was saved",
+            found=f"prompt {state['index']} of the run, {prompt.prompt_id!r}, has other tokens than the answers saved "
+            "for it",
+            remedy="resume with the data and the tokenizer of the run, or start another run",
+        )
+    greedy = state["greedy"]
+    return Group(
+        state["index"],
+        prompt,
+        tuple(_trajectory_from_state(found) for found in state["trajectories"]),
+        None if greedy is None else _trajectory_from_state(greedy),
+        tuple(ColumnSet(tuple(found["ids"]), found["token"], found["sequence"]) for found in state["rewards"]),
     )
 
 
-def columns_state(columns: ColumnSet) -> dict[str, Any]:
-    return {"ids": list(columns.ids), "token": dict(columns.token), "sequence": dict(columns.sequence)}
+_PER_TOKEN = {"token_ids": torch.int64, "action_mask": torch.bool, "logprobs": torch.float64, "versions": torch.int64}
 
 
-def columns_from_state(state: Mapping[str, Any]) -> ColumnSet:
-    return ColumnSet(tuple(state["ids"]), state["token"], state["sequence"])
+def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
+    sequences = []
+    for sequence in trajectory.sequences:
+        plain = asdict(sequence)
+        tensors = {name: torch.tensor(plain[name], dtype=dtype) for name, dtype in _PER_TOKEN.items()}
+        columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in sequence.columns.items()}
+        sequences.append({**plain, **tensors, "columns": columns})
+    return {"sequences": sequences, "end": trajectory.end.value, "scores": dict(trajectory.scores)}
+
+
+def _trajectory_from_state(state: Mapping[str, Any]) -> Trajectory:
+    sequences = []
+    for found in state["sequences"]:
+        lists = {name: tuple(found[name].tolist()) for name in _PER_TOKEN}
+        columns = {name: tuple(values.tolist()) for name, values in found["columns"].items()}
+        prompt_ids = tuple(found["prompt_ids"])
+        sequences.append(TrajectorySequence(**{**found, **lists, "prompt_ids": prompt_ids, "columns": columns}))
+    return Trajectory(tuple(sequences), TrajectoryEnd(state["end"]), state["scores"])

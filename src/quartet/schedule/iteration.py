@@ -42,6 +42,10 @@ class Chunk(Generic[Data]):
     data: Data
 
 
+Collect = Callable[[int, int, Sequence[Group]], Chunk[Data]]
+"""``(step, index, groups) → chunk``."""
+
+
 class ChunkSource(Protocol[Group]):
     def chunks(self, step: int) -> AsyncIterator[list[Group]]: ...
 
@@ -60,12 +64,12 @@ class Learner(Protocol[Experience_contra]):
 
 @dataclass(frozen=True)
 class Roles(Generic[Group, Data, Columns, Experience]):
-    """What an iteration calls. ``collect(step, index, groups)`` makes a chunk; ``assemble`` computes advantages on the
-    whole step; ``publish(version)`` waits for the actor's weights of that version and hands them to the rollout engine,
-    be other roles still learning."""
+    """What an iteration calls. ``collect`` makes a chunk; ``assemble`` computes advantages on the whole step;
+    ``publish(version)`` waits for the actor's weights of that version and hands them to the rollout engine, be other
+    roles still learning."""
 
     stream: ChunkSource[Group]
-    collect: Callable[[int, int, Sequence[Group]], Chunk[Data]]
+    collect: Collect[Group, Data]
     scorers: Sequence[Scorer[Data, Columns]]
     assemble: Callable[[Sequence[tuple[Chunk[Data], Sequence[Columns]]]], Experience]
     learners: Sequence[Learner[Experience]]

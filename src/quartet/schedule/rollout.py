@@ -22,7 +22,7 @@ from quartet.config.placement import InFlight
 from quartet.rollout.protocol import Completion, EngineStats, Request
 from quartet.schedule.engine_host import CanaryProbe
 from quartet.schedule.engine_pump import Common, EnginePump
-from quartet.schedule.groups import PromptGroup
+from quartet.schedule.groups import Group, answered
 from quartet.schedule.handles import Handle
 from quartet.schedule.journal import Journal
 from quartet.schedule.worker import Worker
@@ -120,14 +120,14 @@ class Rollout:
 
     # Generation ------------------------------------------------------------------------------------------
 
-    async def generate(self, index: int) -> PromptGroup:
+    async def generate(self, index: int) -> Group:
         """The group at ``index`` of the stream."""
         prompt, prompt_ids, requests = self._requests(index)
         completions = await self._pumps[index % len(self._pumps)].complete(requests, index=index)
-        pairs = list(zip(requests, completions, strict=True))
-        sampled = tuple(completion for request, completion in pairs if not request.sampling.greedy)
-        greedy = next((completion for request, completion in pairs if request.sampling.greedy), None)
-        return PromptGroup(index, prompt, prompt_ids, sampled, greedy)
+        pairs = [(request, answered(prompt_ids, made)) for request, made in zip(requests, completions, strict=True)]
+        sampled = tuple(trajectory for request, trajectory in pairs if not request.sampling.greedy)
+        greedy = next((trajectory for request, trajectory in pairs if request.sampling.greedy), None)
+        return Group(index, prompt, sampled, greedy)
 
     async def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Completions of requests of one group, in their order: a turn of an episode, say.

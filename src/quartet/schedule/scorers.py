@@ -1,9 +1,11 @@
-"""Scorers: the columns that the models of a run give for a chunk."""
+"""Scorers: the columns that the models of a run give for a chunk, or for parts of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,7 +13,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.schedule.handles import Handle
-from quartet.schedule.iteration import Chunk
+from quartet.schedule.iteration import Chunk, Scorer
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs
 
@@ -79,3 +81,39 @@ class ModelScorer:
                 found=f"{wrong} of {len(values)} {self.column}",
                 remedy="check that model's weights; the run stopped before the update and can be resumed",
             )
+
+
+@dataclass(frozen=True)
+class PartScorer:
+    """A scorer that is given some sequences of a chunk at a time.
+
+    Args:
+        parts: places of the sequences that are scored together, for each call. The others, and the tokens that all
+            sequences share, have no scores: NaN in sequence columns, 0 in token columns.
+    """
+
+    inner: Scorer[RaggedBatch, ColumnSet]
+    parts: Callable[[RaggedBatch], Sequence[Sequence[int]]]
+
+    async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+        batch, parts = chunk.data, self.parts(chunk.data)
+        read = [batch.select(part) for part in parts]
+        async with asyncio.TaskGroup() as tasks:
+            works = [
+                tasks.create_task(self._of(replace(chunk, data=part, num_tokens=part.num_tokens))) for part in read
+            ]
+        token: dict[str, torch.Tensor] = {}
+        sequence: dict[str, torch.Tensor] = {}
+        for places, part, work in zip(parts, read, works, strict=True):
+            found = work.result()
+            for name, values in found.token.items():
+                column = token.setdefault(name, values.new_zeros(batch.num_tokens))
+                for k, s in enumerate(places):
+                    column[slice(*batch.leaf_span(s))] = values[slice(*part.leaf_span(k))]
+            for name, values in found.sequence.items():
+                column = sequence.setdefault(name, values.new_full((len(batch),), math.nan))
+                column[list(places)] = values
+        return ColumnSet(batch.ids, token, sequence)
+
+    async def _of(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+        return await self.inner.score(chunk)

@@ -20,6 +20,7 @@ from quartet.algorithms.kl import kl_estimate
 from quartet.algorithms.segments import masked_mean, masked_owner, segment_count, segment_is_constant
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX
 from quartet.config.algorithms import (
     Distillation,
     GroupAlgorithm,
@@ -41,22 +42,19 @@ from quartet.trainers.estimators import (
     sampled_logprobs,
     shaped_scores,
 )
+from quartet.trainers.greedy import with_baseline
 from quartet.trainers.process_metrics import process_metrics
 from quartet.trainers.selection import selected
 from quartet.trainers.trajectories import Trajectories
 
-REWARD_PREFIX = "reward/"
-"""Sequence columns of reward sources, read at a trajectory's last sequence: NaN where a source does not apply."""
-STEP_PREFIX = "step_reward/"
-"""Token columns of sources whose score is a sum of rewards earned on the way: what each action token earned."""
-
 
 @dataclass(frozen=True)
 class Experience:
-    """One step's batch with every column, and the step's scalar metrics."""
+    """One step's batch with every column, the step's scalar metrics, and the greedy sequences where there are any."""
 
     batch: RaggedBatch
     metrics: Mapping[str, float]
+    greedy: RaggedBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,11 @@ class Judgement:
     scores_N: Tensor
     shaped_N: Tensor
     applies_N: Tensor
+
+    @property
+    def valid_N(self) -> Tensor:
+        """Shaped scores, NaN where no source applies."""
+        return self.shaped_N.masked_fill(~self.applies_N, math.nan)
 
 
 class Assembler:
@@ -96,6 +99,7 @@ class Assembler:
 
     def __call__(self, chunks: Sequence[tuple[Chunk[RaggedBatch], Sequence[ColumnSet]]]) -> Experience:
         batch = RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
+        batch, greedy = with_baseline(batch, lambda found: self.judge(found).valid_N)
         trajectories = Trajectories.of(batch)
         final_N = trajectories.final_N
         group_N = batch.sequence["group"][final_N]
@@ -147,7 +151,7 @@ class Assembler:
             **process_metrics(batch, rewards, self.weights),
             **self._metrics(batch, scored, applies_N, result),
         }
-        return Experience(batch, metrics)
+        return Experience(batch, metrics, greedy)
 
     def judge(self, batch: RaggedBatch) -> Judgement:
         """What the rewards say of a batch that has their columns, whatever else it has."""

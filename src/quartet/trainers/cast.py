@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import TrajectorySequence
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, ReMax, Selection, keeps_trajectories_whole, kl_term
 from quartet.config.environments import EnvironmentConfig
@@ -22,25 +23,26 @@ from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import EnvironmentFactory
 from quartet.models.directories import load_remarks
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.rollout.protocol import Completion, Request, SamplingParams
+from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.engine_host import CanaryProbe
-from quartet.schedule.groups import chunk_of
+from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.handles import Handle, Here
-from quartet.schedule.iteration import Scorer
+from quartet.schedule.iteration import Chunk, Scorer
 from quartet.schedule.leases import Mode
 from quartet.schedule.model_host import FrozenHost, ModelStats, TrainedHost
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.scorers import ModelScorer
+from quartet.schedule.scorers import ModelScorer, PartScorer
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import Needs, TrainEngine
-from quartet.trainers.episodes import EpisodePlayer, FinalScorer, GroupSource, episode_chunk
+from quartet.trainers.episodes import EpisodePlayer
 from quartet.trainers.evaluation import Completer, sampling_params
 from quartet.trainers.generate import completion_text
 from quartet.trainers.process_roles import ProcessScorer
 from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole, reward_scorers
 from quartet.trainers.sources import UNLIMITED, context_length, cut_short
+from quartet.trainers.trajectories import last_ones
 
 CANARY_TOKENS = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
@@ -177,8 +179,11 @@ class Cast:
             requests.append(Request(f"{index}.greedy", str(index), ids, limits))
         return item, ids, requests
 
-    def completion_text(self, prompt_ids: Sequence[int], completion: Completion) -> str:
-        return completion_text(self.codec, prompt_ids, completion)
+    def completion_text(self, sequence: TrajectorySequence) -> str:
+        return completion_text(self.codec, sequence.prompt_ids, sequence)
+
+    def collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
+        return chunk_of(step, index, groups, self.completion_text)
 
     def note_emitted(self, batch: RaggedBatch) -> None:
         self.emitted[batch.input_ids] = True
@@ -199,23 +204,22 @@ class Cast:
     def of_whole_trajectories(
         self, scorers: Sequence[Scorer[RaggedBatch, ColumnSet]]
     ) -> list[Scorer[RaggedBatch, ColumnSet]]:
-        """Sources of reward, each asked once per trajectory also where that has several sequences; process rewards read
-        all of them."""
+        """Sources of reward, each asked once per trajectory, about its last sequence, also where that has several;
+        process rewards read all of them."""
         if self.environment is None:
             return [*scorers]
-        return [scorer if isinstance(scorer, ProcessScorer) else FinalScorer(scorer) for scorer in scorers]
+        return [scorer if isinstance(scorer, ProcessScorer) else PartScorer(scorer, last_ones) for scorer in scorers]
 
     # Episodes --------------------------------------------------------------------------------------------
 
-    def group_source(self, rollout: Rollout, on_played: Callable[[int], None]) -> GroupSource:
-        """Answers to prompts, or episodes where the recipe has an environment."""
+    def source(self, rollout: Rollout, on_played: Callable[[int], None]) -> Callable[[int], Awaitable[Group]]:
+        """``index → group`` of the stream: answers to prompts, or episodes where the recipe has an environment."""
         if self.environment is None:
-            return GroupSource(rollout.generate, lambda s, i, groups: chunk_of(s, i, groups, self.completion_text))
+            return rollout.generate
         recipe = self.recipe
         player = self.episode_player(rollout, on_played)
         sampling = sampling_params(recipe.rollout.sampling, self.codec, 0)
-        num = recipe.responses_per_prompt
-        return GroupSource(lambda index: player.group(index, self.item(index), sampling, num), episode_chunk)
+        return lambda index: player.group(index, self.item(index), sampling, recipe.responses_per_prompt)
 
     def episode_player(self, completer: Completer, on_played: Callable[[int], None] | None = None) -> EpisodePlayer:
         recipe, config = self.recipe, self.recipe.environment

@@ -13,9 +13,9 @@ from quartet.config.algorithms import Distillation, OnlineDPO
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptData
 from quartet.envs.protocol import Environment, EnvironmentFactory, environment_factory
+from quartet.envs.transcript import SOURCE
 from quartet.text.tokenizer import check_vocabulary
 from quartet.trainers.cast import Cast, longest_sequence
-from quartet.trainers.episodes import SOURCE
 from quartet.trainers.loader import Loader, Passed
 from quartet.trainers.reward_roles import RewardFunctionRole, reward_functions, reward_weights
 from quartet.trainers.sources import check_budget, check_context, context_length, prompt_data

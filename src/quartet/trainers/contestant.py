@@ -18,12 +18,13 @@ from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, RolloutEngine
+from quartet.schedule.groups import Group, answered
 from quartet.schedule.handles import Here
 from quartet.schedule.local import local_arbiter
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.answers import StoredAnswer, matched
-from quartet.trainers.evaluation import Answer, RewardScorer, answer_prompts, as_completion, score_completions
+from quartet.trainers.evaluation import Answer, RewardScorer, answer_prompts, as_completion, score_groups
 from quartet.trainers.finished import Finished
 from quartet.trainers.generate import run_to_end
 from quartet.trainers.process_roles import process_models
@@ -157,13 +158,19 @@ class Contestant:
         """Answers of an earlier evaluation to the same prompts, scored by these rewards."""
         samples = matched(stored, self.prompts.items)
         items = [item for item in self.prompts if item.prompt_id in samples]
-        groups = [sorted(samples[item.prompt_id], key=lambda answer: answer.sample) for item in items]
-        completions = [
-            [as_completion(self.codec, item, answer.text, answer.finish_reason) for answer in group]
-            for item, group in zip(items, groups, strict=True)
+        # As long as what was sampled; the text is the stored one.
+        answers = [
+            Group(
+                i,
+                item,
+                tuple(
+                    answered(item.token_ids, as_completion(self.codec, item, a.text, a.finish_reason), a.text)
+                    for a in sorted(samples[item.prompt_id], key=lambda answer: answer.sample)
+                ),
+            )
+            for i, item in enumerate(items)
         ]
-        texts = [[answer.text for answer in group] for group in groups]
-        return await score_completions(items, completions, texts, self._scorers(recorder), step=0, finished=finished)
+        return await score_groups(answers, self._scorers(recorder), step=0, finished=finished)
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[RewardScorer]:
         hosts = {role.name: role.host() for role in self.models}

@@ -7,7 +7,7 @@ question as `groups/zero_variance` asks. The reward columns stay with the group 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,10 +16,10 @@ from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import DynamicSamplingConfig
-from quartet.schedule.iteration import Scorer, score_all
+from quartet.schedule.groups import Group
+from quartet.schedule.iteration import Collect, Scorer, score_all
 from quartet.schedule.stream import AdmissionRule, GroupStream, Shortage
 from quartet.trainers.advantages import Judgement
-from quartet.trainers.episodes import AnyGroup, GroupSource
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class DynamicSampling:
     """Scores groups when they are complete and keeps those with variance.
 
     Args:
-        source: of the groups.
+        source: ``index → group``.
+        collect: ``(step, index, groups) → chunk``.
         version: that of the weights now in force, which is also the number of the step.
         scorers: the reward sources.
         judge: scores of a batch with its reward columns.
@@ -44,19 +45,21 @@ class DynamicSampling:
     def __init__(
         self,
         config: DynamicSamplingConfig,
-        source: GroupSource,
+        source: Callable[[int], Awaitable[Group]],
+        collect: Collect[Group, RaggedBatch],
         version: Callable[[], int],
         scorers: Sequence[Scorer[RaggedBatch, ColumnSet]],
         judge: Callable[[RaggedBatch], Judgement],
     ) -> None:
         self.config = config
         self._source = source
+        self._collect = collect
         self._version = version
         self._scorers = scorers
         self._judge = judge
         self._outcomes: dict[int, _Outcome] = {}
 
-    def stream(self, rule: AdmissionRule, *, chunk_size: int) -> GroupStream[AnyGroup]:
+    def stream(self, rule: AdmissionRule, *, chunk_size: int) -> GroupStream[Group]:
         """The stream of groups with variance, replaced in rounds: which requests share the engine's batch must not
         depend on how long a reward takes."""
         return GroupStream(
@@ -69,10 +72,10 @@ class DynamicSampling:
             shortage=self._too_few,
         )
 
-    async def produce(self, index: int) -> AnyGroup:
+    async def produce(self, index: int) -> Group:
         """The group at ``index`` with its reward columns."""
-        group = await self._source.generate(index)
-        chunk = self._source.collect(self._version(), index, [group])
+        group = await self._source(index)
+        chunk = self._collect(self._version(), index, [group])
         columns = tuple(await score_all(self._scorers, chunk))
         judged = self._judge(join(chunk.data, *columns))
         values = judged.shaped_N[judged.applies_N]
@@ -81,7 +84,7 @@ class DynamicSampling:
         self._outcomes[index] = _Outcome(varies, float(scores.sum()), len(scores))
         return replace(group, rewards=columns)
 
-    def accept(self, group: AnyGroup) -> bool:
+    def accept(self, group: Group) -> bool:
         return self._outcomes[group.index].has_variance
 
     def take_metrics(self) -> dict[str, float]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from quartet.batch.columns import ColumnSet
+from quartet.batch.columns import ColumnSet, join
+from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX
 from quartet.config.common import SamplingConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.rewards.combine import LEFT_OUT_PREFIX, combine
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
-from quartet.schedule.groups import PromptGroup, chunk_of
+from quartet.schedule.groups import Group, answered, chunk_of
+from quartet.schedule.iteration import score_all
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.advantages import REWARD_PREFIX
 from quartet.trainers.finished import Finished
 from quartet.trainers.generate import completion_text
+from quartet.trainers.trajectories import Trajectories
 
 CHUNK = 64
 """Answers that are scored together."""
@@ -93,53 +95,57 @@ async def answer_prompts(
     missing = [request for request in requests if request.request_id not in known]
     made = await completer.complete(missing) if missing else []
     known.update({request.request_id: completion for request, completion in zip(missing, made, strict=True)})
-    completions = [known[request.request_id] for request in requests]
-    grouped = [completions[i * samples : (i + 1) * samples] for i in range(len(items))]
-    texts = [
-        [completion_text(codec, item.token_ids, completion) for completion in group]
-        for item, group in zip(items, grouped, strict=True)
-    ]
-    return await score_completions(items, grouped, texts, scorers, step=step, finished=finished)
+    made_of = iter(known[request.request_id] for request in requests)
+    groups = [answers_of(codec, i, item, [next(made_of) for _ in range(samples)]) for i, item in enumerate(items)]
+    return await score_groups(groups, scorers, step=step, finished=finished)
 
 
-async def score_completions(
-    items: Sequence[PromptItem],
-    completions: Sequence[Sequence[Completion]],
-    texts: Sequence[Sequence[str]],
-    scorers: Sequence[RewardScorer],
-    *,
-    step: int,
-    finished: Finished | None = None,
+def answers_of(codec: TextCodec, index: int, item: PromptItem, completions: Sequence[Completion]) -> Group:
+    """Completions of one prompt as trajectories of one turn, with their texts."""
+    ids = item.token_ids
+    return Group(index, item, tuple(answered(ids, made, completion_text(codec, ids, made)) for made in completions))
+
+
+async def score_groups(
+    groups: Sequence[Group], scorers: Sequence[RewardScorer], *, step: int, finished: Finished | None = None
 ) -> list[Answer]:
-    """Answers in order, prompt after prompt, each with the scores of all ``scorers``.
+    """Every trajectory as an answer with the scores of all ``scorers``, prompt after prompt; of several turns the last
+    action is the text.
 
     Args:
         finished: samples that it has scores of are not scored again; those of the others are kept there.
     """
     rewards: dict[tuple[int, int], dict[str, float]] = {}
-    per_chunk = max(1, CHUNK // max(1, max(map(len, completions), default=1)))
-    for number, start in enumerate(range(0, len(items), per_chunk)):
-        members = [(i, r) for i in range(start, min(start + per_chunk, len(items))) for r in range(len(completions[i]))]
+    per_chunk = max(1, CHUNK // max(1, max((len(group.trajectories) for group in groups), default=1)))
+    for number, start in enumerate(range(0, len(groups), per_chunk)):
+        places = range(start, min(start + per_chunk, len(groups)))
+        members = [(i, r) for i in places for r in range(len(groups[i].trajectories))]
         if finished is not None:
             rewards |= {m: finished.rewards[_name(*m)] for m in members if _name(*m) in finished.rewards}
             members = [member for member in members if member not in rewards]
         if members:
-            found = await _scored(items, completions, texts, members, scorers, step=step, number=number)
+            found = await _scored(groups, members, scorers, step=step, number=number)
             rewards |= {member: scores for member, (scores, _) in found.items()}
             for member, (scores, is_whole) in found.items():
                 if finished is not None and is_whole:
                     finished.keep_rewards(_name(*member), scores)
     return [
-        Answer(item, texts[i][r], completion.finish_reason.value, rewards[i, r], r, len(completion.token_ids))
-        for i, item in enumerate(items)
-        for r, completion in enumerate(completions[i])
+        Answer(
+            group.prompt,
+            trajectory.sequences[-1].completion or "",
+            # Cut off is cut off, by whichever limit.
+            "length" if trajectory.finish_reason in CUT_OFF else trajectory.finish_reason,
+            rewards[i, r],
+            r,
+            trajectory.num_emitted,
+        )
+        for i, group in enumerate(groups)
+        for r, trajectory in enumerate(group.trajectories)
     ]
 
 
 async def _scored(
-    items: Sequence[PromptItem],
-    completions: Sequence[Sequence[Completion]],
-    texts: Sequence[Sequence[str]],
+    groups: Sequence[Group],
     members: Sequence[tuple[int, int]],
     scorers: Sequence[RewardScorer],
     *,
@@ -147,13 +153,14 @@ async def _scored(
     number: int,
 ) -> dict[tuple[int, int], tuple[dict[str, float], bool]]:
     """Scores by source of some samples, as (place of the prompt, sample); and whether no source left the sample out."""
-    groups = [
-        PromptGroup(i, items[i], tuple(items[i].token_ids), tuple(completions[i][r] for j, r in members if j == i))
+    picked = [
+        replace(groups[i], trajectories=tuple(groups[i].trajectories[r] for j, r in members if j == i))
         for i in dict.fromkeys(i for i, _ in members)
     ]
-    chunk = chunk_of(step, number, groups, _one_after_the_other([texts[i][r] for i, r in members]))
-    columns = [await scorer.score(chunk) for scorer in scorers]
-    values = {name: column.tolist() for found in columns for name, column in found.sequence.items()}
+    chunk = chunk_of(step, number, picked)
+    batch = join(chunk.data, *await score_all(scorers, chunk))
+    final_N = Trajectories.of(batch).final_N
+    values = {name: column[final_N].tolist() for name, column in batch.sequence.items()}
     scores = {n.removeprefix(REWARD_PREFIX): found for n, found in values.items() if n.startswith(REWARD_PREFIX)}
     left_out = [found for name, found in values.items() if name.startswith(LEFT_OUT_PREFIX)]
     return {
@@ -165,11 +172,6 @@ async def _scored(
 def _name(place: int, sample: int) -> str:
     """Of a sample, in requests and files."""
     return f"eval.{place}.{sample}"
-
-
-def _one_after_the_other(texts: Sequence[str]) -> Callable[[Sequence[int], Completion], str]:
-    following = iter(texts)
-    return lambda prompt_ids, completion: next(following)
 
 
 def as_completion(codec: TextCodec, item: PromptItem, text: str, finish_reason: str) -> Completion:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from quartet.batch.trajectory import TrajectorySequence
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
@@ -79,7 +80,7 @@ def _generated(codec: TextCodec, prompt_ids: Sequence[int], completion: Completi
     return Generated(completion_text(codec, prompt_ids, completion), completion.finish_reason.value, completion)
 
 
-def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion) -> str:
+def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion | TrajectorySequence) -> str:
     """What the completion adds to its prompt, up to a stop string and without special tokens."""
     text = codec.decode_completion(prompt_ids, completion.token_ids)
     return text if completion.text_end is None else text[: completion.text_end]

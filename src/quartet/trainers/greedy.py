@@ -1,57 +1,50 @@
 """The greedy baseline (Li et al. 2024, ReMax): what the most likely response would have scored.
 
-Each group has one greedy response beside those it is trained on. It is scored by the rewards and by nothing else: no
-reference, critic or actor reads it, and it is no part of the batch.
+Each group has one greedy trajectory beside those it is trained on. It travels in their chunk and is scored by the
+rewards, apart from the others, and by nothing else: no reference, critic or actor reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
-from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
-from quartet.rollout.protocol import Completion
-from quartet.schedule.groups import PromptGroup, chunk_of
-from quartet.schedule.iteration import Chunk, Scorer, score_all
-from quartet.trainers.advantages import Judgement
+from quartet.schedule.groups import GREEDY
 from quartet.trainers.estimators import BASELINE
 
 
-@dataclass(frozen=True)
-class GreedyBaseline:
-    """A scorer whose column ``baseline`` ``[S]`` is the shaped score of the greedy response to the sequence's prompt,
-    NaN where no reward applies to it.
+def sampled_and_greedy(batch: RaggedBatch) -> list[list[int]]:
+    """Places of the sequences that were sampled, and of the greedy ones."""
+    is_greedy = batch.sequence[GREEDY].tolist()
+    return [[s for s, found in enumerate(is_greedy) if found == wanted] for wanted in (False, True)]
+
+
+def sampled_only(batch: RaggedBatch) -> list[list[int]]:
+    return sampled_and_greedy(batch)[:1]
+
+
+def with_baseline(
+    batch: RaggedBatch, judge: Callable[[RaggedBatch], torch.Tensor]
+) -> tuple[RaggedBatch, RaggedBatch | None]:
+    """The sampled sequences with the column ``baseline`` ``[S]``, and the greedy ones, with their ``score`` and as they
+    were sampled; where the method has none, the batch as it is.
 
     Args:
-        scorers: the reward sources.
-        texts: ``(prompt ids, completion) → text``.
-        judge: scores of a batch with its reward columns.
+        judge: ``[N]`` shaped score of each trajectory, NaN where no reward applies.
     """
-
-    scorers: Sequence[Scorer[RaggedBatch, ColumnSet]]
-    texts: Callable[[Sequence[int], Completion], str]
-    judge: Callable[[RaggedBatch], Judgement]
-
-    async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
-        groups = _greedy_groups(chunk.data)
-        own = chunk_of(chunk.step, chunk.index, groups, self.texts)
-        judged = self.judge(join(own.data, *await score_all(self.scorers, own)))
-        baseline_N = judged.shaped_N.masked_fill(~judged.applies_N, float("nan"))
-        place = {group.index: n for n, group in enumerate(groups)}
-        owner_S = torch.tensor([place[group] for group in chunk.data.sequence["group"].tolist()])
-        return ColumnSet(chunk.data.ids, sequence={BASELINE: baseline_N[owner_S]})
-
-
-def _greedy_groups(batch: RaggedBatch) -> list[PromptGroup]:
-    """One group per prompt of the batch, in order, with the greedy response as its only member."""
-    first: dict[int, int] = {}
-    for s, group in enumerate(batch.sequence["group"].tolist()):
-        first.setdefault(group, s)
-    prompts, greedy = batch.objects["prompt"], batch.objects["greedy"]
-    return [PromptGroup(group, prompts[s], tuple(prompts[s].token_ids), (greedy[s],)) for group, s in first.items()]
+    if GREEDY not in batch.sequence:
+        return batch, None
+    sampled, greedy = (batch.select(part).pop(GREEDY)[0] for part in sampled_and_greedy(batch))
+    baseline_N = judge(greedy)
+    place = {group: n for n, group in enumerate(greedy.sequence["group"].tolist())}
+    owner_S = torch.tensor([place[group] for group in sampled.sequence["group"].tolist()])
+    kept = {name: greedy.token[name] for name in ("action_mask", "rollout_logprobs", "policy_version")}
+    untrained = torch.zeros(greedy.num_tokens, dtype=torch.bool)
+    greedy = replace(greedy, token={**kept, "loss_mask": untrained}).with_sequence(score=baseline_N)
+    return sampled.with_sequence(**{BASELINE: baseline_N[owner_S]}), greedy
 
 
 def greedy_metrics(batch: RaggedBatch) -> dict[str, float]:

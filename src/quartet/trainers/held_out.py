@@ -27,8 +27,8 @@ from quartet.schedule.worker import Worker
 from quartet.text.examples import PromptText
 from quartet.trainers.answers import StoredAnswer, drop_after, read_answers, step_path, write_answers
 from quartet.trainers.cast import Cast
-from quartet.trainers.episodes import answer_with_episodes
-from quartet.trainers.evaluation import Answer, answer_prompts, sampling_params, weighted_scores
+from quartet.trainers.episodes import together
+from quartet.trainers.evaluation import Answer, answer_prompts, sampling_params, score_groups, weighted_scores
 from quartet.trainers.measures import check_graded, measure, metrics_of, prompt_means, standard_error
 from quartet.trainers.reward_roles import reward_scorers
 from quartet.trainers.run import writing
@@ -164,14 +164,11 @@ class HeldOut:
         scorers = [*cast.reward_scorers(worker), *cast.of_whole_trajectories(own)]
         if cast.environment is not None:
             async with rollout.quiet() as quiet:
-                return await answer_with_episodes(
-                    cast.episode_player(quiet),
-                    cast.evaluation_prompts.items,
-                    sampling_params(config.sampling, cast.codec, 0),
-                    scorers,
-                    step=step,
-                    samples=config.samples_per_prompt,
-                )
+                player, sampling = cast.episode_player(quiet), sampling_params(config.sampling, cast.codec, 0)
+                items, num = cast.evaluation_prompts.items, config.samples_per_prompt
+                # Negative indices: no group of the stream has one.
+                played = [player.group(-1 - i, item, sampling, num, draw=-1) for i, item in enumerate(items)]
+                return await score_groups(await together(played), scorers, step=step)
         return await answer_prompts(
             _EvaluationTurn(rollout, step),
             cast.evaluation_prompts,

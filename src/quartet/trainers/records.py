@@ -7,11 +7,9 @@ import math
 import torch
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX
 from quartet.observe.rollouts import RolloutRecord
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.advantages import REWARD_PREFIX, STEP_PREFIX
-from quartet.trainers.estimators import BASELINE
-from quartet.trainers.generate import completion_text
 from quartet.trainers.process_metrics import STEP_SCORE_PREFIX
 
 _COLUMNS = (
@@ -72,7 +70,7 @@ def rollout_records(batch: RaggedBatch, codec: TextCodec) -> list[RolloutRecord]
                 part=parts[s],
             )
         )
-    return records + (_greedy_records(batch, codec) if "greedy" in batch.objects else [])
+    return records
 
 
 def _mixes_versions(batch: RaggedBatch) -> bool:
@@ -80,36 +78,6 @@ def _mixes_versions(batch: RaggedBatch) -> bool:
     actions = batch.token["action_mask"]
     first = batch.sequence["version"][batch.sequence_index()[actions]]
     return bool((batch.token["policy_version"][actions] != first).any())
-
-
-def _greedy_records(batch: RaggedBatch, codec: TextCodec) -> list[RolloutRecord]:
-    """The responses that were only scored, one per group: behind the group's others, with the baseline as score."""
-    records: dict[int, RolloutRecord] = {}
-    for s, group in enumerate(batch.sequence["group"].tolist()):
-        if group in records:
-            continue
-        item, greedy = batch.objects["prompt"][s], batch.objects["greedy"][s]
-        prompt_ids, response_ids = list(item.token_ids), list(greedy.token_ids)
-        pieces = codec.token_texts([*prompt_ids, *response_ids])
-        columns = {"rollout_logprobs": _rounded(torch.tensor(greedy.logprobs)), "loss_mask": [0.0] * len(response_ids)}
-        records[group] = RolloutRecord(
-            sequence_id=f"{group}.greedy",
-            prompt_id=item.prompt_id,
-            response_index=sum(other == group for other in batch.sequence["group"].tolist()),
-            policy_version=greedy.versions[-1],
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-            prompt_tokens=pieces[: len(prompt_ids)],
-            response_tokens=pieces[len(prompt_ids) :],
-            prompt_text=codec.decode(prompt_ids),
-            response_text=completion_text(codec, prompt_ids, greedy),
-            finish_reason=greedy.finish_reason.value,
-            rewards={},
-            score=_number(float(batch.sequence[BASELINE][s])),
-            group=str(group),
-            columns=columns,
-        )
-    return list(records.values())
 
 
 def _number(value: float) -> float | None:

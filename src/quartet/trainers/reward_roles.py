@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import REWARD_PREFIX
 from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.config.nearest import nearest
@@ -36,7 +37,6 @@ from quartet.text.loading import load_generation_config, load_tokenizer, reads_t
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs
-from quartet.trainers.advantages import REWARD_PREFIX
 
 
 @dataclass(frozen=True)

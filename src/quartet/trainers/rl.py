@@ -21,7 +21,7 @@ from quartet.envs.protocol import Environment
 from quartet.models.loading import save_causal_lm, save_scalar_model, seen_tokens
 from quartet.observe.progress import Progress, Stage
 from quartet.observe.rollouts import RolloutWriter
-from quartet.schedule.groups import staleness_metrics
+from quartet.schedule.groups import ahead_from_state, ahead_state, staleness_metrics
 from quartet.schedule.iteration import run_iteration
 from quartet.schedule.stream import Ahead
 from quartet.train.objectives import trajectory_index
@@ -43,7 +43,6 @@ from quartet.trainers.episodes import episode_metrics
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.greedy import greedy_metrics
 from quartet.trainers.held_out import HeldOut
-from quartet.trainers.in_flight import ahead_from_state, ahead_state
 from quartet.trainers.loader import Passed
 from quartet.trainers.placing import placement_of, shares_reference
 from quartet.trainers.ptx import build_ptx
@@ -313,7 +312,10 @@ class RLTrainer:
         }
         self._adapt_kl(result.experience, step)
         if step % recipe.log.rollouts_every == 0 or done == recipe.steps:
-            records = rollout_records(batch, self.cast.codec)
+            greedy = result.experience.greedy
+            records = [
+                r for part in (batch, greedy) if part is not None for r in rollout_records(part, self.cast.codec)
+            ]
             self.run.write_later("write_rollouts", done, lambda: writer.write(done, records))
         if self.held_out is not None:
             self.held_out.note_training(done, metrics)

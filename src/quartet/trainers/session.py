@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,14 @@ from quartet.config.algorithms import AlgorithmConfig, GroupAlgorithm, Selection
 from quartet.config.placement import AsynchronousPlacement
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.barriers import Barriers
-from quartet.schedule.iteration import Chunk, Roles, Scorer
+from quartet.schedule.groups import Group
+from quartet.schedule.iteration import Chunk, Collect, Roles, Scorer
 from quartet.schedule.iteration import Learner as AnyLearner
 from quartet.schedule.journal import Journal
 from quartet.schedule.learners import Learner, UpdatePlan
 from quartet.schedule.placement import admission_rule, placed_arbiter
 from quartet.schedule.rollout import Rollout
+from quartet.schedule.scorers import PartScorer
 from quartet.schedule.stream import GroupStream
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Objective
@@ -30,8 +32,7 @@ from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.cast import Cast, needs_greedy
 from quartet.trainers.company import Company, PartsMover, Sizes
 from quartet.trainers.dynamic_sampling import DynamicSampling
-from quartet.trainers.episodes import AnyGroup, GroupSource
-from quartet.trainers.greedy import GreedyBaseline
+from quartet.trainers.greedy import sampled_and_greedy, sampled_only
 from quartet.trainers.ptx import PTX
 from quartet.trainers.run import writing
 from quartet.trainers.selection import learned_from, selection_objective
@@ -102,14 +103,14 @@ class Session:
             play.shuffle,
             max_new_tokens=self.recipe.rollout.sampling.max_new_tokens,
         )
-        source = self.cast.group_source(self.rollout, play.on_finished)
+        source = self.cast.source(self.rollout, play.on_finished)
         self.sampling = self._dynamic_sampling(source)
         rule, chunk_size = admission_rule(placement, self.recipe.prompts_per_step), self.recipe.chunk_size
         if self.sampling is None:
-            self.stream = GroupStream(source.generate, rule, chunk_size=chunk_size)
+            self.stream = GroupStream(source, rule, chunk_size=chunk_size)
         else:
             self.stream = self.sampling.stream(rule, chunk_size=chunk_size)
-        self.roles = self._roles(source)
+        self.roles = self._roles()
         self.generated = self.rollout.stats()
 
     def _rollout(self, step: int) -> Rollout:
@@ -150,51 +151,55 @@ class Session:
             path.unlink(missing_ok=True)
             return Journal(script, path)
 
-    def _dynamic_sampling(self, source: GroupSource) -> DynamicSampling | None:
+    def _dynamic_sampling(self, source: Callable[[int], Awaitable[Group]]) -> DynamicSampling | None:
         algorithm = self.recipe.algorithm
         if not isinstance(algorithm, GroupAlgorithm) or algorithm.dynamic_sampling is None:
             return None
         rewards = self.cast.reward_scorers(self.worker)
         return DynamicSampling(
-            algorithm.dynamic_sampling, source, lambda: self.rollout.version, rewards, self._assembler.judge
+            algorithm.dynamic_sampling,
+            source,
+            self.cast.collect,
+            lambda: self.rollout.version,
+            rewards,
+            self._assembler.judge,
         )
 
     # The iteration's roles -------------------------------------------------------------------------------
 
-    def _roles(self, source: GroupSource) -> Roles[AnyGroup, RaggedBatch, Any, Experience]:
+    def _roles(self) -> Roles[Group, RaggedBatch, Any, Experience]:
         recipe = self.recipe
         num_chunks = -(-recipe.prompts_per_step // recipe.chunk_size)
         barriers = Barriers(self.play.company.placement.after, num_chunks=num_chunks)
         return Roles(
             stream=self.stream,
-            collect=barriers.collect(self._collected(source)),
+            collect=barriers.collect(self._collected()),
             scorers=[barriers.scorer(stage, scorer) for stage, scorer in self._scorers()],
             assemble=self._assemble,
             learners=[barriers.learner(f"train_{role}", learner) for role, learner in self._learners()],
             publish=self.rollout.publish,
         )
 
-    def _collected(self, source: GroupSource) -> Callable[[int, int, Sequence[Any]], Chunk[RaggedBatch]]:
+    def _collected(self) -> Collect[Group, RaggedBatch]:
         """Chunks of groups, of which the journal is told; followed, it compares them."""
         journal = self.journal
         if journal is None:
-            return source.collect
+            return self.cast.collect
 
-        def collect(step: int, index: int, groups: Sequence[Any]) -> Chunk[RaggedBatch]:
+        def collect(step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
             journal.consume(step, index, [group.consumed() for group in groups])
-            return source.collect(step, index, groups)
+            return self.cast.collect(step, index, groups)
 
         return collect
 
     def _scorers(self) -> list[tuple[str, Scorer[RaggedBatch, ColumnSet]]]:
-        """With their stages: rewards, unless groups come with theirs; a greedy baseline where there is one; columns."""
-        cast, rewards = self.cast, self.cast.reward_scorers(self.worker)
-        found: list[tuple[str, Scorer[RaggedBatch, ColumnSet]]] = []
-        if self.sampling is None:
-            found += [("reward", scorer) for scorer in rewards]
-        if needs_greedy(self.recipe):
-            found.append(("reward", GreedyBaseline(rewards, cast.completion_text, self._assembler.judge)))
-        return found + [(scorer.column, scorer) for scorer in cast.column_scorers(self.worker)]
+        """With their stages: rewards, unless groups come with theirs, and columns, which greedy responses have not."""
+        rewards = self.cast.reward_scorers(self.worker) if self.sampling is None else []
+        columns = self.cast.column_scorers(self.worker)
+        if not needs_greedy(self.recipe):
+            return [*(("reward", scorer) for scorer in rewards), *((scorer.column, scorer) for scorer in columns)]
+        apart = [("reward", PartScorer(scorer, sampled_and_greedy)) for scorer in rewards]
+        return [*apart, *((scorer.column, PartScorer(scorer, sampled_only)) for scorer in columns)]
 
     def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
         with self.play.recorder.span("advantages", step=chunks[0][0].step):

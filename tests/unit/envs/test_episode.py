@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -13,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
 from quartet.config.environments import EnvironmentConfig
 from quartet.config.errors import UserError
-from quartet.envs.episode import Episode, EpisodeEnd, EpisodeError, EpisodeLimits, play_episode
+from quartet.envs.episode import EpisodeError, EpisodeLimits, play_episode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult, environment_factory
 from quartet.envs.transcript import Action
 from quartet.text.tokenizer import TextCodec
 
 ITEM = Item("begin", {"answer": 3}, "row7", seed=11)
+STEPS = STEP_PREFIX + "environment"
 
 
 class Counting:
@@ -58,48 +61,52 @@ class Scripted:
         return Action(ids, (-1.0,) * len(ids), (0,) * len(ids), "length")
 
 
-def play(environment: Any, generate: Any, codec: TextCodec, **limits: Any) -> Episode:
+def play(environment: Any, generate: Any, codec: TextCodec, **limits: Any) -> Trajectory:
     values = {"max_turns": 5, "max_sequence_tokens": 100, **limits}
     return asyncio.run(
         play_episode(EnvironmentFactory(lambda: environment), ITEM, generate, codec, EpisodeLimits(**values))
     )
 
 
+def earned(episode: Trajectory) -> float:
+    return episode.scores["environment"]
+
+
 def test_an_episode_from_reset_to_done(plain: TextCodec) -> None:
     environment, generate = Counting(), Scripted(plain, ["a", "bb", "c"])
     episode = play(environment, generate, plain)
     assert environment.seen == [ITEM, "a", "bb", "c"] and environment.closed == 1
-    assert (episode.num_turns, episode.reward, episode.end) == (3, 1.5, EpisodeEnd.DONE)
+    assert (episode.num_turns, earned(episode), episode.end) == (3, 1.5, TrajectoryEnd.DONE)
     (only,) = episode.sequences
     assert plain.decode((*only.prompt_ids, *only.token_ids)) == "begin:a 0:bb 1:c"
-    assert only.rewards == (0.5, *[0.0] * 3, *[0.0] * 2, *[0.0] * 3, 1.0)
+    assert only.columns[STEPS] == (0.5, *[0.0] * 3, *[0.0] * 2, *[0.0] * 3, 1.0)
     for token_ids, turn, room in generate.asked:
         assert room == 100 - len(token_ids)
         assert plain.decode(token_ids) == "begin:a 0:bb 1:"[: (6, 10, 15)[turn]]
 
 
 def test_without_rewards_there_is_none(plain: TextCodec) -> None:
-    assert play(Counting(rewards=(None,)), Scripted(plain, ["a"] * 3), plain).reward is None
-    assert play(Counting(rewards=(0.0,)), Scripted(plain, ["a"] * 3), plain).reward == 0.0
+    assert math.isnan(play(Counting(rewards=(None,)), Scripted(plain, ["a"] * 3), plain).scores["environment"])
+    assert earned(play(Counting(rewards=(0.0,)), Scripted(plain, ["a"] * 3), plain)) == 0.0
 
 
 @pytest.mark.parametrize("reward", [np.float32(0.5), torch.tensor(0.5), np.array(0.5)])
 def test_a_reward_may_be_a_scalar_of_numpy_or_torch(plain: TextCodec, reward: Any) -> None:
     episode = play(Failing(StepResult(None, reward=reward, done=True)), Scripted(plain, ["a"]), plain)
-    assert episode.reward == 0.5 and type(episode.reward) is float
+    assert earned(episode) == 0.5 and type(earned(episode)) is float
 
 
 def test_max_turns_cut_an_episode_off(plain: TextCodec) -> None:
     environment = Counting(turns=9)
     episode = play(environment, Scripted(plain, ["a"] * 9), plain, max_turns=2)
-    assert (episode.num_turns, episode.end, environment.closed) == (2, EpisodeEnd.MAX_TURNS, 1)
+    assert (episode.num_turns, episode.end, environment.closed) == (2, TrajectoryEnd.MAX_TURNS, 1)
 
 
 @pytest.mark.parametrize(("limit", "turns"), [(7, 1), (10, 1), (11, 2), (14, 2), (15, 3)])
 def test_an_episode_that_no_longer_fits_is_cut_off(plain: TextCodec, limit: int, turns: int) -> None:
     """``begin:`` has 6 tokens; an action 1, an observation 3."""
     episode = play(Counting(turns=9), Scripted(plain, ["a"] * 9), plain, max_sequence_tokens=limit)
-    assert (episode.num_turns, episode.end) == (turns, EpisodeEnd.MAX_TURNS if turns == 5 else EpisodeEnd.CONTEXT)
+    assert (episode.num_turns, episode.end) == (turns, TrajectoryEnd.MAX_TURNS if turns == 5 else TrajectoryEnd.CONTEXT)
     assert all(len(s.prompt_ids) + len(s.token_ids) <= limit for s in episode.sequences)
 
 
@@ -107,7 +114,7 @@ def test_a_turn_gets_no_more_room_than_is_left(plain: TextCodec) -> None:
     generate = Scripted(plain, ["abcdef"] * 3)
     episode = play(Counting(), generate, plain, max_sequence_tokens=9)
     assert [room for _, _, room in generate.asked] == [3]
-    assert len(episode.sequences[0].token_ids) == 3 and episode.end is EpisodeEnd.CONTEXT
+    assert len(episode.sequences[0].token_ids) == 3 and episode.end is TrajectoryEnd.CONTEXT
 
 
 class Rewriting(Counting):
@@ -120,7 +127,7 @@ def test_a_limit_on_all_sequences_together(plain: TextCodec) -> None:
     """``begin:`` and an action are 7 tokens, a later state and its action 8."""
     for limit, turns in ((22, 2), (23, 3)):
         episode = play(Rewriting(turns=9), Scripted(plain, ["a"] * 9), plain, max_tokens=limit)
-        assert (episode.num_turns, len(episode.sequences), episode.end) == (turns, turns, EpisodeEnd.CONTEXT)
+        assert (episode.num_turns, len(episode.sequences), episode.end) == (turns, turns, TrajectoryEnd.CONTEXT)
 
 
 def test_a_first_state_without_room_is_refused(plain: TextCodec) -> None:

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quartet.batch.trajectory import STEP_PREFIX, TrajectorySequence
 from quartet.config.errors import UserError
 from quartet.envs.protocol import Observation
-from quartet.envs.transcript import Action, EpisodeSequence, Transcript
+from quartet.envs.transcript import SOURCE, Action, Transcript
 from quartet.text.tokenizer import TextCodec
 
 IdsOf = Callable[[TextCodec, str], tuple[int, ...]]
 END = "<|im_end|>"
+STEPS = STEP_PREFIX + SOURCE
 
 
 def action(
@@ -26,12 +28,12 @@ def action(
     return Action(token_ids, logprobs, (3,) * len(token_ids), reason, text_end)
 
 
-def actions_of(sequences: tuple[EpisodeSequence, ...], name: str) -> list[Any]:
+def actions_of(sequences: tuple[TrajectorySequence, ...], name: str) -> list[Any]:
     """A column on the action tokens of all sequences, in order."""
     return [
         value
         for sequence in sequences
-        for value, is_action in zip(getattr(sequence, name), sequence.action_mask, strict=True)
+        for value, is_action in zip({**vars(sequence), **sequence.columns}[name], sequence.action_mask, strict=True)
         if is_action
     ]
 
@@ -75,7 +77,7 @@ def test_a_rewritten_state_begins_another_sequence(plain: TextCodec, ids_of: Ids
     assert one.prompt_ids == tuple(plain.encode_prompt("read this"))
     assert two.prompt_ids == tuple(plain.encode_prompt("you wrote: note. now?"))
     assert (one.token_ids, two.token_ids) == (first, second)
-    assert one.rewards == (0.0, 0.0, 0.0, 0.0, 0.5) and two.rewards == (0.0, -1.0)
+    assert one.columns[STEPS] == (0.0, 0.0, 0.0, 0.0, 0.5) and two.columns[STEPS] == (0.0, -1.0)
     assert one.logprobs == (-1.0, -1.25, -1.5, -1.75, -2.0)
     assert (one.state, two.state) == ("read this", "you wrote: note. now?")
     assert (one.completion, two.completion) == ("note", "47")
@@ -224,12 +226,12 @@ def test_any_text_episode(plain: TextCodec, ids_of: IdsOf, episode: Any) -> None
     expected = [-float(turn) - 0.25 * n for turn, ids in enumerate(sampled) for n in range(len(ids))]
     assert actions_of(sequences, "logprobs") == expected
     ends = list(accumulate(len(ids) for ids in sampled))
-    earned = actions_of(sequences, "rewards")
+    earned = actions_of(sequences, STEPS)
     assert [earned[end - 1] for end in ends] == rewards and sum(map(abs, earned)) == sum(rewards)
     assert sum(s.num_turns for s in sequences) == len(turns)
     for sequence in sequences:
         assert sequence.action_mask[-1], "nothing follows the last action"
-        columns = (sequence.logprobs, sequence.rewards)
+        columns = (sequence.logprobs, sequence.columns[STEPS])
         assert all(v == 0 for c in columns for v, a in zip(c, sequence.action_mask, strict=True) if not a)
 
 

@@ -28,7 +28,7 @@ from quartet.rollout.protocol import (
 )
 from quartet.schedule.clock import now, run_virtual
 from quartet.schedule.engine_host import CanaryProbe, EngineHost
-from quartet.schedule.groups import PromptGroup
+from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
 from quartet.schedule.journal import Journal
 from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
@@ -147,7 +147,7 @@ class Actor:
 
 
 ROLES = ("rollout", "actor", "critic", "reward")
-Steps = list[list[PromptGroup]]
+Steps = list[list[Group]]
 
 
 @dataclass
@@ -205,7 +205,7 @@ class World:
             max_running=self.max_running,
             journal=self.journal,
         )
-        self.stream: GroupStream[PromptGroup] = GroupStream(
+        self.stream: GroupStream[Group] = GroupStream(
             self.rollout.generate,
             AdmissionRule(self.prompts_per_step, self.max_staleness),
             chunk_size=self.chunk_size,
@@ -246,7 +246,7 @@ class World:
             await self.rollout.close()
         return self.steps
 
-    def _collect(self, step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk[list[PromptGroup]]:
+    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk[list[Group]]:
         if index == 0:
             self.steps.append([])
         self.steps[-1] += groups
@@ -259,7 +259,7 @@ class _Scorer:
     role: str
     of_step: bool
 
-    async def score(self, chunk: Chunk[list[PromptGroup]]) -> float:
+    async def score(self, chunk: Chunk[list[Group]]) -> float:
         reads = {self.role: chunk.step} if self.of_step else {}
         async with self.world.worker.turn(
             self.role, "forward", "score", step=chunk.step, chunk=chunk.index, reads=reads
@@ -316,10 +316,11 @@ def check(world: World, steps: Steps, num_steps: int) -> None:
     ]
     for step, groups in enumerate(steps):
         for group in groups:
-            assert [c.request_id for c in group.completions] == [f"{group.index}.{r}" for r in range(world.responses)]
-            for completion in group.completions:
+            assert len(group.trajectories) == world.responses
+            for r, trajectory in enumerate(group.trajectories):
+                (completion,) = trajectory.sequences
                 versions = completion.versions
-                assert len(versions) == world.lengths(completion.request_id)
+                assert len(versions) == world.lengths(f"{group.index}.{r}")
                 assert list(versions) == sorted(versions) and step - (world.max_staleness or 0) <= versions[0]
                 assert versions[-1] <= step and completion.logprobs == tuple(map(logprob_of, versions))
                 assert world.in_flight == "pick_up" or versions[0] == versions[-1]
@@ -350,7 +351,8 @@ def test_every_random_run_ends_within_its_bounds(block: int) -> None:
 
         steps = await world.collected(num_steps, evaluate)
         check(world, steps, num_steps)
-        return sum(c.versions[0] < c.versions[-1] for groups in steps for g in groups for c in g.completions)
+        made = [t.sequences[0].versions for groups in steps for g in groups for t in g.trajectories]
+        return sum(versions[0] < versions[-1] for versions in made)
 
     mixed = sum(run_virtual(main(seed)) for seed in range(block * 12, block * 12 + 12))
     assert mixed > 5, "new weights come into running responses often enough to be tested"
@@ -428,7 +430,7 @@ def test_what_an_engine_refuses_or_computes_wrongly_reaches_those_who_asked() ->
             return_exceptions=True,
         )
         group, refused, failed = found
-        assert isinstance(group, PromptGroup) and len(group.completions) == 2
+        assert isinstance(group, Group) and len(group.trajectories) == 2
         assert isinstance(refused, UserError) and refused.found == "x"
         assert isinstance(failed, GenerationError) and failed.request_ids == ("3.1",)
         assert [ids for kind, ids in world.engines[0].log if kind == "cancel"] == []
@@ -465,7 +467,7 @@ def test_finishing_on_old_weights_waits_for_no_more_than_what_runs(max_running: 
         await _Learner(world, "actor").train(None, 0)
         await world.rollout.publish(1)
         done = await asyncio.gather(*groups)
-        return [{v for c in g.completions for v in c.versions} for g in done]
+        return [{v for t in g.trajectories for v in t.sequences[0].versions} for g in done]
 
     versions = run_virtual(main())
     assert versions == ([{0}] * 4 if max_running is None else [{0}, {0}, {1}, {1}])

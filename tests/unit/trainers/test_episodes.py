@@ -16,6 +16,7 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.batch.prefixes import MIN_SHARED
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd, TrajectorySequence
 from quartet.config import UserError
 from quartet.config.algorithms import DAPO, GRPO, PPO, RLOO, KLConfig, OverlongConfig, ReMax
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
@@ -23,34 +24,36 @@ from quartet.config.environments import EnvironmentConfig
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.data.datasets import PromptItem
-from quartet.envs.episode import Episode, EpisodeEnd, EpisodeLimits
+from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
-from quartet.envs.transcript import EpisodeSequence
+from quartet.envs.transcript import SOURCE
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
+from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.learners import UpdatePlan
+from quartet.schedule.scorers import PartScorer
 from quartet.trainers.advantages import Assembler, Experience
-from quartet.trainers.episodes import EpisodeGroup, EpisodePlayer, FinalScorer, episode_chunk, episode_metrics
+from quartet.trainers.episodes import EpisodePlayer, episode_metrics
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.trajectories import Trajectories, num_emitted
+from quartet.trainers.trajectories import Trajectories, last_ones, num_emitted
 
 NO_KL = KLConfig(coef=0.0)
 
 
 def sequence(
     prompt: Sequence[int], tokens: str, rewards: Sequence[float] = (), *, state: str = "state", reason: str = "stop"
-) -> EpisodeSequence:
+) -> TrajectorySequence:
     """``tokens``: ``a`` for an action, ``o`` for an observation; ``rewards`` of the runs of actions, in order."""
     ends = [i for i, kind in enumerate(tokens) if kind == "a" and tokens[i + 1 : i + 2] != "a"]
     by_place = dict(zip(ends, rewards, strict=False))
-    return EpisodeSequence(
+    return TrajectorySequence(
         prompt_ids=tuple(prompt),
         token_ids=tuple(10 + i for i in range(len(tokens))),
         action_mask=tuple(kind == "a" for kind in tokens),
         logprobs=tuple(-0.5 if kind == "a" else 0.0 for kind in tokens),
-        rewards=tuple(by_place.get(i, 0.0) for i in range(len(tokens))),
+        columns={STEP_PREFIX + SOURCE: tuple(by_place.get(i, 0.0) for i in range(len(tokens)))},
         versions=tuple(2 if kind == "a" else -1 for kind in tokens),
         state=state,
         completion=f"{len(tokens)} tokens",
@@ -59,24 +62,24 @@ def sequence(
     )
 
 
-def group(index: int, *episodes: Episode) -> EpisodeGroup:
-    return EpisodeGroup(index, PromptItem(f"p{index}", (5, 6), "ask", {"answer": "4"}, ""), episodes)
+def group(index: int, *episodes: Trajectory) -> Group:
+    return Group(index, PromptItem(f"p{index}", (5, 6), "ask", {"answer": "4"}, ""), episodes)
 
 
-def episode(*sequences: EpisodeSequence, end: EpisodeEnd = EpisodeEnd.DONE, reward: float | None = None) -> Episode:
-    total = sum(r for s in sequences for r in s.rewards) if reward is None else reward
-    return Episode(tuple(sequences), sum(s.num_turns for s in sequences), total, end)
+def episode(*sequences: TrajectorySequence, end: TrajectoryEnd = TrajectoryEnd.DONE) -> Trajectory:
+    total = sum(r for s in sequences for r in s.columns[STEP_PREFIX + SOURCE])
+    return Trajectory(tuple(sequences), end, {SOURCE: total})
 
 
 REWRITTEN = episode(
     sequence([5, 6], "aa", [0.5], state="first"), sequence([7, 8, 9], "aoa", [-0.25, 2.0], state="last")
 )
 EXTENDED = episode(sequence([5, 6], "aooaa", [0.0, 1.0]))
-CUT_OFF = episode(sequence([5, 6], "a", [0.0]), end=EpisodeEnd.MAX_TURNS)
+CUT_OFF = episode(sequence([5, 6], "a", [0.0]), end=TrajectoryEnd.MAX_TURNS)
 
 
 def two_groups() -> Chunk[RaggedBatch]:
-    return episode_chunk(4, 1, [group(0, REWRITTEN, EXTENDED), group(3, EXTENDED, CUT_OFF)])
+    return chunk_of(4, 1, [group(0, REWRITTEN, EXTENDED), group(3, EXTENDED, CUT_OFF)])
 
 
 # Layout --------------------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def test_a_chunk_holds_every_sequence_behind_its_own_state() -> None:
 def test_states_that_begin_alike_share_their_tokens() -> None:
     head = list(range(20, 20 + MIN_SHARED))
     found = episode(sequence([*head, 1], "a"), sequence([*head, 2, 3], "a"))
-    batch = episode_chunk(0, 0, [group(0, found)]).data
+    batch = chunk_of(0, 0, [group(0, found)]).data
     assert batch.segment_lengths == (MIN_SHARED, 1, 2, 1, 1)
     assert batch.token_ids(0) == [*head, 1, 10] and batch.token_ids(1) == [*head, 2, 3, 10]
 
@@ -163,7 +166,7 @@ def slow_gae(rewards: Sequence[float], values: Sequence[float], gamma: float, la
 
 def test_one_gae_runs_over_both_sequences() -> None:
     """Worked by hand, gamma 1 and lambda 0.5: the last reward reaches the first sequence's tokens."""
-    chunk = episode_chunk(0, 0, [group(0, episode(sequence([5, 6], "aa"), sequence([7], "aoa", [0.0, 1.0])))])
+    chunk = chunk_of(0, 0, [group(0, episode(sequence([5, 6], "aa"), sequence([7], "aoa", [0.0, 1.0])))])
     config = PPO(kl=NO_KL, gae_lambda=0.5, whiten_advantages=False)
     experience = assemble(config, chunk, values=[0.1, 0.2, 0.4, 0.8])
     assert on_actions(experience, "token_rewards") == [0.0, 0.0, 0.0, 1.0]
@@ -216,7 +219,7 @@ def test_groups_compare_trajectories(config: Any) -> None:
 
 def test_equal_trajectories_give_exactly_zero() -> None:
     same = [group(0, REWRITTEN, episode(sequence([5, 6], "aa", [2.25])))]
-    experience = assemble(GRPO(kl=NO_KL), episode_chunk(0, 0, same))
+    experience = assemble(GRPO(kl=NO_KL), chunk_of(0, 0, same))
     assert on_actions(experience, "advantages") == [0.0] * 6
     assert experience.metrics["groups/zero_variance"] == 1.0
 
@@ -242,7 +245,7 @@ def test_a_source_of_reward_sees_each_trajectory_once() -> None:
             return ColumnSet(batch.ids, {"place": places}, {"reward/length": lengths})
 
     chunk = two_groups()
-    found = asyncio.run(FinalScorer(Lengths()).score(chunk))
+    found = asyncio.run(PartScorer(Lengths(), last_ones).score(chunk))
     assert seen[0].ids == ("0.0.1", "0.1", "3.0", "3.1")
     assert seen[0].objects["completion"][0] == "3 tokens" and seen[0].objects["prompt"][0].prompt == "last"
     lengths = found.sequence["reward/length"].tolist()
@@ -315,7 +318,7 @@ ITEM = PromptItem("p1", (3, 4), "1+2=", {}, "")
 
 
 def test_what_is_sampled_depends_on_place_and_turn_alone(codec: Any) -> None:
-    def played(**changes: Any) -> tuple[EpisodeGroup, dict[str, int]]:
+    def played(**changes: Any) -> tuple[Group, dict[str, int]]:
         engine = Recording()
         found = asyncio.run(player(codec, engine, **changes).group(7, ITEM, SamplingParams(max_new_tokens=4), 3))
         return found, {r.request_id: r.sampling.seed for r in engine.requests}

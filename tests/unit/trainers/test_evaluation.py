@@ -17,12 +17,19 @@ from quartet.data.readers import Row
 from quartet.models.loading import packed_causal_lm
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import SamplingParams
-from quartet.schedule.groups import PromptGroup, chunk_of
+from quartet.schedule.groups import chunk_of
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.advantages import Assembler
-from quartet.trainers.evaluation import Answer, answer_prompts, as_completion, sampling_params, weighted_scores
-from quartet.trainers.generate import completion_text, generate, run_to_end
+from quartet.trainers.evaluation import (
+    Answer,
+    answer_prompts,
+    answers_of,
+    as_completion,
+    sampling_params,
+    weighted_scores,
+)
+from quartet.trainers.generate import generate, run_to_end
 from quartet.trainers.records import rollout_records
 
 
@@ -151,10 +158,9 @@ def test_records_keep_every_token_with_its_columns(causal_lm: Any, codec: TextCo
     prompts = [item.prompt for item in data][:2]
     found = generate(packed, codec, prompts, sampling, num_responses=2)
     groups = [
-        PromptGroup(7 + k, data.item(k), data.item(k).token_ids, tuple(answer.completion for answer in group))
-        for k, group in enumerate(found)
+        answers_of(codec, 7 + k, data.item(k), [answer.completion for answer in group]) for k, group in enumerate(found)
     ]
-    chunk = chunk_of(3, 0, groups, lambda ids, completion: completion_text(codec, ids, completion))
+    chunk = chunk_of(3, 0, groups)
     scores = ColumnSet(chunk.data.ids, sequence={"reward/a": torch.tensor([1.0, 2.0, math.nan, 4.0])})
     assembler = Assembler(RLOO(kl=KLConfig(coef=0.0)), {"a": 1.0}, lambda: 0.0)
     records = rollout_records(assembler([(chunk, [scores])]).batch, codec)

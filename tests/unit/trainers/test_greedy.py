@@ -13,17 +13,19 @@ import torch
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import Trajectory
 from quartet.config.algorithms import GRPO, KLConfig, ReMax
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
 from quartet.schedule import model_host
-from quartet.schedule.groups import PromptGroup, chunk_of
+from quartet.schedule.groups import Group, answered, chunk_of
 from quartet.schedule.iteration import Chunk
-from quartet.trainers.advantages import Assembler
+from quartet.schedule.scorers import PartScorer
+from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.generate import generate
-from quartet.trainers.greedy import GreedyBaseline, greedy_metrics
+from quartet.trainers.greedy import greedy_metrics, sampled_and_greedy, sampled_only
 from quartet.trainers.rl import RLTrainer
 
 PROMPTS, RESPONSES = 3, 2
@@ -166,30 +168,54 @@ def _completion(token: int, reason: FinishReason = FinishReason.STOP) -> Complet
 
 
 def _chunk(greedy: list[Completion]) -> Chunk[RaggedBatch]:
-    groups = [
-        PromptGroup(7 + g, PromptItem(f"p{g}", (1, 2), "x", {}, ""), (1, 2), (_completion(10), _completion(11)), one)
-        for g, one in enumerate(greedy)
-    ]
-    return chunk_of(3, 0, groups, lambda ids, completion: str(completion.token_ids[0]))
+    def made(completion: Completion) -> Trajectory:
+        return answered((1, 2), completion, str(completion.token_ids[0]))
+
+    sampled = made(_completion(10)), made(_completion(11))
+    groups = [Group(7 + g, PromptItem(f"p{g}", (1, 2), "x", {}, ""), sampled, made(c)) for g, c in enumerate(greedy)]
+    return chunk_of(3, 0, groups)
 
 
-def _baseline(chunk: Chunk[RaggedBatch], scores: dict[str, float]) -> ColumnSet:
-    judge = Assembler(ReMax(missing_eos_penalty=0.5), {"score": 2.0}, lambda: 0.0).judge
-    scorer = GreedyBaseline([Scores(scores)], lambda ids, completion: str(completion.token_ids[0]), judge)
-    return asyncio.run(scorer.score(chunk))
+def _assembled(chunk: Chunk[RaggedBatch], scores: dict[str, float]) -> Experience:
+    scored = asyncio.run(PartScorer(Scores(scores), sampled_and_greedy).score(chunk))
+    return Assembler(ReMax(kl=KLConfig(coef=0.0), missing_eos_penalty=0.5), {"score": 2.0}, lambda: 0.0)(
+        [(chunk, [scored])]
+    )
 
 
 def test_the_column_is_the_weighted_shaped_score_of_the_sequences_own_prompt() -> None:
     chunk = _chunk([_completion(20), _completion(21, FinishReason.LENGTH)])
-    found = _baseline(chunk, {"20": 1.0, "21": 3.0})
-    assert found.ids == chunk.data.ids
-    assert found.sequence["baseline"].tolist() == [2.0, 2.0, 5.5, 5.5]
+    assert chunk.data.ids == ("7.0", "7.1", "7.greedy", "8.0", "8.1", "8.greedy")
+    found = _assembled(chunk, {"10": 4.0, "11": 5.0, "20": 1.0, "21": 3.0})
+    assert found.batch.ids == ("7.0", "7.1", "8.0", "8.1")
+    assert found.batch.sequence["baseline"].tolist() == [2.0, 2.0, 5.5, 5.5]
+    acted = found.batch.token["action_mask"]
+    assert found.batch.token["advantages"][acted].tolist() == [6.0, 8.0, 2.5, 4.5]
 
 
 def test_where_no_reward_applies_there_is_no_baseline() -> None:
     chunk = _chunk([_completion(20), _completion(21)])
-    found = _baseline(chunk, {"20": math.nan, "21": 3.0})
-    assert found.sequence["baseline"].isnan().tolist() == [True, True, False, False]
-    batch = chunk.data.with_sequence(**found.sequence)
+    batch = _assembled(chunk, {"10": 4.0, "11": 5.0, "20": math.nan, "21": 3.0}).batch
+    assert batch.sequence["baseline"].isnan().tolist() == [True, True, False, False]
     assert greedy_metrics(batch) == {"reward/greedy_mean": 6.0}
     assert greedy_metrics(chunk.data) == {}
+
+
+def test_sampled_and_greedy_sequences_are_scored_apart_as_if_they_were_alone() -> None:
+    """The batches that scorers see are those of a method without a baseline, and of the greedy responses alone."""
+    seen: list[RaggedBatch] = []
+
+    class Seeing:
+        async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+            seen.append(chunk.data)
+            places = torch.arange(chunk.data.num_tokens, dtype=torch.float32)
+            return ColumnSet(chunk.data.ids, {"place": places})
+
+    chunk = _chunk([_completion(20), _completion(21)])
+    both = asyncio.run(PartScorer(Seeing(), sampled_and_greedy).score(chunk)).token["place"]
+    one = asyncio.run(PartScorer(Seeing(), sampled_only).score(chunk)).token["place"]
+    sampled, greedy, again = seen
+    assert sampled.ids == again.ids == ("7.0", "7.1", "8.0", "8.1") and greedy.ids == ("7.greedy", "8.greedy")
+    assert sampled.input_ids.tolist() == [1, 2, 10, 11, 1, 2, 10, 11] and sampled.parents == (-1, 0, 0, -1, 3, 3)
+    assert greedy.input_ids.tolist() == [1, 2, 20, 1, 2, 21]
+    assert both.tolist() == [0, 0, 2, 3, 2, 0, 0, 6, 7, 5] and one.tolist() == [0, 0, 2, 3, 0, 0, 0, 6, 7, 0]

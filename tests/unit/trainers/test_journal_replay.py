@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import Trajectory
 from quartet.config.algorithms import GRPO
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.placement import InFlight
@@ -24,7 +25,7 @@ from quartet.rollout.protocol import Completion
 from quartet.rollout.weights import own_copy
 from quartet.schedule.clock import now, run_virtual
 from quartet.schedule.engine_host import EngineHost
-from quartet.schedule.groups import PromptGroup, chunk_of, staleness_metrics
+from quartet.schedule.groups import Group, staleness_metrics
 from quartet.schedule.handles import Handle, Here
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
 from quartet.schedule.journal import Diverged, Event, Journal
@@ -98,16 +99,16 @@ class Parity:
 
 @dataclass
 class Found:
-    groups: list[PromptGroup] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     answers: list[Completion] = field(default_factory=list)
     staleness: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
-    def responses(self) -> list[tuple[Completion, ...]]:
-        return [group.completions for group in self.groups]
+    def responses(self) -> list[tuple[Trajectory, ...]]:
+        return [group.trajectories for group in self.groups]
 
     def versions(self) -> list[tuple[int, ...]]:
-        return [completion.versions for group in self.groups for completion in group.completions]
+        return [found.sequences[0].versions for group in self.groups for found in group.trajectories]
 
 
 @pytest.fixture
@@ -156,10 +157,10 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
     )
     stream = GroupStream(rollout.generate, AdmissionRule(RECIPE.prompts_per_step, 1), chunk_size=1)
 
-    def collect(step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk[RaggedBatch]:
+    def collect(step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
         journal.consume(step, index, [group.consumed() for group in groups])
         found.groups += groups
-        return chunk_of(step, index, groups, cast.completion_text)
+        return cast.collect(step, index, groups)
 
     def policy(step: int, is_first: bool) -> PolicyObjective:
         found.staleness.append(staleness_metrics(experiences[step].batch, step)["staleness/max"])

@@ -35,7 +35,6 @@ from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion
 from quartet.schedule.engine_host import CanaryProbe, EngineHost
-from quartet.schedule.groups import chunk_of
 from quartet.schedule.handles import Here
 from quartet.schedule.local import local_arbiter
 from quartet.schedule.rollout import Rollout
@@ -165,14 +164,14 @@ async def rolled_out(
     worker = Worker(local_arbiter(cast.sizes(), version=0), recorder)
     rollout = rollout_of(cast, worker)
     reference: Any = next(s for s in cast.scorers(worker) if getattr(s, "role", "") == "reference")
-    chunk = chunk_of(0, 0, [await rollout.generate(0)], cast.completion_text)
+    chunk = cast.collect(0, 0, [await rollout.generate(0)])
     running = asyncio.gather(*(rollout.generate(index) for index in (1, 2)))
     columns = []
     while scored and not running.done():
         columns.append((await reference.score(chunk)).token["ref_logprobs"])
         await asyncio.sleep(0)
     groups = await running
-    return [completion for group in groups for completion in group.completions], chunk.data, columns
+    return [trajectory for group in groups for trajectory in group.trajectories], chunk.data, columns
 
 
 def test_generation_and_reference_passes_do_not_disturb_each_other(

@@ -1,0 +1,95 @@
+"""What a policy did with one prompt, token by token: a single turn is a trajectory of one sequence with one action.
+
+::
+
+    prompt_ids    what the policy read first
+    token_ids     7 8 </s>     5 6          9 </s>
+    action_mask   1 1 1        0 0          1 1
+                  action       observation  action
+
+Everything but ``prompt_ids`` and ``token_ids`` can be known without the tokens themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+REWARD_PREFIX = "reward/"
+"""Sequence columns of reward sources, read at a trajectory's last sequence: NaN where a source does not apply."""
+STEP_PREFIX = "step_reward/"
+"""Token columns of sources whose score is a sum of rewards earned on the way: what each action token earned."""
+
+
+@dataclass(frozen=True)
+class TrajectorySequence:
+    """A run of turns whose states extend each other.
+
+    Attributes:
+        prompt_ids: tokens of its first state.
+        token_ids: what follows, from the first action's first token to the last action's last one.
+        action_mask, logprobs, versions: per token of ``token_ids``: whether the policy emitted it, its log-probability
+            under the engine in nats (0 for observations), and the version of the weights that sampled it (-1 for
+            observations).
+        finish_reason: of the last action.
+        num_turns: actions.
+        columns: more token fields by name, one number per token of ``token_ids``.
+        state: what the last action answers, as text or messages; None for the data set's prompt.
+        completion: the last action as text, up to a stop string; None where it is decoded when it is needed.
+        text_end: characters of the last action's text before the stop string; None without one.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    action_mask: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: str
+    num_turns: int = 1
+    columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    state: Any = None
+    completion: str | None = None
+    text_end: int | None = None
+
+
+class TrajectoryEnd(StrEnum):
+    DONE = "done"
+    MAX_TURNS = "max_turns"
+    CONTEXT = "context"
+    """The next state leaves no room for an action."""
+
+
+CUT_OFF = (TrajectoryEnd.MAX_TURNS.value, TrajectoryEnd.CONTEXT.value)
+"""Finish reasons of trajectories that might have gone on."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Sequences in the order in which they were sampled, at least one; several where the state was rewritten.
+
+    ``scores``: what was earned on the way by source, NaN where nothing was. Only environments have any.
+    """
+
+    sequences: tuple[TrajectorySequence, ...]
+    end: TrajectoryEnd = TrajectoryEnd.DONE
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def finish_reason(self) -> str:
+        return self.sequences[-1].finish_reason if self.end is TrajectoryEnd.DONE else self.end.value
+
+    @property
+    def num_turns(self) -> int:
+        return sum(sequence.num_turns for sequence in self.sequences)
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens of the policy's own."""
+        return sum(sum(sequence.action_mask) for sequence in self.sequences)
+
+    @property
+    def first_version(self) -> int:
+        """Of the first token, whose weights are the oldest."""
+        return self.sequences[0].versions[0]
