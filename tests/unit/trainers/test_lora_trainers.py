@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import Trajectory
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
@@ -33,7 +34,6 @@ from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion
 from quartet.schedule.engine_host import CanaryProbe, EngineHost
 from quartet.schedule.handles import Here
 from quartet.schedule.local import local_arbiter
@@ -159,8 +159,8 @@ def rollout_of(cast: Cast, worker: Worker) -> Rollout:
 
 async def rolled_out(
     cast: Cast, scored: bool, recorder: SpanRecorder
-) -> tuple[list[Completion], RaggedBatch, list[Tensor]]:
-    """Completions of two groups, a first chunk, and the reference's columns of it, again and again meanwhile."""
+) -> tuple[list[Trajectory], RaggedBatch, list[Tensor]]:
+    """Trajectories of two groups, a first chunk, and the reference's columns of it, again and again meanwhile."""
     worker = Worker(local_arbiter(cast.sizes(), version=0), recorder)
     rollout = rollout_of(cast, worker)
     reference: Any = next(s for s in cast.scorers(worker) if getattr(s, "role", "") == "reference")
@@ -184,8 +184,8 @@ def test_generation_and_reference_passes_do_not_disturb_each_other(
         learn(cast.actor.packed)
         recorder = SpanRecorder(tmp_path / f"{scored}.jsonl")
         found[scored] = asyncio.run(rolled_out(cast, scored, recorder))
-    completions, batch, columns = found[True]
-    assert completions == found[False][0]
+    trajectories, batch, columns = found[True]
+    assert trajectories == found[False][0]
     names = [span.name for span in recorder.of_step(0)]
     assert sum(a != b for a, b in itertools.pairwise(names)) >= 5, "they took turns"
     needs = Needs(logprobs=True, mask="action_mask")
