@@ -25,7 +25,7 @@ from quartet.schedule.barriers import Barriers
 from quartet.schedule.clock import now
 from quartet.schedule.cost_model import CostModel, StageCost
 from quartet.schedule.engine_host import CanaryProbe, EngineHost
-from quartet.schedule.groups import PromptGroup, chunk_of
+from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
 from quartet.schedule.journal import Consumed, Event, Journal
 from quartet.schedule.learners import Learner, UpdatePlan
@@ -107,7 +107,7 @@ class Simulation:
         self._models: defaultdict[str, TimedModel] = defaultdict(TimedModel)
         self._publish_s = self._varied("publish", lambda: costs.publish_s)
         self.rollout = self._rollout(placement)
-        self.stream: GroupStream[PromptGroup] = GroupStream(
+        self.stream: GroupStream[Group] = GroupStream(
             self.rollout.generate,
             admission_rule(placement, prompts_per_step),
             chunk_size=chunk_size,
@@ -176,7 +176,7 @@ class Simulation:
 
     # The iteration's roles -------------------------------------------------------------------------------
 
-    def _roles(self, barriers: Barriers) -> Roles[PromptGroup, RaggedBatch, ColumnSet, RaggedBatch]:
+    def _roles(self, barriers: Barriers) -> Roles[Group, RaggedBatch, ColumnSet, RaggedBatch]:
         costs = self.costs
         return Roles(
             stream=self.stream,
@@ -187,13 +187,13 @@ class Simulation:
             publish=self.rollout.publish,
         )
 
-    def _collect(self, step: int, index: int, groups: Sequence[PromptGroup]) -> Chunk[RaggedBatch]:
+    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
         consumed = [group.consumed() for group in groups]
         self.journal.consume(step, index, consumed)
         if index == 0:
             self.steps.append([])
         self.steps[-1] += consumed
-        return chunk_of(step, index, groups, lambda prompt_ids, completion: "")
+        return chunk_of(step, index, groups, lambda sequence: "")
 
     def _scorer(self, stage: StageCost) -> ModelScorer:
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
