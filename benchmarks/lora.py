@@ -29,7 +29,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.rollout.compute_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
-from quartet.schedule.model_host import TrainedHost
+from quartet.schedule.model_worker import TrainWorker
 from quartet.train.engine import Needs, TrainEngine, forward_only
 from quartet.train.objectives import SFTObjective
 
@@ -89,7 +89,7 @@ def states(engine: TrainEngine[PackedCausalLM], batch: RaggedBatch, reference: A
     hook.remove()
     moments = (t for state in engine.optimizer.state.values() for t in state.values() if t.dim())
     return {
-        "accounted": TrainedHost(engine).sizes()["train"],
+        "accounted": TrainWorker(engine).sizes()["train"],
         "weights": sum(p.nbytes for p in engine.packed.model.parameters()),
         "gradients": gradients[0],
         "moments": sum(t.nbytes for t in moments),

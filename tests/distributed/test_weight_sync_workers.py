@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster import ResourcePool, Worker, WorkerDied, WorkerGroup, connect
+from quartet.cluster import ResourcePool, WorkerDied, WorkerGroup, connect
 from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
-from quartet.schedule.handles import There
+from quartet.schedule.role_group import RemoteGroup, RolesWorker
 from quartet.schedule.weight_sync import SendsWeights, TakesWeights, deliver, link, unlink
 from quartet.train.engine import Needs, TrainEngine
 from quartet.weights import WeightMismatch, WeightSyncError
@@ -101,31 +101,30 @@ class EngineHost(TakesWeights):
         sink.arrived = changed  # type: ignore[method-assign]
 
 
-class HostWorker(Worker):
-    def __init__(self, kind: type) -> None:
-        self.host = kind()
-
-    def on(self, role: str, method: str, *args: Any) -> Any:
-        return getattr(self.host, method)(*args)
+class HostWorker(RolesWorker):
+    def __init__(self, role: str, kind: type) -> None:
+        self.roles = {role: kind()}
 
 
 class Stage:
     """One trainer worker and two engine workers."""
 
     def __init__(self) -> None:
-        self.trainers = WorkerGroup(ResourcePool([1], **TINY), HostWorker, TrainerHost, name="trainer")
-        self.engines = WorkerGroup(ResourcePool([2], **TINY), HostWorker, EngineHost, name="rollout", max_restarts=9)
-        self.trainer = There(self.trainers, "actor", TrainerHost, 0)
+        self.trainers = WorkerGroup(ResourcePool([1], **TINY), HostWorker, "actor", TrainerHost, name="trainer")
+        self.engines = WorkerGroup(
+            ResourcePool([2], **TINY), HostWorker, "rollout", EngineHost, name="rollout", max_restarts=9
+        )
+        self.trainer = RemoteGroup(self.trainers, "actor", TrainerHost, 0)
         self.version = 0
-        self.handles = [There(self.engines, "rollout", EngineHost, rank) for rank in range(2)]
+        self.handles = [RemoteGroup(self.engines, "rollout", EngineHost, rank) for rank in range(2)]
 
     async def served(self, version: int) -> None:
         """Both engines have the version, and compute what the trainer computes."""
         for handle in self.handles:
-            assert await handle.call("version") == version
-            heard = await handle.call("sing")
+            assert await handle.call(EngineHost.version) == version
+            heard = await handle.call(EngineHost.sing)
             assert set(heard.versions) == {version}
-            expected = await self.trainer.call("logprobs", heard)
+            expected = await self.trainer.call(TrainerHost.logprobs, heard)
             torch.testing.assert_close(torch.tensor(heard.logprobs), torch.tensor(expected), atol=1e-4, rtol=0.0)
 
 
@@ -149,7 +148,7 @@ def test_versions_and_canary_agree_after_every_sync(stage: Stage, transport: Any
     async def run() -> str:
         chosen = await link(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
         for version in range(stage.version + 1, stage.version + 4):
-            await stage.trainer.call("train", version)
+            await stage.trainer.call(TrainerHost.train, version)
             assert await deliver(stage.trainer, stage.handles, version, timeout_s=TIMEOUT_S) > 0
             await stage.served(version)
         stage.version = version
@@ -164,7 +163,7 @@ def test_an_engine_killed_in_mid_sync_is_named(stage: Stage, transport: Any) -> 
     async def run() -> None:
         await link(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
         pid = stage.engines.processes[1].pid
-        await stage.handles[1].call("dies_at", NAME)
+        await stage.handles[1].call(EngineHost.dies_at, NAME)
         start = time.monotonic()
         with pytest.raises(WeightSyncError) as caught:
             await deliver(stage.trainer, stage.handles, 20, timeout_s=TIMEOUT_S)
@@ -173,14 +172,14 @@ def test_an_engine_killed_in_mid_sync_is_named(stage: Stage, transport: Any) -> 
         assert str(pid) in str(caught.value)
         assert isinstance(caught.value.__cause__, WorkerDied)
         with pytest.raises(UserError, match="cannot compute with these weights"):
-            await stage.handles[0].call("sing")
+            await stage.handles[0].call(EngineHost.sing)
 
     asyncio.run(run())
 
     async def again() -> None:
         """What is left works on with a new engine."""
         await link(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
-        await stage.trainer.call("train", 2)
+        await stage.trainer.call(TrainerHost.train, 2)
         await deliver(stage.trainer, stage.handles, 20, timeout_s=TIMEOUT_S)
         await stage.served(20)
         await unlink(stage.trainer, stage.handles)
@@ -192,14 +191,14 @@ def test_an_engine_killed_in_mid_sync_is_named(stage: Stage, transport: Any) -> 
 def test_a_mismatch_travels_with_its_rank_tensor_and_digests(stage: Stage) -> None:
     async def run() -> None:
         await link(stage.trainer, stage.handles, timeout_s=TIMEOUT_S)
-        await stage.handles[1].call("changes", NAME)
+        await stage.handles[1].call(EngineHost.changes, NAME)
         with pytest.raises(WeightMismatch) as caught:
             await deliver(stage.trainer, stage.handles, 30, timeout_s=TIMEOUT_S)
         assert caught.value.tensor == NAME and caught.value.sent != caught.value.arrived
         for handle in stage.handles:
-            assert await handle.call("version") != 30
+            assert await handle.call(EngineHost.version) != 30
             with pytest.raises(UserError, match="cannot compute with"):
-                await handle.call("sing")
+                await handle.call(EngineHost.sing)
         await unlink(stage.trainer, stage.handles)
 
     asyncio.run(run())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from quartet.cluster import WorkerGroup, connect
+from quartet.schedule.role_group import RolesWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 PLACEMENT = {
@@ -65,16 +66,16 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Death]], Killer]:
     def install(deaths: list[Death]) -> Killer:
         made = Killer(deaths)
 
-        def call(self: WorkerGroup, method: str, *args: Any, **options: Any) -> Any:
+        def call(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
             future = real(self, method, *args, **options)
-            if method == "on":
+            if method is RolesWorker.run_role:
                 made.note(self, args[0], args[1])
             return future
 
-        async def ask(self: WorkerGroup, method: str, *args: Any, **options: Any) -> Any:
+        async def ask(self: WorkerGroup, method: Any, *args: Any, **options: Any) -> Any:
             task = asyncio.ensure_future(asked(self, method, *args, **options))
             await asyncio.sleep(0)  # the call is made
-            if method == "on":
+            if method is RolesWorker.run_role:
                 made.note(self, args[0], args[1])
             return await task
 

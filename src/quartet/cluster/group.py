@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quartet.cluster.backend import Backend, current_backend
@@ -153,14 +153,17 @@ class WorkerGroup:
         """Process id, node and devices of each rank."""
         return tuple(self._processes.infos)
 
-    def call(self, method: str, *args: Any, mode: Mode = BROADCAST, blocking: bool = True, **kwargs: Any) -> Any:
-        """Calls any method by name: with one value for all workers, or of a ``PerRank`` each its own."""
-        bound = GroupMethod(self._processes, self._role, method, Mark(mode, blocking))
+    def call(
+        self, method: str | Callable[..., Any], *args: Any, mode: Mode = BROADCAST, blocking: bool = True, **kwargs: Any
+    ) -> Any:
+        """Calls any method, by name or as a function of the class: with one value for all workers, or of a ``PerRank``
+        each its own."""
+        bound = GroupMethod(self._processes, self._role, _name_of(method), Mark(mode, blocking))
         return bound(*args, **kwargs)
 
-    async def ask(self, method: str, *args: Any, mode: Mode = BROADCAST, **kwargs: Any) -> Any:
+    async def ask(self, method: str | Callable[..., Any], *args: Any, mode: Mode = BROADCAST, **kwargs: Any) -> Any:
         """``call`` for a coroutine: awaits the result, which comes to the driver. The shortest way for small ones."""
-        return await GroupMethod(self._processes, self._role, method, Mark(mode)).ask(*args, **kwargs)
+        return await GroupMethod(self._processes, self._role, _name_of(method), Mark(mode)).ask(*args, **kwargs)
 
     def dead(self, timeout_s: float = 1.0) -> list[Death]:
         """The workers that are dead. One that is busy for all of the time counts as living."""
@@ -244,6 +247,10 @@ def colocate(
     groups = {role: WorkerGroup._of(processes, role) for role in deferred}
     processes.start()
     return groups
+
+
+def _name_of(method: str | Callable[..., Any]) -> str:
+    return method if isinstance(method, str) else method.__name__
 
 
 def _layout(given: Layout | Mapping[str, int] | None, cls: type, pool: ResourcePool) -> Layout:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from quartet.rollout.protocol import Completion, EngineStats, GenerationError, Request
 from quartet.schedule.clock import Waiting
-from quartet.schedule.engine_host import Burst, CanaryProbe
-from quartet.schedule.handles import Handle
 from quartet.schedule.journal import Diverged, Journal
 from quartet.schedule.leases import MissedVersion
+from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.rollout_worker import Burst, CanaryProbe, RolloutWorker
 from quartet.schedule.worker import Worker
 
 
@@ -75,7 +75,7 @@ class _Ask:
 
 
 class EnginePump:
-    def __init__(self, engine: Handle, common: Common) -> None:
+    def __init__(self, engine: RoleGroup[RolloutWorker], common: Common) -> None:
         self._engine = engine
         self._common = common
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
@@ -93,7 +93,7 @@ class EnginePump:
 
     async def begin(self) -> None:
         """Takes the engine over, which may have worked for somebody before."""
-        self.stats = await self._engine.call("begin")
+        self.stats = await self._engine.call(RolloutWorker.begin)
 
     async def complete(
         self, requests: Sequence[Request], *, index: int | None = None, passes: bool = False
@@ -130,15 +130,14 @@ class EnginePump:
     async def run_to_end(self, requests: Sequence[Request]) -> list[Completion]:
         """All at once, by an engine that does nothing else; inside a lease."""
         await self._forget_cancelled()
-        burst: Burst = await self._engine.call("run_to_end", requests)
+        burst = await self._engine.call(RolloutWorker.run_to_end, requests)
         self.stats = burst.stats
         return list(burst.completions)
 
     async def sing(self, probe: CanaryProbe) -> Completion:
         """What the engine makes of the canary's prompt; inside a lease."""
         await self._forget_cancelled()
-        found: tuple[Completion, Burst] = await self._engine.call("sing", probe)
-        heard, burst = found
+        heard, burst = await self._engine.call(RolloutWorker.sing, probe)
         self._take(burst)
         return heard
 
@@ -162,7 +161,6 @@ class EnginePump:
                 await journal.news()
             elif self._running:
                 await self._burst()
-                await asyncio.sleep(0)  # who waited for what has ended may ask for a lease, too
             elif self._common.num_pauses:
                 await self._common.change("admission")
             else:
@@ -204,16 +202,31 @@ class EnginePump:
                 span.step = lease.versions["rollout"] if step is None else step
                 if common.journal is not None:
                     common.journal.burst_begins()
-                submit, self._outbox = [ask.requests for ask in self._outbox], []
-                cancel, self._cancelled = self._cancelled, []
-                burst: Burst = await self._engine.call("burst", submit, cancel, common.steps_per_lease)
-                span.tokens = burst.sampled
-                self._take(burst)
+                span.tokens = await self._engine_steps(common.steps_per_lease)
         except MissedVersion:
             # The engine's tensors are the actor's, and have been trained: those who publish them are on their way.
             if not common.num_publishing:
                 raise
             await common.change("the actor's new weights")
+
+    async def _engine_steps(self, steps_left: int) -> int:
+        """So many steps with what is to be submitted and cancelled; returns the number of sampled tokens.
+
+        Completed groups are handed out as soon as they are there. What is asked for meanwhile waits for the last step:
+        which requests decode together is a matter of step counts, never of time.
+        """
+        submit, self._outbox = [ask.requests for ask in self._outbox], []
+        cancel, self._cancelled = self._cancelled, []
+        sampled = 0
+        while True:
+            burst = await self._engine.call(RolloutWorker.burst, submit, cancel, steps_left)
+            sampled += burst.sampled
+            self._take(burst)
+            if burst.completions:
+                await _settled()
+            steps_left, submit, cancel = burst.steps_left, [], []
+            if not steps_left:
+                return sampled
 
     def _take(self, burst: Burst) -> None:
         self.stats = burst.stats
@@ -257,7 +270,7 @@ class EnginePump:
     async def _forget_cancelled(self) -> None:
         if self._cancelled:
             cancel, self._cancelled = self._cancelled, []
-            await self._engine.call("burst", (), cancel, 0)
+            await self._engine.call(RolloutWorker.burst, (), cancel, 0)
 
     def _pump_ended(self, pump: asyncio.Task[None]) -> None:
         """Whatever ended the pump early reaches everyone who waits for it."""
@@ -270,3 +283,18 @@ class EnginePump:
         self._outbox.clear()
         self._fail(error, list(self._waiting))
         self._common.tell()
+
+
+_HOPS = 16
+"""Turns of the event loop from an ended request to what follows from it: the scoring of a chunk or the next turn of an
+episode has asked for its lease, or its tokens, within about eight."""
+
+
+async def _settled() -> None:
+    """Lets what waits for ended requests go on until it waits for something else.
+
+    Otherwise the number of turns decided how many engine steps late an episode's next turn begins, and with another
+    process's load which turns decode together.
+    """
+    for _ in range(_HOPS):
+        await asyncio.sleep(0)

@@ -71,7 +71,7 @@ class Roles(Generic[Group, Data, Columns, Experience]):
     stream: ChunkSource[Group]
     collect: Collect[Group, Data]
     scorers: Sequence[Scorer[Data, Columns]]
-    assemble: Callable[[Sequence[tuple[Chunk[Data], Sequence[Columns]]]], Experience]
+    assemble: Callable[[Sequence[tuple[Chunk[Data], Sequence[Columns]]]], Awaitable[Experience]]
     learners: Sequence[Learner[Experience]]
     publish: Callable[[int], Awaitable[Mapping[str, float]]]
 
@@ -92,7 +92,7 @@ async def run_iteration(step: int, roles: Roles[Group, Data, Columns, Experience
                 scores = [tasks.create_task(_score(scorer, chunk)) for scorer in roles.scorers]
                 pending.append((chunk, scores))
         scored = [(chunk, [task.result() for task in scores]) for chunk, scores in pending]
-        experience = roles.assemble(scored)
+        experience = await roles.assemble(scored)
         async with asyncio.TaskGroup() as tasks:
             updates = [tasks.create_task(_train(learner, experience, step)) for learner in roles.learners]
             updates.append(tasks.create_task(_publish(roles, step + 1)))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.schedule.handles import Handle
-from quartet.schedule.model_host import Update
+from quartet.schedule.model_worker import TrainWorker, Update
+from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.worker import Worker
 from quartet.train.engine import LossTerm, Objective
 
@@ -61,7 +61,6 @@ class Learner:
     """Trains one role.
 
     Args:
-        model: a host with ``update``.
         objective: ``(step, is_first) → Objective``; ``is_first`` for the first mini-batch of a step.
         prefix: names this role's gradient norm, ``<prefix>/grad_norm``.
         warmup_steps: first steps in which the role rests (critic-first warm-up); its version advances all the same.
@@ -71,7 +70,7 @@ class Learner:
 
     worker: Worker
     role: str
-    model: Handle
+    model: RoleGroup[TrainWorker]
     plan: UpdatePlan
     objective: Callable[[int, bool], Objective]
     prefix: str
@@ -85,7 +84,7 @@ class Learner:
         read = experience.without_objects()
         turn = self.worker.turn(self.role, "train", f"train_{self.role}", step=step, tokens=tokens, writes=self.role)
         async with turn:
-            rows = await self.model.call("update", read, updates) if updates else []
+            rows = await self.model.call(TrainWorker.update, read, updates) if updates else []
         return self._merge(rows)
 
     def _updates(self, experience: RaggedBatch, step: int) -> list[Update]:

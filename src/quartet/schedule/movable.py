@@ -1,4 +1,4 @@
-"""Hosts whose parts can leave their device for others and come back, as the arbiter's leases ask."""
+"""Workers whose parts can leave their device for others and come back, as the arbiter's leases ask."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+from quartet.cluster.dispatch import RANK_ZERO, dispatch
 from quartet.config.cluster import OffloadConfig
 from quartet.schedule.leases import Mode
 from quartet.train.host_memory import MappedFiles, PinnedMemory
@@ -22,7 +23,7 @@ def store_of(config: OffloadConfig) -> Store:
 
 
 class Movable(ABC):
-    """A host with parts that move, once ``make_movable`` was called."""
+    """A worker with parts that move, once ``make_movable`` was called."""
 
     _parts: Offload | None = None
 
@@ -60,6 +61,11 @@ class Movable(ABC):
         if self._parts is None:
             raise RuntimeError(f"this {type(self).__name__} does not move: its pool has no budget")
         return self._parts
+
+    @dispatch(RANK_ZERO)
+    @abstractmethod
+    def sizes(self) -> dict[Mode, int]:
+        """Bytes that must be on the device in each mode."""
 
     @abstractmethod
     def _offload(self, store: Store) -> Offload:

@@ -20,11 +20,12 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import InFlight
 from quartet.rollout.protocol import Completion, EngineStats, Request
-from quartet.schedule.engine_host import CanaryProbe
 from quartet.schedule.engine_pump import Common, EnginePump
 from quartet.schedule.groups import Group, answered
-from quartet.schedule.handles import Handle
 from quartet.schedule.journal import Journal
+from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs
 
@@ -35,12 +36,12 @@ class Rollout:
     """Drives the engines for the group stream.
 
     Args:
-        engines: hosts (``EngineHost``), one each. A group goes to that of its index modulo their number.
+        engines: one worker each. A group goes to that of its index modulo their number.
         requests: ``(stream index) → (prompt item, prompt ids, requests)``; the same index gives the same requests.
             Rollouts that are trained on are sampled, so a greedy request among them is the group's baseline.
         steps_per_lease: decode steps per lease.
         version: of the weights that the engines have.
-        trainer: the actor's host, which the canary is compared with.
+        trainer: the actor, which the canary is compared with.
         deliver: brings the actor's weights of a version into all engines; returns the bytes moved. Called inside the
             lease that writes the engines' weights and reads the actor's.
         shares_actor: the engines compute with the actor's own tensors.
@@ -58,13 +59,13 @@ class Rollout:
     def __init__(
         self,
         worker: Worker,
-        engines: Sequence[Handle],
+        engines: Sequence[RoleGroup[RolloutWorker]],
         requests: Callable[[int], tuple[Any, tuple[int, ...], Sequence[Request]]],
         *,
         steps_per_lease: int,
         version: int,
         canary: CanaryProbe,
-        trainer: Handle,
+        trainer: RoleGroup[ModelWorker],
         deliver: Callable[[int], Awaitable[int]],
         shares_actor: bool,
         in_flight: InFlight = "pick_up",
@@ -264,7 +265,7 @@ class Rollout:
         names = [f"canary.{i}" for i in range(len(heard))]
         batch = RaggedBatch.from_groups([self._canary.prompt_ids], [[one.token_ids for one in heard]], names)
         mask = batch.sequence_index() >= 0
-        columns = await self._trainer.call("forward", batch.with_token(loss_mask=mask), Needs(logprobs=True))
+        columns = await self._trainer.call(ModelWorker.forward, batch.with_token(loss_mask=mask), Needs(logprobs=True))
         expected: Tensor = columns.token["logprobs"][mask]
         return expected
 

@@ -12,8 +12,9 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.schedule.handles import Handle
 from quartet.schedule.iteration import Chunk, Scorer
+from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs
 
@@ -23,7 +24,6 @@ class ModelScorer:
     """One pass of a model over a chunk: ``values``, ``old_logprobs``, ``ref_logprobs``, a reward model's scores.
 
     Args:
-        model: a host with ``forward``.
         column: what the pass's one field is called from then on.
         beside: names of other token columns by the pass's own name for them.
         trains: the role's weights change: the columns are those of its weights as the step began.
@@ -33,7 +33,7 @@ class ModelScorer:
 
     worker: Worker
     role: str
-    model: Handle
+    model: RoleGroup[ModelWorker]
     needs: Needs
     column: str
     beside: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class ModelScorer:
         )
         read = batch.without_objects()
         async with turn:
-            found: ColumnSet = await self.model.call("forward", read, self.needs)
+            found = await self.model.call(ModelWorker.forward, read, self.needs)
         columns = self._named(found)
         if not self.trains:
             self._check_finite(columns)

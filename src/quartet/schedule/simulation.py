@@ -24,7 +24,6 @@ from quartet.rollout.protocol import Request, RolloutEngine, SamplingParams
 from quartet.schedule.barriers import Barriers
 from quartet.schedule.clock import now
 from quartet.schedule.cost_model import CostModel, StageCost
-from quartet.schedule.engine_host import CanaryProbe, EngineHost
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
 from quartet.schedule.journal import Consumed, Event, Journal
@@ -32,6 +31,7 @@ from quartet.schedule.learners import Learner, UpdatePlan
 from quartet.schedule.leases import ArbiterStats, HandOver, Mover
 from quartet.schedule.placement import admission_rule, placed_arbiter
 from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.stream import GroupStream
 from quartet.schedule.timed_workers import TimedEngine, TimedGroup, TimedModel, TimedMover, TimedWeights
@@ -143,7 +143,7 @@ class Simulation:
         # What runs ahead leaves the canary a place.
         max_running = generation.max_running + 1 if runs_ahead else generation.max_running
         self.engine = TimedEngine(generation.step, max_running, TimedWeights())
-        host = EngineHost(cast(RolloutEngine, self.engine))
+        host = RolloutWorker(cast(RolloutEngine, self.engine))
         return Rollout(
             self.worker,
             [self._timed("rollout", "generate", host, lambda *args: self.engine.take_seconds())],
@@ -221,7 +221,7 @@ def _no_objective(step: int, is_first: bool) -> Any:
     return None
 
 
-def assemble(chunks: Sequence[tuple[Chunk[RaggedBatch], Sequence[ColumnSet]]]) -> RaggedBatch:
+async def assemble(chunks: Sequence[tuple[Chunk[RaggedBatch], Sequence[ColumnSet]]]) -> RaggedBatch:
     """A step's chunks with their columns."""
     return RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
 

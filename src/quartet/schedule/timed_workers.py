@@ -19,6 +19,7 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request
 from quartet.schedule.cost_model import Cost, CostModel
 from quartet.schedule.leases import Mode
+from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.worker import drained
 
 
@@ -120,7 +121,7 @@ class TimedEngine:
         self._finished.append(Completion(request.request_id, request.group, *columns, reason))
 
 
-class TimedGroup:
+class TimedGroup(RoleGroup[Any]):
     """A worker in this process; what a call gives comes when the call's seconds have passed.
 
     Args:
@@ -135,8 +136,8 @@ class TimedGroup:
         self._seconds = seconds
         self._sleep = sleep
 
-    async def call(self, method: str, *args: Any) -> Any:
-        found = getattr(self.worker, method)(*args)
+    async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self.worker, method.__name__)(*args, **kwargs)
         await drained(self._sleep(self._seconds(*args)))
         return found
 

@@ -13,11 +13,11 @@ machine, else a collective.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from quartet.config import UserError
-from quartet.schedule.handles import Handle, Here
+from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.weight_ends import (
     Failed,
     SendsWeights,
@@ -68,8 +68,8 @@ def choose_transport(trainer: Spot, engines: Sequence[Spot]) -> Transport:
 
 
 async def link(
-    trainer: Handle,
-    engines: Sequence[Handle],
+    trainer: RoleGroup[SendsWeights],
+    engines: Sequence[RoleGroup[TakesWeights]],
     transport: Transport | Literal["auto"] = "auto",
     *,
     host: str | None = None,
@@ -90,12 +90,12 @@ async def link(
         UserError: the transport does not lead from the trainer to these engines.
         WeightSyncError: an end did not come.
     """
-    ends = [trainer, *engines]
-    await _together([(end, "weights_close", ()) for end in ends], timeout_s)
-    spots = await _together([(end, "weights_spot", ()) for end in ends], timeout_s)
+    await unlink(trainer, engines, timeout_s)
+    asking: list[_Call] = [(trainer, SendsWeights.weights_spot, ())]
+    spots = await _together([*asking, *((e, TakesWeights.weights_spot, ()) for e in engines)], timeout_s)
     chosen = choose_transport(spots[0], spots[1:]) if transport == "auto" else transport
     _check_reach(chosen, spots[0], spots[1:])
-    wanted = await _together([(engine, "weights_wanted", ()) for engine in engines], timeout_s)
+    wanted = await _together([(engine, TakesWeights.weights_wanted, ()) for engine in engines], timeout_s)
     if differing := next((rank for rank, dtypes in enumerate(wanted) if dtypes != wanted[0]), None):
         raise UserError(
             "engines that take the same weights want them in different dtypes",
@@ -104,16 +104,22 @@ async def link(
         )
     if host is None:
         host = "127.0.0.1" if len({spot.machine for spot in spots}) == 1 else spots[0].address
-    opening = ("weights_open", (chosen, len(engines), host, timeout_s, wanted[0]))
+    opening = (SendsWeights.weights_open, (chosen, len(engines), host, timeout_s, wanted[0]))
     (address,) = await _together([(trainer, *opening)], timeout_s)
     meeting: list[_Call] = [
-        (engine, "weights_open", (chosen, address, rank, timeout_s)) for rank, engine in enumerate(engines)
+        (engine, TakesWeights.weights_open, (chosen, address, rank, timeout_s)) for rank, engine in enumerate(engines)
     ]
-    await _together([*meeting, (trainer, "weights_connect", ())], timeout_s)
+    await _together([*meeting, (trainer, SendsWeights.weights_connect, ())], timeout_s)
     return chosen
 
 
-async def deliver(trainer: Handle, engines: Sequence[Handle], version: int, *, timeout_s: float = TIMEOUT_S) -> int:
+async def deliver(
+    trainer: RoleGroup[SendsWeights],
+    engines: Sequence[RoleGroup[TakesWeights]],
+    version: int,
+    *,
+    timeout_s: float = TIMEOUT_S,
+) -> int:
     """Brings the trainer's weights as ``version`` to the engines that it was linked with, in the same order.
 
     Args:
@@ -125,14 +131,17 @@ async def deliver(trainer: Handle, engines: Sequence[Handle], version: int, *, t
     Raises:
         WeightSyncError: of all that the ends report the one that says most; where a worker died it is the cause.
     """
-    sending: list[_Call] = [(trainer, "weights_send", (version,))]
-    results = await _together([*sending, *((e, "weights_receive", (version,)) for e in engines)], timeout_s)
+    sending: list[_Call] = [(trainer, SendsWeights.weights_send, (version,))]
+    results = await _together([*sending, *((e, TakesWeights.weights_receive, (version,)) for e in engines)], timeout_s)
     return int(results[0])
 
 
-async def unlink(trainer: Handle, engines: Sequence[Handle]) -> None:
+async def unlink(
+    trainer: RoleGroup[SendsWeights], engines: Sequence[RoleGroup[TakesWeights]], timeout_s: float = TIMEOUT_S
+) -> None:
     """Lets all ends go; engines keep what they have."""
-    await _together([(end, "weights_close", ()) for end in (trainer, *engines)], TIMEOUT_S)
+    closing: list[_Call] = [(trainer, SendsWeights.weights_close, ())]
+    await _together([*closing, *((engine, TakesWeights.weights_close, ()) for engine in engines)], timeout_s)
 
 
 def _check_reach(transport: Transport, trainer: Spot, engines: Sequence[Spot]) -> None:
@@ -153,7 +162,7 @@ def _check_reach(transport: Transport, trainer: Spot, engines: Sequence[Spot]) -
     raise UserError(f"the weight transport {transport} does not lead to every engine", found=found, remedy=remedy)
 
 
-_Call = tuple[Handle, str, tuple[Any, ...]]
+_Call = tuple[RoleGroup[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 async def _together(calls: Sequence[_Call], timeout_s: float) -> list[Any]:
@@ -165,7 +174,7 @@ async def _all_of(calls: Sequence[_Call], timeout_s: float) -> list[Any]:
     # Tasks begin in the order in which they are made. A host of this process computes in its task's first step, so
     # it comes when the calls to other processes are on their way.
     tasks: dict[int, asyncio.Task[Any]] = {}
-    for index in sorted(range(len(calls)), key=lambda i: isinstance(calls[i][0], Here)):
+    for index in sorted(range(len(calls)), key=lambda i: isinstance(calls[i][0], LocalGroup)):
         tasks[index] = asyncio.ensure_future(_called(*calls[index]))
     await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
     waiting = {task for task in tasks.values() if not task.done()}
@@ -180,8 +189,8 @@ async def _all_of(calls: Sequence[_Call], timeout_s: float) -> list[Any]:
     return [task.result() for task in ended]
 
 
-async def _called(handle: Handle, method: str, args: tuple[Any, ...]) -> Any:
-    result = await handle.call(method, *args)
+async def _called(group: RoleGroup[Any], method: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    result = await group.call(method, *args)
     if isinstance(result, Failed):
         raise result.error
     return result

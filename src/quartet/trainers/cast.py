@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -25,13 +25,13 @@ from quartet.models.directories import load_remarks
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
-from quartet.schedule.engine_host import CanaryProbe
 from quartet.schedule.groups import Group, chunk_of
-from quartet.schedule.handles import Handle, Here
 from quartet.schedule.iteration import Chunk, Scorer
 from quartet.schedule.leases import Mode
-from quartet.schedule.model_host import FrozenHost, ModelStats, TrainedHost
+from quartet.schedule.model_worker import ModelStats, ModelWorker, TrainWorker
+from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout_worker import CanaryProbe
 from quartet.schedule.scorers import ModelScorer, PartScorer
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
@@ -53,7 +53,7 @@ class Cast:
     """Everything an RL run plays with.
 
     Args:
-        hosts: of the models in this process, by role.
+        workers: of the models in this process, by role.
         emitted: ``[V]`` bool, collects the token ids that the policy has produced.
         evaluation_models, evaluation_functions, evaluation_weights: sources that are asked about held-out answers only.
     """
@@ -62,7 +62,7 @@ class Cast:
     codec: TextCodec
     prompts: PromptData
     evaluation_prompts: PromptData | None
-    hosts: Mapping[str, FrozenHost | TrainedHost]
+    workers: Mapping[str, ModelWorker]
     actor: TrainEngine[PackedCausalLM]
     critic: TrainEngine[PackedScalarModel] | None
     reference: PackedCausalLM | None
@@ -74,19 +74,23 @@ class Cast:
     evaluation_functions: list[RewardFunctionRole] = field(default_factory=list)
     evaluation_weights: dict[str, float] = field(default_factory=dict)
     environment: EnvironmentFactory | None = None
-    handles: dict[str, Handle] = field(init=False)
+    groups: dict[str, RoleGroup[ModelWorker]] = field(init=False)
     """What computes each role's passes and updates, by its name; in this process unless somebody puts others there."""
 
     def __post_init__(self) -> None:
-        self.handles = {name: Here(host) for name, host in self.hosts.items()}
+        self.groups = {name: LocalGroup(worker) for name, worker in self.workers.items()}
 
     def sizes(self) -> dict[str, dict[Mode, int]]:
         """Role → mode → bytes that must be on its device, with an engine that shares the actor's weights."""
-        return {"rollout": {"generate": 0}, **{name: host.sizes() for name, host in self.hosts.items()}}
+        return {"rollout": {"generate": 0}, **{name: worker.sizes() for name, worker in self.workers.items()}}
 
     async def stats(self) -> dict[str, ModelStats]:
-        """Of every role's host."""
-        return {name: await handle.call("stats") for name, handle in self.handles.items()}
+        """Of every role with a model."""
+        return {name: await group.call(ModelWorker.stats) for name, group in self.groups.items()}
+
+    def trained_group(self, name: str) -> RoleGroup[TrainWorker]:
+        """The group of a role that trains: ``actor`` or ``critic``."""
+        return cast(RoleGroup[TrainWorker], self.groups[name])
 
     def engines(self) -> dict[str, TrainEngine[Any]]:
         return {"actor": self.actor, **({"critic": self.critic} if self.critic is not None else {})}
@@ -198,7 +202,7 @@ class Cast:
         return CanaryProbe(prompt_ids, room, tolerance)
 
     def reward_scorers(self, worker: Worker) -> list[Scorer[RaggedBatch, ColumnSet]]:
-        scorers = reward_scorers(worker, self.reward_models, self.reward_functions, self.handles)
+        scorers = reward_scorers(worker, self.reward_models, self.reward_functions, self.groups)
         return self.of_whole_trajectories(scorers)
 
     def of_whole_trajectories(
@@ -241,19 +245,19 @@ class Cast:
 
     def column_scorers(self, worker: Worker) -> list[ModelScorer]:
         """The columns that this recipe's algorithm really reads, beside the rewards."""
-        recipe, handles = self.recipe, self.handles
+        recipe, groups = self.recipe, self.groups
         policy = Needs(logprobs=True, mask="action_mask", temperature=recipe.rollout.sampling.temperature)
         found: list[ModelScorer] = []
         if self.reference is not None:
             reads: dict[str, int | None] = {"actor": None} if self.shares_reference else {}
-            found.append(ModelScorer(worker, "reference", handles["reference"], policy, "ref_logprobs", reads=reads))
+            found.append(ModelScorer(worker, "reference", groups["reference"], policy, "ref_logprobs", reads=reads))
         if needs_old_logprobs(recipe):
-            found.append(ModelScorer(worker, "actor", handles["actor"], policy, "old_logprobs", trains=True))
+            found.append(ModelScorer(worker, "actor", groups["actor"], policy, "old_logprobs", trains=True))
         if self.critic is not None:
             after = needs_next_values(recipe)
             needs = Needs(values=True, step_scores=after, mask="action_mask")
             beside = {"step_scores": "next_values"} if after else {}
-            found.append(ModelScorer(worker, "critic", handles["critic"], needs, "values", beside, trains=True))
+            found.append(ModelScorer(worker, "critic", groups["critic"], needs, "values", beside, trains=True))
         return found
 
 

@@ -75,7 +75,7 @@ def build_cast(
         codec=codec,
         prompts=data,
         evaluation_prompts=evaluation,
-        hosts={name: loader.host(name) for name in loader.roles()},
+        workers={name: loader.worker(name) for name in loader.roles()},
         actor=loader.actor_engine,
         critic=loader.critic_engine,
         reference=loader.reference,

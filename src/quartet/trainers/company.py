@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import cast
 
 from quartet.cluster import Death, ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
@@ -17,15 +18,17 @@ from quartet.config.placement import ResolvedPlacement, ResolvedPool, check_devi
 from quartet.config.recipe import RLRecipe
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.weights import DiscardedWeights
-from quartet.schedule.engine_host import EngineHost
-from quartet.schedule.handles import Handle, Here, There
+from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.leases import Mode
-from quartet.schedule.model_host import FrozenHost, TrainedHost
+from quartet.schedule.model_worker import ModelWorker, ScoreWorker, TrainWorker
+from quartet.schedule.movable import Movable
+from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup
+from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.schedule.weight_sync import deliver, link
 from quartet.trainers.cast import Cast
 from quartet.trainers.loader import Passed
 from quartet.trainers.placing import shares_actor, shares_reference
-from quartet.trainers.pool_worker import TRAINED, Part, PoolWorker, rollout_host
+from quartet.trainers.pool_worker import TRAINED, Part, PoolWorker, rollout_worker
 
 _PATIENCE_S = 5.0
 """So long a worker may take to say that it lives; one that is busy counts as living."""
@@ -43,20 +46,22 @@ class Loss:
 class Company:
     """
     Attributes:
-        models: role → what reaches its host.
-        engines: what reaches each engine's host.
+        compute: this process's compute thread: of the workers that are here, and of the advantages.
+        models: role → its group.
+        engines: a group of each engine.
     """
 
     def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement) -> None:
         self.recipe = recipe
         self.placement = placement
         self.shares_actor = shares_actor(recipe, placement)
-        self.models: dict[str, Handle] = {}
-        self.engines: list[Handle] = []
+        self.compute = ComputeThread()
+        self.models: dict[str, RoleGroup[ModelWorker]] = {}
+        self.engines: list[RoleGroup[NativeRolloutWorker]] = []
 
-    def senders(self) -> list[tuple[Handle, Sequence[Handle]]]:
+    def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[NativeRolloutWorker]]]]:
         """Whose weights come to which engines."""
-        return [(self.models["actor"], self.engines)]
+        return [(cast(RoleGroup[TrainWorker], self.models["actor"]), self.engines)]
 
     async def link(self) -> None:
         """Opens the way of the weights from the actor to its engines; again, after workers were replaced."""
@@ -68,7 +73,7 @@ class Company:
         """The actor's weights of ``version`` into all engines; returns the bytes that moved."""
         if self.shares_actor:
             for engine in self.engines:
-                await engine.call("share", version)
+                await engine.call(NativeRolloutWorker.share, version)
             return 0
         timeout_s = self.recipe.weight_sync.timeout_s
         ways = [deliver(trainer, engines, version, timeout_s=timeout_s) for trainer, engines in self.senders()]
@@ -77,9 +82,10 @@ class Company:
     async def sizes(self) -> Sizes:
         """Role → mode → bytes that must be on its pool's devices, over all its processes."""
         found: Sizes = {}
-        for role, handle in [*self.models.items(), ("rollout", self.engines[0])]:
+        for role in [*self.models, "rollout"]:
             num = self.placement.pool(self.placement.pool_of[role]).num_processes
-            found[role] = {mode: num * size for mode, size in (await handle.call("sizes")).items()}
+            sizes = await self.groups_of(role)[0].call(Movable.sizes)
+            found[role] = {mode: num * size for mode, size in sizes.items()}
         return found
 
     def describe(self) -> str:
@@ -95,10 +101,10 @@ class Company:
     async def clear(self) -> None:
         """Moves everything out of pools with a budget: the arbiter brings in what is asked for."""
         for role in self.moving():
-            for handle in self.handles_of(role):
-                await handle.call("offload")
+            for group in self.groups_of(role):
+                await group.call(Movable.offload)
 
-    def handles_of(self, role: str) -> Sequence[Handle]:
+    def groups_of(self, role: str) -> Sequence[RoleGroup[Movable]]:
         return self.engines if role == "rollout" else [self.models[role]]
 
     def replace_dead(self, error: Exception, is_learning: bool) -> Loss:
@@ -125,18 +131,19 @@ class LocalCompany(Company):
 
     def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, cast: Cast) -> None:
         super().__init__(recipe, placement)
-        engine = rollout_host(recipe, cast.actor.packed, cast.codec, shares_actor=self.shares_actor, is_own=False)
-        hosts = {**cast.hosts, "rollout": engine}
+        engine = rollout_worker(recipe, cast.actor.packed, cast.codec, shares_actor=self.shares_actor, is_own=False)
+        workers: dict[str, Movable] = {**cast.workers, "rollout": engine}
         for role in self.moving():
-            hosts[role].make_movable(recipe.offload)
-        self.models = {name: Here(host) for name, host in cast.hosts.items()}
-        self.engines = [Here(engine)]
-        self._models = list(cast.hosts.values())
+            workers[role].make_movable(recipe.offload)
+        self.models = {name: LocalGroup(worker, self.compute) for name, worker in cast.workers.items()}
+        self.engines = [LocalGroup(engine, self.compute)]
+        self._workers = list(cast.workers.values())
 
     def close(self) -> None:
         """Models that a run was given are as usable after it as before."""
-        for host in self._models:
-            host.stay()
+        self.compute.close()
+        for worker in self._workers:
+            worker.stay()
 
 
 class RayCompany(Company):
@@ -210,12 +217,15 @@ class RayCompany(Company):
         return f"{death.brief()}: {death.last_error or 'it left no error, so it was killed from outside'} ({roles})"
 
     def close(self) -> None:
+        self.compute.close()
         self._backend.close()
 
-    def senders(self) -> list[tuple[Handle, Sequence[Handle]]]:
+    def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[NativeRolloutWorker]]]]:
         # Replicas of the actor are equal: the first sends, or in a common pool each to the engine beside it.
         home = self.placement.pool_of
-        actors = [There(self._groups[home["actor"]], "actor", TrainedHost, rank) for rank in range(len(self.engines))]
+        actors = [
+            RemoteGroup(self._groups[home["actor"]], "actor", TrainWorker, rank) for rank in range(len(self.engines))
+        ]
         if home["actor"] == home["rollout"]:
             return [(actor, [engine]) for actor, engine in zip(actors, self.engines, strict=True)]
         return [(actors[0], self.engines)]
@@ -243,10 +253,10 @@ class RayCompany(Company):
         home = self.placement.pool_of
         for role in home:
             if role != "rollout":
-                kind = TrainedHost if role in TRAINED else FrozenHost
-                self.models[role] = There(self._groups[home[role]], role, kind)
+                kind: type[ModelWorker] = TrainWorker if role in TRAINED else ScoreWorker
+                self.models[role] = RemoteGroup(self._groups[home[role]], role, kind)
         group = self._groups[home["rollout"]]
-        self.engines = [There(group, "rollout", EngineHost, rank) for rank in range(group.world_size)]
+        self.engines = [RemoteGroup(group, "rollout", NativeRolloutWorker, rank) for rank in range(group.world_size)]
 
     def _check_room(self) -> None:
         """All pools at once, before any is granted."""
@@ -303,7 +313,7 @@ class Skeletons:
         self._restore()
         if self._is_away:
             for role, engine in self._cast.engines().items():
-                engine.load_state(await self._cast.handles[role].call("state"))
+                engine.load_state(await self._cast.trained_group(role).call(TrainWorker.state))
 
     def _restore(self) -> None:
         while self._emptied:
@@ -328,18 +338,18 @@ class PartsMover:
         self._totals: dict[str, float] = {}
 
     async def onload(self, role: str, mode: Mode) -> None:
-        await self._move("onload", role, mode)
+        await self._move(role, mode)
 
     async def offload(self, role: str) -> None:
-        await self._move("offload", role)
+        await self._move(role, None)
 
-    async def _move(self, name: str, role: str, *args: Mode) -> None:
+    async def _move(self, role: str, mode: Mode | None) -> None:
         if role not in self._company.moving():
             return
-        is_leaving = name == "offload"
-        with self._recorder.span(name, role=role) as span:
-            for handle in self._company.handles_of(role):
-                moved = await handle.call(name, *args)
+        is_leaving = mode is None
+        with self._recorder.span("onload" if mode else "offload", role=role) as span:
+            for group in self._company.groups_of(role):
+                moved = await (group.call(Movable.onload, mode) if mode else group.call(Movable.offload))
                 span.nbytes = (span.nbytes or 0) + moved.num_bytes
                 self._add("handover/offload_bytes" if is_leaving else "handover/onload_bytes", moved.num_bytes)
                 self._add("handover/offload_s" if is_leaving else "handover/onload_s", moved.seconds)

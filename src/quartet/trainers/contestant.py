@@ -19,8 +19,8 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, RolloutEngine
 from quartet.schedule.groups import Group, answered
-from quartet.schedule.handles import Here
 from quartet.schedule.local import local_arbiter
+from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.answers import StoredAnswer, matched
@@ -173,7 +173,7 @@ class Contestant:
         return await score_groups(answers, self._scorers(recorder), step=0, finished=finished)
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[RewardScorer]:
-        hosts = {role.name: role.host() for role in self.models}
-        arbiter = local_arbiter({name: host.sizes() for name, host in hosts.items()}, version=0)
-        handles = {name: Here(host) for name, host in hosts.items()}
-        return reward_scorers(Worker(arbiter, recorder), self.models, self.functions, handles)
+        workers = {role.name: role.worker() for role in self.models}
+        arbiter = local_arbiter({name: worker.sizes() for name, worker in workers.items()}, version=0)
+        groups = {name: LocalGroup(worker) for name, worker in workers.items()}
+        return reward_scorers(Worker(arbiter, recorder), self.models, self.functions, groups)

@@ -160,7 +160,7 @@ class HeldOut:
         """Every held-out prompt's samples; episodes where the run plays episodes."""
         cast, config = self.cast, self.config
         assert cast.evaluation_prompts is not None, "made for a cast with held-out prompts"
-        own = reward_scorers(worker, cast.evaluation_models, cast.evaluation_functions, cast.handles)
+        own = reward_scorers(worker, cast.evaluation_models, cast.evaluation_functions, cast.groups)
         scorers = [*cast.reward_scorers(worker), *cast.of_whole_trajectories(own)]
         if cast.environment is not None:
             async with rollout.quiet() as quiet:

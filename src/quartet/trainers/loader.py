@@ -23,7 +23,7 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.schedule.model_host import BareHost, FrozenHost, TrainedHost
+from quartet.schedule.model_worker import AdapterlessWorker, ScoreWorker, TrainWorker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.data_parallel import Peers
 from quartet.train.engine import TrainEngine
@@ -217,15 +217,19 @@ class Loader:
         found += ["reference"] if self.reference is not None else []
         return found + [role.name for role in self.reward_models + self.evaluation_models]
 
-    def host(self, role: str) -> FrozenHost | TrainedHost:
+    def worker(self, role: str) -> ScoreWorker | TrainWorker:
         """What computes with the model of a role, in this process."""
         engine = {"actor": lambda: self.actor_engine, "critic": lambda: self.critic_engine}.get(role)
         if engine is not None:
-            return TrainedHost(_there(engine(), role))
+            return TrainWorker(_there(engine(), role))
         if role != "reference":
-            return next(source.host() for source in self.reward_models + self.evaluation_models if source.name == role)
+            return next(
+                source.worker() for source in self.reward_models + self.evaluation_models if source.name == role
+            )
         reference, train = _there(self.reference, role), self.recipe.actor.train
-        kind = BareHost if self.recipe.actor.train.lora is not None and reference is self.actor else FrozenHost
+        kind = (
+            AdapterlessWorker if self.recipe.actor.train.lora is not None and reference is self.actor else ScoreWorker
+        )
         return kind(
             reference, forward_budget(train), logprob_chunk=train.logprob_chunk, share_prefixes=train.share_prefixes
         )

@@ -1,61 +1,29 @@
-"""What runs in each process of a pool: the hosts of all roles that are placed there."""
+"""What runs in each process of a pool: the workers of all roles that are placed there."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from quartet.cluster import Worker
 from quartet.config.recipe import RLRecipe
 from quartet.models.packed import PackedCausalLM
-from quartet.observe.memory import held_bytes
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.weights import num_bytes_of, own_copy
-from quartet.schedule.engine_host import EngineHost
-from quartet.schedule.leases import Mode
-from quartet.schedule.model_host import FrozenHost, TrainedHost
-from quartet.schedule.movable import Movable
-from quartet.schedule.weight_ends import TakesWeights
+from quartet.rollout.weights import own_copy
+from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.role_group import RolesWorker
+from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.data_parallel import Peers
-from quartet.train.offload import Moved, Offload, Store
 from quartet.trainers.loader import Loader, Passed
 from quartet.trainers.run import use_threads
 
 TRAINED = ("actor", "critic")
 
 
-class PlacedEngine(EngineHost, TakesWeights, Movable):
-    """An engine under a placement: it takes weights of its own, and gives up cache and weights while others work."""
-
-    def __init__(self, engine: NativeEngine) -> None:
-        super().__init__(engine)
-        self.engine: NativeEngine = engine
-
-    def sizes(self) -> dict[Mode, int]:
-        """Bytes that must be on the device to generate: its own weights; the cache grows with the requests."""
-        return {"generate": num_bytes_of(self.engine.packed.model) if self.engine.owns_weights else 0}
-
-    def offload(self) -> Moved:
-        """The cache is destroyed, the weights leave. Requests are kept: their keys and values are computed again."""
-        before, device = held_bytes(self.engine.packed.device), self.engine.packed.device
-        cached = self.engine.resident_bytes() - self.sizes()["generate"]
-        self.engine.release_cache()
-        moved = super().offload()
-        return replace(moved, num_bytes=moved.num_bytes + cached, freed_bytes=before - held_bytes(device))
-
-    def _offload(self, store: Store) -> Offload:
-        return Offload(self.engine.packed, store)
-
-
-Host = FrozenHost | TrainedHost | PlacedEngine
-
-
-def rollout_host(
+def rollout_worker(
     recipe: RLRecipe, actor: PackedCausalLM, codec: TextCodec, *, shares_actor: bool, is_own: bool
-) -> PlacedEngine:
-    """The engine's host.
+) -> NativeRolloutWorker:
+    """The rollout role's worker in this process.
 
     Args:
         actor: the actor's model, or (``is_own``) one that is the engine's alone.
@@ -71,7 +39,7 @@ def rollout_host(
         cache_tokens=config.cache_tokens,
         decode=codec.decode,
     )
-    return PlacedEngine(engine)
+    return NativeRolloutWorker(engine)
 
 
 @dataclass(frozen=True)
@@ -96,7 +64,7 @@ def _made_after(role: str) -> int:
     return {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}.get(role, 2)
 
 
-class PoolWorker(Worker):
+class PoolWorker(RolesWorker):
     """All roles of one pool. Loads only their models (and, for a moment, what a critic starts from)."""
 
     def __init__(self, recipe: RLRecipe, passed: Passed, part: Part) -> None:
@@ -113,20 +81,18 @@ class PoolWorker(Worker):
             shares_reference=part.shares_reference,
             peers=Peers.of_world() if self.world_size > 1 and trains else None,
         )
-        self._hosts: dict[str, Host] = {}
+        self.roles: dict[str, ModelWorker | NativeRolloutWorker] = {}
         # Each leaves before the next one comes; those that others start from come last.
         for role in sorted(part.roles, key=_made_after):
-            host: Host
+            worker: ModelWorker | NativeRolloutWorker
             if role == "rollout":
                 is_own = "actor" not in part.roles
-                host = rollout_host(recipe, loader.actor, loader.codec, shares_actor=part.shares_actor, is_own=is_own)
+                worker = rollout_worker(
+                    recipe, loader.actor, loader.codec, shares_actor=part.shares_actor, is_own=is_own
+                )
             else:
-                host = loader.host(role)
+                worker = loader.worker(role)
             if part.moves:
-                host.make_movable(recipe.offload)
-                host.offload()
-            self._hosts[role] = host
-
-    def on(self, role: str, method: str, *args: Any) -> Any:
-        """A method of a role's host."""
-        return getattr(self._hosts[role], method)(*args)
+                worker.make_movable(recipe.offload)
+                worker.offload()
+            self.roles[role] = worker

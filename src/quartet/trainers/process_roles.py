@@ -26,8 +26,9 @@ from quartet.config.process_reward import DiscountedSteps
 from quartet.config.rewards import ProcessModelReward, RewardConfig
 from quartet.models.loading import load_scalar_model, packed_scalar_model
 from quartet.models.process_files import load_process_settings
-from quartet.schedule.handles import Handle
 from quartet.schedule.iteration import Chunk
+from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.worker import Worker
 from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
@@ -55,7 +56,7 @@ class ProcessModelRole(RewardModelRole):
     separator: str
     own_separator: str
 
-    def scorer(self, worker: Worker, model: Handle) -> ProcessScorer:
+    def scorer(self, worker: Worker, model: RoleGroup[ModelWorker]) -> ProcessScorer:
         return ProcessScorer(worker, self, model)
 
 
@@ -229,7 +230,7 @@ class ProcessScorer:
     steps' own scores, NaN elsewhere.
     """
 
-    def __init__(self, worker: Worker, role: ProcessModelRole, model: Handle) -> None:
+    def __init__(self, worker: Worker, role: ProcessModelRole, model: RoleGroup[ModelWorker]) -> None:
         self.role = role
         self._worker = worker
         self._model = ModelScorer(worker, role.name, model, STEP_NEEDS, _COLUMN)

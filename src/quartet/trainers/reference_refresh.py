@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from quartet.config import UserError
+from quartet.schedule.model_worker import ModelWorker
 from quartet.trainers.cast import Cast
 
 
@@ -38,15 +39,14 @@ class ReferenceRefresh:
     async def after(self, steps: int) -> dict[str, float]:
         """Call after ``steps`` complete steps."""
         if steps % self._every == 0:
-            await self.load_state(await self._cast.handles["actor"].call("weights"))
+            await self.load_state(await self._cast.groups["actor"].call(ModelWorker.weights))
         return {"reference/age": float(steps % self._every)}
 
     async def state(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = await self._cast.handles["reference"].call("weights")
-        return found
+        return await self._cast.groups["reference"].call(ModelWorker.weights)
 
     async def load_state(self, state: Mapping[str, Tensor]) -> None:
-        await self._cast.handles["reference"].call("load_weights", state)
+        await self._cast.groups["reference"].call(ModelWorker.load_weights, state)
 
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -28,9 +28,9 @@ from quartet.rewards.build import build_reward
 from quartet.rewards.combine import LEFT_OUT_PREFIX, RewardWeights
 from quartet.rewards.functions import FunctionReward
 from quartet.rewards.source import GuardedReward, Outcome
-from quartet.schedule.handles import Handle
 from quartet.schedule.iteration import Chunk, Scorer
-from quartet.schedule.model_host import FrozenHost
+from quartet.schedule.model_worker import ModelWorker, ScoreWorker
+from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.worker import Worker
 from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
@@ -50,11 +50,11 @@ class RewardModelRole:
     weight: float
     gate: GateConfig | None = None
 
-    def host(self) -> FrozenHost:
-        return FrozenHost(self.model, self.budget)
+    def worker(self) -> ScoreWorker:
+        return ScoreWorker(self.model, self.budget)
 
-    def scorer(self, worker: Worker, model: Handle) -> Scorer[RaggedBatch, ColumnSet]:
-        """What scores a chunk with this model, where ``model`` reaches its host."""
+    def scorer(self, worker: Worker, model: RoleGroup[ModelWorker]) -> Scorer[RaggedBatch, ColumnSet]:
+        """What scores a chunk with this model, where ``model`` has it."""
         render = _renderer(self.codec) if self.codec is not None else None
         return ModelScorer(worker, self.name, model, Needs(scores=True), REWARD_PREFIX + self.name, render=render)
 
@@ -114,10 +114,10 @@ def reward_scorers(
     worker: Worker,
     models: Sequence[RewardModelRole],
     functions: Sequence[RewardFunctionRole],
-    handles: Mapping[str, Handle],
+    groups: Mapping[str, RoleGroup[ModelWorker]],
 ) -> list[Scorer[RaggedBatch, ColumnSet]]:
-    """``handles`` reach the models' hosts, by the roles' names."""
-    scorers = [role.scorer(worker, handles[role.name]) for role in models]
+    """``groups`` have the models, by the roles' names."""
+    scorers = [role.scorer(worker, groups[role.name]) for role in models]
     return [*scorers, *(FunctionScorer(worker, role.reward) for role in functions)]
 
 

@@ -23,6 +23,7 @@ from quartet.observe.progress import Progress, Stage
 from quartet.observe.rollouts import RolloutWriter
 from quartet.schedule.groups import ahead_from_state, ahead_state, staleness_metrics
 from quartet.schedule.iteration import run_iteration
+from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.stream import Ahead
 from quartet.train.objectives import trajectory_index
 from quartet.trainers.advantages import Experience
@@ -198,7 +199,7 @@ class RLTrainer:
         if text := self.company.describe():
             self.progress.print(text)
         await asyncio.to_thread(self.company.start)
-        self.cast.handles = self.company.models
+        self.cast.groups = self.company.models
         beginning = await self._restore()
         self.run.start(beginning.step)
         for remark in self._remarks():
@@ -430,7 +431,7 @@ class RLTrainer:
             return _Beginning(0)
         step, parts, info = found
         for name in self.cast.engines():
-            await self.cast.handles[name].call("load_state", parts[name])
+            await self.cast.trained_group(name).call(TrainWorker.load_state, parts[name])
         self.cast.emitted = parts["emitted"]
         if self._refresh is not None:
             await self._refresh.load_state(parts["reference"])
@@ -440,7 +441,9 @@ class RLTrainer:
     async def _save(self, at: _Beginning) -> None:
         """Saves the state of ``at``, which is the present one."""
         step = at.step
-        parts: dict[str, Any] = {name: await self.cast.handles[name].call("state") for name in self.cast.engines()}
+        parts: dict[str, Any] = {
+            name: await self.cast.trained_group(name).call(TrainWorker.state) for name in self.cast.engines()
+        }
         parts["emitted"] = self.cast.emitted
         if self._refresh is not None:
             parts["reference"] = await self._refresh.state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ class Session:
             steps_per_lease=config.steps_per_lease,
             version=step,
             canary=cast.canary(),
-            trainer=cast.handles["actor"],
+            trainer=cast.trained_group("actor"),
             deliver=play.company.deliver,
             shares_actor=play.company.shares_actor,
             in_flight=play.company.placement.in_flight,
@@ -183,11 +184,12 @@ class Session:
     def _collected(self) -> Collect[Group, RaggedBatch]:
         """Chunks of groups, of which the journal is told; followed, it compares them."""
         journal = self.journal
-        if journal is None:
-            return self.cast.collect
 
         def collect(step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
-            journal.consume(step, index, [group.consumed() for group in groups])
+            if journal is not None:
+                journal.consume(step, index, [group.consumed() for group in groups])
+            # Now, not when all is scored: how far an engine elsewhere has come by then is a matter of time.
+            self.generated = self.rollout.stats()
             return self.cast.collect(step, index, groups)
 
         return collect
@@ -201,11 +203,10 @@ class Session:
         apart = [("reward", PartScorer(scorer, sampled_and_greedy)) for scorer in rewards]
         return [*apart, *((scorer.column, PartScorer(scorer, sampled_only)) for scorer in columns)]
 
-    def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
+    async def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
         with self.play.recorder.span("advantages", step=chunks[0][0].step):
-            experience = self._assembler(chunks)
+            experience = await self.play.company.compute.run(partial(self._assembler, chunks))
         self.cast.note_emitted(experience.batch)
-        self.generated = self.rollout.stats()
         self.is_learning = True
         return experience
 
@@ -220,9 +221,9 @@ class Session:
             def value(step: int, is_first: bool) -> Objective:
                 return ValueObjective(ppo, num_trajectories)
 
-            learners.append(Learner(self.worker, "critic", cast.handles["critic"], plan, value, "critic"))
+            learners.append(Learner(self.worker, "critic", cast.trained_group("critic"), plan, value, "critic"))
         also = self.play.ptx.terms if self.play.ptx is not None else None
-        actor, resting = cast.handles["actor"], self.play.warmup_steps
+        actor, resting = cast.trained_group("actor"), self.play.warmup_steps
         learners.append(Learner(self.worker, "actor", actor, plan, self._policy, "policy", resting, also))
         return [(learner.role, _ExperienceLearner(learner, algorithm)) for learner in learners]
 

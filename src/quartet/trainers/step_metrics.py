@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
-from quartet.schedule.model_host import ModelStats
+from quartet.schedule.model_worker import ModelStats
 from quartet.trainers.trajectories import Trajectories, num_emitted
 
 

@@ -18,6 +18,10 @@ Log = list[tuple[str, int, float, float]]
 """``(what, which, start, end)`` of every piece of work."""
 
 
+async def _assembled(chunks: Any) -> Any:
+    return list(chunks)
+
+
 @dataclass
 class Simulation:
     """Groups take ``group_s`` each, one after another; ``rollout`` has a pool of its own unless colocated."""
@@ -67,7 +71,7 @@ class Simulation:
             stream=stream,
             collect=lambda step, index, groups: Chunk(step, index, len(groups), list(groups)),
             scorers=[_Scorer(self, name, seconds) for name, seconds in self.score_s.items()],
-            assemble=list,
+            assemble=_assembled,
             learners=[_Learner(self, name, seconds) for name, seconds in self.train_s.items()],
             publish=self.publish,
         )

@@ -27,12 +27,12 @@ from quartet.rollout.protocol import (
     SamplingParams,
 )
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.engine_host import CanaryProbe, EngineHost
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
 from quartet.schedule.journal import Journal
 from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
 from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.schedule.worker import Worker, drained
 
@@ -119,6 +119,10 @@ class CountingEngine:
         return replace(self.counted, policy_version=self.weights)
 
 
+async def _assembled(chunks: Any) -> Any:
+    return list(chunks)
+
+
 @dataclass
 class Slow:
     """A host's handle whose calls take time, as in another process."""
@@ -127,11 +131,12 @@ class Slow:
     seconds: Callable[[str], float]
     died: bool = False
 
-    async def call(self, method: str, *args: Any) -> Any:
-        await drained(asyncio.sleep(self.seconds(method)))
+    async def call(self, method: Any, *args: Any) -> Any:
+        name = method.__name__
+        await drained(asyncio.sleep(self.seconds(name)))
         if self.died:
-            raise WorkerDied(Death("rollout", 0, 1, "here", method, "killed", None))
-        return getattr(self.host, method)(*args)
+            raise WorkerDied(Death("rollout", 0, 1, "here", name, "killed", None))
+        return getattr(self.host, name)(*args)
 
 
 class Actor:
@@ -179,7 +184,7 @@ class World:
         self.actor = Actor()
         self.engines = [CountingEngine(self.lengths) for _ in range(self.num_engines)]
         self.handles = [
-            Slow(EngineHost(cast(RolloutEngine, engine)), lambda call: self.seconds("rollout", call))
+            Slow(RolloutWorker(cast(RolloutEngine, engine)), lambda call: self.seconds("rollout", call))
             for engine in self.engines
         ]
         self.recorder = SpanRecorder(clock=now)
@@ -231,7 +236,7 @@ class World:
             stream=self.stream,
             collect=self._collect,
             scorers=[_Scorer(self, "reward", False), _Scorer(self, "actor", True)],
-            assemble=list,
+            assemble=_assembled,
             learners=[_Learner(self, "critic"), _Learner(self, "actor")],
             publish=self.rollout.publish,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams
-from quartet.schedule.engine_host import EngineHost
+from quartet.schedule.rollout_worker import RolloutWorker
 
 
 class Endless:
@@ -41,7 +41,7 @@ class Endless:
 
 def test_what_a_former_driver_left_is_given_up() -> None:
     engine = Endless()
-    host = EngineHost(engine)  # type: ignore[arg-type]
+    host = RolloutWorker(engine)  # type: ignore[arg-type]
     asked = [Request(f"0.{r}", "0", (1,), SamplingParams()) for r in range(2)]
     host.burst([asked], (), 3)
     assert host.begin().generated_tokens == 6, "its counts go on"

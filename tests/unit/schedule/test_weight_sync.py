@@ -23,7 +23,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.weights import own_copy
-from quartet.schedule.handles import Handle, Here
+from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.weight_ends import Spot
 from quartet.schedule.weight_sync import SendsWeights, TakesWeights, choose_transport, deliver, link, unlink
 from quartet.train.engine import TrainEngine
@@ -56,8 +56,8 @@ class Elsewhere:
     number: int
     machine: str = ""
 
-    async def call(self, method: str, *args: Any) -> Any:
-        result = await asyncio.to_thread(getattr(self.host, method), *args)
+    async def call(self, method: Any, *args: Any) -> Any:
+        result = await asyncio.to_thread(getattr(self.host, method.__name__), *args)
         if isinstance(result, Spot):
             return replace(result, pid=-self.number, machine=result.machine + self.machine)
         return result
@@ -99,8 +99,8 @@ class Cast:
 
     packed: PackedCausalLM
     engines: list[NativeEngine]
-    trainer: Handle
-    handles: list[Handle]
+    trainer: LocalGroup[TrainerHost]
+    handles: list[Any]
 
     def expected(self, version: int) -> dict[str, Completion]:
         return answers(NativeEngine(self.packed, version=version))
@@ -117,8 +117,8 @@ def make() -> Iterator[Make]:
         packed = model(precision, lora)
         engines = [NativeEngine(own_copy(packed), owns_weights=True) for _ in range(num_engines)]
         hosts = [EngineHost(engine) for engine in engines]
-        handles: list[Handle] = [Here(h) if here else Elsewhere(h, i) for i, h in enumerate(hosts)]
-        made.append(Cast(packed, engines, Here(TrainerHost(trainer_of(packed, lora))), handles))
+        handles: list[Any] = [LocalGroup(h) if here else Elsewhere(h, i) for i, h in enumerate(hosts)]
+        made.append(Cast(packed, engines, LocalGroup(TrainerHost(trainer_of(packed, lora))), handles))
         return made[-1]
 
     yield cast
@@ -169,7 +169,7 @@ def test_within_one_process_nothing_waits_for_a_thread(make: Make, monkeypatch: 
 
 def test_one_engine_of_this_process_hears_a_trainer_of_another(make: Make) -> None:
     cast = make(1, here=True)
-    trainer = Elsewhere(cast.trainer.host, 7)  # type: ignore[attr-defined]
+    trainer = Elsewhere(cast.trainer.worker, 7)
 
     async def run() -> str:
         chosen = await link(trainer, cast.handles, timeout_s=20)
@@ -222,9 +222,9 @@ def test_the_nearest_way_that_leads_to_all(trainer: Spot, engines: list[Spot], e
 @pytest.mark.parametrize(
     ("transport", "engines", "found"),
     [
-        ("auto", [Here, 1], "1 of 2 engines in the trainer's process"),
+        ("auto", [LocalGroup, 1], "1 of 2 engines in the trainer's process"),
         ("shared", [1, 2], "0 of 2 engines"),
-        ("shared_memory", [Here], "wait for itself"),
+        ("shared_memory", [LocalGroup], "wait for itself"),
         ("collective", [1, 1], "take turns"),
         ("shared_memory", [1, "far"], "other machines"),
         ("cuda_ipc", [1], "not on one GPU"),
@@ -233,8 +233,8 @@ def test_the_nearest_way_that_leads_to_all(trainer: Spot, engines: list[Spot], e
 def test_a_transport_that_leads_nowhere_is_refused(make: Make, transport: Any, engines: list[Any], found: str) -> None:
     cast = make(len(engines), here=True)
     for i, where in enumerate(engines):
-        host = cast.handles[i].host  # type: ignore[attr-defined]
-        if where is not Here:
+        host = cast.handles[i].worker
+        if where is not LocalGroup:
             cast.handles[i] = Elsewhere(host, 9, "far") if where == "far" else Elsewhere(host, where)
     with pytest.raises(UserError) as caught:
         asyncio.run(link(cast.trainer, cast.handles, transport, timeout_s=5))
@@ -245,7 +245,7 @@ def test_engines_of_different_dtypes_are_refused(make: Make) -> None:
     cast = make(1, here=True)
     other = NativeEngine(own_copy(model("bf16")), owns_weights=True)
     with pytest.raises(UserError, match="different dtypes") as caught:
-        asyncio.run(link(cast.trainer, [*cast.handles, Here(EngineHost(other))]))
+        asyncio.run(link(cast.trainer, [*cast.handles, LocalGroup(EngineHost(other))]))
     assert "engine 1" in caught.value.found
 
 
@@ -320,10 +320,10 @@ def test_a_call_that_never_ends_keeps_nobody(make: Make, monkeypatch: pytest.Mon
 
     @dataclass(frozen=True)
     class Stuck:
-        inner: Handle
+        inner: Any
 
-        async def call(self, method: str, *args: Any) -> Any:
-            if method == "weights_receive":
+        async def call(self, method: Any, *args: Any) -> Any:
+            if method.__name__ == "weights_receive":
                 await asyncio.sleep(3600)
             return await self.inner.call(method, *args)
 
@@ -341,11 +341,11 @@ def test_a_dead_worker_is_the_cause(make: Make, monkeypatch: pytest.MonkeyPatch)
 
     @dataclass(frozen=True)
     class Dying:
-        inner: Handle
+        inner: Any
 
-        async def call(self, method: str, *args: Any) -> Any:
-            if method == "weights_receive":
-                self.inner.host.weight_inlet.close()  # type: ignore[attr-defined]
+        async def call(self, method: Any, *args: Any) -> Any:
+            if method.__name__ == "weights_receive":
+                self.inner.host.weight_inlet.close()
                 raise death
             return await self.inner.call(method, *args)
 
@@ -363,7 +363,7 @@ def test_a_trainer_that_fails_is_told_with_its_own_error(make: Make, monkeypatch
         raise OSError("the trainer's disk is full")
         yield
 
-    monkeypatch.setattr(cast.trainer.host.engine, "weights", weights)  # type: ignore[attr-defined]
+    monkeypatch.setattr(cast.trainer.worker.engine, "weights", weights)
     with pytest.raises(WeightSyncError, match="gave up") as caught:
         sync(cast, 1)
     assert isinstance(caught.value.__cause__, OSError)
@@ -391,8 +391,8 @@ def test_another_version_than_the_one_waited_for_is_not_taken(make: Make) -> Non
         await link(cast.trainer, cast.handles, timeout_s=10)
         await deliver(cast.trainer, cast.handles, 1, timeout_s=10)
         await asyncio.gather(
-            cast.handles[0].call("weights_receive", 3),
-            asyncio.to_thread(cast.trainer.host.weights_send, 2),  # type: ignore[attr-defined]
+            cast.handles[0].call(TakesWeights.weights_receive, 3),
+            asyncio.to_thread(cast.trainer.worker.weights_send, 2),
         )
 
     asyncio.run(run())
@@ -412,11 +412,11 @@ def test_what_the_trainer_gave_up_before_an_engine_listened_is_told_at_once(
     async def run() -> Any:
         await link(cast.trainer, cast.handles, timeout_s=30)
         with monkeypatch.context() as patch:
-            patch.setattr(cast.trainer.host.weight_outlet._source, "_named", weights)  # type: ignore[attr-defined]
+            patch.setattr(cast.trainer.worker.weight_outlet._source, "_named", weights)
             with pytest.raises(OSError, match="disk is full"):
-                await cast.trainer.call("weights_send", 1)
+                await cast.trainer.call(SendsWeights.weights_send, 1)
         start = time.monotonic()
-        failed = await cast.handles[0].call("weights_receive", 1)
+        failed = await cast.handles[0].call(TakesWeights.weights_receive, 1)
         assert time.monotonic() - start < 5
         await deliver(cast.trainer, cast.handles, 1, timeout_s=30)
         return failed

@@ -19,7 +19,7 @@ from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
-from quartet.schedule import model_host
+from quartet.schedule import model_worker
 from quartet.schedule.groups import Group, answered, chunk_of
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.scorers import PartScorer
@@ -85,9 +85,9 @@ def test_only_rewards_see_the_greedy_response(
 ) -> None:
     """Sequences through the reference, the actor's forward and its updates: the sampled ones and no more."""
     frozen, forward, trained, scored = [], [], [], []
-    plain = model_host.forward_only
+    plain = model_worker.forward_only
     monkeypatch.setattr(
-        model_host,
+        model_worker,
         "forward_only",
         lambda model, batch, *a, **k: frozen.append(len(batch)) or plain(model, batch, *a, **k),
     )

@@ -24,14 +24,14 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion
 from quartet.rollout.weights import own_copy
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.engine_host import EngineHost
 from quartet.schedule.groups import Group, staleness_metrics
-from quartet.schedule.handles import Handle, Here
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
 from quartet.schedule.journal import Diverged, Event, Journal
 from quartet.schedule.learners import Learner, UpdatePlan
 from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
+from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout_worker import RolloutWorker
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.schedule.worker import Worker
@@ -72,13 +72,13 @@ class Delays:
 
 @dataclass(frozen=True)
 class Slow:
-    """A handle whose calls take time before they compute."""
+    """A group whose calls take time before they compute."""
 
-    handle: Handle
+    handle: RoleGroup[Any]
     delays: Delays
 
-    async def call(self, method: str, *args: Any) -> Any:
-        await self.delays.pass_by(method)
+    async def call(self, method: Any, *args: Any) -> Any:
+        await self.delays.pass_by(method.__name__)
         return await self.handle.call(method, *args)
 
 
@@ -135,7 +135,7 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
     worker = Worker(arbiter, SpanRecorder(clock=now))
     engine = NativeEngine(own_copy(cast.actor.packed), owns_weights=True, max_running=8, decode=cast.codec.decode)
     engine.update_weights(list(cast.actor.weights()), 0)
-    actor = Slow(cast.handles["actor"], delays)
+    actor = Slow(cast.trained_group("actor"), delays)
 
     async def deliver(version: int) -> int:
         engine.update_weights(list(cast.actor.weights()), version)
@@ -143,7 +143,7 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
 
     rollout = Rollout(
         worker,
-        [Slow(Here(EngineHost(engine)), delays)],
+        [Slow(LocalGroup(RolloutWorker(engine)), delays)],
         cast.requests,
         steps_per_lease=RECIPE.rollout.steps_per_lease,
         version=0,
@@ -169,7 +169,7 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
     experiences: list[Experience] = []
     assembler = Assembler(ALGORITHM, {"even": 1.0}, lambda: 0.0, None, max_new_tokens=14)
 
-    def assemble(chunks: Any) -> RaggedBatch:
+    async def assemble(chunks: Any) -> RaggedBatch:
         experiences.append(assembler(chunks))
         return experiences[-1].batch
 

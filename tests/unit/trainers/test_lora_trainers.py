@@ -34,10 +34,10 @@ from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
-from quartet.schedule.engine_host import CanaryProbe, EngineHost
-from quartet.schedule.handles import Here
 from quartet.schedule.local import local_arbiter
+from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs, forward_only
 from quartet.trainers.cast import Cast
@@ -151,7 +151,7 @@ def rollout_of(cast: Cast, worker: Worker) -> Rollout:
         steps_per_lease=cast.recipe.rollout.steps_per_lease,
         version=0,
         canary=cast.canary(),
-        trainer=cast.handles["actor"],
+        trainer=cast.trained_group("actor"),
         deliver=company.deliver,
         shares_actor=company.shares_actor,
     )
@@ -298,12 +298,12 @@ def test_a_canary_hears_adapters_that_were_not_sent(cast_of: Any, causal_lm: Any
 
         rollout = Rollout(
             worker,
-            [Here(EngineHost(engine))],
+            [LocalGroup(RolloutWorker(engine))],
             cast.requests,
             steps_per_lease=4,
             version=version,
             canary=CanaryProbe(tuple(cast.prompts.item(0).token_ids), 4, 1e-4),
-            trainer=cast.handles["actor"],
+            trainer=cast.trained_group("actor"),
             deliver=deliver,
             shares_actor=False,
         )

@@ -269,6 +269,8 @@ def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, ru
     assert max(row["staleness/max"] for row in rows) <= 1
     again, other = run("again", {**placement, "follow": str(path / "journal.jsonl")}, **changes)
     assert same(weights(first), weights(again))
+    a, b = numbers(path), numbers(other)
+    assert not [(r["step"], k, r[k], s[k]) for r, s in zip(a, b, strict=True) for k in r if r[k] != s.get(k)]
     assert numbers(path) == numbers(other)
 
 

@@ -22,9 +22,9 @@ from quartet.config.rewards import ProcessModelReward
 from quartet.data.datasets import PromptItem
 from quartet.models.process_files import ProcessSettings, save_process_settings
 from quartet.observe.spans import SpanRecorder
-from quartet.schedule.handles import Here
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.local import local_arbiter
+from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
@@ -96,8 +96,8 @@ def chunk_with(codec: TextCodec, answers: Sequence[Sequence[str]] = ANSWERS, ste
 
 
 def score(role: ProcessModelRole, chunk: Chunk[RaggedBatch]) -> Any:
-    worker = Worker(local_arbiter({role.name: role.host().sizes()}, version=0), SpanRecorder())
-    return asyncio.run(role.scorer(worker, Here(role.host())).score(chunk))
+    worker = Worker(local_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
+    return asyncio.run(role.scorer(worker, LocalGroup(role.worker())).score(chunk))
 
 
 def plain_logit(role: ProcessModelRole, ids: Sequence[int]) -> float:

@@ -1,7 +1,8 @@
-"""What computes a model's passes and updates, beside the model: in the driver's process or in a worker's."""
+"""Workers of the roles with a model: passes and updates, beside the model, in this process or in another."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,30 @@ def train_bytes(model: PackedModel) -> int:
     return 3 * sum(p.numel() * p.element_size() for p in model.model.parameters() if p.requires_grad)
 
 
-class FrozenHost(Movable):
+class ModelWorker(Movable):
+    """One model of a run: what every role with a model can be asked."""
+
+    @dispatch(SPLIT, blocking=False)
+    @abstractmethod
+    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+        """Forward-only pass; fields as in ``Outputs``."""
+
+    @dispatch(RANK_ZERO)
+    @abstractmethod
+    def stats(self) -> ModelStats:
+        """Counted since the run began."""
+
+    @dispatch(RANK_ZERO)
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """The model's whole state, with its adapters merged, as copies."""
+
+    @abstractmethod
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes over what another model's ``weights`` gave."""
+
+
+class ScoreWorker(ModelWorker):
     """A model that never changes by itself: a reference, a reward model.
 
     Args:
@@ -62,23 +86,16 @@ class FrozenHost(Movable):
         self._logprob_chunk = logprob_chunk
         self._share_prefixes = share_prefixes
 
-    @dispatch(SPLIT, blocking=False)
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        """Forward-only pass; fields as in ``Outputs``."""
         return forward_only(self.packed, batch, needs, self._budget, self._logprob_chunk, share=self._share_prefixes)
 
-    @dispatch(RANK_ZERO)
     def stats(self) -> ModelStats:
         return ModelStats(self._budget.num_oom)
 
-    @dispatch(RANK_ZERO)
     def sizes(self) -> dict[Mode, int]:
-        """Bytes that must be on the device in each mode."""
         return {"forward": model_bytes(self.packed)}
 
-    @dispatch(RANK_ZERO)
     def weights(self) -> dict[str, Tensor]:
-        """The model's whole state, as copies."""
         with self.present():
             return {name: tensor.clone() for name, tensor in self.packed.model.state_dict().items()}
 
@@ -90,29 +107,24 @@ class FrozenHost(Movable):
         return Offload(self.packed, store)
 
 
-class TrainedHost(SendsWeights, Movable):
+class TrainWorker(SendsWeights, ModelWorker):
     """A model that trains: the actor, the critic."""
 
     def __init__(self, engine: TrainEngine[Any]) -> None:
         self.engine = engine
 
-    @dispatch(SPLIT, blocking=False)
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        """Forward-only pass; fields as in ``Outputs``."""
         return self.engine.forward(batch, needs)
 
     def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
         """The updates in their order; of each what ``TrainEngine.train_step`` returns."""
         return [self.engine.train_step(experience.select(u.sequences), u.objective, u.also) for u in updates]
 
-    @dispatch(RANK_ZERO)
     def stats(self) -> ModelStats:
         engine = self.engine
         return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens)
 
-    @dispatch(RANK_ZERO)
     def sizes(self) -> dict[Mode, int]:
-        """Bytes that must be on the device in each mode: parameters, and for training what comes with them."""
         size = model_bytes(self.engine.packed)
         return {"forward": size, "train": size + train_bytes(self.engine.packed)}
 
@@ -124,21 +136,21 @@ class TrainedHost(SendsWeights, Movable):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.engine.load_state(state)
 
-    @dispatch(RANK_ZERO)
     def weights(self) -> dict[str, Tensor]:
-        """The model's whole state with its adapters merged, as copies."""
         packed = self.engine.packed
         with self.present(), packed.with_merged_adapters():
             return {name: tensor.clone() for name, tensor in packed.model.state_dict().items()}
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        raise RuntimeError("a model that trains takes up states, not weights")
 
     def _offload(self, store: Store) -> Offload:
         return self.engine.offloading(store)
 
 
-class BareHost(FrozenHost):
+class AdapterlessWorker(ScoreWorker):
     """A model without its adapters, which somebody else trains meanwhile: the reference of a LoRA actor."""
 
-    @dispatch(SPLIT, blocking=False)
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         with self.packed.without_adapters():
             return super().forward(batch, needs)

@@ -1,0 +1,86 @@
+"""The one thread of a process that computes: the event loop stays free, and OpenMP has one pool of threads.
+
+All roles of a process share it. Calls run one at a time, in the order in which they were handed over: that in which
+the arbiter granted their leases.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from quartet.schedule.worker import drained
+
+T = TypeVar("T")
+_Job = tuple[Callable[[], Any], asyncio.Future[Any]]
+
+
+class ComputeThread:
+    """Runs calls for coroutines.
+
+    Args:
+        num_threads: of OpenMP and MKL, which count per calling thread, so they are set in this one; by default as many
+            as the thread has that makes this.
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads or torch.get_num_threads()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._is_busy = False
+        self._thread: threading.Thread | None = None
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns or raises. Who is cancelled meanwhile is held until it has ended."""
+        if self._thread is None:
+            # A daemon: a program that is stopped at once does not wait for a call that takes minutes.
+            self._thread = threading.Thread(target=self._work, name="quartet-compute", daemon=True)
+            self._thread.start()
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._jobs.put((work, done))
+        return await drained(done)
+
+    def interrupt(self) -> None:
+        """Raises ``KeyboardInterrupt`` in the call that runs, at the next step of the interpreter."""
+        if self._thread is not None and self._is_busy and self._thread.ident is not None:
+            ident = ctypes.c_ulong(self._thread.ident)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
+
+    def close(self) -> None:
+        """Ends the thread when its last call has ended; the next ``run`` starts another."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+    def _work(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        while (job := self._jobs.get()) is not None:
+            work, done = job
+            outcome: Any = None
+            error: BaseException | None = None
+            self._is_busy = True
+            try:
+                outcome = work()
+            except BaseException as raised:
+                error = raised
+            finally:
+                self._is_busy = False
+            loop = done.get_loop()
+            if loop.is_closed():  # the program was stopped at once, and nothing waits any more
+                continue
+            loop.call_soon_threadsafe(_settle, done, outcome, error)
+            del work, done, outcome, error, job  # nothing of a call lives on while the next one is waited for
+
+
+def _settle(done: asyncio.Future[Any], outcome: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(outcome)

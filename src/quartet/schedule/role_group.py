@@ -1,0 +1,102 @@
+"""The workers of a role, called the same way wherever they are.
+
+::
+
+    columns = await reference.call(ScoreWorker.forward, batch, needs)
+
+A method is named by the function itself: type checkers compare the arguments with its signature, and editors lead from
+the call to what computes. Its ``dispatch`` mark says how the call is spread over several workers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from quartet.cluster.dispatch import BROADCAST, Mode, OneRank, Split, marks_of
+from quartet.cluster.group import WorkerGroup
+from quartet.cluster.worker import Worker
+from quartet.schedule.compute_thread import ComputeThread
+from quartet.schedule.worker import drained
+
+W_co = TypeVar("W_co", covariant=True)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RoleGroup(ABC, Generic[W_co]):
+    """The workers of one role, of class ``W_co`` or one derived from it."""
+
+    @abstractmethod
+    async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """The method's result, as of one worker: split calls are joined, of others (broadcast) rank 0's counts.
+
+        Call it only inside the role's lease where it computes. Who is cancelled meanwhile is held until it has ended.
+        An override in the worker's own class is what runs.
+
+        Raises:
+            whatever the method raises.
+        """
+
+
+class LocalGroup(RoleGroup[W_co]):
+    """One worker in this process.
+
+    Args:
+        compute: the process's compute thread. None computes in the event loop: on a virtual clock, say.
+    """
+
+    def __init__(self, worker: W_co, compute: ComputeThread | None = None) -> None:
+        self.worker = worker
+        self._compute = compute
+
+    async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        bound: Callable[..., R] = getattr(self.worker, method.__name__)
+        if self._compute is None:
+            return bound(*args, **kwargs)
+        return await self._compute.run(partial(bound, *args, **kwargs))
+
+
+class RolesWorker(Worker):
+    """A process with the workers of one or several roles, by the roles' names; its main thread computes."""
+
+    roles: Mapping[str, Any]
+
+    def run_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of a role's worker."""
+        return getattr(self.roles[role], method)(*args, **kwargs)
+
+
+class RemoteGroup(RoleGroup[W_co]):
+    """The workers of one role in the processes of a group of ``RolesWorker``.
+
+    Args:
+        worker_class: whose marks say how a method is distributed.
+        rank: one worker among them; None for all.
+    """
+
+    def __init__(self, group: WorkerGroup, role: str, worker_class: type[W_co], rank: int | None = None) -> None:
+        self.group = group
+        self.role = role
+        self.rank = rank
+        self._marks = marks_of(worker_class)
+
+    async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        name = method.__name__
+        mode = self._mode(name)
+        result: Any
+        if isinstance(mode, Split):
+            future = self.group.call(RolesWorker.run_role, self.role, name, *args, mode=mode, blocking=False, **kwargs)
+            result = await drained(future)
+        else:
+            result = await drained(self.group.ask(RolesWorker.run_role, self.role, name, *args, mode=mode, **kwargs))
+        found: R = result[0] if mode == BROADCAST else result
+        return found
+
+    def _mode(self, name: str) -> Mode:
+        if self.rank is not None:
+            return OneRank(self.rank)
+        mark = self._marks.get(name)
+        return BROADCAST if mark is None else mark.mode
