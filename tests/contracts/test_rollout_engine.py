@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
+from quartet.rollout.contexts import Contexts, PlainContexts
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
 
@@ -47,9 +48,9 @@ class Case:
     set_weights: Callable[[PreTrainedModel, int], None]
 
 
-def native_shared(model: PreTrainedModel) -> Case:
+def native_shared(model: PreTrainedModel, contexts: Contexts | None = None) -> Case:
     packed = PackedCausalLM(copy.deepcopy(model))
-    engine = NativeEngine(packed, max_running=8, decode=decode)
+    engine = NativeEngine(packed, max_running=8, decode=decode, contexts=contexts)
 
     def set_weights(other: PreTrainedModel, version: int) -> None:
         with torch.no_grad():
@@ -58,6 +59,11 @@ def native_shared(model: PreTrainedModel) -> Case:
         engine.update_weights(None, version)
 
     return Case(engine, set_weights)
+
+
+def native_plain(model: PreTrainedModel) -> Case:
+    """The operations of devices other than the CPU."""
+    return native_shared(model, PlainContexts())
 
 
 def native_own(model: PreTrainedModel) -> Case:
@@ -69,6 +75,7 @@ def native_own(model: PreTrainedModel) -> Case:
 ENGINES: dict[str, Callable[[PreTrainedModel], Case]] = {
     "native shared": native_shared,
     "native own": native_own,
+    "native plain": native_plain,
 }
 
 

@@ -28,6 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from quartet.models.attention import LayerRule, masked_attention
+from quartet.models.memory import to_device
 
 BLOCK = 128
 """Tokens of one side of a block of the mask; flex attention's default."""
@@ -60,7 +61,7 @@ def tree_attention(
     longest = max(depth + length for depth, length in zip(depths, lengths, strict=True))
     window = rule.window if rule.window is not None and rule.window < longest else None
     if q.dtype == torch.float64:
-        mask = _cached(cache, ("dense", window), lambda: _to_device(dense_mask(lengths, parents, window), q.device))
+        mask = _cached(cache, ("dense", window), lambda: to_device(dense_mask(lengths, parents, window), q.device))
         return masked_attention(q, k, v, mask, rule)
     if q.is_cuda and _flash_takes(q, v, rule, parents):
         return _flash(q, k, v, rule.scaling, window, lengths, cache)
@@ -158,7 +159,7 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, lengths: Sequence[int], cache: Cache
 ) -> Tensor:
     def offsets() -> Tensor:
-        return _to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), q.device)
+        return to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), q.device)
 
     cu_seqlens = _cached(cache, "cu_seqlens", offsets)
     share = q.shape[1] // k.shape[1]
@@ -224,15 +225,15 @@ def _soft_cap(cap: float, device: torch.device) -> Callable[..., Tensor]:
 def block_mask(index: TreeIndex, window: int | None, device: torch.device) -> BlockMask:
     """The tree's mask for flex attention, made on the host without a ``[T, T]`` array."""
     num_tokens = len(index.ends)
-    ends = _to_device(index.ends, device)
+    ends = to_device(index.ends, device)
     if window is None:
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (j <= i) & (i < ends[j])
     else:
-        positions = _to_device(index.positions, device)
+        positions = to_device(index.positions, device)
         # A tensor, not a number: windows of any size share one compiled kernel.
-        floors = _to_device(index.positions - window, device)
+        floors = to_device(index.positions - window, device)
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (j <= i) & (i < ends[j]) & (positions[j] > floors[i])
@@ -246,12 +247,7 @@ def block_mask(index: TreeIndex, window: int | None, device: torch.device) -> Bl
     )  # fmt: skip
 
 
-def _to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for the device."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-
-
 def _listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """``[C, C]`` bool → number ``[1, 1, C]`` and indices ``[1, 1, C, C]`` of the blocks of each row, those first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return _to_device(blocks.sum(-1).int()[None, None], device), _to_device(order.int()[None, None], device)
+    return to_device(blocks.sum(-1).int()[None, None], device), to_device(order.int()[None, None], device)

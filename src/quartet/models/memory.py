@@ -1,4 +1,5 @@
-"""Where tensors lie in memory, which decides a product's bits as much as their values do.
+"""Where tensors lie in memory, and how they get to a device. The place decides a product's bits as much as
+the values do.
 
 Products with a vector (a scalar head's, or a few rows of any layer's) take their sums in another order when a tensor
 does not begin on a multiple of 16 bytes. A safetensors file leaves its tensors wherever its header ends, and a copy of
@@ -36,6 +37,11 @@ def align_storages(model: nn.Module) -> int:
             copies[place] = torch.empty(storage.nbytes(), dtype=torch.uint8).copy_(storage_bytes(storage))
         tensor.data = reflected(tensor, copies[place])
     return len(copies)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` of the host on ``device``; a CUDA device is not waited for."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -123,11 +123,12 @@ class Admission:
 
     def _claim(self, response: Response, plan: Plan) -> bool:
         """Gives ``response`` its block, new or found; False where the cache has no room for what it needs."""
-        prompt_ids = response.request.prompt_ids
+        request = response.request
+        prompt_ids = request.prompt_ids
         again = bool(response.token_ids)
-        prompt = found = self.prefixes.find(prompt_ids)
+        prompt = found = self.prefixes.find(*request.prompt_key)
         if prompt is None:
-            prompt = Block(prompt_ids, again=again)
+            prompt = Block(prompt_ids, again=again, content_digests=request.content_digests)
         # A block that others copied may still be read in place by those who come now.
         prompt.shared = prompt.shared or self._is_shared(response)
         block = prompt

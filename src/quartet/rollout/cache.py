@@ -82,6 +82,11 @@ class KVCache:
         for stored in (*self.keys.values(), *self.values.values()):
             stored[target, :, :length] = stored[source, :, :length]
 
+    def truncate(self, slot: int, start: int, end: int) -> None:
+        """Takes the tokens from place ``start`` up to ``end`` out of a slot."""
+        for stored in (*self.keys.values(), *self.values.values()):
+            stored[slot, :, start:end] = 0
+
     def clear(self, slot: int) -> None:
         """Zeroes a slot whose content is not finite."""
         for stored in (*self.keys.values(), *self.values.values()):

@@ -17,7 +17,8 @@ from quartet.rollout.cache import KVCache, round_up
 from quartet.rollout.decode_attention import DecodeAttention
 from quartet.rollout.partial_attention import causal_attention, has_kernel, join, partial_attention
 from quartet.rollout.prefix_cache import Block
-from quartet.rollout.rows import Rows
+from quartet.rollout.rows import Rows, Spans
+from quartet.rollout.span_attention import SpanAttention
 
 MIN_ROWS = 16
 """From this many rows on, the bits of a row of an fp32 product on one thread no longer depend on their number."""
@@ -39,15 +40,15 @@ class Contexts(Protocol):
     def slot_length(self, num_tokens: int) -> int:
         """How many places a slot needs for ``num_tokens``."""
 
-    def decode(self, cache: KVCache, rows: Rows) -> AttentionContext:
-        """For one new token of each of ``rows``, in row order; stores their keys and values in the cache."""
+    def decode(self, cache: KVCache, rows: Rows, spans: Spans | None = None) -> AttentionContext:
+        """For one new token of each of ``rows``, or those of ``spans``; stores their keys and values in the cache."""
 
     def fill(self, fills: Sequence[Fill]) -> AttentionContext:
         """For the tokens of ``fills``, one after the other; stores their keys and values in the blocks."""
 
 
 class FastContexts:
-    """The quickest kernels there are on a CPU; on other devices plain formulas."""
+    """The quickest kernels that a CPU has."""
 
     def __init__(self, *, shares_prefixes: bool = True) -> None:
         self.shares_prefixes = shares_prefixes
@@ -59,7 +60,9 @@ class FastContexts:
     def slot_length(self, num_tokens: int) -> int:
         return round_up(num_tokens)
 
-    def decode(self, cache: KVCache, rows: Rows) -> AttentionContext:
+    def decode(self, cache: KVCache, rows: Rows, spans: Spans | None = None) -> AttentionContext:
+        if spans is not None:
+            return SpanAttention(cache, rows, spans)
         context = self._decode
         if context is None or context.cache is not cache or context.rows is not rows:
             context = self._decode = DecodeAttention(cache, rows)
@@ -69,6 +72,16 @@ class FastContexts:
 
     def fill(self, fills: Sequence[Fill]) -> AttentionContext:
         return FillAttention(fills)
+
+
+class PlainContexts(FastContexts):
+    """Operations that every device has: right there, not fast."""
+
+    def decode(self, cache: KVCache, rows: Rows, spans: Spans | None = None) -> AttentionContext:
+        return SpanAttention(cache, rows, spans or Spans.of(rows, [()] * rows.num_rows))
+
+    def fill(self, fills: Sequence[Fill]) -> AttentionContext:
+        return FillAttention(fills, kernels=False)
 
 
 class StepAttention:
@@ -99,10 +112,12 @@ class FillAttention:
     Args:
         fills: in the order of the tokens, those that begin a sequence first; neighbours of equal length run as one
             kernel call.
+        kernels: use those of the CPU where they can express a layer.
     """
 
-    def __init__(self, fills: Sequence[Fill]) -> None:
+    def __init__(self, fills: Sequence[Fill], *, kernels: bool = True) -> None:
         self.fills = fills
+        self._kernels = kernels
         self._behind = [fill for fill in fills if not begins(fill)]
         lengths = [fill.end for fill in fills[: len(fills) - len(self._behind)]]
         self._num_whole = sum(lengths)
@@ -130,7 +145,7 @@ class FillAttention:
         before = stored_before(layer, fill)
         last = fill.block.start + fill.end
         cut = rule.window is not None and rule.window < last
-        if not cut and has_kernel(q, v, rule):
+        if self._kernels and not cut and has_kernel(q, v, rule):
             out, lse = causal_attention(q, k, v, rule.scaling)
             for keys, values in before:
                 part, part_lse = partial_attention(q, keys, values, None, rule)

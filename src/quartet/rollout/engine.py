@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby, islice
 
 import numpy as np
 import torch
@@ -23,9 +24,10 @@ from quartet.observe.memory import held_bytes
 from quartet.rollout.admission import Admission, Plan
 from quartet.rollout.cache import KVCache, slot_shape
 from quartet.rollout.compute_weights import ComputeWeights
-from quartet.rollout.contexts import MIN_ROWS
+from quartet.rollout.contexts import MIN_ROWS, Contexts
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, Request
-from quartet.rollout.rows import Rows
+from quartet.rollout.request_checks import check_proposals, check_request, not_finite
+from quartet.rollout.rows import Rows, Spans
 from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler
@@ -57,6 +59,7 @@ class NativeEngine:
         decode: token ids → text, needed for stop strings.
         version: policy version of the weights as they are. None: 0 for a shared model; an engine with its own
             weights then has none to compute with until they were sent.
+        contexts: how it attends. None: by the model's device and numerics.
 
     Raises:
         UserError: the model cannot go on from stored keys and values.
@@ -72,13 +75,14 @@ class NativeEngine:
         cache_tokens: int | None = None,
         decode: Decode | None = None,
         version: int | None = None,
+        contexts: Contexts | None = None,
     ) -> None:
         if not packed.shares_prefixes:
             check_decoding(packed)
         self.packed = packed
         self.owns_weights = owns_weights
         self._decode = decode
-        contexts = choose_contexts(packed)
+        contexts = contexts or choose_contexts(packed)
         self._scheduler = Scheduler(max_running)
         self._admission = Admission(
             self._scheduler,
@@ -106,7 +110,8 @@ class NativeEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._check(request)
+            check_request(request, context=self._context, vocab_size=self._vocab_size, decodes=self._decode is not None)
+            self._admission.check(request, self._limit(request))
         self._scheduler.check(requests)
         for request in requests:
             matcher = None
@@ -118,29 +123,6 @@ class NativeEngine:
         """Tokens it may get, where the model's context ends included."""
         limit = request.sampling.max_new_tokens
         return limit if self._context is None else min(limit, self._context - len(request.prompt_ids))
-
-    def _check(self, request: Request) -> None:
-        num_prompt = len(request.prompt_ids)
-        if self._context is not None and num_prompt >= self._context:
-            raise UserError(
-                "a prompt leaves no room in the model's context",
-                found=f"request {request.request_id!r}: {num_prompt} tokens, a context of {self._context}",
-                remedy="shorten or drop such prompts (generation that reaches the context's end stops there)",
-            )
-        lowest, highest = min(request.prompt_ids), max(request.prompt_ids)
-        if lowest < 0 or highest >= self._vocab_size:
-            raise UserError(
-                "a prompt holds tokens the model does not have",
-                found=f"request {request.request_id!r}: ids {lowest} to {highest}, {self._vocab_size} tokens",
-                remedy="use the tokenizer that belongs to the model",
-            )
-        if request.sampling.stop_strings and self._decode is None:
-            raise UserError(
-                "stop strings need a way to decode tokens",
-                found=f"request {request.request_id!r} with stop strings, engine without decode",
-                remedy="build the engine with decode=tokenizer.decode, or use stop_token_ids",
-            )
-        self._admission.check(request, self._limit(request))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         for response in self._drop(request_ids):
@@ -167,13 +149,34 @@ class NativeEngine:
     def has_work(self) -> bool:
         return bool(self._scheduler.held or self._finished or self._failure)
 
-    def step(self) -> list[Completion]:
+    def step(self, proposed: Mapping[str, Sequence[int]] | None = None) -> list[Completion]:
+        """As the protocol has it.
+
+        Args:
+            proposed: tokens that might follow what running requests have, by request id, any number each. They are
+                computed together with the request's newest token. Each is kept as long as it is the one that would
+                have been sampled, and one more comes behind the last kept one: completions are those of a run without
+                proposals, to rounding, and to the bit under exact numerics. Proposals for requests that do not run are
+                left out.
+
+        Raises:
+            UserError: a proposed token that the model does not have.
+        """
+        if proposed:
+            self._take_proposals(proposed)
         self._advance()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         finished, self._finished = self._finished, []
         return finished
+
+    def _take_proposals(self, proposed: Mapping[str, Sequence[int]]) -> None:
+        check_proposals(proposed, self._vocab_size)
+        for response in self._scheduler.running:
+            # The last token that it may still get is sampled behind the proposals.
+            room = response.max_tokens - len(response.token_ids) - 1
+            response.draft = tuple(proposed.get(response.request.request_id, ()))[:room]
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
         self.submit(requests)
@@ -214,21 +217,26 @@ class NativeEngine:
         plan = self._admission.plan()
         if plan.fills:
             self._fit_slots(running)
+        drafts = [response.draft for response in running]
+        spans = Spans.of(self._rows, drafts) if any(drafts) else None
         # True again once the step is complete, so an interrupted one leaves no half-updated rows.
         self._rows_valid = False
         with self._weights.active():
             wanted = [r.block for r in plan.admitted if r.block is not None]
             rows = self._rows if running else None
-            logits, first_logits = self._runner.step(self._cache, rows, plan.fills, wanted)
+            logits, first_logits = self._runner.step(self._cache, rows, plan.fills, wanted, spans)
         self._count(plan)
         self._stats.peak_running = max(self._stats.peak_running, len(running) + len(plan.admitted))
-        if running:
+        if spans is not None:
+            self._record(running, *self._sample([r for r in running for _ in (0, *r.draft)], logits))
+        elif running:
             tokens, logprobs = sample(logits, self._rows.sampling, self._rows.num_generated)
             self._record(running, tokens, logprobs)
             self._rows.advance(tokens)
         if plan.admitted:
             self._begin(plan.admitted, first_logits)
-        self._rows_valid = True
+        # After proposals rows advance by different numbers of tokens and are loaded anew.
+        self._rows_valid = spans is None
 
     def _check_usable(self) -> None:
         """
@@ -251,7 +259,7 @@ class NativeEngine:
         running = self._scheduler.rows
         if not running:
             return running
-        current = self._rows_valid and self._rows_current and not settled.changed
+        current = self._rows_valid and self._rows_current and not settled.changed and not any(r.draft for r in running)
         if not current or self._runner.contexts.slot_length(self._rows.longest) > self._cache.capacity:
             self._fit_slots(running)
             for response in settled.placed:
@@ -266,14 +274,14 @@ class NativeEngine:
         return running
 
     def _fit_slots(self, running: Sequence[Response]) -> None:
-        """Gives the cache room for one more token of each of ``running``, within ``cache_tokens``."""
+        """Gives the cache room for the next tokens of each of ``running``, within ``cache_tokens``."""
         cache, admission = self._cache, self._admission
         limit = None if admission.cache_tokens is None else admission.cache_tokens - admission.prefixes.num_tokens
         if not running:
             if limit is not None and cache.num_tokens > limit:
                 cache.resize(0, 0)
             return
-        longest = self._runner.contexts.slot_length(max(r.num_stored for r in running) + 1)
+        longest = self._runner.contexts.slot_length(max(r.num_stored + len(r.draft) for r in running) + 1)
         if (
             longest > cache.capacity
             or len(running) > cache.num_slots
@@ -332,26 +340,37 @@ class NativeEngine:
         for response in admitted:
             first = response.block and response.block.chain[0]
             response.prefix = first if first and first.shared else None
-        sampling = SamplingRows.build([r.request.sampling for r in admitted], self._vocab_size, self.packed.device)
-        num_generated = np.array([len(r.token_ids) for r in admitted], dtype=np.uint64)
-        tokens, logprobs = sample(logits, sampling, num_generated)
-        self._record(admitted, tokens, logprobs)
+        self._record(admitted, *self._sample(admitted, logits))
+
+    def _sample(self, responses: Sequence[Response], logits: Tensor) -> tuple[Tensor, Tensor]:
+        """A token and its log-probability for each row of ``logits [B, V]``; a response's rows stand together."""
+        sampling = SamplingRows.build([r.request.sampling for r in responses], self._vocab_size, self.packed.device)
+        places = [len(r.token_ids) + i for _, own in groupby(responses, key=id) for i, r in enumerate(own)]
+        return sample(logits, sampling, np.array(places, dtype=np.uint64))
 
     def _record(self, responses: Sequence[Response], tokens: Tensor, logprobs: Tensor) -> None:
-        """Gives each response its token; retires those that end with it or have none."""
+        """Gives each response its token, or those that its proposals let stand; retires what ends or has none."""
         version = self._stats.policy_version
         done: list[tuple[Response, FinishReason]] = []
         failed: list[Response] = []
-        # fp64 holds both, so one copy to the host is enough.
-        columns = torch.stack([tokens.double(), logprobs.double()]).tolist()
-        for response, token, logprob in zip(responses, *columns, strict=True):
-            if not math.isfinite(logprob):
-                failed.append(response)
-                continue
-            reason = response.append(int(token), logprob, version)
-            if reason is not None:
-                done.append((response, reason))
-        self._stats.generated_tokens += len(responses) - len(failed)
+        sampled = iter(self._read(tokens, logprobs))
+        for response in responses:
+            own = list(islice(sampled, 1 + len(response.draft)))
+            end = response.num_stored + len(own)
+            for (token, logprob), proposed in zip(own, (*response.draft, None), strict=True):
+                if not math.isfinite(logprob):
+                    failed.append(response)
+                    break
+                reason = response.append(int(token), logprob, version)
+                self._stats.generated_tokens += 1
+                if reason is not None:
+                    done.append((response, reason))
+                    break
+                if token != proposed:
+                    break
+            if response.draft:
+                response.draft = ()
+                self._cache.truncate(response.row, response.num_stored, end)
         self._stats.num_completed += len(done)
         if failed:
             self._fail(failed)
@@ -359,12 +378,17 @@ class NativeEngine:
         for response, reason in done:
             self._hand_over(response.completion(reason))
 
+    def _read(self, tokens: Tensor, logprobs: Tensor) -> list[list[float]]:
+        """Pairs on the host: the only place in a step where the host waits for the device."""
+        # fp64 holds both, so one copy is enough.
+        return torch.stack([tokens.double(), logprobs.double()], 1).tolist()
+
     def _fail(self, failed: Sequence[Response]) -> None:
         """Drops responses whose logits are not finite, and tells whoever waits for them."""
         for response in failed:
             if response.row >= 0:
                 self._cache.clear(response.row)
-            prompt = self._admission.prefixes.find(response.request.prompt_ids)
+            prompt = self._admission.prefixes.find(*response.request.prompt_key)
             if prompt is not None:
                 self._admission.prefixes.discard(prompt)
         self._retire(failed)
@@ -374,9 +398,9 @@ class NativeEngine:
             if stream is None:
                 unclaimed.append(response)
             else:
-                stream.failure = stream.failure or _not_finite([response])
+                stream.failure = stream.failure or not_finite([response])
         if unclaimed:
-            self._failure = _not_finite(unclaimed)
+            self._failure = not_finite(unclaimed)
 
     # ---- weights and memory ----
 
@@ -479,13 +503,3 @@ class NativeEngine:
             cached_tokens=self._cached_tokens(),
             cache_bytes=self._cache_bytes(),
         )
-
-
-def _not_finite(responses: Sequence[Response]) -> GenerationError:
-    ids = [response.request.request_id for response in responses]
-    first = responses[0]
-    return GenerationError(
-        f"logits of request {ids[0]!r} are not finite at response token {len(first.token_ids)}"
-        + (f" ({len(ids)} requests in all)" if len(ids) > 1 else ""),
-        ids,
-    )

@@ -29,7 +29,7 @@ from quartet.models.exact import (
 from quartet.rollout.admission import Fill
 from quartet.rollout.cache import KVCache
 from quartet.rollout.contexts import DecodeAttention, begins
-from quartet.rollout.rows import Rows
+from quartet.rollout.rows import Rows, Spans
 
 
 class ExactContexts:
@@ -49,7 +49,9 @@ class ExactContexts:
     def slot_length(self, num_tokens: int) -> int:
         return key_length(num_tokens)
 
-    def decode(self, cache: KVCache, rows: Rows) -> AttentionContext:
+    def decode(self, cache: KVCache, rows: Rows, spans: Spans | None = None) -> AttentionContext:
+        if spans is not None:
+            return ExactSpanAttention(cache, spans)
         return ExactDecodeAttention(cache, rows)
 
     def fill(self, fills: Sequence[Fill]) -> AttentionContext:
@@ -85,6 +87,24 @@ class ExactDecodeAttention(DecodeAttention):
         return mask
 
 
+class ExactSpanAttention:
+    """Several tokens of each row against its slot, themselves included."""
+
+    def __init__(self, cache: KVCache, spans: Spans) -> None:
+        self.cache = cache
+        self.spans = spans
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        self.spans.store(keys, k)
+        self.spans.store(values, v)
+        parts = []
+        queries = q.split([1 + len(draft) for draft in self.spans.drafts], 2)
+        for row, (own, start) in enumerate(zip(queries, self.spans.starts, strict=True)):
+            parts.append(_following(own, keys[row], values[row], start, rule))
+        return torch.cat(parts, 2)
+
+
 class ExactFillAttention(ExactContext):
     """Tokens of blocks, of which each is a whole sequence from its beginning.
 
@@ -107,24 +127,21 @@ class ExactFillAttention(ExactContext):
             parts.append(self._whole.attend(layer, q[:, :, :first], k[:, :, :first], v[:, :, :first], rule))
         for fill in self.fills[len(self._beginnings) :]:
             last = first + fill.end - fill.start
-            parts.append(self._continue(layer, fill, q[:, :, first:last], rule))
+            own = q[:, :, first:last]
+            parts.append(_following(own, fill.block.keys[layer], fill.block.values[layer], fill.start, rule))
             first = last
         return torch.cat(parts, 2)
 
-    def _continue(self, layer: int, fill: Fill, q: Tensor, rule: LayerRule) -> Tensor:
-        """``[1, H, t, D]`` of tokens that follow others of their block."""
-        parts = []
-        for offset in range(0, q.shape[2], CALL_ROWS):
-            rows = q[:, :, offset : offset + CALL_ROWS]
-            start = fill.start + offset
-            stop = start + rows.shape[2]
-            num_keys, missing = key_length(stop), -rows.shape[2] % VECTOR
-            keys, values = (
-                F.pad(stored[layer][None, :, :stop], (0, 0, 0, num_keys - stop))
-                for stored in (fill.block.keys, fill.block.values)
-            )
-            positions = torch.arange(start, stop + missing)
-            mask = additive_mask(positions, num_keys, rule, q.dtype)[None, None]
-            out = masked_attention(F.pad(rows, (0, 0, 0, missing)), keys, values, mask, rule)
-            parts.append(out[:, :, : rows.shape[2]])
-        return torch.cat(parts, 2)
+
+def _following(q: Tensor, keys: Tensor, values: Tensor, start: int, rule: LayerRule) -> Tensor:
+    """``q [1, H, t, D]`` of tokens from ``start`` on, over ``keys, values [Hk, *, D]`` stored from the first on."""
+    parts = []
+    for offset in range(0, q.shape[2], CALL_ROWS):
+        rows = q[:, :, offset : offset + CALL_ROWS]
+        stop = start + offset + rows.shape[2]
+        num_keys, missing = key_length(stop), -rows.shape[2] % VECTOR
+        k, v = (F.pad(stored[None, :, :stop], (0, 0, 0, num_keys - stop)) for stored in (keys, values))
+        mask = additive_mask(torch.arange(start + offset, stop + missing), num_keys, rule, q.dtype)[None, None]
+        out = masked_attention(F.pad(rows, (0, 0, 0, missing)), k, v, mask, rule)
+        parts.append(out[:, :, : rows.shape[2]])
+    return torch.cat(parts, 2)

@@ -5,8 +5,11 @@ Shapes: b calls, Hk key/value heads, r query rows of each, K keys, D head size.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 
 from quartet.models.attention import LayerRule
 
@@ -33,6 +36,10 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule
     if has_kernel(q, v, rule):
         out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=rule.scaling)
         return out, lse
+    return _by_formula(q, k, v, mask, rule)
+
+
+def _by_formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
     scores = q @ k.transpose(-1, -2)
     scores = (scores if scores.dtype == torch.float64 else scores.float()) * rule.scaling
     if rule.softcap is not None:
@@ -43,6 +50,15 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule
     # Rows that see nothing get zeros rather than NaN.
     finite = lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)
     return (scores - finite).exp().to(v.dtype) @ v, lse
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+    """As ``partial_attention`` by the formula, in fp32 at least whatever the dtypes, under autocast too."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    device = q.device.type
+    whole = torch.autocast(device, enabled=False) if is_autocast_available(device) else contextlib.nullcontext()
+    with whole:
+        return _by_formula(q.to(dtype), k.to(dtype), v.to(dtype), mask, rule)
 
 
 def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:

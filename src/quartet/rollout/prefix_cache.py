@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from quartet.rollout.protocol import PromptKey
+
 MIN_SHARED_TOKENS = 1536
 """From this many prompt tokens that members of a group would store over again, they read the prompt's own block.
 
@@ -24,6 +26,7 @@ class Block:
     """Keys and values of one run of tokens, filled over one step or several.
 
     Attributes:
+        content_digests: ``(position, digest)`` of what the tokens do not say.
         parent: the block these tokens follow; None: they begin a sequence.
         shared: responses read it where it is; otherwise they copy it into their slots.
         reusable: a whole prompt, which later requests may have, too; not a response's own tokens.
@@ -45,6 +48,11 @@ class Block:
     last_hidden: Tensor | None = None
     num_bytes: int = 0
     num_users: int = 0
+    content_digests: tuple[tuple[int, bytes], ...] = ()
+
+    @property
+    def key(self) -> PromptKey:
+        return self.token_ids, self.content_digests
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -90,7 +98,7 @@ class PrefixCache:
 
     def __init__(self) -> None:
         # The least recently used first.
-        self._prompts: OrderedDict[tuple[int, ...], Block] = OrderedDict()
+        self._prompts: OrderedDict[PromptKey, Block] = OrderedDict()
         self._others: set[Block] = set()
         self.num_tokens = 0
         self.idle_tokens = 0
@@ -102,9 +110,9 @@ class PrefixCache:
     def num_bytes(self) -> int:
         return sum(block.num_bytes for block in (*self._prompts.values(), *self._others))
 
-    def find(self, token_ids: tuple[int, ...]) -> Block | None:
+    def find(self, token_ids: tuple[int, ...], content_digests: tuple[tuple[int, bytes], ...] = ()) -> Block | None:
         """The block of exactly this prompt, complete or not."""
-        return self._prompts.get(token_ids)
+        return self._prompts.get((token_ids, content_digests))
 
     def hold(self, block: Block) -> None:
         """Counts one more user of ``block`` and of what it follows; takes in blocks that are new."""
@@ -113,15 +121,15 @@ class PrefixCache:
                 self._wake(link)
             link.num_users += 1
             if link.reusable and link not in self._others:
-                self._prompts.move_to_end(link.token_ids)
+                self._prompts.move_to_end(link.key)
 
     def _wake(self, block: Block) -> None:
-        if self._prompts.get(block.token_ids) is block:
+        if self._prompts.get(block.key) is block:
             self.idle_tokens -= len(block)
             return
         self.num_tokens += len(block)
-        if block.reusable and block.token_ids not in self._prompts:
-            self._prompts[block.token_ids] = block
+        if block.reusable and block.key not in self._prompts:
+            self._prompts[block.key] = block
         else:
             self._others.add(block)
 
@@ -136,10 +144,10 @@ class PrefixCache:
 
     def discard(self, block: Block) -> None:
         """Lets nobody find the block any more; it goes with its last user."""
-        if self._prompts.get(block.token_ids) is not block:
+        if self._prompts.get(block.key) is not block:
             return
         if block.num_users:
-            del self._prompts[block.token_ids]
+            del self._prompts[block.key]
             self._others.add(block)
         else:
             self._remove(block)
@@ -188,5 +196,5 @@ class PrefixCache:
         self.num_tokens -= len(block)
         self.idle_tokens -= len(block)
         self._others.discard(block)
-        if self._prompts.get(block.token_ids) is block:
-            del self._prompts[block.token_ids]
+        if self._prompts.get(block.key) is block:
+            del self._prompts[block.key]

@@ -10,6 +10,7 @@ import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from quartet.config import UserError
@@ -77,6 +78,10 @@ def _bad(name: str, found: object, remedy: str) -> UserError:
     return UserError(f"sampling parameter {name} is out of range", found=f"{name} = {found!r}", remedy=f"use {remedy}")
 
 
+PromptKey = tuple[tuple[int, ...], tuple[tuple[int, bytes], ...]]
+"""Token ids, and ``(position, digest)`` of what these do not say."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One response to be generated.
@@ -85,14 +90,30 @@ class Request:
         request_id: unique among the requests an engine holds.
         group: requests of one group have the same prompt, which is prefilled once for all of them.
         prompt_ids: at least one token.
+        content_digests: ``(position, digest)`` in rising order, for positions of the prompt where the token does not
+            say what stands there (a placeholder of an image). Prompts share keys and values only where these are equal
+            too; the engine does not look inside them.
     """
 
     request_id: str
     group: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    content_digests: tuple[tuple[int, bytes], ...] = ()
+
+    @property
+    def prompt_key(self) -> PromptKey:
+        """Equal where the prompts are, content included."""
+        return self.prompt_ids, self.content_digests
 
     def __post_init__(self) -> None:
+        positions = [-1, *(position for position, _ in self.content_digests), len(self.prompt_ids)]
+        if any(after <= before for before, after in pairwise(positions)):
+            raise UserError(
+                "content digests must name positions of the prompt, each once and in order",
+                found=f"positions {positions[1:-1]} of request {self.request_id!r}, a prompt of {positions[-1]} tokens",
+                remedy="give (position, digest) pairs by rising position",
+            )
         if not self.prompt_ids:
             raise UserError(
                 "a request needs a prompt",

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quartet.models.memory import to_device
 from quartet.rollout.cache import round_up
 from quartet.rollout.placement import Stretch, stretches
 from quartet.rollout.prefix_cache import Block
@@ -58,9 +59,9 @@ class SharedReads:
         if len(order) < len(running):
             absent = torch.full((len(running), 1, 1), float("-inf"))
             absent[order] = 0
-            absent = absent.to(device)
+            absent = to_device(absent, device)
         order += order[:1] * SPARE_ROWS
-        return cls(blocks, torch.tensor(order, device=device), inverse.to(device), absent)
+        return cls(blocks, to_device(torch.tensor(order), device), to_device(inverse, device), absent)
 
 
 class Rows:
@@ -75,6 +76,7 @@ class Rows:
         tokens, positions: ``[R]`` int64, each row's newest token and its position in the sequence.
         places: ``[R]`` int64, where the newest token's keys and values go in the slot.
         num_generated: ``[B]`` tokens each response has, which is the index of the next.
+        num_stored: ``[B]`` tokens in each slot, the newest one not among them.
         mask: ``[S, C]`` fp32, 0 at places up to the newest token's, -inf behind; added to attention scores.
         stretches: neighbouring rows that one kernel call reads, with the longest of each.
         shared: who reads which shared prompt, if anybody does.
@@ -92,6 +94,7 @@ class Rows:
         self.stretches: list[Stretch] = []
         self.shared: SharedReads | None = None
         self.num_generated: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+        self.num_stored: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.sampling = SamplingRows.build((), vocab_size, device)
         self._slots = torch.arange(num_allocated, device=device)
 
@@ -109,8 +112,8 @@ class Rows:
         if changed:
             there = [row for row in changed if row < len(running)]
             columns = [(running[row].token_ids[-1], running[row].position, running[row].num_stored) for row in there]
-            index = torch.tensor(there, device=device)
-            tokens, positions, places = torch.tensor(columns, device=device).unbind(1)
+            index = to_device(torch.tensor(there), device)
+            tokens, positions, places = to_device(torch.tensor(columns), device).unbind(1)
             self.tokens[index], self.positions[index], self.places[index] = tokens, positions, places
             behind = torch.arange(shape[1], device=device) > places.unsqueeze(1)
             self.mask[index] = torch.zeros(behind.shape, device=device).masked_fill_(behind, float("-inf"))
@@ -119,6 +122,7 @@ class Rows:
         self.num_rows = len(running)
         self.version += 1
         self.num_generated = np.array([len(r.token_ids) for r in running], dtype=np.uint64)
+        self.num_stored = np.array([r.num_stored for r in running], dtype=np.int64)
         self.sampling = SamplingRows.build([r.request.sampling for r in running], self.vocab_size, device)
         self.stretches = stretches([r.num_stored + 1 for r in running], round_up)
         self.shared = SharedReads.of(running, device)
@@ -139,5 +143,59 @@ class Rows:
         seen = self._slots[:num_rows] * capacity + places.clamp(max=capacity - 1)
         self.mask.view(-1).index_fill_(0, seen, 0.0)
         self.num_generated += np.uint64(1)
+        self.num_stored += 1
         for stretch in self.stretches:
             stretch.longest += 1
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The new tokens of every row in one step: its newest one, and those that are proposed to follow it.
+
+    Shapes: T tokens, row after row; k tokens of a row at most.
+
+    Attributes:
+        drafts: each row's proposed tokens.
+        starts: each row's number of tokens in its slot, which is the place of its newest.
+        tokens, positions: ``[T]`` int64.
+        rows, places: ``[T]`` int64, slot and place that keys and values go to.
+        grid: ``[B, k]`` each row's tokens as indices of T; shorter rows repeat their last.
+        back: ``[T]`` each token's index in the flat grid.
+    """
+
+    drafts: Sequence[Sequence[int]]
+    starts: Sequence[int]
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    places: Tensor
+    grid: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, rows: Rows, drafts: Sequence[Sequence[int]]) -> Spans:
+        """``drafts`` in row order."""
+        sizes = torch.tensor([1 + len(draft) for draft in drafts])
+        most = int(sizes.max())
+        first = sizes.cumsum(0) - sizes
+        owner = torch.arange(len(drafts)).repeat_interleave(sizes)
+        offset = torch.arange(len(owner)) - first[owner]
+        proposed = torch.tensor([token for draft in drafts for token in (0, *draft)])
+        grid = first.unsqueeze(1) + torch.minimum(torch.arange(most), sizes.unsqueeze(1) - 1)
+        device = rows.tokens.device
+        columns = to_device(torch.stack([owner, offset, proposed, owner * most + offset]), device)
+        owner, offset, proposed, back = columns.unbind(0)
+        return cls(
+            drafts=drafts,
+            starts=rows.num_stored.tolist(),
+            tokens=torch.where(offset == 0, rows.tokens[owner], proposed),
+            positions=rows.positions[owner] + offset,
+            rows=owner,
+            places=rows.places[owner] + offset,
+            grid=to_device(grid, device),
+            back=back,
+        )
+
+    def store(self, stored: Tensor, new: Tensor) -> None:
+        """``new [1, Hk, T, D]`` into its places of ``stored [S, Hk, C, D]``."""
+        stored[self.rows, :, self.places] = new.squeeze(0).transpose(0, 1)

@@ -1,7 +1,7 @@
 """Model calls of the native engine: one forward per step, for new prompt tokens and running requests together.
 
-Shapes: B running requests, T tokens of blocks to fill, R >= B + T rows computed, D hidden,
-V vocabulary.
+Shapes: B new tokens of running requests (one of each, or more), T tokens of blocks to fill, R >= B + T rows computed,
+D hidden, V vocabulary.
 
 A forward costs the same few milliseconds of small operations and the same reading of the weights for few rows as for
 many, so prompts ride along with decoding.
@@ -18,13 +18,14 @@ from torch import Tensor
 from quartet.config import UserError
 from quartet.models.attention import AttentionContext
 from quartet.models.exact import row_step
+from quartet.models.memory import to_device
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.admission import Fill
 from quartet.rollout.cache import KVCache
-from quartet.rollout.contexts import Contexts, FastContexts, StepAttention, begins
+from quartet.rollout.contexts import Contexts, FastContexts, PlainContexts, StepAttention, begins
 from quartet.rollout.exact_contexts import ExactContexts
 from quartet.rollout.prefix_cache import Block
-from quartet.rollout.rows import Rows
+from quartet.rollout.rows import Rows, Spans
 
 
 def choose_contexts(packed: PackedCausalLM) -> Contexts:
@@ -41,7 +42,8 @@ def choose_contexts(packed: PackedCausalLM) -> Contexts:
                 remedy="run on the CPU in fp32, or set numerics: fast",
             )
         return ExactContexts(row_step(packed.body))
-    return FastContexts(shares_prefixes=packed.shares_prefixes)
+    kind = FastContexts if packed.device.type == "cpu" else PlainContexts
+    return kind(shares_prefixes=packed.shares_prefixes)
 
 
 class ModelRunner:
@@ -50,21 +52,28 @@ class ModelRunner:
         self.contexts = contexts
 
     def step(
-        self, cache: KVCache, rows: Rows | None, fills: Sequence[Fill], wanted: Sequence[Block]
+        self,
+        cache: KVCache,
+        rows: Rows | None,
+        fills: Sequence[Fill],
+        wanted: Sequence[Block],
+        spans: Spans | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Decodes one token of each of ``rows`` and fills blocks.
+        """Decodes new tokens of ``rows`` and fills blocks.
 
         Args:
+            rows: None where nothing runs.
+            spans: the rows' new tokens; None: the newest of each.
             wanted: blocks whose following logits are asked for, complete after this step; repeats cost nothing.
 
         Returns:
-            ``[B, V]`` logits after each row's newest token, and ``[W, V]`` after each wanted block.
+            ``[B, V]`` logits after each new token of the rows, and ``[W, V]`` after each wanted block.
         """
         fills = sorted(fills, key=lambda fill: (not begins(fill), fill.end if begins(fill) else 0))
-        num_rows = 0 if rows is None else rows.num_rows
+        num_rows = _num_new(rows, spans)
         sizes = [fill.end - fill.start for fill in fills]
         total = num_rows + sum(sizes)
-        hidden = self._forward(cache, rows, fills, total) if total else None
+        hidden = self._forward(cache, rows, fills, total, spans) if total else None
         end = num_rows
         for fill, size in zip(fills, sizes, strict=True):
             end += size
@@ -75,34 +84,39 @@ class ModelRunner:
         blocks = list(dict.fromkeys(wanted))
         logits = self._logits(hidden, num_rows, blocks)
         place = {block: num_rows + i for i, block in enumerate(blocks)}
-        return logits[:num_rows], logits[[place[block] for block in wanted]]
+        places = torch.tensor([place[block] for block in wanted], dtype=torch.int64)
+        return logits[:num_rows], logits[to_device(places, logits.device)]
 
-    def _forward(self, cache: KVCache, rows: Rows | None, fills: Sequence[Fill], total: int) -> Tensor:
+    def _forward(
+        self, cache: KVCache, rows: Rows | None, fills: Sequence[Fill], total: int, spans: Spans | None
+    ) -> Tensor:
         """``[R, D]`` hidden states: rows, then fills, then others."""
         computed = self.contexts.padded_rows(total)
         parts: list[tuple[AttentionContext, int]] = []
         if rows is not None:
-            parts.append((self.contexts.decode(cache, rows), rows.num_rows))
+            parts.append((self.contexts.decode(cache, rows, spans), _num_new(rows, spans)))
         if fills:
             parts.append((self.contexts.fill(fills), sum(fill.end - fill.start for fill in fills)))
         context = parts[0][0] if len(parts) == 1 and computed == total else StepAttention(parts)
-        return self.packed.hidden(*self._inputs(rows, fills, computed), context)
+        return self.packed.hidden(*self._inputs(rows, fills, computed, spans), context)
 
-    def _inputs(self, rows: Rows | None, fills: Sequence[Fill], computed: int) -> tuple[Tensor, Tensor]:
+    def _inputs(
+        self, rows: Rows | None, fills: Sequence[Fill], computed: int, spans: Spans | None
+    ) -> tuple[Tensor, Tensor]:
         """Tokens and positions ``[R]``: rows, then fills, then zeros."""
-        if rows is not None and not fills and computed <= len(rows.tokens):
+        if rows is not None and spans is None and not fills and computed <= len(rows.tokens):
             return rows.tokens[:computed], rows.positions[:computed]
-        device = self.packed.device
-        num_rows = 0 if rows is None else rows.num_rows
+        num_rows = _num_new(rows, spans)
         new = [token for fill in fills for token in fill.token_ids]
-        new += [0] * (computed - num_rows - len(new))
-        tokens = torch.tensor(new, device=device)
-        spans = [torch.arange(fill.start, fill.end) + fill.block.start for fill in fills]
-        positions = torch.zeros_like(tokens)
-        positions[: sum(map(len, spans))] = torch.cat(spans).to(device) if spans else 0
+        missing = computed - num_rows - len(new)
+        rest = torch.zeros(missing, dtype=torch.int64)
+        places = [torch.arange(fill.start, fill.end) + fill.block.start for fill in fills]
+        filled = torch.stack([torch.cat([torch.tensor(new, dtype=torch.int64), rest]), torch.cat([*places, rest])])
+        tokens, positions = to_device(filled, self.packed.device).unbind(0)
         if rows is None:
             return tokens, positions
-        return torch.cat([rows.tokens[:num_rows], tokens]), torch.cat([rows.positions[:num_rows], positions])
+        own = spans or rows
+        return torch.cat([own.tokens[:num_rows], tokens]), torch.cat([own.positions[:num_rows], positions])
 
     def _logits(self, hidden: Tensor | None, num_rows: int, blocks: Sequence[Block]) -> Tensor:
         """``[B + blocks, V]``, computed on enough rows."""
@@ -116,3 +130,9 @@ class ModelRunner:
         picked += [block.last_hidden.unsqueeze(0) for block in blocks if block.last_hidden is not None]
         states = F.pad(torch.cat(picked), (0, 0, 0, computed - wanted))
         return self.packed.logits(states)[:wanted]
+
+
+def _num_new(rows: Rows | None, spans: Spans | None) -> int:
+    if spans is not None:
+        return len(spans.tokens)
+    return 0 if rows is None else rows.num_rows

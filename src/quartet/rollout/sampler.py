@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quartet.models.memory import to_device
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.seeds import seed_keys, uniforms
 
@@ -67,8 +68,8 @@ class SamplingRows:
         greedy = [i for i, p in enumerate(params) if p.greedy]
         scales = any(t != 1 for t in temperature)
         return cls(
-            temperature=torch.tensor(temperature, device=device).unsqueeze(1) if scales else None,
-            greedy=torch.tensor(greedy, dtype=torch.int64, device=device),
+            temperature=to_device(torch.tensor(temperature), device).unsqueeze(1) if scales else None,
+            greedy=to_device(torch.tensor(greedy, dtype=torch.int64), device),
             all_greedy=len(greedy) == len(params),
             keys=seed_keys(np.array([p.seed for p in params], dtype=np.uint64)),
             places=torch.arange(_BLOCK, device=device),
@@ -113,10 +114,10 @@ class Truncation:
         ranks = bool(limits) or any(p.top_p < 1 for p in asked)
         open_ended = ranks and len(limits) < len(asked)
         return cls(
-            rows=torch.tensor(rows, device=device),
-            top_k=torch.tensor(top_k, device=device),
-            top_p=torch.tensor([p.top_p for p in asked], dtype=torch.float64, device=device),
-            min_p=torch.tensor(min_p, device=device).unsqueeze(1) if any(min_p) else None,
+            rows=to_device(torch.tensor(rows), device),
+            top_k=to_device(torch.tensor(top_k), device),
+            top_p=to_device(torch.tensor([p.top_p for p in asked], dtype=torch.float64), device),
+            min_p=to_device(torch.tensor(min_p), device).unsqueeze(1) if any(min_p) else None,
             ranks=ranks,
             num_candidates=min(max([*limits, _CANDIDATES if open_ended else 1]), vocab_size),
             open_ended=open_ended,
@@ -138,7 +139,7 @@ def sample(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64]) ->
     if rows.all_greedy:
         tokens = argmax(logits)
     else:
-        draws = torch.from_numpy(uniforms(rows.keys, positions)).to(logits.device)
+        draws = to_device(torch.from_numpy(uniforms(rows.keys, positions)), logits.device)
         tokens = _draw(logits, rows, sums, draws.unsqueeze(1))
         if len(rows.greedy):
             tokens[rows.greedy] = argmax(logits[rows.greedy])

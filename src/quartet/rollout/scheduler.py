@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from quartet.config import UserError
 from quartet.rollout.placement import close_gaps
 from quartet.rollout.prefix_cache import Block
-from quartet.rollout.protocol import Completion, FinishReason, Request
+from quartet.rollout.protocol import Completion, FinishReason, PromptKey, Request
 from quartet.rollout.stop_strings import StopStringMatcher
 
 
@@ -25,7 +25,7 @@ class Group:
         counted: whether the prompt stands in the count of distinct prompt tokens.
     """
 
-    prompt_ids: tuple[int, ...]
+    prompt: PromptKey
     num_members: int = 0
     num_waiting: int = 0
     block: Block | None = None
@@ -42,6 +42,7 @@ class Response:
         row: batch row and cache slot, -1 while it has none.
         block: what holds its keys and values while it has no row: the prompt, or prompt and tokens after new weights.
         prefix: the shared block it reads beside its slot.
+        draft: tokens proposed to follow its newest one, within one step.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class Response:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     text_end: int | None = None
+    draft: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.request.sampling.stop_token_ids)
@@ -156,7 +158,7 @@ class Scheduler:
     def check(self, requests: Sequence[Request]) -> None:
         """Raises UserError where ``requests`` cannot be added to what is held."""
         ids: set[str] = set()
-        prompts: dict[str, tuple[int, ...]] = {}
+        prompts: dict[str, PromptKey] = {}
         for request in requests:
             if request.request_id in ids or request.request_id in self.held:
                 raise UserError(
@@ -166,8 +168,8 @@ class Scheduler:
                 )
             ids.add(request.request_id)
             group = self.groups.get(request.group)
-            expected = group.prompt_ids if group else prompts.setdefault(request.group, request.prompt_ids)
-            if expected != request.prompt_ids:
+            expected = group.prompt if group else prompts.setdefault(request.group, request.prompt_key)
+            if expected != request.prompt_key:
                 raise UserError(
                     "requests of one group must have the same prompt",
                     found=f"another prompt in request {request.request_id!r} of group {request.group!r}",
@@ -175,7 +177,7 @@ class Scheduler:
                 )
 
     def add(self, request: Request, max_tokens: int, matcher: StopStringMatcher | None = None) -> None:
-        group = self.groups.setdefault(request.group, Group(request.prompt_ids))
+        group = self.groups.setdefault(request.group, Group(request.prompt_key))
         group.num_members += 1
         group.num_waiting += 1
         response = Response(request, group, self._num_submitted, max_tokens, matcher)

@@ -8,11 +8,13 @@ against a whole prompt, prompt and tokens computed again against decoded ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from quartet.config import UserError
 from quartet.rollout import admission
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request
@@ -208,3 +210,41 @@ def test_cancelling_at_any_moment_spares_the_others(tiny: Any, make_request: Mak
         prefixes = engine._admission.prefixes
         assert prefixes.num_tokens == prefixes.idle_tokens
         assert engine.stats().num_running == engine.stats().num_waiting == 0
+
+
+# What stands behind equal tokens --------------------------------------------------------------------------
+
+
+def test_prompts_of_other_content_share_nothing(
+    tiny: Any, make_request: Callable[..., Request], run_all: Callable[..., dict[str, Completion]]
+) -> None:
+    """Two images behind the same placeholders, and the first one again."""
+    cat, dog = ((2, b"cat"), (3, b"cat")), ((2, b"dog"), (3, b"cat"))
+    asked = [
+        replace(
+            make_request(f"r{i}", group=f"g{i}", prompt=(5, 6, 90, 90, 7), max_new_tokens=3), content_digests=digests
+        )
+        for i, digests in enumerate((cat, dog, cat, ()))
+    ]
+    engine = tiny.engine()
+    run_all(engine, asked)
+    stats = engine.stats()
+    assert (stats.prompt_tokens_prefilled, stats.prefix_hit_tokens) == (15, 5)
+    blocks = [engine._admission.prefixes.find(*request.prompt_key) for request in asked]
+    assert None not in blocks
+    assert blocks[0] is blocks[2]
+    assert len({id(block) for block in blocks}) == 3
+    run_all(engine, [replace(asked[1], request_id="later", group="later")])
+    assert engine.stats().prefix_hit_tokens == 10
+
+
+def test_a_group_has_one_content(tiny: Any, make_request: Callable[..., Request]) -> None:
+    first = make_request("a", group="g")
+    with pytest.raises(UserError, match="same prompt"):
+        tiny.engine().submit([first, replace(first, request_id="b", content_digests=((0, b"x"),))])
+
+
+@pytest.mark.parametrize("digests", [((6, b"x"),), ((-1, b"x"),), ((1, b"x"), (1, b"y")), ((2, b"x"), (1, b"y"))])
+def test_digests_name_positions_of_the_prompt(digests: Any, make_request: Callable[..., Request]) -> None:
+    with pytest.raises(UserError, match="positions of the prompt"):
+        replace(make_request("r", length=6), content_digests=digests)

@@ -1,0 +1,133 @@
+"""The engine's operations for devices other than the CPU: their numbers here, their places on ``meta`` tensors.
+
+A tensor on ``meta`` has a device and no values: an operation over two devices, and every attempt of the host to read a
+value, raises. What is then left to a GPU: its kernels, waits inside copies, memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quartet.config import UserError
+from quartet.models.packed import PackedCausalLM
+from quartet.rollout import admission
+from quartet.rollout.contexts import PlainContexts
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.protocol import Completion, Request
+from quartet.rollout.runner import choose_contexts
+
+MIXTURE: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.2, "top_p": 0.8, "min_p": 0.02},
+)
+
+
+def mixed(make_request: Callable[..., Request]) -> list[Request]:
+    """Four groups of four: prompts of 1 to 31 tokens, responses of 5 to 25."""
+    return [
+        make_request(
+            f"{g}-{m}", group=f"g{g}", length=1 + 10 * g, max_new_tokens=5 + 6 * m + g, seed=100 * g + m, **MIXTURE[m]
+        )
+        for g in range(4)
+        for m in range(4)
+    ]
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["copied", "read in place"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_plain_operations_give_what_the_kernels_give(
+    family: Any,
+    precision: Any,
+    shares: bool,
+    make_request: Callable[..., Request],
+    run_all: Callable[..., dict[str, Completion]],
+    tolerances: dict[torch.dtype, tuple[float, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 20 if shares else 10**9)
+    packed = PackedCausalLM(family.packed.release(), precision)
+    asked = mixed(make_request)
+    options = {"max_running": 10, "max_prefill_tokens": 20}
+    expected = run_all(NativeEngine(packed, **options), asked)
+    found = run_all(NativeEngine(packed, contexts=PlainContexts(), **options), asked)
+    differences, same = [], 0
+    for name, theirs in expected.items():
+        ours = found[name]
+        # In bf16 a number near a border may pick another token; up to there the log-probabilities are comparable.
+        pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
+        common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        same += common is None
+        differences.append(torch.tensor(ours.logprobs[:common]) - torch.tensor(theirs.logprobs[:common]))
+    difference = torch.cat(differences).abs()
+    if precision == "fp32":
+        assert same == len(asked)
+        assert float(difference.max()) <= tolerances[torch.float32][0]
+    else:
+        assert same >= len(asked) // 2
+        assert float(difference.mean()) <= tolerances[torch.bfloat16][0]
+
+
+def to_meta(packed: PackedCausalLM) -> None:
+    """Parameters and buffers made on the device; moving a module would leave what only looks like its tensors."""
+    for module in packed.model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
+class Sampled:
+    """In the place of ``_read``: tokens 5 for everything, and how often the host asked."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def __call__(self, tokens: Tensor, logprobs: Tensor) -> list[list[float]]:
+        assert tokens.device.type == logprobs.device.type == "meta"
+        self.num_reads += 1
+        return [[5.0, -1.0]] * len(tokens)
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["copied", "read in place"])
+def test_everything_is_made_on_the_models_device_and_nothing_is_read_but_tokens(
+    family: Any, shares: bool, make_request: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MIN_SHARED_TOKENS", 20 if shares else 10**9)
+    packed = family.packed
+    to_meta(packed)
+    assert isinstance(choose_contexts(packed), PlainContexts)
+    engine = NativeEngine(packed, max_running=10, max_prefill_tokens=20)
+    sampled = Sampled()
+    monkeypatch.setattr(engine, "_read", sampled)
+    engine.submit(mixed(make_request))
+    done: list[Completion] = []
+    while engine.has_work:
+        before = sampled.num_reads, len(engine._scheduler.waiting)
+        done += engine.step({f"{g}-1": (5, 5, 9) for g in range(4)} if engine.stats().num_steps % 3 == 2 else None)
+        # One for those that run, one for those that just got their first token.
+        assert sampled.num_reads - before[0] <= 1 + (len(engine._scheduler.waiting) < before[1])
+    assert sorted(len(c.token_ids) for c in done) == sorted(r.sampling.max_new_tokens for r in mixed(make_request))
+
+
+def test_the_way_of_this_test_finds_a_value_that_is_read(family: Any, make_request: Callable[..., Request]) -> None:
+    to_meta(family.packed)
+    engine = NativeEngine(family.packed)
+    engine.submit([make_request("r")])
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        engine.step()
+
+
+def test_exact_numerics_are_refused_off_the_cpu(tiny: Any) -> None:
+    exact = PackedCausalLM(tiny.twin, numerics="exact")
+    to_meta(exact)
+    with pytest.raises(UserError, match="need the CPU"):
+        choose_contexts(exact)
