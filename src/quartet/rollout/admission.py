@@ -14,7 +14,7 @@ from itertools import islice
 
 from quartet.config import UserError
 from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS, Block, PrefixCache
-from quartet.rollout.protocol import Request
+from quartet.rollout.protocol import EngineStats, Request
 from quartet.rollout.scheduler import Response, Scheduler
 
 
@@ -42,6 +42,20 @@ class Plan:
     fills: list[Fill] = field(default_factory=list)
     admitted: list[Response] = field(default_factory=list)
     prefix_hits: int = 0
+
+    def count(self, stats: EngineStats) -> None:
+        """Counts the step that did this."""
+        stats.num_steps += 1
+        stats.prefix_hit_tokens += self.prefix_hits
+        for fill in self.fills:
+            if fill.block.again:
+                stats.recomputed_tokens += fill.end - fill.start
+            else:
+                stats.prompt_tokens_prefilled += fill.end - fill.start
+        for response in self.admitted:
+            if not response.group.counted:
+                response.group.counted = True
+                stats.distinct_prompt_tokens += len(response.request.prompt_ids)
 
 
 class Admission:

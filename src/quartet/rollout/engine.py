@@ -21,7 +21,7 @@ from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
 from quartet.models.probe import check_decoding, context_length
 from quartet.observe.memory import held_bytes
-from quartet.rollout.admission import Admission, Plan
+from quartet.rollout.admission import Admission
 from quartet.rollout.cache import KVCache, slot_shape
 from quartet.rollout.compute_weights import ComputeWeights
 from quartet.rollout.contexts import MIN_ROWS, Contexts
@@ -225,7 +225,9 @@ class NativeEngine:
             wanted = [r.block for r in plan.admitted if r.block is not None]
             rows = self._rows if running else None
             logits, first_logits = self._runner.step(self._cache, rows, plan.fills, wanted, spans)
-        self._count(plan)
+        plan.count(self._stats)
+        if plan.fills:
+            self._note_peak()
         self._stats.peak_running = max(self._stats.peak_running, len(running) + len(plan.admitted))
         if spans is not None:
             self._record(running, *self._sample([r for r in running for _ in (0, *r.draft)], logits))
@@ -313,22 +315,6 @@ class NativeEngine:
             self._admission.prefixes.hold(prefix)
         self._admission.prefixes.drop(block)
         response.block = None
-
-    def _count(self, plan: Plan) -> None:
-        stats = self._stats
-        stats.num_steps += 1
-        stats.prefix_hit_tokens += plan.prefix_hits
-        for fill in plan.fills:
-            if fill.block.again:
-                stats.recomputed_tokens += fill.end - fill.start
-            else:
-                stats.prompt_tokens_prefilled += fill.end - fill.start
-        for response in plan.admitted:
-            if not response.group.counted:
-                response.group.counted = True
-                stats.distinct_prompt_tokens += len(response.request.prompt_ids)
-        if plan.fills:
-            self._note_peak()
 
     def _note_peak(self) -> None:
         self._stats.peak_cache_bytes = max(self._stats.peak_cache_bytes, self._cache_bytes())
