@@ -12,7 +12,6 @@ from machine import peak_memory, seconds_of, synchronize
 from shapes import build, config_of, decode_bytes
 from transformers import PreTrainedModel
 
-from quartet.models.cuda_fusion import fuse_layers
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
@@ -46,18 +45,16 @@ def run(engine: NativeEngine, asked: list[Request]) -> int:
     return num_tokens
 
 
-def engine_of(name: str, device: torch.device, *, fused: bool, smoke: bool) -> NativeEngine:
+def engine_of(name: str, device: torch.device, *, smoke: bool) -> NativeEngine:
     packed = PackedCausalLM(build(name, device), "bf16")
-    if fused:
-        fuse_layers(packed, backend="eager" if smoke else "inductor")
     return NativeEngine(packed, max_running=sizes(smoke)[0])
 
 
-def measure_engine(name: str, device: torch.device, *, fused: bool, rate: float, smoke: bool) -> dict[str, Any]:
+def measure_engine(name: str, device: torch.device, *, rate: float, smoke: bool) -> dict[str, Any]:
     """Tokens per second of the whole (prompts included), and the middle half of the decode steps by themselves."""
     config = config_of(name)
     running, _, prompt, new = sizes(smoke)
-    engine = engine_of(name, device, fused=fused, smoke=smoke)
+    engine = engine_of(name, device, smoke=smoke)
     # Kernels are chosen and compiled, with as many rows as the clock sees.
     run(engine, requests(config.vocab_size, WARM_UP, smoke=smoke, seed=1, tag="warm "))
     peak_memory(device)
@@ -73,7 +70,6 @@ def measure_engine(name: str, device: torch.device, *, fused: bool, rate: float,
     bound = decode_bytes(config, running, context) / rate
     found = {
         "model": name,
-        "fused": fused,
         "tokens_per_s": running * new / whole,
         "step_s": step_s,
         "bound_s": bound,
@@ -107,8 +103,7 @@ def measure_generate(name: str, device: torch.device, *, smoke: bool) -> dict[st
 
 def measure(name: str, device: torch.device, *, rate: float, smoke: bool) -> dict[str, Any]:
     engines = []
-    for fused in (False, True):
-        engines.append(measure_engine(name, device, fused=fused, rate=rate, smoke=smoke))
+    engines.append(measure_engine(name, device, rate=rate, smoke=smoke))
         gc.collect()
         with contextlib.suppress(AttributeError):
             torch.cuda.empty_cache()

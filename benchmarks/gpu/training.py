@@ -13,7 +13,6 @@ from shapes import Group, build, config_of, training_flops
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import GRPO
 from quartet.config.common import OptimConfig, TrainConfig
-from quartet.models.cuda_fusion import fuse_layers
 from quartet.models.packed import PackedCausalLM
 from quartet.train.engine import Objective, TrainEngine
 from quartet.train.objectives import PolicyObjective, SFTObjective
@@ -74,11 +73,13 @@ def objective_of(groups: Sequence[Group], num_sequences: int) -> Objective:
 
 def engine_of(name: str, device: torch.device, *, fused: bool, smoke: bool) -> TrainEngine[PackedCausalLM]:
     packed = PackedCausalLM(build(name, device), "bf16")
-    if fused:
-        fuse_layers(packed, backend="eager" if smoke else "inductor")
     tokens = TOKENS // 64 if smoke else TOKENS
     config = TrainConfig(
-        precision="bf16", token_budget=tokens, forward_token_budget=4 * tokens, optim=OptimConfig(lr=1e-6)
+        precision="bf16",
+        token_budget=tokens,
+        forward_token_budget=4 * tokens,
+        optim=OptimConfig(lr=1e-6),
+        compile=fused and not smoke,
     )
     return TrainEngine(packed, config, total_steps=1000)
 

@@ -48,15 +48,12 @@ def trained(
     """
     from quartet.config.algorithms import GRPO
     from quartet.config.common import OptimConfig, TrainConfig
-    from quartet.models.cuda_fusion import fuse_layers
     from quartet.train.engine import TrainEngine
     from quartet.train.objectives import PolicyObjective
 
     packed = PackedCausalLM(copy.deepcopy(model), precision, activation_checkpointing=checkpointing)
-    if fuse:
-        fuse_layers(packed)
     optim = OptimConfig(lr=1.0, eps=1e3, weight_decay=0.0, warmup_steps=0, schedule="constant", max_grad_norm=1e9)
-    config = TrainConfig(token_budget=600, precision=precision, optim=optim)
+    config = TrainConfig(token_budget=600, precision=precision, optim=optim, compile=fuse)
     engine = TrainEngine(packed, config, total_steps=100)
     objective = PolicyObjective(GRPO(), len(batch), 1.0, kl_coef=0.0, is_first=True, max_new_tokens=80)
     for _ in range(num_steps):

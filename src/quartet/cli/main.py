@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,12 @@ RecipePath = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, e.g. steps=10, or @fragment.yaml")]
 ON_THE_CLUSTER = ("cluster.type=ray", "cluster.address=null")
 """Overrides inside an allocation: roles go to the Ray that was started there."""
+
+
+class PrecisionOption(StrEnum):
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
 
 
 @app.callback()
@@ -147,12 +154,17 @@ def generate(
     seed: Annotated[int, typer.Option(help="Same seed, same answer.", min=0)] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the chat template as a user turn.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    precision: Annotated[PrecisionOption, typer.Option(help="auto: bf16 on a GPU that has it, fp32 on the CPU.")] = (
+        PrecisionOption.auto
+    ),
 ) -> None:
     """Answers of a model to prompts on the command line."""
-    from quartet.models.loading import load_causal_lm, packed_causal_lm
+    from quartet.models.loading import load_causal_lm
     from quartet.rollout.protocol import SamplingParams
     from quartet.text.loading import check_vocabulary, local_or_hub
     from quartet.text.tokenizer import TextCodec
+    from quartet.trainers.devices import FrozenModels, find_device, precision_on
     from quartet.trainers.generate import generate as run
     from quartet.trainers.sources import context_length, cut_short
 
@@ -164,9 +176,11 @@ def generate(
         max_new_tokens=max_new_tokens,
         stop_strings=tuple(stop or ()),
     )
+    where = find_device(device)
+    frozen = FrozenModels(where, precision_on(where, precision.value))
     model = local_or_hub(model, "model")
     codec = TextCodec.from_pretrained(model)
-    packed = packed_causal_lm(load_causal_lm(model))
+    packed = frozen.causal(load_causal_lm(model))
     check_vocabulary(codec.tokenizer, packed.vocab_size)
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
     lengths = [len(codec.encode_prompt(each)) for each in prompts]

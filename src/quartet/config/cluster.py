@@ -24,7 +24,7 @@ class RayCluster(Strict):
     )
     cpus_per_process: float = Field(1.0, ge=0, description="CPUs that Ray grants each process; parts are allowed.")
     gpus_per_process: float = Field(
-        0.0, ge=0, description="GPUs that Ray grants each process; with 1, models go there."
+        0.0, ge=0, description="GPUs that Ray grants each process; with 1 models go there, with 0 they are on the CPU."
     )
     strategy: Literal["pack", "spread"] = Field("pack", description="Nodes of a pool: as few as possible, or apart.")
     start_timeout_s: float = Field(

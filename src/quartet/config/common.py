@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -81,6 +82,8 @@ class ModelConfig(Strict):
     tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
 
 
+DEVICES = r"auto|cpu|cuda(:(0|[1-9][0-9]?))?"
+PrecisionChoice = Literal["auto", "fp32", "bf16"]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -150,7 +153,9 @@ class TrainConfig(Strict):
     """How one model is trained: optimizer, precision, micro-batch budgets in tokens."""
 
     optim: OptimConfig = OptimConfig()
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast over fp32 master weights.")
+    precision: PrecisionChoice = Field(
+        "auto", description="bf16: autocast over fp32 master weights; auto: bf16 on a GPU that has it, fp32 on the CPU."
+    )
     token_budget: Tokens = Field(
         8192, ge=1, description="Most tokens of one micro-batch with gradients; a shared prompt counts once."
     )
@@ -159,6 +164,9 @@ class TrainConfig(Strict):
     share_prefixes: bool = Field(True, description="Compute a prompt once for all of its responses.")
     activation_checkpointing: bool = Field(
         False, description="Keep only each layer's input and compute the layer again in the backward pass."
+    )
+    compile: bool = Field(
+        False, description="Compile decoder layers by torch.compile: faster after some minutes; on GPUs no --resume."
     )
     lora: LoRAConfig | None = Field(None, description="Train small adapters (LoRA) instead of all weights.")
 
@@ -267,9 +275,19 @@ class Recipe(Strict):
 
     seed: int = Field(0, ge=0, lt=2**32, description="Decides data order, new weights and sampling.")
     output_dir: str | None = Field(None, description="Where the run is kept; runs/<job>-<date>-<time> when left out.")
+    device: str = Field(
+        "auto", description="auto, cpu, cuda or cuda:N; auto: the GPU if there is one, or where a model passed lies."
+    )
     threads: int | None = Field(None, ge=1, le=1024, description="CPU threads of torch; all when left out.")
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str) -> str:
+        if not re.fullmatch(DEVICES, value):
+            raise ValueError(f"{value!r} is no device: use auto, cpu, cuda, or cuda:N with the number of a GPU")
+        return value
 
 
 class SupervisedRecipe(Recipe):

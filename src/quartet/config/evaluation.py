@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from quartet.config.common import DataConfig, ModelConfig, Recipe, SamplingConfig, Strict
+from quartet.config.common import DataConfig, ModelConfig, PrecisionChoice, Recipe, SamplingConfig, Strict
 from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig
 from quartet.config.units import Prompts, Samples, Sequences
 
@@ -162,6 +162,9 @@ class EvalRecipe(Recipe):
     grading: GradingConfig = GradingConfig()
     compare: ComparisonConfig | None = Field(None, description="Another model to compare with; none when left out.")
     max_running: Sequences = Field(64, ge=1, description="Sequences that decode together.")
+    precision: PrecisionChoice = Field(
+        "auto", description="Of the model and of reward models; auto: bf16 on a GPU that has it, fp32 on the CPU."
+    )
 
     @model_validator(mode="after")
     def _fits_together(self) -> EvalRecipe:

@@ -78,9 +78,24 @@ def _overlong(recipe: RLRecipe) -> str | None:
 
 
 def _exact_precision(recipe: RLRecipe) -> str | None:
-    if recipe.numerics != "exact" or {recipe.actor.train.precision, recipe.critic.train.precision} == {"fp32"}:
+    if recipe.numerics != "exact" or "bf16" not in (recipe.actor.train.precision, recipe.critic.train.precision):
         return None
     return "numerics: exact needs precision: fp32 for actor and critic; found bf16"
+
+
+def _exact_device(recipe: RLRecipe) -> str | None:
+    if recipe.numerics != "exact":
+        return None
+    if recipe.device.startswith("cuda"):
+        return f"numerics: exact needs the CPU; found device: {recipe.device}"
+    gpus = recipe.cluster.gpus_per_process if recipe.cluster.type == "ray" else 0
+    return f"numerics: exact needs the CPU; found cluster.gpus_per_process: {gpus:g}" if gpus else None
+
+
+def _exact_compiled(recipe: RLRecipe) -> str | None:
+    if recipe.numerics != "exact" or not (recipe.actor.train.compile or recipe.critic.train.compile):
+        return None
+    return "numerics: exact needs the model's own layers, whose sums were examined: leave out train.compile"
 
 
 def _exact_threads(recipe: RLRecipe) -> str | None:
@@ -253,6 +268,30 @@ def _cluster_without_placement(recipe: RLRecipe) -> str | None:
     return "cluster.type ray needs a placement: say which role works where, {type: full_offload, pool: {}} say"
 
 
+def _compiled_and_replaced(recipe: RLRecipe) -> str | None:
+    compiles, cluster = recipe.actor.train.compile or recipe.critic.train.compile, recipe.cluster
+    if not compiles or cluster.type != "ray" or cluster.gpus_per_process == 0 or cluster.max_restarts == 0:
+        return None
+    return (
+        "train.compile on GPUs cannot go on from a checkpoint with equal bits, which is what a replaced worker does: "
+        "set cluster.max_restarts: 0, or leave train.compile out"
+    )
+
+
+def _device_of_workers(recipe: RLRecipe) -> str | None:
+    """Ray gives each process its GPUs, so a device beside that could only contradict it."""
+    cluster = recipe.cluster
+    if cluster.type != "ray" or recipe.device == "auto":
+        return None
+    if recipe.device.startswith("cuda:"):
+        return f"Ray decides which GPU a process sees: set device: cuda in place of {recipe.device}"
+    if recipe.device == "cuda" and cluster.gpus_per_process == 0:
+        return "device is cuda, but cluster.gpus_per_process is 0: set it to 1, or leave device out"
+    if recipe.device == "cpu" and cluster.gpus_per_process > 0:
+        return f"device is cpu, but cluster.gpus_per_process is {cluster.gpus_per_process:g}: leave out either"
+    return None
+
+
 CHECKS: tuple[Check, ...] = (
     _minibatches,
     _group_size,
@@ -260,6 +299,8 @@ CHECKS: tuple[Check, ...] = (
     _overlong,
     _exact_precision,
     _exact_threads,
+    _exact_device,
+    _exact_compiled,
     _temperature,
     _sequence_ratio_and_advantages,
     _sequence_ratio_and_correction,
@@ -276,6 +317,8 @@ CHECKS: tuple[Check, ...] = (
     _stale_without_correction,
     _cut_models,
     _cluster_without_placement,
+    _device_of_workers,
+    _compiled_and_replaced,
 )
 
 

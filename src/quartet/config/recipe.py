@@ -156,8 +156,8 @@ class RLRecipe(Recipe):
 class IteratedRecipe(Recipe):
     """``rounds`` times: fresh pairs of the present policy, the reward model on old and new pairs, RL against it.
 
-    The sections ``reward_model`` and ``rl`` are recipes of those jobs; their seeds and directories are the loop's. The
-    trained reward model joins ``rl.rewards`` as ``reward_name``, and the reference stays the first policy.
+    The sections ``reward_model`` and ``rl`` are recipes of those jobs; seeds, directories and the device are the
+    loop's. The trained reward model joins ``rl.rewards`` as ``reward_name``, and the reference stays the first policy.
     """
 
     job: Literal["iterated-reward-model"] = "iterated-reward-model"
@@ -174,8 +174,8 @@ class IteratedRecipe(Recipe):
     @model_validator(mode="after")
     def _fits_together(self) -> IteratedRecipe:
         for name, section in (("reward_model", self.reward_model), ("rl", self.rl)):
-            if section.output_dir is not None or section.seed != 0:
-                raise ValueError(f"{name}.output_dir and {name}.seed are the loop's: set them at the top")
+            if section.output_dir is not None or section.seed != 0 or section.device != "auto":
+                raise ValueError(f"{name}.output_dir, {name}.seed, {name}.device are the loop's: set them at the top")
         if self.rl.actor.model is None or self.reward_model.model is None:
             raise ValueError("set rl.actor.model.path and reward_model.model.path, where the first round starts")
         if any(source.name == self.reward_name for source in self.rl.rewards):

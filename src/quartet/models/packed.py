@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
@@ -41,7 +42,8 @@ class PackedModel:
     Dropout is set to 0: log-probabilities of sampler and trainer must agree.
 
     Args:
-        precision: compute dtype; under "bf16" parameters stay as they are and products run under autocast.
+        precision: compute dtype; under "bf16" parameters stay as they are (see ``freeze``) and products run under
+            autocast.
         numerics: "exact" fills products up to sizes from which a row's bits no longer depend on the other rows.
         activation_checkpointing: keep only each decoder layer's input, and compute the layer again in the backward.
 
@@ -74,7 +76,7 @@ class PackedModel:
         refuse_wrapped(model)
         align_storages(model)
         self.own_attention = attention.install(model)
-        # On a GPU whole layers are compiled instead (``cuda_fusion``).
+        # On a GPU whole layers may be compiled instead (``compiled``).
         self._fused = fused.install(model) if self.device.type == "cpu" else fused.Patches()
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
@@ -141,6 +143,23 @@ class PackedModel:
     def with_merged_adapters(self) -> contextlib.AbstractContextManager[None]:
         """Within, the model has plain layers of merged weights; nobody else may use it meanwhile."""
         return self.adapters.merged() if self.adapters is not None else contextlib.nullcontext()
+
+    def freeze(self) -> None:
+        """Call once the model is probed and will never be trained: it takes no gradients, and in bf16 its linear layers
+        hold their weights in bf16.
+
+        Autocast rounds these weights before every product anyway, so no result changes. Embeddings and norms stay as
+        they are: they begin and scale the residual stream, which is fp32 under autocast. So does a scalar head.
+        """
+        self.model.requires_grad_(False)
+        if self.precision != "bf16":
+            return
+        linear = [module for module in self.model.modules() if type(module) in (nn.Linear, Conv1D)]
+        others = (m for m in self.model.modules() if type(m) not in (nn.Linear, Conv1D) or m is self._head_in_full)
+        kept = {parameter for module in others for parameter in module._parameters.values()}
+        for parameter in {p for module in linear for p in module._parameters.values() if p is not None} - kept:
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.detach().to(torch.bfloat16)
 
     def unfuse(self) -> None:
         """Normalisation and rotary embedding run as the model has them from now on: a compiler sees whole layers."""

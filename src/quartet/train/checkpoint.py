@@ -251,7 +251,7 @@ def _load(root: Path, step: int) -> Checkpoint:
     info = _read_info(path, step)
     info.pop("manifest", None)
     try:
-        parts = {name: torch.load(path / f"{name}.pt", weights_only=True) for name in names}
+        parts = {name: torch.load(path / f"{name}.pt", map_location="cpu", weights_only=True) for name in names}
     except MemoryError:
         raise
     except Exception as error:  # The content decides what an unpickler raises.

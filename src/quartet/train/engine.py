@@ -8,8 +8,9 @@ denominators, those of the whole batch, so an update does not depend on how the 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -127,6 +128,12 @@ class TrainEngine(Generic[Model]):
         self.forward_budget = TokenBudget(config.forward_token_budget, f"{name}.forward_token_budget")
         self.num_updates = 0
         self.num_skipped = 0
+        # Imported only where it is asked for: torch's compiler takes a second to import.
+        self._compiled: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if config.compile:
+            from quartet.models.compiled import CompiledLayers
+
+            self._compiled = CompiledLayers(packed).active
         self._offload: Offload | None = None
         self._replica = Replica(peers) if peers is not None else None
 
@@ -150,9 +157,10 @@ class TrainEngine(Generic[Model]):
         """
         self._require("params")
         config = self.config
-        return forward_only(
-            self.packed, batch, needs, self.forward_budget, config.logprob_chunk, share=config.share_prefixes
-        )
+        with self._compiled():
+            return forward_only(
+                self.packed, batch, needs, self.forward_budget, config.logprob_chunk, share=config.share_prefixes
+            )
 
     # Updates ---------------------------------------------------------------------------------------------
 
@@ -231,11 +239,13 @@ class TrainEngine(Generic[Model]):
 
     def _backward_part(self, part: LossTerm, denominators: Any, sums: MetricSums) -> None:
         """A function of its own, so that nothing of one micro-batch lives on in the next."""
-        config, objective = self.config, part.objective
-        outputs = compute(self.packed, part.batch, objective.needs, config.logprob_chunk, share=config.share_prefixes)
-        loss = objective.loss(outputs, part.batch, denominators, sums) * part.weight
-        if loss.requires_grad:
-            loss.backward()
+        config, objective, needs = self.config, part.objective, part.objective.needs
+        # The backward within, too: with activation checkpointing it computes layers again.
+        with self._compiled():
+            outputs = compute(self.packed, part.batch, needs, config.logprob_chunk, share=config.share_prefixes)
+            loss = objective.loss(outputs, part.batch, denominators, sums) * part.weight
+            if loss.requires_grad:
+                loss.backward()
 
     # State -----------------------------------------------------------------------------------------------
 

@@ -196,7 +196,7 @@ class Cast:
 
     def canary(self) -> CanaryProbe:
         """What engines and trainer must agree on after every weight update."""
-        tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.recipe.actor.train.precision]
+        tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.actor.packed.precision]
         prompt_ids = tuple(self.prompts.item(0).token_ids)
         room = max(1, min(CANARY_TOKENS, context_length(self.actor.packed.model) - len(prompt_ids)))
         return CanaryProbe(prompt_ids, room, tolerance)

@@ -16,6 +16,7 @@ from quartet.envs.protocol import Environment, EnvironmentFactory, environment_f
 from quartet.envs.transcript import SOURCE
 from quartet.text.tokenizer import check_vocabulary
 from quartet.trainers.cast import Cast, longest_sequence
+from quartet.trainers.devices import CPU
 from quartet.trainers.loader import Loader, Passed
 from quartet.trainers.reward_roles import RewardFunctionRole, reward_functions, reward_weights
 from quartet.trainers.sources import check_budget, check_context, context_length, prompt_data
@@ -29,15 +30,24 @@ def build_cast(
     evaluation_prompts: Sequence[Any] | None = None,
     environment: Callable[..., Environment] | None = None,
     shares_reference: bool = True,
+    computes: torch.device = CPU,
 ) -> Cast:
     """Loads and checks everything a run needs; functions and data first, because they fail fastest.
 
     Args:
+        computes: the run's device; where workers compute, the models made here stay on the CPU.
         shares_reference: as for ``Loader``.
     """
     functions = reward_functions(recipe.rewards, passed.rewards)
     make = _environment(recipe, environment)
-    loader = Loader(recipe, passed, shares_reference=shares_reference)
+    loader = Loader(
+        recipe,
+        passed,
+        device=computes if recipe.cluster.type == "local" else CPU,
+        moves_passed=recipe.cluster.type == "local" and recipe.device != "auto",
+        computes=computes,
+        shares_reference=shares_reference,
+    )
     check_vocabulary(loader.tokenizer, int(loader.actor_model.get_input_embeddings().weight.shape[0]))
     codec, context = loader.codec, context_length(loader.actor_model)
     data = prompt_data(recipe.data, prompts, codec, context, "data")

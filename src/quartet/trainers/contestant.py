@@ -13,7 +13,7 @@ from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, Train
 from quartet.config.rewards import RewardConfig
 from quartet.data.datasets import PromptData
 from quartet.models.directories import load_remarks
-from quartet.models.loading import load_causal_lm, packed_causal_lm
+from quartet.models.loading import load_causal_lm
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine
@@ -24,6 +24,7 @@ from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.answers import StoredAnswer, matched
+from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import Answer, RewardScorer, answer_prompts, as_completion, score_groups
 from quartet.trainers.finished import Finished
 from quartet.trainers.generate import run_to_end
@@ -37,6 +38,8 @@ from quartet.trainers.reward_roles import (
     reward_weights,
 )
 from quartet.trainers.sources import context_length, cut_short, prompt_data, resolve_model, resolve_tokenizer
+
+_ON_CPU = FrozenModels()
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,12 @@ class Contestant:
         tokenizer: PreTrainedTokenizerBase | None = None,
         rewards: Sequence[Callable[..., Any] | PreTrainedModel] = (),
         prompts: Sequence[Any] | None = None,
+        frozen: FrozenModels = _ON_CPU,
     ) -> Contestant:
         """What the recipe's parts name, or the objects passed in their place.
+
+        Args:
+            frozen: where the models go, and in which precision.
 
         Raises:
             UserError: model, tokenizer, data and rewards do not fit together.
@@ -87,9 +94,11 @@ class Contestant:
         functions = reward_functions(reward_configs, rewards)
         for function in functions:
             function.reward.check_columns(sorted({name for item in items for name in item.columns}))
-        models = [*reward_models(reward_configs, rewards, codec, TrainConfig()), *process_models(reward_configs, codec)]
+        models = [*reward_models(reward_configs, rewards, codec, TrainConfig(), frozen)]
+        models += process_models(reward_configs, codec, frozen)
         weights = reward_weights(models, functions)
-        return cls(packed_causal_lm(causal), codec, items, models, functions, weights)
+        packed = frozen.causal(causal, is_passed=model is not None)
+        return cls(packed, codec, items, models, functions, weights)
 
     @contextlib.contextmanager
     def released_at_end(self) -> Iterator[Contestant]:

@@ -28,6 +28,7 @@ from quartet.trainers.comparison import (
     win_rate,
 )
 from quartet.trainers.contestant import Contestant
+from quartet.trainers.devices import FrozenModels, compute_device, precision_on, resolved
 from quartet.trainers.evaluation import Answer, weighted_scores
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.finished import Finished
@@ -94,8 +95,14 @@ class Evaluator:
         if judge is None and recipe.compare is not None and recipe.compare.judge is not None:
             self.judge = Comparer(recipe.compare.judge)
         self.path = output_path(recipe.output_dir, "eval", resume)
-        self.run_directory = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
-        self._objects: dict[str, Any] = {"rewards": as_rewards(rewards), "prompts": prompts}
+        device = compute_device(recipe, own_model)
+        record = resolved(recipe, device)
+        self.run_directory = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print, resolved=record)
+        self._objects: dict[str, Any] = {
+            "rewards": as_rewards(rewards),
+            "prompts": prompts,
+            "frozen": FrozenModels(device, precision_on(device, recipe.precision), recipe.device != "auto"),
+        }
         if recipe.data is not None:
             check_unweighted(recipe.data, "data")
         self._contestant: Contestant | None = Contestant.build(

@@ -40,6 +40,7 @@ from quartet.observe.progress import Progress
 from quartet.trainers.answers import write_answers, write_rows
 from quartet.trainers.arguments import check_recipe
 from quartet.trainers.contestant import Contestant
+from quartet.trainers.devices import FrozenModels, compute_device, precision_on, resolved
 from quartet.trainers.evaluation import Answer, by_prompt
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.resuming import Resume, output_path
@@ -85,7 +86,9 @@ class IteratedTrainer:
         self.recipe = recipe
         self.path = output_path(recipe.output_dir, recipe.job, resume)
         self.progress = progress if progress is not None else Progress()
-        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
+        self.device = compute_device(recipe)
+        record = resolved(recipe, self.device)
+        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print, resolved=record)
         self._stages: list[dict[str, Any]] = []
         self._signals = StopSignals()
 
@@ -199,7 +202,8 @@ class IteratedTrainer:
         recipe, config = self.recipe, self.recipe.collect
         previous = (ModelReward(path=str(self._model("reward_model", number - 1)), name=PREVIOUS),)
         sources = (config.labeller, *(previous if number > 1 else ()))
-        contestant = Contestant.build(self._policy(number), config.data or recipe.rl.data, sources)
+        frozen = FrozenModels(self.device, precision_on(self.device, recipe.rl.actor.train.precision))
+        contestant = Contestant.build(self._policy(number), config.data or recipe.rl.data, sources, frozen=frozen)
         size = min(config.prompts_per_round, len(contestant.prompts))
         chosen = dict.fromkeys(i for i, _ in draws(recipe.seed, number - 1, contestant.prompts.order, size))
         items = tuple(contestant.prompts.item(i) for i in chosen)
@@ -281,7 +285,8 @@ class IteratedTrainer:
         return recipe.model_copy(update=changes)
 
     def _own(self, stage: str, number: int) -> dict[str, Any]:
-        return {"seed": self.recipe.seed + number, "output_dir": str(self.path / f"round_{number}_{stage}")}
+        directory = str(self.path / f"round_{number}_{stage}")
+        return {"seed": self.recipe.seed + number, "output_dir": directory, "device": self.recipe.device}
 
 
 # Pairs -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.recipe import RLRecipe
+from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -27,12 +28,14 @@ from quartet.schedule.model_worker import AdapterlessWorker, ScoreWorker, TrainW
 from quartet.text.tokenizer import TextCodec
 from quartet.train.data_parallel import Peers
 from quartet.train.engine import TrainEngine
+from quartet.trainers.devices import CPU, FrozenModels, precision_on
 from quartet.trainers.process_roles import process_models
 from quartet.trainers.reward_roles import RewardModelRole, forward_budget, reward_models
 from quartet.trainers.sources import resolve_model, resolve_tokenizer
 
 _P = TypeVar("_P", bound=PackedModel)
 _T = TypeVar("_T")
+_MODELS = (ModelReward, ProcessModelReward)
 Rewards = Sequence[Callable[..., Any] | PreTrainedModel]
 
 
@@ -58,7 +61,8 @@ def _models(rewards: Rewards) -> Rewards:
 class Loader:
     """
     Args:
-        device: where the models go; None leaves them where they are (loaded ones on the CPU).
+        device: where loaded models go; with ``moves_passed`` those passed from Python, too.
+        computes: the device that decides what `precision: auto` stands for, where that is another one.
         shares_reference: the reference of a LoRA actor is that actor without its adapters; else a model of its own.
         peers: of this process, where a role that trains has several.
 
@@ -71,13 +75,17 @@ class Loader:
         recipe: RLRecipe,
         passed: Passed,
         *,
-        device: torch.device | None = None,
+        device: torch.device = CPU,
+        moves_passed: bool = False,
+        computes: torch.device | None = None,
         shares_reference: bool = True,
         peers: Peers | None = None,
     ) -> None:
         self.recipe = recipe
         self.passed = passed
         self._device = device
+        self._moves_passed = moves_passed
+        self._computes = computes if computes is not None else device
         self._shares_reference = shares_reference
         self._peers = peers
         self._taken = contextlib.ExitStack()
@@ -92,7 +100,8 @@ class Loader:
 
     @cached_property
     def actor_model(self) -> PreTrainedModel:
-        return self._placed(resolve_model(self.recipe.actor.model, self.passed.model, load_causal_lm, "actor.model"))
+        passed = self.passed.model
+        return self._placed(resolve_model(self.recipe.actor.model, passed, load_causal_lm, "actor.model"), passed)
 
     @cached_property
     def codec(self) -> TextCodec:
@@ -103,7 +112,7 @@ class Loader:
         recipe = self.recipe
         packed = packed_causal_lm(
             self.actor_model,
-            recipe.actor.train.precision,
+            precision_on(self._computes, recipe.actor.train.precision),
             numerics=recipe.numerics,
             activation_checkpointing=recipe.actor.train.activation_checkpointing,
             lora=recipe.actor.train.lora,
@@ -130,8 +139,7 @@ class Loader:
         path, lora = recipe.reference.path, recipe.actor.train.lora
         if path is None and lora is not None and self._shares_reference:
             return self.actor
-        model = self._placed(load_causal_lm(path)) if path is not None else self._base_of_actor()
-        model.requires_grad_(False)
+        model = load_causal_lm(path) if path is not None else self._base_of_actor()
         held, needed = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, self.actor_model))
         if held != needed:
             raise UserError(
@@ -139,7 +147,12 @@ class Loader:
                 found=f"{held} and {needed} ids",
                 remedy="use a reference with the actor's tokenizer, or leave reference.path out",
             )
-        return self._own(packed_causal_lm(model, recipe.actor.train.precision, numerics=recipe.numerics))
+        return self._own(self._frozen.causal(model, numerics=recipe.numerics))
+
+    @property
+    def _frozen(self) -> FrozenModels:
+        precision = precision_on(self._computes, self.recipe.actor.train.precision)
+        return FrozenModels(self._device, precision, self._moves_passed)
 
     def _base_of_actor(self) -> PreTrainedModel:
         """A copy of the actor as it starts, without adapters."""
@@ -159,8 +172,8 @@ class Loader:
         return self._sources(evaluation.rewards if evaluation is not None else (), self.passed.evaluation_rewards)
 
     def _sources(self, configs: Sequence[Any], rewards: Rewards) -> list[RewardModelRole]:
-        found = reward_models(configs, rewards, self.codec, self.recipe.actor.train, self._placed)
-        found += process_models(configs, self.codec, self._placed)
+        found = reward_models(configs, rewards, self.codec, self.recipe.actor.train, self._frozen)
+        found += process_models(configs, self.codec, self._frozen)
         for role in found:
             self._own(role.model)
         return found
@@ -176,7 +189,7 @@ class Loader:
                     remedy="leave the critic out, or use ppo",
                 )
             return None
-        model = self._placed(self._critic_model())
+        model = self._placed(self._critic_model(), self.passed.critic)
         _check_apart(model, self.actor_model)
         # Master weights are fp32, also where an object came in half precision.
         model.float().requires_grad_(True)
@@ -190,7 +203,7 @@ class Loader:
         config = recipe.critic.train
         packed = packed_scalar_model(
             model,
-            config.precision,
+            precision_on(self._computes, config.precision),
             activation_checkpointing=config.activation_checkpointing,
             lora=config.lora,
             seed=recipe.seed,
@@ -203,9 +216,12 @@ class Loader:
             return self.passed.critic
         if self.recipe.critic.path is not None:
             return load_scalar_model(self.recipe.critic.path)
-        native = [role.model.model for role in self.reward_models if role.codec is None]
+        native = [role for role in self.reward_models if role.codec is None]
         if native:
-            return copy.deepcopy(native[0])
+            # From the directory once more where there is one: what is frozen may have rounded weights.
+            paths = {config.name: config.path for config in self.recipe.rewards if isinstance(config, _MODELS)}
+            path = paths.get(native[0].name)
+            return load_scalar_model(path) if path is not None else copy.deepcopy(native[0].model.model)
         # Fresh adapters add nothing, but their modules would come along.
         with self.actor.without_adapters():
             return scalar_model_from(self.actor_model, seed=self.recipe.seed)
@@ -243,8 +259,8 @@ class Loader:
         self._taken.callback(packed.release)
         return packed
 
-    def _placed(self, model: PreTrainedModel) -> PreTrainedModel:
-        return model if self._device is None else model.to(self._device)
+    def _placed(self, model: PreTrainedModel, passed: PreTrainedModel | None) -> PreTrainedModel:
+        return model if passed is not None and not self._moves_passed else model.to(self._device)
 
 
 def _there(found: _T | None, role: str) -> _T:

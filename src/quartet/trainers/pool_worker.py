@@ -14,6 +14,7 @@ from quartet.schedule.role_group import RolesWorker
 from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.data_parallel import Peers
+from quartet.trainers.devices import worker_device
 from quartet.trainers.loader import Loader, Passed
 from quartet.trainers.run import use_threads
 
@@ -77,7 +78,8 @@ class PoolWorker(RolesWorker):
         loader = Loader(
             recipe,
             passed,
-            device=self.device if self.device.type == "cuda" else None,
+            device=worker_device(self.device, recipe),
+            moves_passed=True,
             shares_reference=part.shares_reference,
             peers=Peers.of_world() if self.world_size > 1 and trains else None,
         )

@@ -26,7 +26,7 @@ from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe
 from quartet.data.order import draws
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.models.loading import load_causal_lm, packed_causal_lm
+from quartet.models.loading import load_causal_lm
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.progress import Progress
 from quartet.train.budget import TokenBudget
@@ -34,6 +34,7 @@ from quartet.train.engine import Needs, Objective, Outputs, TrainEngine, forward
 from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.trainers.arguments import ModelLike, TokenizerLike, check_recipe, only_object, with_path
+from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.reference import Reference, ReferenceTables, weights_digest
 from quartet.trainers.resuming import Resume
 from quartet.trainers.run import RunDirectory
@@ -128,15 +129,19 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
                     remedy="leave the reference out, or use a loss such as dpo",
                 )
             return None
-        if model is None and config.path is not None:
-            model = load_causal_lm(config.path)
         if model is self.packed.model:
             model = None
         data = {"training": self.data, **({"evaluation": self.evaluation} if self.evaluation is not None else {})}
-        reference = _start_reference(self.engine) if model is None else self._other_reference(model)
+        if model is not None or config.path is not None:
+            reference = self._other_reference(model)
+        else:
+            reference = _start_reference(self.engine)
         return ReferenceTables(reference, data, cache=config.cache, mismatched=isinstance(loss, KTOLoss))
 
-    def _other_reference(self, model: PreTrainedModel) -> Reference:
+    def _other_reference(self, passed: PreTrainedModel | None) -> Reference:
+        """The model passed, or the one that the recipe names."""
+        path = self.recipe.reference.path
+        model = passed if passed is not None else load_causal_lm(str(path))
         held, needed = vocabulary_size(model), vocabulary_size(self.packed.model)
         if held != needed:
             raise UserError(
@@ -144,7 +149,12 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
                 found=f"{held} and {needed} ids",
                 remedy="use a reference with the model's tokenizer, or leave reference.path out",
             )
-        return _frozen_reference(packed_causal_lm(model.float().eval(), self.recipe.train.precision), self.engine)
+        precision = precision_on(self.device, self.recipe.train.precision)
+        # Before weights are rounded: the digest names those of the directory.
+        digest = weights_digest(model.float().eval(), precision=precision)
+        frozen = FrozenModels(self.device, precision, moves_passed=self.recipe.device != "auto")
+        packed = frozen.causal(model, is_passed=passed is not None)
+        return _frozen_reference(packed, digest, self.engine)
 
     # Training --------------------------------------------------------------------------------------------
 
@@ -223,7 +233,7 @@ def _start_reference(engine: TrainEngine[PackedCausalLM]) -> Reference:
     return Reference(cache(digest), logprobs, is_start=True)
 
 
-def _frozen_reference(packed: PackedCausalLM, engine: TrainEngine[PackedCausalLM]) -> Reference:
+def _frozen_reference(packed: PackedCausalLM, digest: str, engine: TrainEngine[PackedCausalLM]) -> Reference:
     """Another model, under the budgets of ``engine``; given back once its log-probabilities are known."""
     config = engine.config
     budget = TokenBudget(config.forward_token_budget, "train.forward_token_budget")
@@ -232,5 +242,4 @@ def _frozen_reference(packed: PackedCausalLM, engine: TrainEngine[PackedCausalLM
         columns = forward_only(packed, batch, _LOGPROBS, budget, config.logprob_chunk, share=config.share_prefixes)
         return columns.token["logprobs"]
 
-    digest = cache(lambda: weights_digest(packed.model, precision=packed.precision))
-    return Reference(digest, logprobs, is_start=False, release=packed.release)
+    return Reference(lambda: digest, logprobs, is_start=False, release=packed.release)

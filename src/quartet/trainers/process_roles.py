@@ -9,12 +9,11 @@ k-th. Either way a score comes to stand on the policy's token that ends the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from quartet.algorithms.process import process_rewards, step_credits, step_scores
 from quartet.algorithms.segments import gather_owner, segment_count
@@ -24,7 +23,7 @@ from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX
 from quartet.config import UserError
 from quartet.config.process_reward import DiscountedSteps
 from quartet.config.rewards import ProcessModelReward, RewardConfig
-from quartet.models.loading import load_scalar_model, packed_scalar_model
+from quartet.models.loading import load_scalar_model
 from quartet.models.process_files import load_process_settings
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.model_worker import ModelWorker
@@ -36,8 +35,9 @@ from quartet.text.steps import Step, answer_pieces, join_steps, last_tokens, spl
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget
 from quartet.train.process_objectives import STEP_NEEDS
+from quartet.trainers.devices import FrozenModels
 from quartet.trainers.process_metrics import STEP_SCORE_PREFIX
-from quartet.trainers.reward_roles import RewardModelRole, as_it_lies
+from quartet.trainers.reward_roles import RewardModelRole
 from quartet.trainers.trajectories import Trajectories
 
 _COLUMN = "step_scores"
@@ -61,21 +61,17 @@ class ProcessModelRole(RewardModelRole):
 
 
 def process_models(
-    configs: Sequence[RewardConfig],
-    policy_codec: TextCodec,
-    place: Callable[[PreTrainedModel], PreTrainedModel] = as_it_lies,
+    configs: Sequence[RewardConfig], policy_codec: TextCodec, frozen: FrozenModels
 ) -> list[ProcessModelRole]:
-    """The recipe's process reward models; ``place`` brings a model to its device.
+    """The recipe's process reward models.
 
     Raises:
         UserError: no such model, none that says how its steps end, or a tokenizer that loses the separator.
     """
-    return [_load(config, policy_codec, place) for config in configs if isinstance(config, ProcessModelReward)]
+    return [_load(config, policy_codec, frozen) for config in configs if isinstance(config, ProcessModelReward)]
 
 
-def _load(
-    config: ProcessModelReward, policy_codec: TextCodec, place: Callable[[PreTrainedModel], PreTrainedModel]
-) -> ProcessModelRole:
+def _load(config: ProcessModelReward, policy_codec: TextCodec, frozen: FrozenModels) -> ProcessModelRole:
     settings = load_process_settings(config.path)
     own_separator = settings.separator if settings is not None else config.separator
     if own_separator is None:
@@ -89,7 +85,7 @@ def _load(
     separator = config.separator or own_separator
     _check_keeps(policy_codec, separator, "policy")
     _check_keeps(codec, own_separator, f"process reward {config.name!r}")
-    packed = packed_scalar_model(place(load_scalar_model(config.path)))
+    packed = frozen.scalar(load_scalar_model(config.path))
     check_vocabulary(tokenizer, int(packed.model.get_input_embeddings().weight.shape[0]))
     reads_tokens = reads_the_same(tokenizer, policy_codec.tokenizer) and separator == own_separator
     return ProcessModelRole(

@@ -18,10 +18,7 @@ from quartet.config.common import TrainConfig
 from quartet.config.nearest import nearest
 from quartet.config.rewards import GateConfig, ModelReward, ProcessModelReward, RewardConfig
 from quartet.data.datasets import PromptItem
-from quartet.models.loading import (
-    load_scalar_model,
-    packed_scalar_model,
-)
+from quartet.models.loading import load_scalar_model
 from quartet.models.packed import PackedScalarModel
 from quartet.observe.metrics import METRICS, check_names
 from quartet.rewards.build import build_reward
@@ -37,6 +34,7 @@ from quartet.text.loading import load_generation_config, load_tokenizer, reads_t
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs
+from quartet.trainers.devices import FrozenModels
 
 
 @dataclass(frozen=True)
@@ -153,28 +151,20 @@ def reward_functions(
     return found + [RewardFunctionRole(GuardedReward(FunctionReward(reward)), 1.0) for reward in passed]
 
 
-def as_it_lies(model: PreTrainedModel) -> PreTrainedModel:
-    return model
-
-
 def reward_models(
     configs: Sequence[RewardConfig],
     rewards: Sequence[Callable[..., Any] | PreTrainedModel],
     codec: TextCodec,
     train: TrainConfig,
-    place: Callable[[PreTrainedModel], PreTrainedModel] = as_it_lies,
+    frozen: FrozenModels,
 ) -> list[RewardModelRole]:
-    """The recipe's reward models, then those passed from Python (which share the policy's tokenizer).
-
-    Args:
-        place: brings a model to its device.
-    """
+    """The recipe's reward models, then those passed from Python (which share the policy's tokenizer)."""
     roles: list[RewardModelRole] = []
     for config in configs:
         if isinstance(config, ModelReward):
             own = load_tokenizer(config.tokenizer or config.path)
             same = reads_the_same(own, codec.tokenizer)
-            packed = packed_scalar_model(place(load_scalar_model(config.path)))
+            packed = frozen.scalar(load_scalar_model(config.path))
             check_vocabulary(own, int(packed.model.get_input_embeddings().weight.shape[0]))
             foreign = None if same else TextCodec.of(own, load_generation_config(config.path))
             budget = TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}")
@@ -182,7 +172,8 @@ def reward_models(
     models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
     for name, reward in zip(passed_names(len(models), after=len(roles)), models, strict=True):
         check_vocabulary(codec.tokenizer, int(reward.get_input_embeddings().weight.shape[0]))
-        roles.append(RewardModelRole(name, packed_scalar_model(place(reward)), forward_budget(train), None, 1.0))
+        packed = frozen.scalar(reward, is_passed=True)
+        roles.append(RewardModelRole(name, packed, forward_budget(train), None, 1.0))
     return roles
 
 

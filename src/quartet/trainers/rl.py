@@ -40,6 +40,7 @@ from quartet.trainers.arguments import (
 from quartet.trainers.cast import Cast, needs_greedy
 from quartet.trainers.casting import build_cast
 from quartet.trainers.company import Company, LocalCompany, RayCompany, Skeletons
+from quartet.trainers.devices import compute_device, resolved
 from quartet.trainers.episodes import episode_metrics
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.greedy import greedy_metrics
@@ -129,7 +130,9 @@ class RLTrainer:
         self.recipe = recipe
         self.path = output_path(recipe.output_dir, "rl", resume)
         self.progress = progress if progress is not None else Progress()
-        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
+        device = compute_device(recipe, own_model)
+        record = resolved(recipe, device)
+        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print, resolved=record)
         passed = Passed(
             own_model,
             own_tokenizer,
@@ -151,6 +154,7 @@ class RLTrainer:
                 evaluation_prompts=evaluation_prompts,
                 environment=environment,
                 shares_reference=shares_reference(placement),
+                computes=device,
             )
             for owned in self.cast.models():
                 taken.callback(owned.release)

@@ -50,9 +50,10 @@ from quartet.train.checkpoint import (
     set_aside_after,
     snapshot,
 )
+from quartet.trainers.devices import changes as device_changes
 from quartet.trainers.inputs import changed_inputs, input_digests
 from quartet.trainers.resuming import Resume
-from quartet.trainers.run_files import changed_keys, inspect, take_lock, write_models
+from quartet.trainers.run_files import changed_keys, check_resumable, inspect, take_lock, with_defaults, write_models
 from quartet.trainers.signals import StopSignals, stop_signals
 
 _CHECKPOINT, _WRITER = "checkpoint", "writer"
@@ -106,6 +107,7 @@ class RunDirectory:
         resume: go on with the run that is there (start it when there is none, which ``auto`` takes for granted).
         name: shown in reports.
         tell: shows the user a remark (a damaged checkpoint that was passed over).
+        resolved: what the run has in the place of the recipe's ``auto``; see ``devices.resolved``.
 
     Raises:
         UserError: the directory holds another run (or other files), is in use, or the recipe has changed.
@@ -119,6 +121,7 @@ class RunDirectory:
         resume: Resume = False,
         name: str | None = None,
         tell: Callable[[str], object] = lambda text: None,
+        resolved: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
         self.recipe = recipe
@@ -127,6 +130,7 @@ class RunDirectory:
         self.remarks: list[str] = []
         self._tell = tell
         self._resume = resume
+        self._resolved = dict(resolved or {})
         self._lock: TextIO | None = None
         self._tracker: Tracker | None = None
         self._recorder: SpanRecorder | None = None
@@ -150,6 +154,7 @@ class RunDirectory:
             "created": created,
             "status": "running",
             "versions": software_versions(),
+            "resolved": self._resolved,
             **processor.record(),
         }
         if found is not None and isinstance(found.get("remarks"), list):
@@ -162,7 +167,8 @@ class RunDirectory:
         write_json(self.path / "run.json", self._info)
         known = (found or {}).get("inputs")
         changed = changed_inputs(known, self._info["inputs"], named)
-        for text in (*processor.changes(found or {}, self._info), *changed):
+        elsewhere = device_changes(found or {}, self._info)
+        for text in (*processor.changes(found or {}, self._info), *elsewhere, *changed):
             self.remark(text)
         if found is not None and found["status"] == "running":
             self.remark(f"the process that ran it before {ENDED}: its status was still running")
@@ -176,7 +182,10 @@ class RunDirectory:
 
     def _inspect(self) -> dict[str, Any] | None:
         """What is there: None for nothing; errors for what must not be touched."""
-        return inspect(self.path, self.recipe, self.job, resume=bool(self._resume))
+        found = inspect(self.path, self.recipe, self.job, resume=bool(self._resume))
+        if found is not None:
+            check_resumable(self.path, found, self._resolved)
+        return found
 
     def remark(self, text: str) -> None:
         """Tells the user, and notes it in ``run.json`` for those who look later."""
@@ -306,7 +315,8 @@ class RunDirectory:
                 return f"it has no {', '.join(lacking)}"
             if lacking := [name for name in counters if name not in info]:
                 return f"info.json does not say {', '.join(lacking)}"
-            changed = changed_keys(info["recipe"], self.recipe.model_dump(mode="json")) if "recipe" in info else []
+            saved = with_defaults(info.get("recipe"), self.recipe)
+            changed = changed_keys(saved, self.recipe.model_dump(mode="json")) if "recipe" in info else []
             return f"it belongs to another recipe ({changed[0]})" if changed else None
 
         found = newest_checkpoint(self.checkpoints, misfit)

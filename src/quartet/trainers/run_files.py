@@ -27,10 +27,11 @@ FREE_KEYS = (
     "cluster",
     "offload",
     "weight_sync",
+    "device",
     "ptx.prefetch",
     "algorithm.dynamic_sampling.max_prompts_factor",
 )
-"""Recipe keys that may differ when a run is resumed: they change no weight."""
+"""Recipe keys that may differ when a run is resumed: they change no weight, or (``device``) its last bits only."""
 
 MARKER, RECIPE, SUMMARY, MODELS = "run.json", "recipe.yaml", "summary.json", "models.json"
 
@@ -165,7 +166,7 @@ def _check_same_recipe(path: Path, found: Mapping[str, Any], recipe: Recipe, job
             found=f"job {found['job']}",
             remedy=f"run `quartet {found['job']}`, or choose another output_dir",
         )
-    if changed := changed_keys(_read_recipe(path / RECIPE), parse_yaml(dump_recipe(recipe))):
+    if changed := changed_keys(with_defaults(_read_recipe(path / RECIPE), recipe), parse_yaml(dump_recipe(recipe))):
         is_length = all(key.startswith("steps:") for key in changed)
         raise UserError(
             f"{path} was started with another recipe",
@@ -188,8 +189,48 @@ def _read_recipe(path: Path) -> Any:
         ) from error
 
 
+def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str, str]) -> None:
+    """Refuses to go on in another compute dtype than a run began with, which ``auto`` may stand for elsewhere, and with
+    layers that are compiled for a GPU: that another process gets the same kernels was only seen on the CPU.
+
+    Args:
+        found: the run's ``run.json``; earlier versions had no ``auto``, and their recipes say it.
+        resolved: what this process would have in the place of ``auto``.
+
+    Raises:
+        UserError: they differ, or such layers are compiled.
+    """
+    compiled = [key for key, value in resolved.items() if key.endswith("compile") and value == "true"]
+    if compiled and resolved["device"].startswith("cuda"):
+        raise UserError(
+            f"{path} cannot be resumed: its layers are compiled for a GPU",
+            found=f"{compiled[0]}: true on {resolved['device']}; nothing promises that another process gets the same "
+            "kernels, so the rest of the run might have other bits than without the stop",
+            remedy=f"start it again in another output_dir; with {compiled[0]}: false runs can be resumed",
+        )
+    then = flatten(_read_recipe(path / RECIPE)) | dict(found.get("resolved") or {})
+    for key, now in resolved.items():
+        if key.rpartition(".")[2] == "precision" and then.get(key) not in (None, "auto", now):
+            raise UserError(
+                f"{path} was begun in another precision",
+                found=f"{key}: {then[key]} then, {now} on {resolved['device']}",
+                remedy=f"set {key}: {then[key]}, or choose another output_dir",
+            )
+
+
+def with_defaults(saved: Any, recipe: Recipe) -> Any:
+    """A saved recipe with the keys that its version did not have; itself where it is no recipe of this version."""
+    try:
+        return type(recipe)(**saved).model_dump(mode="json")
+    except (UserError, TypeError):
+        return saved
+
+
 def changed_keys(saved: Any, current: Any) -> list[str]:
-    """``key: value then, value now`` for every key whose difference changes what is trained, by name."""
+    """``key: value then, value now`` for every key whose difference changes what is trained, by name.
+
+    A precision of ``auto`` differs from none: ``check_resumable`` compares what it stands for.
+    """
     then, now = flatten(saved), flatten(current)
     free_keys: tuple[str, ...] = FREE_KEYS
     if "asynchronous" not in (then.get("placement.type"), now.get("placement.type")):
@@ -197,7 +238,9 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
     return [
         f"{key}: {then.get(key)} then, {now.get(key)} now"
         for key in sorted(set(then) | set(now))
-        if then.get(key) != now.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in free_keys)
+        if then.get(key) != now.get(key)
+        and not any(f"{key}.".startswith(f"{free}.") for free in free_keys)
+        and not (key.rpartition(".")[2] == "precision" and "auto" in (then.get(key), now.get(key)))
     ]
 
 

@@ -37,6 +37,7 @@ from quartet.observe.progress import Progress
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Objective, TrainEngine
 from quartet.trainers.arguments import ModelLike, TokenizerLike, check_recipe, with_names
+from quartet.trainers.devices import compute_device, precision_on, resolved
 from quartet.trainers.resuming import Resume, output_path
 from quartet.trainers.run import RunDirectory, use_threads
 from quartet.trainers.sources import context_length, resolve_model, resolve_scalar_model, resolve_tokenizer
@@ -90,7 +91,8 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
 
     Args:
         recipe: the run. What it leaves out comes as objects:
-        model, tokenizer: what is trained, in place, and its tokenizer; objects, or paths or hub names.
+        model, tokenizer: what is trained, in place, and its tokenizer; objects, or paths or hub names. An object stays
+            on its device unless the recipe names another.
         rows, evaluation_rows: mappings, with the columns that the job reads from files.
         resume: go on with the run in ``recipe.output_dir``; ``auto``: or start it, without a word.
 
@@ -115,9 +117,11 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         use_threads(recipe.threads)
         recipe, passed, own = with_names(recipe, model, tokenizer)
         self.recipe = recipe
+        self.device = compute_device(recipe, passed)
         self.path = output_path(recipe.output_dir, recipe.job, resume)
         self.progress = progress if progress is not None else Progress()
-        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print)
+        record = resolved(recipe, self.device)
+        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print, resolved=record)
         text = resolve_tokenizer(recipe.model, own)
         found, generation = self._resolve(passed)
         check_vocabulary(text, vocabulary_size(found))
@@ -132,8 +136,8 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         with contextlib.ExitStack() as taken:
             # Where something does not fit after all, the model is given back as it was.
             self.packed = self._pack(
-                found,
-                precision=train.precision,
+                found.to(self.device),
+                precision=precision_on(self.device, train.precision),
                 activation_checkpointing=train.activation_checkpointing,
                 lora=train.lora,
                 seed=recipe.seed,

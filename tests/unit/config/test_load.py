@@ -85,7 +85,7 @@ def test_the_defaults_of_one_member_do_not_reach_another() -> None:
         (["steps='3'"], "steps: '3' (str)", "steps takes an integer"),
         (["data.split=3"], "data.split: 3 (int)", "data.split takes text"),
         (["train=3"], "train: 3 (int)", "train takes a mapping"),
-        (["train.precision=fp16"], "train.precision: 'fp16'", "use one of 'fp32' or 'bf16'"),
+        (["train.precision=fp16"], "train.precision: 'fp16'", "use one of 'auto', 'fp32' or 'bf16'"),
         (["train.optim.lr=-1"], "train.optim.lr: -1", "train.optim.lr must be greater than 0"),
         (["train.optim.lr=.nan"], "train.optim.lr: nan", "train.optim.lr takes a finite number"),
         (["train.optim.betas=[0.9]"], "train.optim.betas.1 is missing", "set train.optim.betas.1"),

@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quartet.config import UserError
 from quartet.models.attention import NAME, PackedAttention
-from quartet.models.cuda_fusion import fuse_layers
+from quartet.models.compiled import CompiledLayers
 from quartet.models.packed import PackedCausalLM
 
 PACKS = (((5, 3, 4), (-1, 0, 0)), ((9,), (-1,)), ((3, 6, 2, 7), (-1, -1, -1, 2)))
@@ -28,33 +28,36 @@ def test_outputs_and_gradients_are_those_of_plain_layers(
     plain.unfuse()
     fused = PackedCausalLM(copy.deepcopy(model), activation_checkpointing=checkpointing)
     names = set(fused.model.state_dict())
-    undo = fuse_layers(fused, backend="eager")
+    compiled = CompiledLayers(fused, backend="eager")
     for lengths, parents in PACKS:
         num_tokens = sum(lengths)
         ids, positions = torch.arange(num_tokens) * 7 % 61, torch.arange(num_tokens)
-        hidden = [p.hidden(ids, positions, PackedAttention(lengths, parents)) for p in (plain, fused)]
-        close(hidden[1], hidden[0])
-        for packed, h in zip((plain, fused), hidden, strict=True):
-            packed.model.zero_grad()
-            h.square().sum().backward()
+        before = counters["frames"]["ok"]
+        with compiled.active():
+            hidden = [p.hidden(ids, positions, PackedAttention(lengths, parents)) for p in (plain, fused)]
+            close(hidden[1], hidden[0])
+            for packed, h in zip((plain, fused), hidden, strict=True):
+                packed.model.zero_grad()
+                h.square().sum().backward()
+        assert (lengths, parents) != PACKS[0] or counters["frames"]["ok"] > before
         for ours, theirs in zip(fused.model.parameters(), plain.model.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None)
             if ours.grad is not None and theirs.grad is not None:
                 close(ours.grad, theirs.grad)
     assert set(fused.model.state_dict()) == names
-    undo()
     assert all(m._compiled_call_impl is None for m in fused.model.modules())
 
 
 def test_new_packs_compile_nothing_new(make_model: Callable[..., nn.Module]) -> None:
     """What differs between packs is their attention, which stays outside."""
     packed = PackedCausalLM(make_model("llama"))
-    fuse_layers(packed, backend="eager")
+    compiled = CompiledLayers(packed, backend="eager")
 
     def run(first: int) -> None:
         lengths, parents = (first, 4, 4, 6), (-1, 0, 0, -1)
         num_tokens = sum(lengths)
-        packed.hidden(torch.arange(num_tokens), torch.arange(num_tokens), PackedAttention(lengths, parents))
+        with compiled.active():
+            packed.hidden(torch.arange(num_tokens), torch.arange(num_tokens), PackedAttention(lengths, parents))
 
     for first in (5, 9):
         run(first)
@@ -69,4 +72,13 @@ def test_new_packs_compile_nothing_new(make_model: Callable[..., nn.Module]) -> 
 def test_a_model_without_decoder_layers_is_refused(make_model: Callable[..., nn.Module]) -> None:
     packed = PackedCausalLM(make_model("llama", num_hidden_layers=0))
     with pytest.raises(UserError, match="cannot be compiled"):
-        fuse_layers(packed)
+        CompiledLayers(packed)
+
+
+def test_without_a_compiler_it_is_refused_at_once(
+    make_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = PackedCausalLM(make_model("llama"))
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    with pytest.raises(UserError, match=r"cannot be compiled here\n  found: no C\+\+ compiler"):
+        CompiledLayers(packed)

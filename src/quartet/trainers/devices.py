@@ -1,0 +1,173 @@
+"""Where a run computes and in which precision: what `auto` stands for here, and what ``run.json`` says of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from quartet.config import UserError
+from quartet.config.common import DEVICES, PrecisionChoice
+from quartet.config.recipe import Recipe, RLRecipe
+from quartet.models.loading import packed_causal_lm, packed_scalar_model
+from quartet.models.packed import Numerics, PackedCausalLM, PackedScalarModel, Precision
+from quartet.trainers.run_files import flatten
+
+CPU = torch.device("cpu")
+
+
+def compute_device(recipe: Recipe, passed: PreTrainedModel | None = None) -> torch.device:
+    """Where the models of a run lie: those of its workers under Ray, else those of this process.
+
+    Under Ray it has no number, as each worker sees the GPUs that it was granted.
+
+    Args:
+        passed: the object that is trained; under ``auto`` it stays where it lies, and the others come there.
+
+    Raises:
+        UserError: the recipe names a device that is not there.
+    """
+    if isinstance(recipe, RLRecipe):
+        if recipe.cluster.type == "ray":
+            return torch.device("cuda" if recipe.cluster.gpus_per_process > 0 else "cpu")
+        if recipe.numerics == "exact" and passed is None:
+            return torch.device("cpu")
+    if recipe.device == "auto" and passed is not None:
+        return next(passed.parameters()).device
+    return find_device(recipe.device)
+
+
+def find_device(asked: str) -> torch.device:
+    """What ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for in this process.
+
+    Raises:
+        UserError: it is not there.
+    """
+    if not re.fullmatch(DEVICES, asked):
+        raise UserError(f"{asked!r} is no device", found=repr(asked), remedy="use auto, cpu, cuda, or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "cpu" or (asked == "auto" and not count):
+        return torch.device("cpu")
+    number = int(asked.partition(":")[2] or 0)
+    if number < count:
+        return torch.device("cuda", number)
+    raise UserError(
+        f"there is no device {asked}",
+        found=_in_words(count),
+        remedy="name one that is there, or leave device out: it then is the GPU if there is one, else the CPU"
+        if count
+        else "install a driver and a CUDA build of torch, or set device: cpu",
+    )
+
+
+def _in_words(count: int) -> str:
+    if count:
+        return ", ".join(f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(count))
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__}, which was built without CUDA"
+    return f"torch {torch.__version__} sees no GPU"
+
+
+def worker_device(seen: torch.device, recipe: RLRecipe) -> torch.device:
+    """Where a Ray worker's models go: the GPU it was granted, or the CPU where it was granted none.
+
+    Args:
+        seen: what the worker would take by itself.
+
+    Raises:
+        UserError: there is no GPU in it after all, or one without the precision that the driver took for granted.
+    """
+    if recipe.cluster.type != "ray" or recipe.cluster.gpus_per_process == 0:
+        return torch.device("cpu")
+    if seen.type == "cpu":
+        raise UserError(
+            "a worker was granted a GPU and sees none",
+            found=_in_words(0),
+            remedy="install a CUDA build of torch on every node, or set cluster.gpus_per_process: 0",
+        )
+    chosen = (recipe.actor.train.precision, recipe.critic.train.precision)
+    if "auto" in chosen and not _has_bf16(seen):
+        raise UserError(
+            "a worker's GPU has no bf16, which precision: auto stands for on GPUs",
+            found=torch.cuda.get_device_name(seen),
+            remedy="set actor.train.precision and critic.train.precision: fp32",
+        )
+    return seen
+
+
+# Precision -----------------------------------------------------------------------------------------------
+
+
+def precision_on(device: torch.device, asked: PrecisionChoice) -> Precision:
+    """The compute dtype of models on ``device``; ``auto``: bf16 on a GPU that has it, fp32 elsewhere."""
+    if asked != "auto":
+        return asked
+    return "bf16" if device.type == "cuda" and _has_bf16(device) else "fp32"
+
+
+def _has_bf16(device: torch.device) -> bool:
+    if device.index is None:
+        return True  # of a worker, which looks itself
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+@dataclass(frozen=True)
+class FrozenModels:
+    """Takes over models that are never trained: on one device, with linear weights in one precision.
+
+    An object passed from Python keeps its weights, and unless ``moves_passed`` its device. Its results are the same.
+    """
+
+    device: torch.device = CPU
+    precision: Precision = "fp32"
+    moves_passed: bool = False
+
+    def causal(self, model: PreTrainedModel, *, is_passed: bool = False, numerics: Numerics = "fast") -> PackedCausalLM:
+        packed = packed_causal_lm(self._placed(model, is_passed), self.precision, numerics=numerics)
+        if not is_passed:
+            packed.freeze()
+        return packed
+
+    def scalar(self, model: PreTrainedModel, *, is_passed: bool = False) -> PackedScalarModel:
+        packed = packed_scalar_model(self._placed(model, is_passed), self.precision)
+        if not is_passed:
+            packed.freeze()
+        return packed
+
+    def _placed(self, model: PreTrainedModel, is_passed: bool) -> PreTrainedModel:
+        return model if is_passed and not self.moves_passed else model.to(self.device)
+
+
+# The record ----------------------------------------------------------------------------------------------
+
+
+def resolved(recipe: Recipe, device: torch.device) -> dict[str, str]:
+    """What a run has in the place of ``auto``: ``device`` and every ``precision`` by its key; ``gpu``, its name; and
+    every ``compile`` that is on."""
+    found = {"device": str(device)}
+    if device.index is not None:
+        found["gpu"] = torch.cuda.get_device_name(device)
+    for key, asked in flatten(recipe.model_dump(mode="json")).items():
+        name = key.rpartition(".")[2]
+        if name == "precision":
+            found[key] = precision_on(device, asked)
+        elif name == "compile" and asked:
+            found[key] = "true"
+    return found
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Remarks on a run that goes on elsewhere; both as ``run.json`` has them."""
+    former, present = before.get("resolved"), now.get("resolved")
+    if not isinstance(former, Mapping) or not isinstance(present, Mapping):
+        return []
+    changed = [f"{k} {former.get(k)} → {present.get(k)}" for k in ("device", "gpu") if former.get(k) != present.get(k)]
+    if not changed:
+        return []
+    told = "; ".join(changed)
+    return [f"the run goes on with other bits than it would have had: it began on another device ({told})"]
