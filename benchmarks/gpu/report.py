@@ -37,7 +37,7 @@ TRAINING: list[Column] = [
     ("% of GEMM rate", number("share_of_gemm_rate", 100)), MEMORY,
 ]  # fmt: skip
 ROLLOUT: list[Column] = [
-    ("model", text("model")), ("fused", yes("fused")),
+    ("model", text("model")),
     ("tokens/s", number("tokens_per_s", 1, 0)), ("ms/step", number("step_s", 1e3, 2)),
     ("bound ms", number("bound_s", 1e3, 2)), ("% of bound", number("share_of_bound", 100)),
     ("x generate", number("times_generate", 1, 2)), MEMORY,

@@ -102,11 +102,10 @@ def measure_generate(name: str, device: torch.device, *, smoke: bool) -> dict[st
 
 
 def measure(name: str, device: torch.device, *, rate: float, smoke: bool) -> dict[str, Any]:
-    engines = []
-    engines.append(measure_engine(name, device, rate=rate, smoke=smoke))
-        gc.collect()
-        with contextlib.suppress(AttributeError):
-            torch.cuda.empty_cache()
+    engines = [measure_engine(name, device, rate=rate, smoke=smoke)]
+    gc.collect()
+    with contextlib.suppress(AttributeError):
+        torch.cuda.empty_cache()
     generate = measure_generate(name, device, smoke=smoke)
     for found in engines:
         found["times_generate"] = found["tokens_per_s"] / generate["tokens_per_s"]

@@ -221,7 +221,7 @@ def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str,
 def with_defaults(saved: Any, recipe: Recipe) -> Any:
     """A saved recipe with the keys that its version did not have; itself where it is no recipe of this version."""
     try:
-        return type(recipe)(**saved).model_dump(mode="json")
+        return flatten(type(recipe)(**saved).model_dump(mode="json")) | flatten(saved)
     except (UserError, TypeError):
         return saved
 
