@@ -7,11 +7,13 @@ the arbiter granted their leases.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -41,15 +43,10 @@ class ComputeThread:
             # A daemon: a program that is stopped at once does not wait for a call that takes minutes.
             self._thread = threading.Thread(target=self._work, name="quartet-compute", daemon=True)
             self._thread.start()
+            _threads.add(self)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._jobs.put((work, done))
         return await drained(done)
-
-    def interrupt(self) -> None:
-        """Raises ``KeyboardInterrupt`` in the call that runs, at the next step of the interpreter."""
-        if self._thread is not None and self._is_busy and self._thread.ident is not None:
-            ident = ctypes.c_ulong(self._thread.ident)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
 
     def close(self) -> None:
         """Ends the thread when its last call has ended; the next ``run`` starts another."""
@@ -71,16 +68,31 @@ class ComputeThread:
             finally:
                 self._is_busy = False
             loop = done.get_loop()
-            if loop.is_closed():  # the program was stopped at once, and nothing waits any more
-                continue
-            loop.call_soon_threadsafe(_settle, done, outcome, error)
+            with contextlib.suppress(RuntimeError):  # closed: the program was stopped at once, and nothing waits
+                loop.call_soon_threadsafe(_settle, done, outcome, error)
             del work, done, outcome, error, job  # nothing of a call lives on while the next one is waited for
+
+
+_threads: WeakSet[ComputeThread] = WeakSet()
+
+
+def interrupt_computing() -> None:
+    """Ends the calls that run in compute threads at the next step of the interpreter: what they compute is half done.
+
+    For a program that is stopped at once; the calls that wait for them are cancelled.
+    """
+    for compute in _threads:
+        if compute._is_busy and compute._thread is not None and compute._thread.ident is not None:
+            ident = ctypes.c_ulong(compute._thread.ident)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
 
 
 def _settle(done: asyncio.Future[Any], outcome: Any, error: BaseException | None) -> None:
     if done.done():
         return
-    if error is not None:
+    if isinstance(error, KeyboardInterrupt):
+        done.cancel()
+    elif error is not None:
         done.set_exception(error)
     else:
         done.set_result(outcome)

@@ -9,6 +9,8 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from quartet.schedule.compute_thread import interrupt_computing
+
 T = TypeVar("T")
 CLEAN_UP_S = 3.0
 """How long the tasks of a program that is stopped at once have to leave."""
@@ -77,6 +79,7 @@ def _abandon(loop: asyncio.AbstractEventLoop) -> None:
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
+    interrupt_computing()
     if tasks:
         done, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=CLEAN_UP_S))
         for task in done:
