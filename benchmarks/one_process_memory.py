@@ -285,7 +285,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--model", choices=SIZES, default="qwen2-0.5b")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--kl", type=float, default=0.0, help="coefficient of the KL; above 0 there is a reference")
-    parser.add_argument("--checkpoint-every", type=int, default=1_000, help="steps; one is written at the end in any case")
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=1_000, help="steps; one is written at the end in any case"
+    )
     parser.add_argument("--foreground", action="store_true", help="checkpoint.background: false")
     return parser
 

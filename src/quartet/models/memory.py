@@ -1,15 +1,20 @@
-"""Where tensors lie in memory, and how they get to a device. The place decides a product's bits as much as
-the values do.
+"""Where tensors lie in memory, how they get to a device, and what is dropped for room. The place decides a product's
+bits as much as the values do.
 
 Products with a vector (a scalar head's, or a few rows of any layer's) take their sums in another order when a tensor
 does not begin on a multiple of 16 bytes. A safetensors file leaves its tensors wherever its header ends, and a copy of
 them begins on a multiple of 64, as all memory of torch's. So a model computes from torch's own memory from the start:
 then its bits are the same before and after its parts moved, in an engine's copy, and in another process.
+
+What was computed from weights, as an engine's copies in other forms, is worth nothing once an update has changed them.
+It is dropped before the update, whose gradients and activations are the most that a model needs.
 """
 
 from __future__ import annotations
 
 from itertools import chain
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -53,3 +58,28 @@ def reflected(tensor: Tensor, memory: Tensor) -> Tensor:
     """What lies in ``memory`` as ``tensor`` lies in its storage."""
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
     return torch.empty(0, dtype=tensor.dtype, device=memory.device).set_(memory.untyped_storage(), *place)
+
+
+# What an update makes stale ------------------------------------------------------------------------------
+
+
+class Derived(Protocol):
+    """Holds tensors that were computed from a model's weights."""
+
+    def drop(self) -> None:
+        """Gives back the memory of what an update makes stale; the next use computes it again."""
+
+
+_DERIVED: WeakKeyDictionary[nn.Module, WeakSet[Derived]] = WeakKeyDictionary()
+"""No attribute of the model, so that copies of it do not take it along."""
+
+
+def note_derived(model: nn.Module, derived: Derived) -> None:
+    """``drop_derived(model)`` reaches ``derived`` from now on, for as long as something else refers to it."""
+    _DERIVED.setdefault(model, WeakSet()).add(derived)
+
+
+def drop_derived(model: nn.Module) -> None:
+    """The weights of ``model`` are about to change: what was computed from them is dropped."""
+    for derived in _DERIVED.get(model, ()):
+        derived.drop()

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from quartet.models.lora import AdaptedLayer
+from quartet.models.memory import note_derived
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.merged_layers import MergedLayer, MergedLayers
 from quartet.rollout.weight_copies import (
@@ -54,6 +55,7 @@ class ComputeWeights:
         self._num_rows = num_rows
         self._in_place = in_place
         self._copies: list[WeightCopy] | None = None
+        note_derived(packed.model, self)
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +90,12 @@ class ComputeWeights:
         """Copies all weights anew."""
         for copy in self._copies or ():
             copy.refresh()
+
+    def drop(self) -> None:
+        """Gives back the memory of copies whose sources are trained; the next use copies these again."""
+        for copy in self._copies or ():
+            if copy.is_trained:
+                copy.drop()
 
     def release(self) -> None:
         """Gives the memory back; the next use copies again."""

@@ -124,6 +124,10 @@ class MergedLayer(WeightCopy):
             if part[0].bias is not None:
                 self._biases[i] = torch.cat([next(left) for _ in part])
 
+    def _give_back(self) -> None:
+        for product in self._products:
+            product.drop()
+
     def put_in(self) -> None:
         # Activation checkpointing puts a forward of its own on the instance.
         self._former = vars(self._layer).get("forward")

@@ -41,6 +41,11 @@ class Source:
         tensors = (self.parameter,) if self.layer is None else self.layer.sources
         return tuple(tensor._version for tensor in tensors)
 
+    @property
+    def is_trained(self) -> bool:
+        """An update changes it."""
+        return self.parameter.requires_grad if self.layer is None else True
+
     def read(self) -> Tensor:
         """The weight to compute with, now."""
         return self.parameter.detach() if self.layer is None else self.layer.merged_weight()
@@ -51,7 +56,13 @@ class WeightCopy(ABC):
 
     def __init__(self, *sources: Source) -> None:
         self._sources = sources
+        self._versions: tuple[tuple[int, ...], ...] | None = None
         self.refresh()
+
+    @property
+    def is_trained(self) -> bool:
+        """An update makes it stale."""
+        return any(source.is_trained for source in self._sources)
 
     def refresh(self) -> None:
         """Copies the sources anew."""
@@ -59,9 +70,14 @@ class WeightCopy(ABC):
         self._take([source.read() for source in self._sources])
 
     def follow(self) -> None:
-        """Copies the sources anew if one was changed in place since."""
+        """Copies the sources anew if one was changed in place since, or the copy was dropped."""
         if self._versions != self._current_versions:
             self.refresh()
+
+    def drop(self) -> None:
+        """Gives the memory back until the copy is wanted again."""
+        self._versions = None
+        self._give_back()
 
     @property
     def _current_versions(self) -> tuple[tuple[int, ...], ...]:
@@ -73,6 +89,9 @@ class WeightCopy(ABC):
 
     @abstractmethod
     def _take(self, weights: list[Tensor]) -> None: ...
+
+    @abstractmethod
+    def _give_back(self) -> None: ...
 
     @abstractmethod
     def put_in(self) -> None:
@@ -101,6 +120,9 @@ class ConvertedWeight(WeightCopy):
     def _take(self, weights: list[Tensor]) -> None:
         self._copy = into(self._copy, weights[0], self._form)
 
+    def _give_back(self) -> None:
+        self._copy = None
+
     def put_in(self) -> None:
         self._module._parameters[self._name] = self._copy  # type: ignore[assignment]
 
@@ -124,6 +146,9 @@ class PackedProduct(WeightCopy):
     def _take(self, weights: list[Tensor]) -> None:
         self._product.take(weights[0])
 
+    def _give_back(self) -> None:
+        self._product.drop()
+
     def put_in(self) -> None:
         self._module.forward = self._forward
 
@@ -142,9 +167,14 @@ class Product(ABC):
     """``x Wᵀ + bias`` of a weight ``[O, D]`` that ``take`` brings into its form."""
 
     num_bytes = 0
+    _weight: Tensor | None = None
 
     @abstractmethod
     def take(self, weight: Tensor) -> None: ...
+
+    def drop(self) -> None:
+        """Gives the memory back; ``take`` comes before the next product."""
+        self._weight, self.num_bytes = None, 0
 
     @abstractmethod
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -162,12 +192,12 @@ class BlockedProduct(Product):
 
     def take(self, weight: Tensor) -> None:
         # The library gives no way to pack into memory that is there already, so that is given back first.
-        self._blocks: Tensor | None = None
-        self._blocks = torch.ops.mkldnn._reorder_linear_weight(weight, self._num_rows)
+        self._weight = None
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, self._num_rows)
         self.num_bytes = weight.numel() * weight.element_size()
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, bias, "none", [], "")
         return out
 
 
@@ -176,7 +206,6 @@ class DenseProduct(Product):
 
     def __init__(self, form: Form) -> None:
         self._form = form
-        self._weight: Tensor | None = None
 
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:

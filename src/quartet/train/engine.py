@@ -23,6 +23,7 @@ from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.models.attention import AttentionContext
 from quartet.models.exact import ExactPackedAttention
+from quartet.models.memory import drop_derived
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import pack
 from quartet.train.budget import TokenBudget
@@ -189,6 +190,7 @@ class TrainEngine(Generic[Model]):
         if self.packed.adapters is not None:
             self.packed.adapters.check_in()
         self._require(*PARTS)
+        drop_derived(self.packed.model)
         sums = self._accumulate(terms)
         lr = learning_rate(self.config.optim, self.num_updates, self.total_steps)
         grad_norm = clip_gradients(self.packed.model.parameters(), self.config.optim.max_grad_norm)

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.config.common import LoRAConfig
 from quartet.models.attention import PackedAttention
+from quartet.models.loading import packed_causal_lm
+from quartet.models.memory import drop_derived
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout import compute_weights, weight_copies
 from quartet.rollout.compute_weights import ComputeWeights
@@ -211,3 +214,32 @@ def test_rows_of_a_packed_product_do_not_see_each_other(threads: int) -> None:
     finally:
         torch.set_num_threads(former)
         copy_.take_out()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=4, alpha=8)])
+def test_what_an_update_makes_stale_is_dropped_before_it(build_tiny: Any, precision: Any, lora: Any) -> None:
+    """Copies of what an adapted model never trains stay; all others come back with the weights of then."""
+    model = build_tiny("qwen2").packed.release()
+    packed = packed_causal_lm(model, precision=precision, lora=lora)
+    weights = ComputeWeights(packed)
+    with weights.active():
+        before, num_bytes = logits(packed), weights.num_bytes
+    kept = sum(one.num_bytes for one in weights._copies or () if not one.is_trained)
+    assert (kept > 0) == (lora is not None)
+    drop_derived(packed.model)
+    assert weights.num_bytes == kept < num_bytes
+    with weights.active():
+        assert torch.equal(logits(packed), before)
+        assert weights.num_bytes == num_bytes
+    drop_derived(packed.model)
+    with torch.no_grad():
+        for parameter in packed.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    fresh = ComputeWeights(packed)
+    with weights.active():
+        found = logits(packed)
+    with fresh.active():
+        assert torch.equal(logits(packed), found)
+    assert not torch.equal(found, before)
