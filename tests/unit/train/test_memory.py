@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO
+from quartet.models.memory import note_derived
 from quartet.train.budget import TokenBudget, is_out_of_memory
 from quartet.train.engine import Needs, forward_only
 from quartet.train.objectives import PolicyObjective, SFTObjective
@@ -42,6 +44,36 @@ def _fail_at(packed, monkeypatch, calls, fail):
         return hidden(*args)
 
     monkeypatch.setattr(packed, "hidden", failing)
+
+
+# Room for the update -------------------------------------------------------------------------------------
+
+
+def test_what_the_update_makes_stale_is_gone_before_its_first_pass(batch, make_engine, monkeypatch):
+    """Once per update, of this model alone, and of nothing that has ended."""
+
+    class Derived:
+        def __init__(self):
+            self.dropped = 0
+
+        def drop(self):
+            self.dropped += 1
+
+    engine, another = make_engine(), make_engine()
+    derived, ended, of_another = Derived(), Derived(), Derived()
+    for model, held in ((engine, derived), (engine, ended), (another, of_another)):
+        note_derived(model.packed.model, held)
+    ended = weakref.ref(ended)
+    assert ended() is None
+    hidden, seen = engine.packed.hidden, []
+    monkeypatch.setattr(engine.packed, "hidden", lambda *args: seen.append(derived.dropped) or hidden(*args))
+    engine.forward(batch, Needs(logprobs=True))
+    assert set(seen) == {0}, "a forward pass changes no weight"
+    for number in (1, 2):
+        seen.clear()
+        engine.train_step(batch, _policy())
+        assert set(seen) == {number}
+    assert of_another.dropped == 0
 
 
 # Smaller budget, same update -----------------------------------------------------------------------------
