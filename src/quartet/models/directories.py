@@ -10,7 +10,7 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -212,12 +212,12 @@ def _shape(sizes: list[int]) -> str:
     return " x ".join(map(str, sizes)) or "one number"
 
 
-def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of ``model`` on the meta device: its modules, config, names and shapes, without contents."""
-    tensors = [*model.parameters(), *model.buffers()]
+def without_weights(models: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
+    """Copies on the meta device: modules, configs, names and shapes, without contents; what is shared still is."""
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     memo = {id(t): t.detach().to("meta") for t in tensors if not isinstance(t, nn.Parameter)}
     memo |= {id(t): nn.Parameter(t.detach().to("meta")) for t in tensors if isinstance(t, nn.Parameter)}
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(list(models), memo)
 
 
 # What loading found ---------------------------------------------------------------------------------------

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import RANK_ZERO, SPLIT, dispatch
-from quartet.models.packed import PackedModel
+from quartet.config.file_errors import write_error
+from quartet.models.directories import load_remarks
+from quartet.models.loading import save_causal_lm, save_scalar_model
+from quartet.models.packed import PackedModel, PackedScalarModel
 from quartet.schedule.leases import Mode
 from quartet.schedule.movable import Movable
 from quartet.schedule.weight_ends import SendsWeights
@@ -39,6 +45,19 @@ class ModelStats:
     token_budget: int = 0
 
 
+@dataclass(frozen=True)
+class Described:
+    """What a worker says of its model once that is loaded and probed.
+
+    Attributes:
+        remarks: what was left out of it or changed about it, and what memory did not allow, in words.
+        shares_prefixes: a prompt is computed once for all of its responses.
+    """
+
+    remarks: tuple[str, ...]
+    shares_prefixes: bool
+
+
 def model_bytes(model: PackedModel) -> int:
     return sum(p.numel() * p.element_size() for p in model.model.parameters())
 
@@ -60,6 +79,11 @@ class ModelWorker(Movable):
     @abstractmethod
     def stats(self) -> ModelStats:
         """Counted since the run began."""
+
+    @dispatch(RANK_ZERO)
+    @abstractmethod
+    def describe(self) -> Described:
+        """What is to be said of the model now."""
 
     @dispatch(RANK_ZERO)
     @abstractmethod
@@ -91,6 +115,9 @@ class ScoreWorker(ModelWorker):
 
     def stats(self) -> ModelStats:
         return ModelStats(self._budget.num_oom)
+
+    def describe(self) -> Described:
+        return Described(load_remarks(self.packed.model), self.packed.shares_prefixes)
 
     def sizes(self) -> dict[Mode, int]:
         return {"forward": model_bytes(self.packed)}
@@ -124,6 +151,9 @@ class TrainWorker(SendsWeights, ModelWorker):
         engine = self.engine
         return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens)
 
+    def describe(self) -> Described:
+        return Described(self.engine.remarks, self.engine.packed.shares_prefixes)
+
     def sizes(self) -> dict[Mode, int]:
         size = model_bytes(self.engine.packed)
         return {"forward": size, "train": size + train_bytes(self.engine.packed)}
@@ -143,6 +173,30 @@ class TrainWorker(SendsWeights, ModelWorker):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         raise RuntimeError("a model that trains takes up states, not weights")
+
+    @dispatch(RANK_ZERO)
+    def export(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Tensor, eos_ids: Collection[int]
+    ) -> str | None:
+        """Writes the model and its tokenizer as a Hugging Face directory, on the machine of this process.
+
+        Args:
+            seen, eos_ids: as for ``save_scalar_model``; a causal LM needs neither.
+
+        Returns:
+            None, or what somebody who loads the directory has to know.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        packed = self.engine.packed
+        try:
+            with self.present():
+                if isinstance(packed, PackedScalarModel):
+                    return save_scalar_model(packed, tokenizer, path, seen=seen, eos_ids=eos_ids)
+                return save_causal_lm(packed, tokenizer, path)
+        except (OSError, SafetensorError) as error:
+            raise write_error(path, error) from error
 
     def _offload(self, store: Store) -> Offload:
         return self.engine.offloading(store)

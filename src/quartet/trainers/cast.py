@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import TrajectorySequence
 from quartet.config import UserError
-from quartet.config.algorithms import PPO, ReMax, Selection, keeps_trajectories_whole, kl_term
+from quartet.config.algorithms import PPO, OnlineDPO, ReMax, Selection, keeps_trajectories_whole, kl_term
 from quartet.config.environments import EnvironmentConfig
 from quartet.config.fits import without_effect
 from quartet.config.recipe import RLRecipe
@@ -21,14 +21,13 @@ from quartet.data.datasets import PromptData, PromptItem
 from quartet.data.order import draw
 from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import EnvironmentFactory
-from quartet.models.directories import load_remarks
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk, Scorer
 from quartet.schedule.leases import Mode
-from quartet.schedule.model_worker import ModelStats, ModelWorker, TrainWorker
+from quartet.schedule.model_worker import Described, ModelStats, ModelWorker, TrainWorker
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe
@@ -41,7 +40,7 @@ from quartet.trainers.evaluation import Completer, sampling_params
 from quartet.trainers.generate import completion_text
 from quartet.trainers.process_roles import ProcessScorer
 from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole, reward_scorers
-from quartet.trainers.sources import UNLIMITED, context_length, cut_short
+from quartet.trainers.sources import UNLIMITED, check_budget, context_length, cut_short
 from quartet.trainers.trajectories import last_ones
 
 CANARY_TOKENS = 4
@@ -76,9 +75,12 @@ class Cast:
     environment: EnvironmentFactory | None = None
     groups: dict[str, RoleGroup[ModelWorker]] = field(init=False)
     """What computes each role's passes and updates, by its name; in this process unless somebody puts others there."""
+    described: dict[str, Described] = field(init=False)
+    """What the workers say of their models, by role: once they have loaded them, where that is elsewhere."""
 
     def __post_init__(self) -> None:
         self.groups = {name: LocalGroup(worker) for name, worker in self.workers.items()}
+        self.described = {name: worker.describe() for name, worker in self.workers.items()}
 
     def sizes(self) -> dict[str, dict[Mode, int]]:
         """Role → mode → bytes that must be on its device, with an engine that shares the actor's weights."""
@@ -91,6 +93,20 @@ class Cast:
     def trained_group(self, name: str) -> RoleGroup[TrainWorker]:
         """The group of a role that trains: ``actor`` or ``critic``."""
         return cast(RoleGroup[TrainWorker], self.groups[name])
+
+    async def describe(self) -> None:
+        """Has the workers say anew what is to be said of their models.
+
+        Raises:
+            UserError: with what came to light the recipe does not fit.
+        """
+        self.described = {name: await group.call(ModelWorker.describe) for name, group in self.groups.items()}
+        check_pair_budget(self.recipe, self.prompts, self.context, self.described["actor"].shares_prefixes)
+
+    @property
+    def context(self) -> int:
+        """Longest sequence of the actor, in tokens."""
+        return context_length(self.actor.packed.model)
 
     def engines(self) -> dict[str, TrainEngine[Any]]:
         return {"actor": self.actor, **({"critic": self.critic} if self.critic is not None else {})}
@@ -117,15 +133,16 @@ class Cast:
         for function in self.reward_functions + self.evaluation_functions:
             found += function.reward.remarks()
         found += self.environment.guard.remarks() if self.environment is not None else []
-        for role in self.reward_models + self.evaluation_models:
-            found += [f"{role.name}: {remark}" for remark in load_remarks(role.model.model)]
-        if self.reference is not None and self.recipe.reference.path is not None:
-            found += [f"reference: {remark}" for remark in load_remarks(self.reference.model)]
-        found += self._cut_short()
-        return found + [f"{role}: {remark}" for role, engine in self.engines().items() for remark in engine.remarks]
+        named = [role.name for role in self.reward_models + self.evaluation_models]
+        named += ["reference"] if self.recipe.reference.path is not None and self.reference is not None else []
+        found += self._of_models(named)
+        return found + self._cut_short() + self._of_models(self.engines())
+
+    def _of_models(self, roles: Iterable[str]) -> list[str]:
+        return [f"{role}: {remark}" for role in roles for remark in self.described[role].remarks]
 
     def _cut_short(self) -> list[str]:
-        recipe, context = self.recipe, context_length(self.actor.packed.model)
+        recipe, context = self.recipe, self.context
         if recipe.environment is not None:
             return []
         training = recipe.rollout.sampling.max_new_tokens
@@ -277,6 +294,16 @@ def needs_old_logprobs(recipe: RLRecipe) -> bool:
 def needs_greedy(recipe: RLRecipe) -> bool:
     """Whether each prompt gets a greedy response too, whose reward is the method's baseline."""
     return isinstance(recipe.algorithm, ReMax)
+
+
+def check_pair_budget(recipe: RLRecipe, data: PromptData, context: int, shares_prefixes: bool) -> None:
+    """Refuses a budget that is too small for a pair: both of its responses have to lie in one micro-batch."""
+    share = shares_prefixes and recipe.actor.train.share_prefixes
+    if not isinstance(recipe.algorithm, OnlineDPO):
+        return
+    num_new, lengths = recipe.rollout.sampling.max_new_tokens, [len(item.token_ids) for item in data.items]
+    both = [(1 if share else 2) * n + 2 * min(num_new, context - n) for n in lengths]
+    check_budget(max(both), recipe.actor.train.token_budget, "actor.train.token_budget")
 
 
 def longest_sequence(config: EnvironmentConfig, context: int) -> int:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from quartet.config import UserError
-from quartet.config.algorithms import Distillation, OnlineDPO
+from quartet.config.algorithms import Distillation
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptData
 from quartet.envs.protocol import Environment, EnvironmentFactory, environment_factory
 from quartet.envs.transcript import SOURCE
 from quartet.text.tokenizer import check_vocabulary
-from quartet.trainers.cast import Cast, longest_sequence
-from quartet.trainers.devices import CPU
+from quartet.trainers.cast import Cast, check_pair_budget, longest_sequence
+from quartet.trainers.devices import CPU, EMPTY
 from quartet.trainers.loader import Loader, Passed
 from quartet.trainers.reward_roles import RewardFunctionRole, reward_functions, reward_weights
 from quartet.trainers.sources import check_budget, check_context, context_length, prompt_data
@@ -35,7 +35,7 @@ def build_cast(
     """Loads and checks everything a run needs; functions and data first, because they fail fastest.
 
     Args:
-        computes: the run's device; where workers compute, the models made here stay on the CPU.
+        computes: the run's device; where workers compute, the models made here have no contents.
         shares_reference: as for ``Loader``.
     """
     functions = reward_functions(recipe.rewards, passed.rewards)
@@ -43,7 +43,7 @@ def build_cast(
     loader = Loader(
         recipe,
         passed,
-        device=computes if recipe.cluster.type == "local" else CPU,
+        device=computes if recipe.cluster.type == "local" else EMPTY,
         moves_passed=recipe.cluster.type == "local" and recipe.device != "auto",
         computes=computes,
         shares_reference=shares_reference,
@@ -64,7 +64,7 @@ def build_cast(
     with contextlib.ExitStack() as taken:
         # When a later model does not fit, those taken over are given back as they were.
         taken.callback(loader.release)
-        _check_pair_budget(loader, data, context)
+        check_pair_budget(recipe, data, context, loader.actor.shares_prefixes)
         _check_contexts(loader, longest)
         # Names are checked among all, so that none stands for two.
         played = {SOURCE: recipe.environment.weight} if recipe.environment is not None else {}
@@ -141,13 +141,3 @@ def _check_budgets(recipe: RLRecipe, longest: int) -> None:
     for role, config in roles.items():
         check_budget(longest, config.token_budget, f"{role}.train.token_budget")
         check_budget(longest, config.forward_token_budget, f"{role}.train.forward_token_budget")
-
-
-def _check_pair_budget(loader: Loader, data: PromptData, context: int) -> None:
-    """Both responses of a pair have to lie in one micro-batch."""
-    recipe, share = loader.recipe, loader.actor.shares_prefixes and loader.recipe.actor.train.share_prefixes
-    if not isinstance(recipe.algorithm, OnlineDPO):
-        return
-    num_new, lengths = recipe.rollout.sampling.max_new_tokens, [len(item.token_ids) for item in data.items]
-    both = [(1 if share else 2) * n + 2 * min(num_new, context - n) for n in lengths]
-    check_budget(max(both), recipe.actor.train.token_budget, "actor.train.token_budget")

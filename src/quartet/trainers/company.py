@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from quartet.config.cluster import RayCluster
 from quartet.config.placement import ResolvedPlacement, ResolvedPool, check_devices
 from quartet.config.recipe import RLRecipe
 from quartet.observe.spans import SpanRecorder
-from quartet.rollout.weights import DiscardedWeights
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.leases import Mode
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker, TrainWorker
@@ -150,14 +148,14 @@ class RayCompany(Company):
     """A group of workers for every pool. Pools are granted when this is made, before any model is loaded.
 
     Args:
-        passed: models from Python, not taken over by anybody yet; copies go to the workers.
+        passed: models from Python, which nothing here takes over; copies go to the workers.
     """
 
     def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, passed: Passed) -> None:
         super().__init__(recipe, placement)
         assert isinstance(recipe.cluster, RayCluster)
         self.cluster = recipe.cluster
-        self._passed = copy.deepcopy(passed.without_functions())
+        self._passed = passed.without_functions()
         self._groups: dict[str, WorkerGroup] = {}
         self._num_deaths = 0
         refreshes = isinstance(recipe.algorithm, OnlineDPO) and recipe.algorithm.refresh_steps is not None
@@ -289,41 +287,6 @@ class RayCompany(Company):
     def _resources(self, processes: Sequence[int]) -> ResourcePool:
         cpus, gpus = self.cluster.cpus_per_process, self.cluster.gpus_per_process
         return ResourcePool(processes, cpus=cpus, gpus=gpus, strategy=self.cluster.strategy)
-
-
-class Skeletons:
-    """The driver's own models of a run whose roles are in workers: checked, then without contents until the end.
-
-    Models passed from Python keep theirs.
-    """
-
-    def __init__(self, cast: Cast, passed: Passed, company: Company) -> None:
-        self._cast = cast
-        self._emptied: list[DiscardedWeights] = []
-        self._is_away = isinstance(company, RayCompany)
-        if self._is_away:
-            given = (passed.model, passed.critic, *passed.rewards, *passed.evaluation_rewards)
-            theirs = {id(model) for model in given}
-            # What workers say of a model with adapters leaves the base out.
-            own = [p.model for p in cast.models() if id(p.model) not in theirs and p.adapters is None]
-            self._emptied = [DiscardedWeights(model) for model in own]
-
-    async def fill(self) -> None:
-        """The trained models become what their workers made of them."""
-        self._restore()
-        if self._is_away:
-            for role, engine in self._cast.engines().items():
-                engine.load_state(await self._cast.trained_group(role).call(TrainWorker.state))
-
-    def _restore(self) -> None:
-        while self._emptied:
-            self._emptied.pop().restore()
-
-    def __enter__(self) -> Skeletons:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
 
 
 class PartsMover:

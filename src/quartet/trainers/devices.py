@@ -18,6 +18,8 @@ from quartet.models.packed import Numerics, PackedCausalLM, PackedScalarModel, P
 from quartet.trainers.run_files import flatten
 
 CPU = torch.device("cpu")
+EMPTY = torch.device("meta")
+"""Of models that have names, shapes and configs, and no contents."""
 
 
 def compute_device(recipe: Recipe, passed: PreTrainedModel | None = None) -> torch.device:
@@ -126,6 +128,11 @@ class FrozenModels:
     device: torch.device = CPU
     precision: Precision = "fp32"
     moves_passed: bool = False
+
+    @property
+    def are_empty(self) -> bool:
+        """Nothing is to be loaded but configs and headers."""
+        return self.device == EMPTY
 
     def causal(self, model: PreTrainedModel, *, is_passed: bool = False, numerics: Numerics = "fast") -> PackedCausalLM:
         packed = packed_causal_lm(self._placed(model, is_passed), self.precision, numerics=numerics)

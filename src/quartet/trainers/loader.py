@@ -16,6 +16,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.models.directories import without_weights
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -49,6 +50,18 @@ class Passed:
     rewards: Rewards = ()
     evaluation_rewards: Rewards = ()
 
+    def without_weights(self) -> Passed:
+        """The same with models that have no contents; what shared weights still does."""
+        given = (self.model, self.critic, *self.rewards, *self.evaluation_rewards)
+        models = [model for model in given if isinstance(model, PreTrainedModel)]
+        empty: dict[int, Any] = dict(zip(map(id, models), without_weights(models), strict=True))
+
+        def emptied(values: Sequence[Any]) -> Any:
+            return tuple(empty.get(id(value), value) for value in values)
+
+        model, critic = emptied((self.model, self.critic))
+        return Passed(model, self.tokenizer, critic, emptied(self.rewards), emptied(self.evaluation_rewards))
+
     def without_functions(self) -> Passed:
         """What the models are made of: functions are asked by the driver alone."""
         return Passed(self.model, self.tokenizer, self.critic, _models(self.rewards), _models(self.evaluation_rewards))
@@ -61,7 +74,8 @@ def _models(rewards: Rewards) -> Rewards:
 class Loader:
     """
     Args:
-        device: where loaded models go; with ``moves_passed`` those passed from Python, too.
+        device: where loaded models go; with ``moves_passed`` those passed from Python, too. On ``meta`` they have no
+            contents: whether they fit together is seen from configs and headers.
         computes: the device that decides what `precision: auto` stands for, where that is another one.
         shares_reference: the reference of a LoRA actor is that actor without its adapters; else a model of its own.
         peers: of this process, where a role that trains has several.
@@ -86,6 +100,7 @@ class Loader:
         self._device = device
         self._moves_passed = moves_passed
         self._computes = computes if computes is not None else device
+        self._empty = device.type == "meta"
         self._shares_reference = shares_reference
         self._peers = peers
         self._taken = contextlib.ExitStack()
@@ -101,7 +116,7 @@ class Loader:
     @cached_property
     def actor_model(self) -> PreTrainedModel:
         passed = self.passed.model
-        return self._placed(resolve_model(self.recipe.actor.model, passed, load_causal_lm, "actor.model"), passed)
+        return self._placed(resolve_model(self.recipe.actor.model, passed, self._causal_lm, "actor.model"), passed)
 
     @cached_property
     def codec(self) -> TextCodec:
@@ -139,7 +154,7 @@ class Loader:
         path, lora = recipe.reference.path, recipe.actor.train.lora
         if path is None and lora is not None and self._shares_reference:
             return self.actor
-        model = load_causal_lm(path) if path is not None else self._base_of_actor()
+        model = self._causal_lm(path) if path is not None else self._base_of_actor()
         held, needed = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, self.actor_model))
         if held != needed:
             raise UserError(
@@ -215,13 +230,15 @@ class Loader:
         if self.passed.critic is not None:
             return self.passed.critic
         if self.recipe.critic.path is not None:
-            return load_scalar_model(self.recipe.critic.path)
+            return load_scalar_model(self.recipe.critic.path, empty=self._empty)
         native = [role for role in self.reward_models if role.codec is None]
         if native:
             # From the directory once more where there is one: what is frozen may have rounded weights.
             paths = {config.name: config.path for config in self.recipe.rewards if isinstance(config, _MODELS)}
             path = paths.get(native[0].name)
-            return load_scalar_model(path) if path is not None else copy.deepcopy(native[0].model.model)
+            return (
+                load_scalar_model(path, empty=self._empty) if path is not None else copy.deepcopy(native[0].model.model)
+            )
         # Fresh adapters add nothing, but their modules would come along.
         with self.actor.without_adapters():
             return scalar_model_from(self.actor_model, seed=self.recipe.seed)
@@ -258,6 +275,9 @@ class Loader:
         """Taken over; given back by ``release``."""
         self._taken.callback(packed.release)
         return packed
+
+    def _causal_lm(self, path: str) -> PreTrainedModel:
+        return load_causal_lm(path, empty=self._empty)
 
     def _placed(self, model: PreTrainedModel, passed: PreTrainedModel | None) -> PreTrainedModel:
         return model if passed is not None and not self._moves_passed else model.to(self._device)

@@ -85,7 +85,7 @@ def _load(config: ProcessModelReward, policy_codec: TextCodec, frozen: FrozenMod
     separator = config.separator or own_separator
     _check_keeps(policy_codec, separator, "policy")
     _check_keeps(codec, own_separator, f"process reward {config.name!r}")
-    packed = frozen.scalar(load_scalar_model(config.path))
+    packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.are_empty))
     check_vocabulary(tokenizer, int(packed.model.get_input_embeddings().weight.shape[0]))
     reads_tokens = reads_the_same(tokenizer, policy_codec.tokenizer) and separator == own_separator
     return ProcessModelRole(

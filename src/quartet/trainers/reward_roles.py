@@ -164,7 +164,7 @@ def reward_models(
         if isinstance(config, ModelReward):
             own = load_tokenizer(config.tokenizer or config.path)
             same = reads_the_same(own, codec.tokenizer)
-            packed = frozen.scalar(load_scalar_model(config.path))
+            packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.are_empty))
             check_vocabulary(own, int(packed.model.get_input_embeddings().weight.shape[0]))
             foreign = None if same else TextCodec.of(own, load_generation_config(config.path))
             budget = TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from quartet.algorithms.controllers import adaptive_kl_coef
 from quartet.cluster import ClusterError, WorkerDied
 from quartet.config.algorithms import OnlineDPO, kl_term
 from quartet.config.recipe import EvaluationConfig, RLRecipe
+from quartet.data.datasets import PromptItem
 from quartet.envs.protocol import Environment
-from quartet.models.loading import save_causal_lm, save_scalar_model, seen_tokens
+from quartet.models.loading import seen_tokens
 from quartet.observe.progress import Progress, Stage
 from quartet.observe.rollouts import RolloutWriter
 from quartet.schedule.groups import ahead_from_state, ahead_state, staleness_metrics
@@ -39,7 +40,7 @@ from quartet.trainers.arguments import (
 )
 from quartet.trainers.cast import Cast, needs_greedy
 from quartet.trainers.casting import build_cast
-from quartet.trainers.company import Company, LocalCompany, RayCompany, Skeletons
+from quartet.trainers.company import Company, LocalCompany, RayCompany
 from quartet.trainers.devices import compute_device, resolved
 from quartet.trainers.episodes import episode_metrics
 from quartet.trainers.event_loop import run_async
@@ -51,29 +52,19 @@ from quartet.trainers.ptx import build_ptx
 from quartet.trainers.records import rollout_records
 from quartet.trainers.reference_refresh import ReferenceRefresh
 from quartet.trainers.resuming import Resume, output_path
+from quartet.trainers.rl_result import EXPORTED, RLResult, trained_model
 from quartet.trainers.run import (
     RunDirectory,
     Stopwatch,
     resident_bytes,
     software_versions,
     use_threads,
-    writing,
 )
 from quartet.trainers.session import Play, Session
 from quartet.trainers.signals import take_back_signals
 from quartet.trainers.sources import context_length
 from quartet.trainers.step_metrics import lengths, model_stats, timing
 from quartet.weights import WeightSyncError
-
-
-@dataclass(frozen=True)
-class RLResult:
-    """Where the run is, its trained models (Hugging Face objects) and what ``summary.json`` holds."""
-
-    path: Path
-    model: PreTrainedModel
-    critic: PreTrainedModel | None
-    summary: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -149,7 +140,7 @@ class RLTrainer:
                 take_back_signals()
             self.cast: Cast = build_cast(
                 recipe,
-                passed,
+                passed if company is None else passed.without_weights(),
                 prompts=prompts,
                 evaluation_prompts=evaluation_prompts,
                 environment=environment,
@@ -162,7 +153,6 @@ class RLTrainer:
             self.ptx = build_ptx(recipe, ptx_rows, self.cast.codec, context_length(self.cast.actor.packed.model))
             self._refresh = self._reference_refresh()
             self.company = company or LocalCompany(recipe, placement, self.cast)
-            self._skeletons = Skeletons(self.cast, passed, self.company)
             taken.pop_all()
         self.kl_coef = kl_term(recipe.algorithm).coef
         self._shuffle = _shuffled(recipe.seed) if shuffle_scores else None
@@ -180,15 +170,11 @@ class RLTrainer:
             Interrupted: Ctrl-C, SIGTERM or SIGUSR1; saved, and resumable.
             UserError: a reward failed, the disk is full, …; the last complete step is saved.
         """
-        with (
-            self.cast.released_at_end(),
-            contextlib.closing(self.company),
-            self._skeletons,
-            self._ptx_closed(),
-            self.run.stoppable(),
-            self.run,
-        ):
-            return run_async(self._train())
+        watch = Stopwatch()
+        with self.cast.released_at_end(), contextlib.closing(self.company), self._ptx_closed():
+            run_async(self._start())
+            with self.run.stoppable(), self.run:
+                return run_async(self._train(watch))
 
     @contextlib.contextmanager
     def _ptx_closed(self) -> Iterator[None]:
@@ -198,12 +184,15 @@ class RLTrainer:
             if self.ptx is not None:
                 self.ptx.close()
 
-    async def _train(self) -> RLResult:
-        watch = Stopwatch()
+    async def _start(self) -> None:
+        """Starts what computes. What only loaded models show is refused here, before anything is written."""
         if text := self.company.describe():
             self.progress.print(text)
         await asyncio.to_thread(self.company.start)
         self.cast.groups = self.company.models
+        await self.cast.describe()
+
+    async def _train(self, watch: Stopwatch) -> RLResult:
         beginning = await self._restore()
         self.run.start(beginning.step)
         for remark in self._remarks():
@@ -213,8 +202,7 @@ class RLTrainer:
             bar.advance(beginning.step)
             while (died := await self._until_death(beginning)) is not None:
                 beginning = await self._after_death(died)
-        await self._skeletons.fill()
-        return self._finish(watch.seconds)
+        return await self._finish(watch.seconds)
 
     async def _until_death(self, beginning: _Beginning) -> ClusterError | WeightSyncError | None:
         """Runs steps to the last one; returns what a worker's death looked like when one died."""
@@ -349,24 +337,13 @@ class RLTrainer:
             yield
         self._rollout_bar = None
 
-    def _finish(self, seconds: float) -> RLResult:
+    async def _finish(self, seconds: float) -> RLResult:
         from quartet.observe.trackers import read_metrics
 
-        cast = self.cast
-        with writing(self.path / "model"):
-            remark = save_causal_lm(cast.actor.packed, cast.codec.tokenizer, self.path / "model")
-        notes = [*self._remarks(), *self._deaths, *self.run.remarks, *([f"model: {remark}"] if remark else [])]
-        if cast.critic is not None:
-            ids = (torch.tensor(item.token_ids) for item in cast.prompts.items)
-            with writing(self.path / "critic"):
-                warning = save_scalar_model(
-                    cast.critic.packed,
-                    cast.codec.tokenizer,
-                    self.path / "critic",
-                    seen=_joined(seen_tokens(_vocabulary(cast.critic.packed.model), ids), cast.emitted),
-                    eos_ids=cast.codec.eos_ids,
-                )
-            notes += [f"critic: {warning}"] if warning else []
+        engines = self.cast.engines()
+        exported = [await self._export(role) for role in engines]
+        await self.cast.describe()
+        notes = [*self._remarks(), *self._deaths, *self.run.remarks, *(note for notes in exported for note in notes)]
         rows = read_metrics(self.path / "metrics.jsonl")
         last = {name: value for row in rows for name, value in row.items() if name not in ("step", "time_s")}
         summary = {
@@ -378,8 +355,19 @@ class RLTrainer:
             **(self.held_out.summary() if self.held_out is not None else {}),
         }
         self.run.finish(summary)
-        critic = cast.critic.packed.model if cast.critic is not None else None
-        return RLResult(self.path, cast.actor.packed.model, critic, summary)
+        models = {role: partial(trained_model, e.packed, self.path / EXPORTED[role]) for role, e in engines.items()}
+        return RLResult(self.path, summary, models)
+
+    async def _export(self, role: str) -> list[str]:
+        """Has who holds the role's model write it; returns what is to be said of it."""
+        cast, path = self.cast, self.path / EXPORTED[role]
+        model = cast.engines()[role].packed.model
+        seen = _joined(seen_tokens(_vocabulary(model), map(_ids, cast.prompts.items)), cast.emitted)
+        if model.device.type == "meta":  # the worker may be in another directory
+            path = path.absolute()
+        tokenizer, eos_ids = cast.codec.tokenizer, cast.codec.eos_ids
+        remark = await cast.trained_group(role).call(TrainWorker.export, path, tokenizer, seen, eos_ids)
+        return [f"{path.name}: {remark}"] if remark else []
 
     def _held_out(self) -> HeldOut | None:
         if self.cast.evaluation_prompts is None:
@@ -486,6 +474,10 @@ def _shuffled(seed: int) -> Callable[[int, int], Tensor]:
 
 def _vocabulary(model: PreTrainedModel) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _ids(item: PromptItem) -> Tensor:
+    return torch.tensor(item.token_ids)
 
 
 def _joined(seen: Tensor, others: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from transformers import (
 
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
-from quartet.models.directories import without_weights
+from quartet.models import directories
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed import PackedCausalLM
 from quartet.models.probe import check_decoding, context_length, probe
@@ -41,6 +41,10 @@ def _others(name: str) -> PreTrainedModel:
     build = PASSING[name] if name in PASSING else REFUSED[name][0]
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(build()).eval()
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    return directories.without_weights([model])[0]
 
 
 def _facts(packed: PackedCausalLM) -> tuple[Any, ...]:

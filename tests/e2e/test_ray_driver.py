@@ -1,0 +1,129 @@
+"""On Ray the process that starts a run holds no model: it checks headers and a twin, the workers load, train and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, StableLmConfig
+
+from quartet.cluster import connect
+from quartet.config import UserError
+from quartet.config.recipe import RLRecipe
+from quartet.trainers.rl import RLTrainer
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
+PLACED: dict[str, Any] = {
+    "placement": {"type": "pipelined", "pools": {"policy": {"roles": ["rollout", "actor"]}}},
+    "cluster": {"type": "ray", "cpus_per_process": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with connect("ray", num_cpus=4, log_to_driver=False):
+        yield
+
+
+def _without_model(content: dict[str, Any]) -> RLRecipe:
+    train = content["actor"]["train"]
+    return RLRecipe.model_validate({**content, "actor": {"train": train}})
+
+
+def _grpo(recipes: Any, name: str, **changes: Any) -> dict[str, Any]:
+    content: dict[str, Any] = recipes["rl"]("grpo", output_dir=name, steps=2, **changes)
+    content["algorithm"]["kl"] = {"coef": 0.0}
+    return content
+
+
+def test_an_object_stays_as_it_is_and_the_result_is_loaded_when_asked(
+    cluster: None, world: Any, recipes: Any, same_run: Any
+) -> None:
+    """Weights of the driver's models are looked for in every tensor that it can reach."""
+    results = {}
+    for name, section in (("passed-serial", {}), ("passed-ray", PLACED)):
+        model = AutoModelForCausalLM.from_pretrained("model")
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        recipe = _without_model(_grpo(recipes, name, **section))
+        trainer = RLTrainer(recipe, model=model, tokenizer=AutoTokenizer.from_pretrained("model"))
+        result = results[name] = trainer.train()
+        trained = all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        assert trained == (name == "passed-ray"), "trained in place in one process alone"
+        assert model.config._attn_implementation == "sdpa", "usable as it was"
+        assert (result.model is model) == (name == "passed-serial")
+        is_empty = {p.device.type for owned in trainer.cast.models() for p in owned.model.parameters()}
+        assert is_empty == ({"meta"} if name == "passed-ray" else {"cpu"})
+    same_run(Path("passed-serial"), Path("passed-ray"))
+    ours, theirs = (result.model.state_dict() for result in results.values())
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert results["passed-ray"].critic is None and results["passed-ray"].model is results["passed-ray"].model
+
+
+def _saved(path: Path, config: Any) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    AutoTokenizer.from_pretrained("model").save_pretrained(path)
+    return path
+
+
+def test_an_architecture_is_refused_before_workers_start(
+    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any]
+) -> None:
+    size = len(AutoTokenizer.from_pretrained("model"))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    path = _saved(Path("stablelm"), StableLmConfig(vocab_size=size, num_key_value_heads=2, **sizes))
+    content = _grpo(recipes, "ray-stablelm", **PLACED)
+    content["actor"]["model"] = {"path": str(path)}
+    found = quartet("rl", world.recipe("ray-stablelm", content))
+    found.expect_user_error("StableLmForCausalLM cannot be trained or sampled", "layers keep the attention context")
+    assert "starting workers" not in found.out + found.err
+    assert not Path("ray-stablelm").exists()
+
+
+def test_what_weights_alone_show_is_refused_by_a_worker_before_anything_is_written(
+    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any]
+) -> None:
+    AutoModelForCausalLM.from_pretrained("model").save_pretrained("broken")
+    AutoTokenizer.from_pretrained("model").save_pretrained("broken")
+    weights = load_file("broken/model.safetensors")
+    weights["model.norm.weight"] *= float("nan")
+    save_file(weights, "broken/model.safetensors", {"format": "pt"})
+    content = _grpo(recipes, "ray-broken", **PLACED)
+    content["actor"]["model"] = {"path": "broken"}
+    found = quartet("rl", world.recipe("ray-broken", content))
+    found.expect_user_error("are not finite", "NaN or infinity in model.norm.weight")
+    assert "starting workers" in found.out + found.err
+    assert not Path("ray-broken").exists()
+
+
+def test_remarks_are_those_of_the_workers(
+    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+) -> None:
+    """A tensor that belongs nowhere, and dropout: what is said is what one process says."""
+    model = AutoModelForCausalLM.from_pretrained("model", attention_dropout=0.1)
+    model.save_pretrained("odd")
+    AutoTokenizer.from_pretrained("model").save_pretrained("odd")
+    weights = load_file("odd/model.safetensors")
+    save_file({**weights, "foo.weight": torch.ones(3)}, "odd/model.safetensors", {"format": "pt"})
+    said = []
+    for name, section in (("odd-serial", {}), ("odd-ray", PLACED)):
+        content = _grpo(recipes, name, **section)
+        content["actor"]["model"] = {"path": "odd"}
+        found = quartet("rl", world.recipe(name, content))
+        assert found.status == 0, found.err
+        said.append([line for line in (found.out + found.err).splitlines() if line.startswith("actor: ")])
+    assert said[0] == said[1] and len(said[0]) == 2
+    assert "foo.weight" in said[0][0] and "dropout set to 0" in said[0][1]
+
+
+def test_an_adapter_alone_says_how_to_load_it(cluster: None, world: Any, recipes: Any) -> None:
+    content = _grpo(recipes, "adapter-ray", **PLACED)
+    content["actor"]["train"]["lora"] = {"rank": 2, "export": "adapter"}
+    result = RLTrainer(RLRecipe.model_validate(content)).train()
+    assert Path("adapter-ray/adapter/adapter_model.safetensors").is_file()
+    with pytest.raises(UserError, match="was not saved as a whole"):
+        result.model  # noqa: B018
