@@ -1,4 +1,4 @@
-"""On Ray the process that starts a run holds no model: it checks headers and a twin, the workers load, train and write."""
+"""On Ray the process that starts a run holds no model: it checks headers and a twin; workers load, train and write."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, StableLmConfig
 from quartet.cluster import connect
 from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
+from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.role_group import RemoteGroup
+from quartet.trainers.reference_refresh import ReferenceRefresh
 from quartet.trainers.rl import RLTrainer
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
@@ -118,6 +121,32 @@ def test_remarks_are_those_of_the_workers(
         said.append([line for line in (found.out + found.err).splitlines() if line.startswith("actor: ")])
     assert said[0] == said[1] and len(said[0]) == 2
     assert "foo.weight" in said[0][0] and "dropout set to 0" in said[0][1]
+
+
+def test_the_reference_takes_over_weights_between_workers(
+    cluster: None, world: Any, recipes: Any, same_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Iterative DPO with the reference in a pool of its own: nothing as large as a model comes to the driver."""
+    pools = {"policy": {"roles": ["rollout", "actor"]}, "frozen": {"roles": ["reference"]}}
+    placed = {**PLACED, "placement": {"type": "pipelined", "pools": pools}}
+    asked = RemoteGroup.call
+
+    async def call(self: Any, method: Any, *args: Any, **options: Any) -> Any:
+        assert method not in (ModelWorker.weights, ModelWorker.load_weights), "over the driver"
+        return await asked(self, method, *args, **options)
+
+    monkeypatch.setattr(RemoteGroup, "call", call)
+    for name, section in (("refresh-serial", {}), ("refresh-ray", placed)):
+        content = recipes["rl"]("online_dpo", output_dir=name, steps=3, minibatches=1, **section)
+        content["algorithm"]["refresh_steps"] = 2
+        if name == "refresh-ray":
+            monkeypatch.setattr(ReferenceRefresh, "state", _nothing)
+        RLTrainer(RLRecipe.model_validate(content)).train()
+    same_run(Path("refresh-serial"), Path("refresh-ray"))
+
+
+async def _nothing(self: ReferenceRefresh) -> dict[str, Any]:
+    return {}
 
 
 def test_an_adapter_alone_says_how_to_load_it(cluster: None, world: Any, recipes: Any) -> None:

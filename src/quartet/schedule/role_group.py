@@ -22,6 +22,7 @@ from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.worker import drained
 
 W_co = TypeVar("W_co", covariant=True)
+V_co = TypeVar("V_co", covariant=True)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -39,6 +40,15 @@ class RoleGroup(ABC, Generic[W_co]):
         Raises:
             whatever the method raises.
         """
+
+    async def send(
+        self, method: Callable[[W_co], R], to: RoleGroup[V_co], taken_by: Callable[[V_co, R], object]
+    ) -> None:
+        """Has the workers of ``to`` take by ``taken_by`` what ``method`` returns here (of several workers, rank 0's).
+
+        Between workers elsewhere it goes without coming to this process. Raises as ``call``, of either group.
+        """
+        await to.call(taken_by, await self.call(method))
 
 
 class LocalGroup(RoleGroup[W_co]):
@@ -94,6 +104,15 @@ class RemoteGroup(RoleGroup[W_co]):
             result = await drained(self.group.ask(RolesWorker.run_role, self.role, name, *args, mode=mode, **kwargs))
         found: R = result[0] if mode == BROADCAST else result
         return found
+
+    async def send(
+        self, method: Callable[[W_co], R], to: RoleGroup[V_co], taken_by: Callable[[V_co, R], object]
+    ) -> None:
+        assert isinstance(to, RemoteGroup), "a run's workers are all here or all elsewhere"
+        first = OneRank(self.rank or 0)
+        sent = self.group.call(RolesWorker.run_role, self.role, method.__name__, mode=first, blocking=False)
+        name, mode = taken_by.__name__, to._mode(taken_by.__name__)
+        await drained(to.group.call(RolesWorker.run_role, to.role, name, sent, mode=mode, blocking=False))
 
     def _mode(self, name: str) -> Mode:
         if self.rank is not None:

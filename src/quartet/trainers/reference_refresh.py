@@ -39,7 +39,8 @@ class ReferenceRefresh:
     async def after(self, steps: int) -> dict[str, float]:
         """Call after ``steps`` complete steps."""
         if steps % self._every == 0:
-            await self.load_state(await self._cast.groups["actor"].call(ModelWorker.weights))
+            groups = self._cast.groups
+            await groups["actor"].send(ModelWorker.weights, groups["reference"], ModelWorker.load_weights)
         return {"reference/age": float(steps % self._every)}
 
     async def state(self) -> dict[str, Tensor]:
