@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import RANK_ZERO, SPLIT, dispatch
+from quartet.config import UserError
 from quartet.config.file_errors import write_error
 from quartet.models.directories import load_remarks
 from quartet.models.loading import save_causal_lm, save_scalar_model
@@ -174,11 +175,27 @@ class TrainWorker(SendsWeights, ModelWorker):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         raise RuntimeError("a model that trains takes up states, not weights")
 
+    def check_sees(self, directory: Path) -> None:
+        """
+        Args:
+            directory: which the driver has made.
+
+        Raises:
+            UserError: this process does not see it.
+        """
+        if not directory.is_dir():
+            raise UserError(
+                "a worker does not see the run's directory",
+                found=f"{directory}, made by the driver, is not there on the worker's machine",
+                remedy="set output_dir to a directory on storage that all machines share: workers write their models "
+                "there themselves",
+            )
+
     @dispatch(RANK_ZERO)
     def export(
         self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Tensor, eos_ids: Collection[int]
     ) -> str | None:
-        """Writes the model and its tokenizer as a Hugging Face directory, on the machine of this process.
+        """Writes the model and its tokenizer as a Hugging Face directory.
 
         Args:
             seen, eos_ids: as for ``save_scalar_model``; a causal LM needs neither.
@@ -190,6 +207,7 @@ class TrainWorker(SendsWeights, ModelWorker):
             UserError: it could not be written.
         """
         packed = self.engine.packed
+        self.check_sees(path.parent)
         try:
             with self.present():
                 if isinstance(packed, PackedScalarModel):

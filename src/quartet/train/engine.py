@@ -131,7 +131,7 @@ class TrainEngine(Generic[Model]):
         self.num_skipped = 0
         # Imported only where it is asked for: torch's compiler takes a second to import.
         self._compiled: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        if config.compile:
+        if config.compile and packed.device.type != "meta":
             from quartet.models.compiled import CompiledLayers
 
             self._compiled = CompiledLayers(packed).active

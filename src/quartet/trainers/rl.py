@@ -193,6 +193,8 @@ class RLTrainer:
         await self.cast.describe()
 
     async def _train(self, watch: Stopwatch) -> RLResult:
+        for role in self.cast.engines():
+            await self.cast.trained_group(role).call(TrainWorker.check_sees, self.path.absolute())
         beginning = await self._restore()
         self.run.start(beginning.step)
         for remark in self._remarks():
