@@ -138,7 +138,9 @@ class TimedGroup(RoleGroup[Any]):
 
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = getattr(self.worker, method.__name__)(*args, **kwargs)
-        await drained(self._sleep(self._seconds(*args)))
+        seconds = self._seconds(*args)
+        if seconds > 0:
+            await drained(self._sleep(seconds))
         return found
 
 
