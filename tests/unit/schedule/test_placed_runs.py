@@ -126,12 +126,12 @@ class Setup:
             accept=lambda index: index not in self.rejects,
             mover=auditor,
         )
-        simulation.roles = replace(simulation.roles, assemble=lambda chunks: self._audited(simulation, chunks))
+        simulation.roles = replace(simulation.roles, assemble=self._audited)
         return simulation, auditor
 
-    def _audited(self, simulation: Simulation, chunks: Sequence[tuple[Chunk[RaggedBatch], Any]]) -> RaggedBatch:
+    async def _audited(self, chunks: Sequence[tuple[Chunk[RaggedBatch], Any]]) -> RaggedBatch:
         """What is learned from says of itself which weights made it: it must be those that it is labelled with."""
-        batch, step = assemble(chunks), chunks[0][0].step
+        batch, step = await assemble(chunks), chunks[0][0].step
         acted = batch.token["action_mask"]
         labelled = logprobs_of(batch.token["policy_version"])
         assert torch.equal(batch.token["rollout_logprobs"][acted], labelled[acted]), "weights under another version"
@@ -164,7 +164,7 @@ def random_setup(seed: int, kind: str | None = None) -> Setup:
         generation=GenerationCost(
             _cost(draw),
             lambda index, response: tokens[(index + response) % 7],
-            responses=draw.choice([1, 1, 2, 3]),
+            responses=draw.choice([1, 1, 1, 2, 3]),
             steps_per_lease=draw.randint(1, 3),
             max_running=draw.randint(1, 6),
         ),
@@ -332,9 +332,9 @@ def check_moves(setup: Setup, outcome: Outcome, auditor: Auditor) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_random_run_ends_as_it_should(kind: str) -> None:
-    """No deadlock (the clock raises one), no starvation, and all of the above: 150 runs of each placement."""
+    """No deadlock (the clock raises one), no starvation, and all of the above: 100 runs of each placement."""
     moved, stale, swapped = 0, 0, 0
-    for seed in range(150):
+    for seed in range(100):
         setup = random_setup(seed, kind)
         outcome, _, auditor = run(setup)
         check_groups(setup, outcome)
@@ -345,8 +345,8 @@ def test_every_random_run_ends_as_it_should(kind: str) -> None:
         moved += bool(auditor.moved)
         stale += any(v[0][0] < step for step, groups in enumerate(outcome.steps) for _, v in groups)
         swapped += any(len(v) > 1 for groups in outcome.steps for _, v in groups)
-    assert moved > 75
-    assert (stale > 40 and swapped > 10) == (kind == "asynchronous"), "the bounds are reached, and elsewhere not met"
+    assert moved > 50
+    assert (stale > 25 and swapped > 10) == (kind == "asynchronous"), "the bounds are reached, and elsewhere not met"
 
 
 def test_a_failure_anywhere_comes_out_and_leaves_nothing() -> None:
@@ -364,9 +364,9 @@ def test_a_failure_anywhere_comes_out_and_leaves_nothing() -> None:
             failed += 1
         check_nothing_left(simulation)
 
-    for seed in range(500):
+    for seed in range(350):
         run_virtual(main(random_setup(seed), random.Random(seed).randint(0, 40)))
-    assert failed > 250
+    assert failed > 175
 
 
 def test_cancelling_at_any_moment_leaves_nothing() -> None:
@@ -385,10 +385,10 @@ def test_cancelling_at_any_moment_leaves_nothing() -> None:
         assert task.cancelled() or task.exception() is None, task.exception()
         check_nothing_left(simulation)
 
-    for seed in range(500):
+    for seed in range(350):
         draw = random.Random(seed)
         run_virtual(main(random_setup(seed), draw.randint(0, 60), draw.randint(0, 12)))
-    assert cancelled > 250
+    assert cancelled > 175
 
 
 @pytest.mark.parametrize("in_flight", ["pick_up", "finish_old"])
@@ -431,7 +431,7 @@ def consumed(events: Sequence[Event]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("kind", ["asynchronous", "pipelined"])
 def test_a_run_that_follows_a_journal_trains_on_the_same_groups_and_versions(kind: str) -> None:
     differ = 0
-    for seed in range(80):
+    for seed in range(50):
         setup = random_setup(seed, kind)
         first, _, _ = run(setup)
         other = Delays(seed + 10_000)
