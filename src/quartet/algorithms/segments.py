@@ -33,7 +33,9 @@ def masked_owner(owner_T: Tensor, mask_T: Tensor) -> Tensor:
 
 def segment_count(owner_T: Tensor, num_owners: int) -> Tensor:
     """``[N]`` int64 number of tokens of each owner."""
-    return torch.bincount(owner_T + 1, minlength=num_owners + 1)[1:]
+    # Not bincount: it asks a GPU for the largest owner, and so waits.
+    slots = torch.zeros(num_owners + 1, dtype=torch.int64, device=owner_T.device)
+    return slots.index_add(0, owner_T + 1, torch.ones_like(owner_T))[1:]
 
 
 def segment_sum(values_T: Tensor, owner_T: Tensor, num_owners: int) -> Tensor:

@@ -169,11 +169,10 @@ class RaggedBatch:
         owner = dict(zip(self.leaves, range(len(self)), strict=True))
         # The dtype is spelt out because an empty list would make a float tensor.
         per_segment, lengths = torch.tensor(
-            [[owner.get(k, -1) for k in range(len(self.parents))], self.segment_lengths],
-            dtype=torch.int64,
-            device=self.device,
+            [[owner.get(k, -1) for k in range(len(self.parents))], self.segment_lengths], dtype=torch.int64
         )
-        return per_segment.repeat_interleave(lengths)
+        # Spread out on the host: a GPU would be waited for to know the size.
+        return per_segment.repeat_interleave(lengths).to(self.device)
 
     def token_ids(self, s: int) -> list[int]:
         """All token ids of sequence ``s``, ancestors included."""

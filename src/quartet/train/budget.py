@@ -103,7 +103,7 @@ class TokenBudget:
                     raise
                 failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             # Not before the handler has ended: until then its traceback holds the tensors of the failed attempt.
-            if any(batch.device.type == "cuda" for batch, _ in batches):
+            if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
             largest = max(_dearest(batch, parts, share) for (batch, _), parts in zip(batches, plans, strict=True))
             smallest = max(_dearest(batch, atoms, share) for batch, atoms in batches)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -78,7 +78,7 @@ class Objective(Protocol):
         """Sequences that must stay in one micro-batch."""
 
     def denominators(self, batch: RaggedBatch) -> Any:
-        """Global denominators of the whole batch."""
+        """Global denominators of the whole batch: a number, or a dataclass of numbers and tensors."""
 
     def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: Any, sums: MetricSums) -> Tensor:
         """This micro-batch's part of the loss (scalar); adds its metrics to ``sums``."""
@@ -210,8 +210,8 @@ class TrainEngine(Generic[Model]):
     def _accumulate(self, terms: Sequence[LossTerm]) -> MetricSums:
         """Gradients of all terms, and their metrics; those of all ranks together where there are several."""
         device, share = self.packed.device, shares(self.packed, self.config.share_prefixes)
-        terms = [replace(term, batch=term.batch.to(device)) for term in terms]
-        denominators = [term.objective.denominators(term.batch) for term in terms]
+        # Batches stay on the host, where tokens are counted and packs laid out without waiting for the device.
+        denominators = [_on(device, term.objective.denominators(term.batch)) for term in terms]
         batches = [(term.batch, term.objective.atoms(term.batch)) for term in terms]
         if self._replica is None:
             return self.budget.run_several(
@@ -245,7 +245,7 @@ class TrainEngine(Generic[Model]):
         # The backward within, too: with activation checkpointing it computes layers again.
         with self._compiled():
             outputs = compute(self.packed, part.batch, needs, config.logprob_chunk, share=config.share_prefixes)
-            loss = objective.loss(outputs, part.batch, denominators, sums) * part.weight
+            loss = objective.loss(outputs, part.batch.to(self.packed.device), denominators, sums) * part.weight
             if loss.requires_grad:
                 loss.backward()
 
@@ -342,10 +342,9 @@ def forward_only(
     """
     if isinstance(token_budget, int):
         token_budget = TokenBudget(token_budget, "forward_token_budget")
-    here = batch.to(packed.device)
     token, sequence = token_budget.run(
-        lambda parts: _columns(packed, here, parts, needs, logprob_chunk, share),
-        here,
+        lambda parts: _columns(packed, batch, parts, needs, logprob_chunk, share),
+        batch,
         [[s] for s in range(len(batch))],
         share=shares(packed, share),
     )
@@ -371,15 +370,15 @@ def _columns(
     for indices in parts:
         part = batch.select(indices)
         outputs = compute(packed, part, needs, logprob_chunk, share=share)
-        home = _leaf_rows(batch, indices)
-        here = _leaf_rows(part, range(len(part)))
+        home = _leaf_rows(batch, indices).to(packed.device)
+        here = _leaf_rows(part, range(len(part))).to(packed.device)
         for name in ("logprobs", "entropies", "values", "step_scores"):
             values = getattr(outputs, name)
             if values is not None:
                 token.setdefault(name, values.new_zeros(batch.num_tokens))[home] = values[here]
         if outputs.scores is not None:
             target = sequence.setdefault("scores", outputs.scores.new_zeros(len(batch)))
-            target[torch.tensor(indices, device=batch.device)] = outputs.scores
+            target[torch.tensor(indices).to(packed.device)] = outputs.scores
     return token, sequence
 
 
@@ -391,16 +390,21 @@ def shares(packed: PackedModel, asked: bool) -> bool:
 def compute(
     packed: PackedModel, batch: RaggedBatch, needs: Needs, logprob_chunk: int, *, share: bool = True
 ) -> Outputs:
-    """One packed forward pass over the whole of ``batch``, with gradients where they are enabled."""
+    """One packed forward pass over the whole of ``batch``, with gradients where they are enabled.
+
+    Outputs are on the model's device. What is selected is counted where ``batch`` lies: from the CPU no step of it
+    waits for a GPU.
+    """
+    device = packed.device
     packed_batch = pack(batch, share=shares(packed, share))
     if packed.numerics == "exact":
         attention: AttentionContext = ExactPackedAttention(packed_batch.lengths, packed_batch.parents)
     else:
         attention = packed_batch.attention()
-    hidden = packed.hidden(packed_batch.input_ids, packed_batch.position_ids, attention)
+    hidden = packed.hidden(packed_batch.input_ids.to(device), packed_batch.position_ids.to(device), attention)
     logprobs = entropies = values = scores = step_scores = None
     if needs.logprobs or needs.values:
-        rows, labels, targets = packed_batch.predicted(batch.token[needs.mask])
+        rows, labels, targets = (x.to(device) for x in packed_batch.predicted(batch.token[needs.mask]))
         # Positions without a label go no further.
         selected = hidden.index_select(0, rows)
         if needs.logprobs:
@@ -417,11 +421,19 @@ def compute(
         if needs.values:
             values = packed_batch.scatter(_scalar(packed).scalars(selected), targets)
     if needs.scores:
-        scores = _scalar(packed).scalars(hidden.index_select(0, packed_batch.last_rows()))
+        scores = _scalar(packed).scalars(hidden.index_select(0, packed_batch.last_rows().to(device)))
     if needs.step_scores:
-        rows, targets = packed_batch.own_rows(batch.token[needs.mask])
+        rows, targets = (x.to(device) for x in packed_batch.own_rows(batch.token[needs.mask]))
         step_scores = packed_batch.scatter(_scalar(packed).scalars(hidden.index_select(0, rows)), targets)
     return Outputs(logprobs, entropies, values, scores, step_scores)
+
+
+def _on(device: torch.device, denominators: Any) -> Any:
+    """Denominators with their tensors on ``device``."""
+    if not is_dataclass(denominators) or isinstance(denominators, type):
+        return denominators
+    values = {field.name: getattr(denominators, field.name) for field in fields(denominators)}
+    return replace(denominators, **{n: v.to(device) for n, v in values.items() if isinstance(v, Tensor)})
 
 
 def _causal(packed: PackedModel) -> PackedCausalLM:

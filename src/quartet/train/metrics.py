@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class MetricSums:
         self._totals[name] = self._totals[name] + value if name in self._totals else value
 
     def maximum(self, name: str, values: Tensor, mask: Tensor) -> None:
-        if not bool(mask.any()):
+        if not values.numel():
             return
         value = values.detach().to(torch.float64).masked_fill(~mask, float("-inf")).max()
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
@@ -79,5 +80,6 @@ class MetricSums:
                 found[name] = float(total)
             elif float(weight) > 0:
                 found[name] = float(total / weight)
-        found.update({name: float(value) for name, value in self._maxima.items()})
-        return found
+        # Below everything where no value was under its mask, which is not asked for sooner: that would wait.
+        maxima = {name: float(value) for name, value in self._maxima.items()}
+        return found | {name: value for name, value in maxima.items() if value != -math.inf}
