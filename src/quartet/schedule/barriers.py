@@ -22,7 +22,7 @@ Experience = TypeVar("Experience")
 
 
 class Barriers:
-    """Counts what has ended in the step under way.
+    """Counts what has ended in each step; parts of a coming one may end before the one under way has.
 
     Args:
         after: stage → stages that must have ended wholly before any part of it begins. Stages that nobody plays have
@@ -34,9 +34,8 @@ class Barriers:
         self._after = {stage: tuple(earlier) for stage, earlier in after.items()}
         self._num_chunks = num_chunks
         self._parts: Counter[str] = Counter()  # in every step
-        self._ended: Counter[str] = Counter()  # in this one
-        self._step = -1
-        self._waiting: list[tuple[str, Waiting[None]]] = []
+        self._ended: dict[int, Counter[str]] = {}  # by step
+        self._waiting: list[tuple[int, str, Waiting[None]]] = []
 
     def collect(
         self, collect: Callable[[int, int, Sequence[Group]], Chunk[Data]]
@@ -48,7 +47,7 @@ class Barriers:
             if index == 0:
                 self._begin(step)
             chunk = collect(step, index, groups)
-            self._end("generate")
+            self.part_ended("generate", step)
             return chunk
 
         return collected
@@ -62,43 +61,41 @@ class Barriers:
         self._parts[stage] += 1
         return _HeldLearner(self, stage, learner)
 
-    async def wait(self, stage: str) -> None:
-        """Until everything that ``stage`` comes after has ended in this step."""
+    async def wait(self, stage: str, step: int) -> None:
+        """Until everything that ``stage`` comes after has ended in the step."""
         for earlier in self._after.get(stage, ()):
-            if self._is_missing(earlier):
-                waiting: Waiting[None] = Waiting(lambda: self._describe(stage))
-                self._waiting.append((earlier, waiting))
+            if self._is_missing(earlier, step):
+                waiting: Waiting[None] = Waiting(lambda: self._describe(stage, step))
+                self._waiting.append((step, earlier, waiting))
                 await waiting
 
-    def part_ended(self, stage: str) -> None:
-        self._end(stage)
+    def part_ended(self, stage: str, step: int) -> None:
+        self._ended[step][stage] += 1
+        if self._is_missing(stage, step):
+            return
+        for of_step, earlier, waiting in self._waiting:
+            if (of_step, earlier) == (step, stage) and not waiting.done():
+                waiting.set_result(None)
+        self._waiting = [entry for entry in self._waiting if not entry[2].done()]
 
     def _begin(self, step: int) -> None:
-        if step == self._step:
+        if step in self._ended:
             raise RuntimeError(f"step {step} begins twice")
-        self._step = step
-        self._ended.clear()
-        self._waiting.clear()  # of a step that failed: nobody is there any more
+        done = [of for of in self._ended if not any(self._is_missing(stage, of) for stage in self._parts)]
+        for of in done[:-1]:
+            del self._ended[of]
+        self._ended[step] = Counter()
 
-    def _end(self, stage: str) -> None:
-        self._ended[stage] += 1
-        if self._is_missing(stage):
-            return
-        for earlier, waiting in self._waiting:
-            if earlier == stage and not waiting.done():
-                waiting.set_result(None)
-        self._waiting = [entry for entry in self._waiting if entry[0] != stage]
+    def _is_missing(self, stage: str, step: int) -> bool:
+        return self._ended[step][stage] < self._parts[stage]
 
-    def _is_missing(self, stage: str) -> bool:
-        return self._ended[stage] < self._parts[stage]
-
-    def _describe(self, stage: str) -> str:
+    def _describe(self, stage: str, step: int) -> str:
         missing = [
-            f"{earlier} ({self._ended[earlier]} of {self._parts[earlier]})"
+            f"{earlier} ({self._ended[step][earlier]} of {self._parts[earlier]})"
             for earlier in self._after[stage]
-            if self._is_missing(earlier)
+            if self._is_missing(earlier, step)
         ]
-        return f"{stage} of step {self._step} waits for {', '.join(missing)}"
+        return f"{stage} of step {step} waits for {', '.join(missing)}"
 
 
 @dataclass(frozen=True)
@@ -108,9 +105,9 @@ class _HeldScorer(Generic[Data, Columns]):
     scorer: Scorer[Data, Columns]
 
     async def score(self, chunk: Chunk[Data]) -> Columns:
-        await self.barriers.wait(self.stage)
+        await self.barriers.wait(self.stage, chunk.step)
         columns = await self.scorer.score(chunk)
-        self.barriers.part_ended(self.stage)
+        self.barriers.part_ended(self.stage, chunk.step)
         return columns
 
 
@@ -121,7 +118,7 @@ class _HeldLearner(Generic[Experience]):
     learner: Learner[Experience]
 
     async def train(self, experience: Experience, step: int) -> Mapping[str, float]:
-        await self.barriers.wait(self.stage)
+        await self.barriers.wait(self.stage, step)
         metrics = await self.learner.train(experience, step)
-        self.barriers.part_ended(self.stage)
+        self.barriers.part_ended(self.stage, step)
         return metrics

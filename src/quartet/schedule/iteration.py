@@ -17,6 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from quartet.schedule.ahead import Begun, ScoringAhead
+
 Group = TypeVar("Group")
 Data = TypeVar("Data")
 Columns = TypeVar("Columns")
@@ -66,7 +68,7 @@ class Learner(Protocol[Experience_contra]):
 class Roles(Generic[Group, Data, Columns, Experience]):
     """What an iteration calls. ``collect`` makes a chunk; ``assemble`` computes advantages on the whole step;
     ``publish(version)`` waits for the actor's weights of that version and hands them to the rollout engine, be other
-    roles still learning."""
+    roles still learning. ``ahead`` has begun to score some of the chunks already."""
 
     stream: ChunkSource[Group]
     collect: Collect[Group, Data]
@@ -74,6 +76,7 @@ class Roles(Generic[Group, Data, Columns, Experience]):
     assemble: Callable[[Sequence[tuple[Chunk[Data], Sequence[Columns]]]], Awaitable[Experience]]
     learners: Sequence[Learner[Experience]]
     publish: Callable[[int], Awaitable[Mapping[str, float]]]
+    ahead: ScoringAhead[Group, Data, Columns] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,17 +88,22 @@ class StepResult(Generic[Experience]):
 async def run_iteration(step: int, roles: Roles[Group, Data, Columns, Experience]) -> StepResult[Experience]:
     """Generates, scores, learns, publishes. A failing part cancels the others and its error comes out as it is."""
     try:
+        if roles.ahead is not None:
+            await roles.ahead.pause()
         async with asyncio.TaskGroup() as tasks:
             pending: list[tuple[Chunk[Data], list[asyncio.Task[Columns]]]] = []
             async for groups in roles.stream.chunks(step):
-                chunk = roles.collect(step, len(pending), groups)
-                scores = [tasks.create_task(_score(scorer, chunk)) for scorer in roles.scorers]
+                begun = roles.ahead.take(step, len(pending)) if roles.ahead is not None else None
+                chunk = begun.chunk if begun is not None else roles.collect(step, len(pending), groups)
+                scores = [tasks.create_task(_score(scorer, chunk, begun)) for scorer in roles.scorers]
                 pending.append((chunk, scores))
         scored = [(chunk, [task.result() for task in scores]) for chunk, scores in pending]
         experience = await roles.assemble(scored)
         async with asyncio.TaskGroup() as tasks:
             updates = [tasks.create_task(_train(learner, experience, step)) for learner in roles.learners]
             updates.append(tasks.create_task(_publish(roles, step + 1)))
+            if roles.ahead is not None:
+                roles.ahead.resume()
         metrics = {name: value for task in updates for name, value in task.result().items()}
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
@@ -112,8 +120,11 @@ async def score_all(scorers: Sequence[Scorer[Data, Columns]], chunk: Chunk[Data]
     return [task.result() for task in scores]
 
 
-async def _score(scorer: Scorer[Data, Columns], chunk: Chunk[Data]) -> Columns:
-    return await scorer.score(chunk)
+async def _score(
+    scorer: Scorer[Data, Columns], chunk: Chunk[Data], begun: Begun[Data, Columns] | None = None
+) -> Columns:
+    task = begun.task(scorer) if begun is not None else None
+    return await (scorer.score(chunk) if task is None else task)
 
 
 async def _train(learner: Learner[Experience], experience: Experience, step: int) -> Mapping[str, float]:

@@ -21,6 +21,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import Request, RolloutEngine, SamplingParams
+from quartet.schedule.ahead import ScoringAhead
 from quartet.schedule.barriers import Barriers
 from quartet.schedule.clock import now
 from quartet.schedule.cost_model import CostModel, StageCost
@@ -106,6 +107,7 @@ class Simulation:
         self._sleep = sleep
         self._models: defaultdict[str, TimedModel] = defaultdict(TimedModel)
         self._publish_s = self._varied("publish", lambda: costs.publish_s)
+        self._runs_ahead = placement.max_staleness is not None
         self.rollout = self._rollout(placement)
         self.stream: GroupStream[Group] = GroupStream(
             self.rollout.generate,
@@ -120,12 +122,16 @@ class Simulation:
         """So many iterations, on whatever clock the loop has."""
         ended_s: list[float] = []
         started_s = now()
+        if self.roles.ahead is not None:
+            self.roles.ahead.num_steps = num_steps
         try:
             async with self.stream:
                 for step in range(num_steps):
                     await run_iteration(step, self.roles)
                     ended_s.append(now() - started_s)
         finally:
+            if self.roles.ahead is not None:
+                await self.roles.ahead.close()
             await self.rollout.close()
         return Outcome(
             ended_s=ended_s,
@@ -177,14 +183,17 @@ class Simulation:
     # The iteration's roles -------------------------------------------------------------------------------
 
     def _roles(self, barriers: Barriers) -> Roles[Group, RaggedBatch, ColumnSet, RaggedBatch]:
-        costs = self.costs
+        costs, collect = self.costs, barriers.collect(self._collect)
+        scorers = [barriers.scorer(stage.stage, self._scorer(stage)) for stage in costs.scoring]
+        frozen = [scorer for stage, scorer in zip(costs.scoring, scorers, strict=True) if not stage.reads_own]
         return Roles(
             stream=self.stream,
-            collect=barriers.collect(self._collect),
-            scorers=[barriers.scorer(stage.stage, self._scorer(stage)) for stage in costs.scoring],
+            collect=collect,
+            scorers=scorers,
             assemble=assemble,
             learners=[barriers.learner(stage.stage, self._learner(stage)) for stage in costs.learning],
             publish=self.rollout.publish,
+            ahead=ScoringAhead(self.stream, collect, frozen) if self._runs_ahead else None,
         )
 
     def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -151,7 +151,8 @@ class GroupStream(Generic[G]):
         self._failure: BaseException | None = None
         self._closed = False
         self._consuming = False
-        self._news: Waiting[None] | None = None
+        self._news: Waiting[None] | None = None  # of the consumer
+        self._change: Waiting[None] | None = None  # of who looks ahead
 
     @property
     def num_running(self) -> int:
@@ -192,6 +193,33 @@ class GroupStream(Generic[G]):
             # An abandoned step cannot be taken up again; the next one is refused by `_begin`.
             self._consuming = False
             raise
+
+    def chunks_ahead(self) -> Iterator[tuple[int, int, list[G]]]:
+        """Chunks of steps that have not begun whose groups are all there: (step, place in the step, groups), in order.
+
+        They are what `chunks` will give.
+        """
+        size, place = self._rule.prompts_per_step, self._consumed
+        chunk: list[G] = []
+        index = self._cursor
+        while index in self._decided:
+            group = self._decided[index]
+            index += 1
+            if isinstance(group, _Rejected):
+                continue
+            step, place_in_step = divmod(place, size)
+            place += 1
+            if step < self._open_steps:
+                continue
+            chunk.append(group)
+            if len(chunk) == self._chunk_size or place % size == 0:
+                yield step, place_in_step // self._chunk_size, chunk
+                chunk = []
+
+    async def change(self) -> None:
+        """Until another group was produced."""
+        self._change = Waiting(lambda: "waits for a group of a coming step")
+        await self._change
 
     def published(self, version: int) -> None:
         """Says that the weights of `version` are out (0 are the first ones): admits more groups."""
@@ -390,8 +418,9 @@ class GroupStream(Generic[G]):
         self._tell()
 
     def _tell(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        for waiting in (self._news, self._change):
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
 
     def _snapshot(self) -> dict[str, int]:
         return {

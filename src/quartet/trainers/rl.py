@@ -316,7 +316,7 @@ class RLTrainer:
             self.held_out.note_training(done, metrics)
             metrics.update(await self._evaluate(session, done) if self.held_out.due(done) else {})
         self.run.tracker.log(done, metrics)
-        self.run.recorder.drop_through(done)
+        self.run.recorder.drop_through(step)  # those of the next one may have begun
         if self._bar is not None:
             shown = {"score": "reward/score_mean", "kl": "kl/ref", "tokens/s": "rollout/tokens_per_s"}
             self._bar.advance(1, **{k: round(metrics[v], 3) for k, v in shown.items() if v in metrics})

@@ -13,9 +13,10 @@ from torch import Tensor
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.config.algorithms import AlgorithmConfig, GroupAlgorithm, Selection, kl_term
+from quartet.config.algorithms import AlgorithmConfig, GroupAlgorithm, OnlineDPO, Selection, kl_term
 from quartet.config.placement import AsynchronousPlacement
 from quartet.observe.spans import SpanRecorder
+from quartet.schedule.ahead import ScoringAhead
 from quartet.schedule.barriers import Barriers
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Chunk, Collect, Roles, Scorer
@@ -172,13 +173,18 @@ class Session:
         recipe = self.recipe
         num_chunks = -(-recipe.prompts_per_step // recipe.chunk_size)
         barriers = Barriers(self.play.company.placement.after, num_chunks=num_chunks)
+        collect = barriers.collect(self._collected())
+        scorers = [(barriers.scorer(stage, scorer), is_frozen) for stage, scorer, is_frozen in self._scorers()]
+        frozen = [scorer for scorer, is_frozen in scorers if is_frozen]
+        runs_ahead = self.play.company.placement.max_staleness is not None
         return Roles(
             stream=self.stream,
-            collect=barriers.collect(self._collected()),
-            scorers=[barriers.scorer(stage, scorer) for stage, scorer in self._scorers()],
+            collect=collect,
+            scorers=[scorer for scorer, _ in scorers],
             assemble=self._assemble,
             learners=[barriers.learner(f"train_{role}", learner) for role, learner in self._learners()],
             publish=self.rollout.publish,
+            ahead=ScoringAhead(self.stream, collect, frozen, recipe.steps) if runs_ahead else None,
         )
 
     def _collected(self) -> Collect[Group, RaggedBatch]:
@@ -194,14 +200,18 @@ class Session:
 
         return collect
 
-    def _scorers(self) -> list[tuple[str, Scorer[RaggedBatch, ColumnSet]]]:
-        """With their stages: rewards, unless groups come with theirs, and columns, which greedy responses have not."""
-        rewards = self.cast.reward_scorers(self.worker) if self.sampling is None else []
-        columns = self.cast.column_scorers(self.worker)
-        if not needs_greedy(self.recipe):
-            return [*(("reward", scorer) for scorer in rewards), *((scorer.column, scorer) for scorer in columns)]
-        apart = [("reward", PartScorer(scorer, sampled_and_greedy)) for scorer in rewards]
-        return [*apart, *((scorer.column, PartScorer(scorer, sampled_only)) for scorer in columns)]
+    def _scorers(self) -> list[tuple[str, Scorer[RaggedBatch, ColumnSet], bool]]:
+        """With their stages, and whether training leaves their columns as they are: rewards, unless groups come with
+        theirs, and columns, which greedy responses have not."""
+        recipe, has_greedy = self.recipe, needs_greedy(self.recipe)
+        found: list[tuple[str, Scorer[RaggedBatch, ColumnSet], bool]] = []
+        for reward in self.cast.reward_scorers(self.worker) if self.sampling is None else []:
+            found.append(("reward", PartScorer(reward, sampled_and_greedy) if has_greedy else reward, True))
+        refreshes = isinstance(recipe.algorithm, OnlineDPO) and recipe.algorithm.refresh_steps is not None
+        for column in self.cast.column_scorers(self.worker):
+            is_frozen = not column.trains and not refreshes
+            found.append((column.column, PartScorer(column, sampled_only) if has_greedy else column, is_frozen))
+        return found
 
     async def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
         with self.play.recorder.span("advantages", step=chunks[0][0].step):
@@ -238,7 +248,9 @@ class Session:
         return PolicyObjective(algorithm, num_trajectories, temperature, kl_coef, is_first, longest)
 
     async def aclose(self) -> None:
-        """Stops the engines' pumps."""
+        """Stops scoring ahead and the engines' pumps."""
+        if self.roles.ahead is not None:
+            await self.roles.ahead.close()
         await self.rollout.close()
         if self.journal is not None:
             self.journal.close()
