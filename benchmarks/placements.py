@@ -1,11 +1,12 @@
 """Real PPO on tiny models under every placement: seconds per stage, overlap, samples per second, side by side.
 
-    python benchmarks/placements.py [--parts placements judge] [--steps 5] [--json FILE]
+    python benchmarks/placements.py [--parts placements judge ahead] [--steps 5] [--json FILE]
 
 ``placements``: one process with all threads against roles in Ray workers of one thread each, on the same cores. Steps
 after the first are measured, and the final weights compared with those of the run without a placement.
 ``judge``: the reward waits for somebody else, one request at a time; ``full_offload`` begins to score when the step's
 generation has ended, ``pipelined`` chunk by chunk.
+``ahead``: the same judge under ``asynchronous``, whose coming chunks are judged while the actor trains.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from common import arguments, markdown, model_config, write_results
 from safetensors.torch import load_file
 
 BIG = 10**12
+PARTS = ("placements", "judge", "ahead")
 PROMPTS, RESPONSES, LONGEST, CHUNK = 16, 2, 64, 4
 ONE_THREAD = {"type": "ray", "cpus_per_process": 0.1}
 PLACEMENTS: dict[str, dict[str, Any] | None] = {
@@ -170,10 +172,10 @@ def summary(name: str, threads: int, processes: int, rows: list[dict[str, float]
     }
 
 
-def judge(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Turns of both, so that both meet the same machine."""
+def judged(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """What recipes with a judge have in common."""
     (folder / "judge.py").write_text(JUDGE.format(seconds=args.judge_s), encoding="utf-8")
-    changes = {
+    return {
         "rewards": [{"type": "function", "target": "judge.py:score"}],
         "algorithm": {"name": "grpo", "kl": {"coef": 0.0}},
         "cluster": {"type": "local"},
@@ -186,6 +188,11 @@ def judge(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         },
         "responses_per_prompt": 2 * RESPONSES,
     }
+
+
+def judge(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Turns of both, so that both meet the same machine."""
+    changes = judged(folder, args)
     one_pool = {"type": "pipelined", "pools": {"all": {"roles": ["rollout", "actor"]}}}
     seconds: dict[str, list[float]] = {"full_offload": [], "pipelined": []}
     for _ in range(args.repeats):
@@ -200,6 +207,22 @@ def judge(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "all": seconds,
         "ratio": medians["full_offload"] / medians["pipelined"],
     }
+
+
+def ahead(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds per step; the judge, generation and the update would take ``sum_s`` one after the other."""
+    changes = judged(folder, args)
+    changes["algorithm"] = {**changes["algorithm"], "off_policy": {}}
+    changes["epochs"] = 2  # an update of about the judge's length
+    pools = {"rollout": {"roles": ["rollout"]}, "actor": {"roles": ["actor"]}}
+    placement = {"type": "asynchronous", "pools": pools}
+    recipe = {**recipe_of(folder, "none", args.steps, args.threads, **changes), "placement": placement}
+    rows = [run(folder, "ahead", recipe) for _ in range(args.repeats)]
+    found = {
+        name: statistics.median(median(of, f"time/{name}_s") for of in rows)
+        for name in ("step", "generate", "reward_score", "train_actor")
+    }
+    return {"judge_s": args.judge_s, "step_s": found.pop("step"), "stages": found, "sum_s": sum(found.values())}
 
 
 def placements_table(found: list[dict[str, Any]]) -> str:
@@ -233,7 +256,7 @@ def placements_table(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=("placements", "judge"), default=["placements", "judge"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--judge-s", type=float, default=0.012, help="seconds that the judge takes for an answer")
     parser.add_argument("--steps-per-lease", type=int, default=2, help="decode steps between looks at complete chunks")
@@ -247,9 +270,10 @@ def main() -> None:
         if "placements" in args.parts:
             results["placements"] = placements(folder, args)
             print(placements_table(results["placements"]))
-        if "judge" in args.parts:
-            results["judge"] = judge(folder, args)
-            print(json.dumps(results["judge"], indent=1))
+        for part, measure in (("judge", judge), ("ahead", ahead)):
+            if part in args.parts:
+                results[part] = measure(folder, args)
+                print(json.dumps(results[part], indent=1))
     write_results(args, results)
 
 

@@ -269,9 +269,12 @@ def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, ru
     assert max(row["staleness/max"] for row in rows) <= 1
     again, other = run("again", {**placement, "follow": str(path / "journal.jsonl")}, **changes)
     assert same(weights(first), weights(again))
-    a, b = numbers(path), numbers(other)
-    assert not [(r["step"], k, r[k], s[k]) for r, s in zip(a, b, strict=True) for k in r if r[k] != s.get(k)]
-    assert numbers(path) == numbers(other)
+    # What the engine had sampled when a step's scores were there is a matter of seconds: scoring begins ahead.
+    ours, theirs = (
+        [{k: v for k, v in row.items() if not k.startswith(("rollout/tokens", "rollout/prefill"))} for row in rows]
+        for rows in (numbers(path), numbers(other))
+    )
+    assert ours == theirs
 
 
 FEATURES: dict[str, dict[str, Any]] = {
