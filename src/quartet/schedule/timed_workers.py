@@ -35,11 +35,11 @@ class TimedWeights:
         return -1.0 - self.num_updates / 64
 
 
-@dataclass(frozen=True)
 class TimedModel:
     """A model's worker: passes read its weights, updates count."""
 
-    weights: TimedWeights = field(default_factory=TimedWeights)
+    def __init__(self) -> None:
+        self.weights = TimedWeights()
 
     def forward(self, batch: RaggedBatch, needs: Any) -> ColumnSet:
         return ColumnSet(batch.ids, {"logprobs": torch.full((batch.num_tokens,), self.weights.logprob)})

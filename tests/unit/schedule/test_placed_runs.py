@@ -320,6 +320,16 @@ def check_slots(setup: Setup, outcome: Outcome) -> None:
             assert len(busy) <= pool.slots, (pool, moment, busy)
 
 
+def check_weights(outcome: Outcome) -> None:
+    """Nothing reads weights while they change: in training, or as the engine takes the actor's."""
+    work = [span for span in outcome.spans if span.mode is not None]
+    for writer in (span for span in work if span.mode == "train" or span.name == "publish"):
+        reading = {"publish"} if writer.role == "actor" else set()
+        for reader in (span for span in work if span.role == writer.role or span.name in reading):
+            apart = reader.end_s <= writer.start_s or writer.end_s <= reader.start_s
+            assert apart or reader is writer, (writer, reader)
+
+
 def check_moves(setup: Setup, outcome: Outcome, auditor: Auditor) -> None:
     """Every movement is on record with its bytes and seconds, and nothing else is; peaks are within budgets."""
     assert Counter(outcome.hand_overs) == Counter(auditor.moved)
@@ -341,6 +351,7 @@ def test_every_random_run_ends_as_it_should(kind: str) -> None:
         check_chunks(setup, outcome)
         check_edges(setup, outcome)
         check_slots(setup, outcome)
+        check_weights(outcome)
         check_moves(setup, outcome, auditor)
         moved += bool(auditor.moved)
         stale += any(v[0][0] < step for step, groups in enumerate(outcome.steps) for _, v in groups)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
@@ -19,14 +18,13 @@ from quartet.config.placement import InFlight
 from quartet.observe.spans import SpanRecorder, overlap_seconds
 from quartet.rollout.protocol import (
     Completion,
-    EngineStats,
-    FinishReason,
     GenerationError,
     Request,
     RolloutEngine,
     SamplingParams,
 )
 from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.cost_model import Cost
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
 from quartet.schedule.journal import Journal
@@ -34,6 +32,7 @@ from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.stream import AdmissionRule, GroupStream
+from quartet.schedule.timed_workers import TimedEngine, TimedModel, TimedWeights
 from quartet.schedule.worker import Worker, drained
 
 PROBE = CanaryProbe((7, 7), 2, 1e-6)
@@ -41,26 +40,15 @@ PROBE = CanaryProbe((7, 7), 2, 1e-6)
 
 def logprob_of(version: int) -> float:
     """What weights of that version say of any token."""
-    return -1.0 - version / 64
+    return TimedWeights(version).logprob
 
 
-@dataclass
-class _Held:
-    request: Request
-    left: int
-    versions: list[int] = field(default_factory=list)
+class CountingEngine(TimedEngine):
+    """Gives each request the tokens that its id says; notes what it is told, and fails on what is poisoned."""
 
-
-class CountingEngine:
-    """Takes a number of steps for each request that its id says; tokens count them."""
-
-    def __init__(self, lengths: Callable[[str], int], max_running: int = 4, version: int = 0) -> None:
+    def __init__(self, lengths: Callable[[str], int]) -> None:
+        super().__init__(Cost(), max_running=4, weights=TimedWeights())
         self.lengths = lengths
-        self.max_running = max_running
-        self.weights = self.labelled = version
-        self.held: dict[str, _Held] = {}
-        self.finished: list[Completion] = []
-        self.counted = EngineStats()
         self.log: list[tuple[str, Any]] = []
         self.poisoned: set[str] = set()
 
@@ -69,54 +57,29 @@ class CountingEngine:
         for request in requests:
             if request.request_id in self.held or len(request.prompt_ids) > 8:
                 raise UserError("refused", found=request.request_id, remedy="none")
-        for request in requests:
-            length = min(self.lengths(request.request_id), request.sampling.max_new_tokens)
-            self.held[request.request_id] = _Held(request, length)
+        super().submit([self._of_its_length(request) for request in requests])
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.held or self.finished)
+    def _of_its_length(self, request: Request) -> Request:
+        length = min(self.lengths(request.request_id), request.sampling.max_new_tokens)
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=length))
 
     def step(self) -> list[Completion]:
         self.log.append(("step", len(self.held)))
-        self.counted.num_steps += 1
-        for held in list(self.held.values())[: self.max_running]:
-            if held.request.request_id in self.poisoned:
-                del self.held[held.request.request_id]
-                raise GenerationError("not finite", [held.request.request_id])
-            held.left -= 1
-            held.versions.append(self.weights)
-            self.counted.generated_tokens += 1
-            if held.left == 0:
-                self._end(held, FinishReason.LENGTH)
-        finished, self.finished = self.finished, []
-        return finished
-
-    def _end(self, held: _Held, reason: FinishReason) -> None:
-        del self.held[held.request.request_id]
-        num, versions = len(held.versions), tuple(held.versions)
-        logprobs = tuple(map(logprob_of, versions))
-        request = held.request
-        tokens = tuple(range(num))
-        self.finished.append(Completion(request.request_id, request.group, tokens, logprobs, versions, reason))
+        for request_id in self.poisoned.intersection(list(self.held)[: self.max_running]):
+            del self.held[request_id]
+            self._finished += super().step()
+            raise GenerationError("not finite", [request_id])
+        return super().step()
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         ids = list(request_ids)
         self.log.append(("cancel", ids)) if ids else None
-        for request_id in ids:
-            if request_id in self.held:
-                self._end(self.held[request_id], FinishReason.CANCELLED)
+        super().cancel(ids)
 
-    def update_weights(self, source: Any, version: int) -> None:
+    def update_weights(self, source: None, version: int) -> None:
         self.log.append(("weights", version))
-        self.weights = version
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def stats(self) -> EngineStats:
-        return replace(self.counted, policy_version=self.weights)
+        self.weights.num_updates = version
+        super().update_weights(source, version)
 
 
 async def _assembled(chunks: Any) -> Any:
@@ -139,16 +102,16 @@ class Slow:
         return getattr(self.host, name)(*args)
 
 
-class Actor:
-    """Weights that are their version."""
+class Actor(TimedModel):
+    """Notes with which weights it was asked."""
 
     def __init__(self) -> None:
-        self.weights = 0
+        super().__init__()
         self.heard: list[int] = []
 
     def forward(self, batch: RaggedBatch, needs: Any) -> ColumnSet:
-        self.heard.append(self.weights)
-        return ColumnSet(batch.ids, {"logprobs": torch.full((batch.num_tokens,), logprob_of(self.weights))})
+        self.heard.append(self.weights.num_updates)
+        return super().forward(batch, needs)
 
 
 ROLES = ("rollout", "actor", "critic", "reward")
@@ -225,7 +188,7 @@ class World:
 
     async def deliver(self, version: int) -> int:
         await asyncio.sleep(self.seconds("rollout", "deliver"))
-        assert self.actor.weights == version, "weights of another version would be taken"
+        assert self.actor.weights.num_updates == version, "weights of another version would be taken"
         for engine in self.engines:
             engine.update_weights(None, version)
         return 10
@@ -282,10 +245,10 @@ class _Learner:
         world = self.world
         async with world.worker.turn(self.role, "train", f"train_{self.role}", step=step, writes=self.role):
             if self.role == "actor":
-                world.actor.weights = -1  # neither the old ones nor the new ones
+                world.actor.weights.num_updates = -1  # neither the old ones nor the new ones
             await asyncio.sleep(world.seconds(self.role, "train"))
             if self.role == "actor":
-                world.actor.weights = step + 1
+                world.actor.weights.num_updates = step + 1
         return {}
 
 
@@ -533,7 +496,7 @@ def test_stats_are_sums_of_what_the_engines_counted() -> None:
         await world.rollout.evaluate([Request("eval", "eval", (1,), SamplingParams())], 0)
         stats = world.rollout.stats()
         assert stats.generated_tokens == 3 * 2 * 3 + 3 and stats.policy_version == 0
-        assert stats.num_steps == sum(engine.counted.num_steps for engine in world.engines)
+        assert stats.num_steps == sum(engine.stats().num_steps for engine in world.engines)
 
     run_virtual(main())
 
