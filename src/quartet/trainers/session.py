@@ -113,7 +113,7 @@ class Session:
         else:
             self.stream = self.sampling.stream(rule, chunk_size=chunk_size)
         self.roles = self._roles()
-        self.generated = self.rollout.stats()
+        self.generated = self._sampled = self.rollout.stats()
 
     def _rollout(self, step: int) -> Rollout:
         play, cast, config = self.play, self.cast, self.recipe.rollout
@@ -195,7 +195,7 @@ class Session:
             if journal is not None:
                 journal.consume(step, index, [group.consumed() for group in groups])
             # Now, not when all is scored: how far an engine elsewhere has come by then is a matter of time.
-            self.generated = self.rollout.stats()
+            self._sampled = self.rollout.stats()
             return self.cast.collect(step, index, groups)
 
         return collect
@@ -217,6 +217,7 @@ class Session:
         with self.play.recorder.span("advantages", step=chunks[0][0].step):
             experience = await self.play.company.compute.run(partial(self._assembler, chunks))
         self.cast.note_emitted(experience.batch)
+        self.generated = self._sampled  # chunks of coming steps are collected from here on
         self.is_learning = True
         return experience
 
