@@ -48,14 +48,14 @@ SIZES = {
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
     },
-    # To see that the script runs.
+    # To see that the script runs; a test bounds its peak.
     "smoke": {
         "vocab_size": 8192,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
     },
 }
 
@@ -297,7 +297,7 @@ def main() -> None:
         return run(json.loads(sys.argv[2]))
     if sys.argv[1:2] == ["--save"]:
         return save(*json.loads(sys.argv[2]))
-    from common import write_results
+    from common import machine, write_results
     from sides import work_folder
 
     args = options().parse_args()
@@ -317,8 +317,10 @@ def main() -> None:
         )
     write_results(args, {"model": name, "kl": args.kl, **found})
     print(table(found))
+    about = machine(args.threads)
+    print(f"\n{about['processor']}, {about['cores']} cores, {args.threads} threads, torch {about['torch']}")
     parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in found["peak_parts"].items())
-    print(f"\npeak {found['peak_bytes'] / GIB:.2f} GiB ({found['peak_anonymous_bytes'] / GIB:.2f} anonymous)")
+    print(f"peak {found['peak_bytes'] / GIB:.2f} GiB ({found['peak_anonymous_bytes'] / GIB:.2f} anonymous)")
     print(f"  during {', '.join(found['peak_during'])}; {parts}")
     print(f"seconds per step: {found['step_s']}, median {statistics.median(found['step_s']):.1f}")
 

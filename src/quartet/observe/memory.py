@@ -1,4 +1,4 @@
-"""How much memory this process holds, as the system counts it: what was freed is measured, not assumed."""
+"""How much memory this process holds and could have, as the system counts it: measured, not assumed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,34 @@ def held_bytes(device: torch.device) -> int:
     trim = _trim()
     if trim is not None:
         trim(0)
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("RssAnon:"):
+    return _line_of("/proc/self/status", "RssAnon")
+
+
+def available_bytes() -> int:
+    """What the machine can give to processes without taking from others, as the system estimates it.
+
+    Raises:
+        OSError: not on Linux, which alone tells this.
+    """
+    return _line_of("/proc/meminfo", "MemAvailable")
+
+
+def copy_fits(num_bytes: int) -> bool:
+    """Whether a copy of a training state takes at most a quarter of what is available; True where that is unknown.
+
+    The next update begins while it is being written, and needs gradients (a third of the state) and activations.
+    """
+    try:
+        return 4 * num_bytes <= available_bytes()
+    except OSError:
+        return True
+
+
+def _line_of(path: str, name: str) -> int:
+    for line in Path(path).read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
-    raise OSError("/proc/self/status has no line RssAnon")
+    raise OSError(f"{path} has no line {name}")
 
 
 @cache

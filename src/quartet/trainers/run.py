@@ -39,6 +39,7 @@ from quartet.observe.background import BackgroundWriter
 from quartet.observe.digests import FileDigest
 from quartet.observe.jsonl import begins_with, replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
+from quartet.observe.memory import copy_fits
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.trackers import JsonlTracker, MultiTracker, TensorBoardTracker, Tracker
@@ -49,6 +50,7 @@ from quartet.train.checkpoint import (
     save_checkpoint,
     set_aside_after,
     snapshot,
+    state_bytes,
 )
 from quartet.trainers.devices import changes as device_changes
 from quartet.trainers.inputs import changed_inputs, input_digests
@@ -339,6 +341,8 @@ class RunDirectory:
     def save(self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Saves a checkpoint after ``step`` complete steps: takes a copy and returns, and writes it in the background.
 
+        Where memory does not allow a copy (``copy_fits``) it is written at once, from where it lies.
+
         It is complete only after everything handed over before, so that a run resumed from it lacks no record.
 
         Raises:
@@ -348,17 +352,23 @@ class RunDirectory:
         config = self.recipe.checkpoint
         info = {**info, "recipe": self.recipe.model_dump(mode="json"), "metrics.jsonl": asdict(self._metrics.written())}
         info = copy.deepcopy(info)
-        if config.background:
+        background = config.background and copy_fits(state_bytes(parts))
+        if not background:
+            self.drain()
+        else:
             if not self._writer.has_room(_CHECKPOINT):
                 with self.recorder.span("checkpoint_wait", step=step - 1, role=_WRITER):
                     self._writer.wait_for_room(_CHECKPOINT)
             with self.recorder.span("checkpoint_snapshot", step=step - 1, role=_WRITER):
                 parts = snapshot(parts)
         self.write_later(
-            _CHECKPOINT, step, lambda: save_checkpoint(self.checkpoints, step, parts, info, keep=config.keep)
+            _CHECKPOINT,
+            step,
+            lambda: save_checkpoint(self.checkpoints, step, parts, info, keep=config.keep),
+            background=background,
         )
 
-    def write_later(self, name: str, step: int, work: Callable[[], object]) -> None:
+    def write_later(self, name: str, step: int, work: Callable[[], object], *, background: bool | None = None) -> None:
         """Does ``work``, which writes something after ``step`` complete steps, in the background and in order.
 
         With ``checkpoint.background: false`` at once.
@@ -366,12 +376,12 @@ class RunDirectory:
         Args:
             name: of its span.
             work: may read only what does not change any more.
+            background: False for at once; default as the recipe says.
 
         Raises:
             as ``save``; an error of ``work`` comes out as it is.
         """
-
-        background = self.recipe.checkpoint.background
+        background = self.recipe.checkpoint.background if background is None else background
 
         def timed() -> None:
             mode = BACKGROUND if background else None
