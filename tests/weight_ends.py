@@ -1,8 +1,7 @@
 """Both ends of every weight transport, for the tests; run as a script, a process that is one of them.
 
-weight_ends.py engine              takes commands on standard input, one JSON object per line, and answers each
-weight_ends.py trainer RANK WORLD STORE [KIND ...]
-                                   one rank of a trainer with weights sharded on two axes
+weight_ends.py engine                     takes commands on standard input, one JSON object per line, and answers each
+weight_ends.py trainer RANK WORLD STORE   one rank of a trainer with weights sharded on two axes; the same
 """
 
 from __future__ import annotations
@@ -24,27 +23,28 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from quartet.weights import (
     GATE_UP,
-    CollectiveInlet,
-    CollectiveOutlet,
-    CudaIpcInlet,
-    CudaIpcOutlet,
-    DiskInlet,
-    DiskOutlet,
+    CollectiveReceive,
+    CollectiveSend,
+    CudaIpcReceive,
+    CudaIpcSend,
+    DiskReceive,
+    DiskSend,
     GatherWatch,
     Hasher,
     NamedSource,
-    Receiver,
-    Sender,
-    SharedMemoryInlet,
-    SharedMemoryOutlet,
-    SharedSender,
+    SharedMemoryReceive,
+    SharedMemorySend,
+    SharedReceive,
+    SharedSend,
     TensorSink,
+    WeightReceiver,
+    WeightSender,
     WeightSyncError,
     qkv,
-    take_part,
 )
-from quartet.weights.session import Inlet, Outlet
+from quartet.weights.messages import from_json, to_json
 from quartet.weights.shared_memory import Segment
+from quartet.weights.transport import ReceiveTransport, SendTransport
 
 BETWEEN_PROCESSES = ("shared_memory", "cuda_ipc", "collective", "disk")
 KINDS = ("shared", *BETWEEN_PROCESSES)
@@ -80,26 +80,35 @@ class SegmentHandles:
         pass
 
 
-def outlet(kind: str, folder: Path, bucket_bytes: int = BUCKET_BYTES) -> Outlet:
+def send_transport(
+    kind: str, folder: Path, num_receivers: int = 1, timeout_s: float = 20.0, bucket_bytes: int = BUCKET_BYTES
+) -> SendTransport:
+    small: dict[str, Any] = {"timeout_s": timeout_s, "bucket_bytes": bucket_bytes}
     made: dict[str, Any] = {
-        "shared_memory": SharedMemoryOutlet,
-        "cuda_ipc": lambda: CudaIpcOutlet(SegmentHandles(), bucket_bytes=bucket_bytes),
-        "collective": lambda: CollectiveOutlet(bucket_bytes=bucket_bytes),
-        "disk": lambda: DiskOutlet(folder / "published"),
+        "shared": lambda: SharedSend(num_receivers),
+        "shared_memory": lambda: SharedMemorySend(num_receivers, timeout_s=timeout_s),
+        "cuda_ipc": lambda: CudaIpcSend(num_receivers, handles=SegmentHandles(), **small),
+        "collective": lambda: CollectiveSend(num_receivers, **small),
+        "disk": lambda: DiskSend(folder / "published"),
     }
-    result: Outlet = made[kind]()
+    result: SendTransport = made[kind]()
     return result
 
 
-def inlet(kind: str) -> Inlet:
+def receive_transport(kind: str, rank: int = 0, timeout_s: float = 20.0) -> ReceiveTransport:
     made: dict[str, Any] = {
-        "shared_memory": SharedMemoryInlet,
-        "cuda_ipc": lambda: CudaIpcInlet(SegmentHandles()),
-        "collective": CollectiveInlet,
-        "disk": DiskInlet,
+        "shared": lambda: SharedReceive(rank),
+        "shared_memory": lambda: SharedMemoryReceive(rank, timeout_s=timeout_s),
+        "cuda_ipc": lambda: CudaIpcReceive(rank, timeout_s=timeout_s, handles=SegmentHandles()),
+        "collective": lambda: CollectiveReceive(rank, timeout_s=timeout_s),
+        "disk": DiskReceive,
     }
-    result: Inlet = made[kind]()
+    result: ReceiveTransport = made[kind]()
     return result
+
+
+def sender_of(weights: Mapping[str, Tensor]) -> WeightSender:
+    return WeightSender(lambda: weights.items(), device=torch.device("cpu"))
 
 
 def fused_weights(seed: int = 0) -> dict[str, Tensor]:
@@ -124,33 +133,33 @@ def reply(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
+def answer(end: WeightSender | WeightReceiver, message: Mapping[str, Any]) -> None:
+    """One message of a sync, as it goes between machines."""
+    print(json.dumps(to_json(end.answer(from_json(message)))), flush=True)
+
+
 # An engine in a process of its own -----------------------------------------------------------------------
 
 
 class Engine:
     def __init__(self) -> None:
-        self.receiver: Receiver | None = None
-        self.sink: TensorSink | None = None
-
-    def connect(self, kind: str, address: str, rank: int, timeout_s: float) -> dict[str, Any]:
-        if self.receiver is not None:
-            self.receiver.close()
-        self.receiver = Receiver(inlet(kind), address, rank=rank, timeout_s=timeout_s)
-        return {}
+        self.receiver: WeightReceiver | None = None
 
     def hold(self, staged: bool = False, adopts: bool = False) -> dict[str, Any]:
         self.weights = empty_like(fused_weights())
         self.sink = TensorSink(self.weights.items(), staged=staged, adopts=adopts)
+        if self.receiver is not None:
+            self.receiver.disconnect()
+        self.receiver = WeightReceiver(self.sink)
         return {}
 
-    def receive(self) -> dict[str, Any]:
-        assert self.receiver is not None and self.sink is not None
-        manifest = self.receiver.receive(self.sink)
-        return {"digest": manifest.digest, "version": manifest.version}
+    def use(self, kind: str, rank: int, timeout_s: float) -> dict[str, Any]:
+        assert self.receiver is not None
+        self.receiver.use(receive_transport(kind, rank, timeout_s))
+        return {}
 
     def state(self) -> dict[str, Any]:
-        assert self.sink is not None
-        digests = Hasher().digests(list(self.weights.values()))
+        digests = [Hasher().digest(tensor) for tensor in self.weights.values()]
         return {"version": self.sink.version, "status": str(self.sink.status), "digests": digests}
 
 
@@ -159,10 +168,11 @@ def run_engine() -> None:
     reply(pid=os.getpid())
     for line in sys.stdin:
         command = json.loads(line)
-        try:
+        if "do" in command:
             reply(**getattr(engine, command.pop("do"))(**command))
-        except WeightSyncError as error:
-            reply(error=type(error).__name__, text=str(error), rank=error.rank, tensor=error.tensor)
+        else:
+            assert engine.receiver is not None
+            answer(engine.receiver, command)
 
 
 # A sharded trainer ---------------------------------------------------------------------------------------
@@ -179,23 +189,19 @@ def sharded_weights(rank: int, world: int, store: str) -> dict[str, Tensor]:
     }
 
 
-def run_trainer(rank: int, world: int, store: str, kinds: list[str]) -> None:
+def run_trainer(rank: int, world: int, store: str, _: list[str]) -> None:
+    """Answers messages; a line ``{"use": KIND}`` before them chooses the transport."""
     weights = sharded_weights(rank, world, store)
-    folder = Path(store).parent
-    for kind in kinds:
-        source = NamedSource(lambda: weights.items(), fused=FUSED)
-        if rank > 0:
-            take_part(source)
-        elif kind == "shared":
-            sink = TensorSink(empty_like(fused_weights()).items(), fused=FUSED)
-            reply(kind=kind, digest=SharedSender([sink]).send(source, 1).digest, status=str(sink.status))
+    source = NamedSource(lambda: weights.items(), fused=FUSED)
+    sender = WeightSender(lambda: weights.items(), device=torch.device("cpu"), rank=rank)
+    reply(pid=os.getpid())
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "use" in command:
+            sender.use(send_transport(command["use"], Path(store).parent), source)
+            reply()
         else:
-            sender = Sender(outlet(kind, folder), timeout_s=30)
-            reply(kind=kind, address=str(sender.address))
-            sender.connect()
-            sender.send(source, 1)
-            sender.close()
-    dist.barrier()
+            answer(sender, command)
     dist.destroy_process_group()
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +24,19 @@ from quartet.weights import (
     FusedProjection,
     Manifest,
     NamedSource,
-    Receiver,
-    Sender,
-    SharedSender,
     Status,
     TensorSink,
     WeightMismatch,
+    WeightReceiver,
     WeightSender,
     WeightsRefused,
     WeightsUnusable,
     WeightSyncError,
     WeightSyncTimeout,
+    control,
+    sync_in_process,
 )
+from quartet.weights.messages import Answer, Message, Prepare, from_json, to_json
 
 ENDS = Path(__file__).parents[1] / "weight_ends.py"
 _spec = importlib.util.spec_from_file_location("weight_ends", ENDS)
@@ -64,44 +68,60 @@ def source_of(named: dict[str, Tensor]) -> NamedSource:
     return NamedSource(lambda: named.items())
 
 
-@dataclass
-class Ends:
-    """A transport with its sinks; receivers run in threads."""
+class Worker:
+    """An end that answers one message after the other on a thread of its own, and hears them as JSON."""
 
-    sender: WeightSender
-    sinks: Sequence[TensorSink]
-    receivers: list[Receiver] = field(default_factory=list)
+    def __init__(self, end: WeightSender | WeightReceiver) -> None:
+        self.end = end
+        self.thread = ThreadPoolExecutor(1)
 
-    def sync(self, source: Any, version: int) -> tuple[Manifest | BaseException, list[Manifest | BaseException]]:
-        """What the sender gives or raises, and what each receiver does."""
-        heard: list[Any] = [None] * len(self.receivers)
-
-        def receive(rank: int) -> None:
-            try:
-                heard[rank] = self.receivers[rank].receive(self.sinks[rank])
-            except BaseException as error:
-                heard[rank] = error
-
-        threads = [threading.Thread(target=receive, args=(rank,)) for rank in range(len(self.receivers))]
-        for thread in threads:
-            thread.start()
-        said: Manifest | BaseException
-        try:
-            said = self.sender.send(source, version)
-        except BaseException as error:
-            said = error
-        for thread in threads:
-            thread.join(30)
-            assert not thread.is_alive(), "a receiver does not come to an end"
-        return said, heard
-
-    def synced(self, source: Any, version: int) -> Manifest:
-        said, heard = self.sync(source, version)
-        for result in (said, *heard):
-            if isinstance(result, BaseException):
-                raise result
-        assert isinstance(said, Manifest) and all(manifest == said for manifest in heard)
+    async def ask(self, message: Message) -> Answer:
+        heard = from_json(json.loads(json.dumps(to_json(message))))
+        answer = await asyncio.get_running_loop().run_in_executor(self.thread, self.end.answer, heard)
+        said: Answer = from_json(json.loads(json.dumps(to_json(answer))))
         return said
+
+
+class Ends:
+    """A sender and its receivers over one transport."""
+
+    def __init__(self, kind: str, folder: Path, sinks: Sequence[TensorSink], timeout_s: float, limit_s: float) -> None:
+        self.kind = kind
+        self.sinks = list(sinks)
+        self.timeout_s = timeout_s
+        self.sender = Worker(ends.sender_of({}))
+        self.receivers = [Worker(WeightReceiver(sink)) for sink in sinks]
+        self._transport = partial(ends.send_transport, kind, folder, len(sinks), timeout_s)
+        for rank, worker in enumerate(self.receivers):
+            worker.end.use(ends.receive_transport(kind, rank, limit_s))
+        self._in_use: Any = None
+
+    def sync(self, source: Any, version: int) -> Manifest:
+        self.sender.end._source = source
+        if self._in_use is None:
+            self._in_use = self._transport()
+            self.sender.end.use(self._in_use)
+        receivers = [worker.ask for worker in self.receivers]
+        return asyncio.run(control.sync(self.sender.ask, receivers, version, timeout_s=self.timeout_s))
+
+    def failure(self, source: Any, version: int) -> BaseException:
+        """What the sync raises."""
+        with pytest.raises(BaseException) as caught:
+            self.sync(source, version)
+        return caught.value
+
+    def replace(self, rank: int, sink: TensorSink) -> None:
+        """Another receiver in the place of one; all ends are connected anew."""
+        self.sinks[rank] = sink
+        self.receivers[rank] = Worker(WeightReceiver(sink))
+        self._in_use = None
+        for number, worker in enumerate(self.receivers):
+            worker.end.use(ends.receive_transport(self.kind, number, self.timeout_s))
+
+    def close(self) -> None:
+        for worker in (self.sender, *self.receivers):
+            worker.thread.submit(worker.end.disconnect).result(30)
+            worker.thread.shutdown()
 
 
 Open = Callable[..., Ends]
@@ -117,23 +137,9 @@ def open_ends(kind: str, tmp_path: Path) -> Iterator[Open]:
     with contextlib.ExitStack() as stack:
 
         def opened(*sinks: TensorSink, timeout_s: float = 10.0, receiver_timeout_s: float | None = None) -> Ends:
-            if kind == "shared":
-                shared = SharedSender(sinks)
-                stack.callback(shared.close)
-                return Ends(shared, sinks)
-            sender = Sender(ends.outlet(kind, tmp_path), num_receivers=len(sinks), timeout_s=timeout_s)
-            stack.callback(sender.close)
-            connecting = threading.Thread(target=sender.connect)
-            connecting.start()
-            limit = receiver_timeout_s or timeout_s
-            receivers = [
-                Receiver(ends.inlet(kind), str(sender.address), rank=rank, timeout_s=limit)
-                for rank in reversed(range(len(sinks)))
-            ][::-1]
-            connecting.join()
-            for receiver in receivers:
-                stack.callback(receiver.close)
-            return Ends(sender, sinks, receivers)
+            made = Ends(kind, tmp_path, sinks, timeout_s, receiver_timeout_s or timeout_s)
+            stack.callback(made.close)
+            return made
 
         yield opened
 
@@ -156,7 +162,7 @@ def test_weights_arrive_bit_for_bit_again_and_again(open_ends: Open, how: str) -
     transport = open_ends(sink)
     assert sink.status is Status.EMPTY
     for version in (1, 2, 3):
-        manifest = transport.synced(source_of(weights(version)), version)
+        manifest = transport.sync(source_of(weights(version)), version)
         assert_equal(held, weights(version))
         assert (sink.version, sink.status, manifest.version) == (version, Status.READY, version)
         sink.require(version)
@@ -168,15 +174,15 @@ def test_two_engines_get_the_same(open_ends: Open) -> None:
     held = [ends.empty_like(weights()) for _ in range(2)]
     transport = open_ends(*(TensorSink(h.items()) for h in held))
     for version in (1, 2):
-        transport.synced(source_of(weights(version)), version)
+        transport.sync(source_of(weights(version)), version)
         for h in held:
             assert_equal(h, weights(version))
 
 
 def test_digests_do_not_depend_on_the_transport(open_ends: Open) -> None:
     transport = open_ends(TensorSink(ends.empty_like(weights()).items()))
-    manifest = transport.synced(source_of(weights()), 1)
-    alone = SharedSender([TensorSink(ends.empty_like(weights()).items())]).send(source_of(weights()), 7)
+    manifest = transport.sync(source_of(weights()), 1)
+    alone = sync_in_process(source_of(weights()), [TensorSink(ends.empty_like(weights()).items())], 7)
     assert (manifest.digests, manifest.digest) == (alone.digests, alone.digest)
     assert manifest.version == 1 and Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
 
@@ -186,7 +192,7 @@ def test_strided_destinations_are_filled_where_they_are(open_ends: Open) -> None
     new = {"w": torch.randn(40, 30), "b": torch.randn(8)}
     backing = torch.zeros(30, 40)
     held = {"w": backing.t(), "b": torch.zeros(16)[::2]}
-    open_ends(TensorSink(held.items())).synced(source_of(new), 1)
+    open_ends(TensorSink(held.items())).sync(source_of(new), 1)
     assert_equal(held, new)
     assert torch.equal(backing, new["w"].t())
 
@@ -196,9 +202,9 @@ def test_tied_weights_go_under_one_name(open_ends: Open) -> None:
     new = torch.randn(6, 4)
     sink = TensorSink([("embed.weight", embed), ("lm_head.weight", embed)])
     transport = open_ends(sink)
-    transport.synced(source_of({"lm_head.weight": new}), 1)
+    transport.sync(source_of({"lm_head.weight": new}), 1)
     assert torch.equal(embed, new)
-    transport.synced(source_of({"embed.weight": 2 * new, "lm_head.weight": 2 * new}), 2)
+    transport.sync(source_of({"embed.weight": 2 * new, "lm_head.weight": 2 * new}), 2)
     assert torch.equal(embed, 2 * new)
 
 
@@ -206,7 +212,7 @@ def test_the_source_sends_the_engines_dtype(open_ends: Open) -> None:
     held = {"w": torch.zeros(3, 5, dtype=torch.bfloat16), "n": torch.zeros(2, dtype=torch.int64)}
     new = {"w": torch.randn(3, 5), "n": torch.tensor([4, 5])}
     transport = open_ends(TensorSink(held.items()))
-    transport.synced(NamedSource(lambda: new.items(), dtype=torch.bfloat16), 1)
+    transport.sync(NamedSource(lambda: new.items(), dtype=torch.bfloat16), 1)
     assert_equal(held, {"w": new["w"].bfloat16(), "n": new["n"]})
 
 
@@ -236,9 +242,9 @@ def test_fused_projections_are_split_and_merged(open_ends: Open, at: str) -> Non
     sink = TensorSink(held.items(), fused=ends.FUSED if fused_sink else ())
     given = whole if at in ("source", "both") else split(whole)
     source = NamedSource(lambda: given.items(), fused=ends.FUSED if at in ("source", "both") else ())
-    manifest = open_ends(sink).synced(source, 1)
+    manifest = open_ends(sink).sync(source, 1)
     assert_equal(held, whole if fused_sink else split(whole))
-    alone = SharedSender([TensorSink(ends.empty_like(split(whole)).items())]).send(source_of(split(whole)), 1)
+    alone = sync_in_process(source_of(split(whole)), [TensorSink(ends.empty_like(split(whole)).items())], 1)
     assert manifest.digest == alone.digest
 
 
@@ -246,52 +252,76 @@ def test_a_fused_projection_that_does_not_divide_is_refused(open_ends: Open) -> 
     rule = FusedProjection("qkv_proj", ("q_proj", "k_proj", "v_proj"), (3, 1, 1))
     held = {"qkv_proj.weight": torch.zeros(10, 2)}
     transport = open_ends(TensorSink(held.items(), fused=(rule,)))
-    said, _ = transport.sync(NamedSource(lambda: {"qkv_proj.weight": torch.ones(9, 2)}.items(), fused=(rule,)), 1)
+    source = NamedSource(lambda: {"qkv_proj.weight": torch.ones(9, 2)}.items(), fused=(rule,))
+    said = transport.failure(source, 1)
     assert isinstance(said, WeightSyncError) and said.tensor == "qkv_proj.weight" and "9 rows" in said.found
 
 
+class Rank:
+    """One rank of a trainer, in a process of its own."""
+
+    def __init__(self, rank: int, world: int, store: Path) -> None:
+        command = [sys.executable, str(ENDS), "trainer", str(rank), str(world), str(store)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def tell(self, line: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(line) + "\n")
+        self.process.stdin.flush()
+
+    def heard(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    """Four ranks with weights sharded on two axes send them once over each transport, to a sink in this process."""
-    folder = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, str(ENDS), "trainer"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "4", str(folder / "store"), *KINDS], stdout=subprocess.PIPE, text=True, env=None
-        )
-        for rank in range(4)
-    ]
-    results: dict[str, dict[str, Any]] = {}
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Rank]]:
+    store = tmp_path_factory.mktemp("sharded") / "store"
+    found = [Rank(rank, 4, store) for rank in range(4)]
     try:
-        assert ranks[0].stdout is not None
-        for line in ranks[0].stdout:
-            said = json.loads(line)
-            if "address" in said:
-                held = ends.empty_like(ends.fused_weights())
-                sink = TensorSink(held.items(), fused=ends.FUSED)
-                receiver = Receiver(ends.inlet(said["kind"]), said["address"], timeout_s=30)
-                said["digest"] = receiver.receive(sink).digest
-                said |= {"held": held, "status": str(sink.status)}
-                receiver.close()
-            results[said["kind"]] = said
-        said_last = [rank.wait(60) for rank in ranks]
-        assert said_last == [0, 0, 0, 0]
-        yield results
+        for rank in found:
+            assert rank.heard()["pid"] == rank.process.pid
+        yield found
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-            if rank.stdout is not None:
-                rank.stdout.close()
+        for rank in found:
+            rank.end()
 
 
-def test_weights_sharded_on_two_axes_are_served_unsharded(kind: str, sharded: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES, indirect=True)
+def test_weights_sharded_on_two_axes_are_served_unsharded(kind: str, ranks: list[Rank]) -> None:
+    """Four ranks hear every message; rank 0 sends."""
     whole = ends.fused_weights()
-    alone = SharedSender([TensorSink(ends.empty_like(split(whole)).items())]).send(source_of(split(whole)), 1)
-    assert sharded[kind]["digest"] == alone.digest
-    assert sharded[kind]["status"] == "ready"
-    if kind != "shared":  # whose sink is in the trainer's process
-        assert_equal(sharded[kind]["held"], whole)
+    held = ends.empty_like(whole)
+    receiver = Worker(WeightReceiver(TensorSink(held.items(), fused=ends.FUSED)))
+    receiver.end.use(ends.receive_transport(kind))
+
+    def all_ranks(message: Message) -> Answer:
+        for rank in ranks:
+            rank.tell(to_json(message))
+        answers = [from_json(rank.heard()) for rank in ranks]
+        first: Answer = answers[0]
+        return first
+
+    async def ask(message: Message) -> Answer:
+        return await asyncio.to_thread(all_ranks, message)
+
+    for rank in ranks:
+        rank.tell({"use": kind})
+        assert rank.heard() == {}
+    manifest = asyncio.run(control.sync(ask, [receiver.ask], 1, timeout_s=30))
+    alone = sync_in_process(source_of(split(whole)), [TensorSink(ends.empty_like(split(whole)).items())], 1)
+    assert manifest.digest == alone.digest
+    assert_equal(held, whole)
+    receiver.end.disconnect()
+    receiver.thread.shutdown()
 
 
 # What does not fit ---------------------------------------------------------------------------------------
@@ -312,15 +342,14 @@ def test_what_does_not_fit_is_refused_before_the_first_byte(
     held = ends.empty_like(weights())
     sink = TensorSink(held.items())
     transport = open_ends(sink)
-    transport.synced(source_of(weights(1)), 1)
+    transport.sync(source_of(weights(1)), 1)
     wrong = weights(2)
     change(wrong)
-    said, heard = transport.sync(source_of(wrong), 2)
-    assert isinstance(said, WeightsRefused) and found in said.found
-    assert all(isinstance(error, WeightsRefused) for error in heard)
+    said = transport.failure(source_of(wrong), 2)
+    assert isinstance(said, WeightsRefused) and found in said.found and said.rank == 0
     assert_equal(held, weights(1))
     sink.require(1)
-    transport.synced(source_of(weights(2)), 2)
+    transport.sync(source_of(weights(2)), 2)
     assert_equal(held, weights(2))
 
 
@@ -333,23 +362,35 @@ class Counting(NamedSource):
             yield tensor
 
 
-def test_a_refused_sync_takes_part_in_every_gather(open_ends: Open) -> None:
-    """The trainer's other ranks know nothing of the refusal and wait in their collectives."""
+def test_a_refused_sync_gathers_nothing(open_ends: Open) -> None:
+    """The trainer's other ranks hear of the refusal before anything is gathered."""
     transport = open_ends(TensorSink([("w", torch.zeros(1))]))
     source = Counting(lambda: weights().items())
-    said, _ = transport.sync(source, 1)
-    assert isinstance(said, WeightsRefused)
+    assert isinstance(transport.failure(source, 1), WeightsRefused)
+    assert source.gathered == 0
+
+
+def test_a_sync_that_fails_takes_part_in_every_gather(open_ends: Open) -> None:
+    """The trainer's other ranks wait in their collectives for the one that sends."""
+
+    class Full(TensorSink):
+        def write(self, name: str, start: int, values: Tensor) -> None:
+            raise WeightSyncError("the engine is full", found=name, remedy="none")
+
+    transport = open_ends(Full(ends.empty_like(weights()).items()), timeout_s=2.0)
+    source = Counting(lambda: weights().items())
+    assert "the engine is full" in str(transport.failure(source, 1))
     assert source.gathered == len(weights())
 
 
 def test_an_older_version_is_refused(open_ends: Open) -> None:
     sink = TensorSink(ends.empty_like(weights()).items())
     transport = open_ends(sink)
-    transport.synced(source_of(weights()), 5)
-    said, _ = transport.sync(source_of(weights()), 4)
+    transport.sync(source_of(weights()), 5)
+    said = transport.failure(source_of(weights()), 4)
     assert isinstance(said, WeightsRefused) and "version 4 after 5" in said.found
     sink.require(5)
-    transport.synced(source_of(weights()), 5)
+    transport.sync(source_of(weights()), 5)
 
 
 # What goes wrong -----------------------------------------------------------------------------------------
@@ -360,15 +401,11 @@ class Corrupting(TensorSink):
 
     victim: str | None = None
 
-    def arrived(self, name: str) -> None:
+    def arrived(self, name: str, stop: int) -> None:
         if name == self.victim:
             self._change(name)
-        super().arrived(name)
-
-    def verify(self, manifest: Manifest) -> None:
-        if self.victim is not None and self.victim not in self._found:
-            self._change(self.victim)
-        super().verify(manifest)
+            self.victim = None
+        super().arrived(name, stop)
 
     def _change(self, name: str) -> None:
         self._targets[name].view(torch.uint8).view(-1)[3] ^= 0x80
@@ -377,16 +414,14 @@ class Corrupting(TensorSink):
 def test_other_contents_are_an_error_that_names_the_tensor_and_both_digests(open_ends: Open) -> None:
     sink = Corrupting(ends.empty_like(weights()).items())
     transport = open_ends(sink)
-    transport.synced(source_of(weights(1)), 1)
+    transport.sync(source_of(weights(1)), 1)
     sink.victim = "large.weight"
-    said, heard = transport.sync(source_of(weights(2)), 2)
-    assert isinstance(said, WeightMismatch) and said.tensor == "large.weight"
+    said = transport.failure(source_of(weights(2)), 2)
+    assert isinstance(said, WeightMismatch) and said.tensor == "large.weight" and said.rank == 0
     assert said.sent != said.arrived and said.sent in str(said) and said.arrived in str(said)
-    assert all(isinstance(error, WeightMismatch) for error in heard)
     with pytest.raises(WeightsUnusable, match="broke off halfway"):
         sink.require()
-    sink.victim = None
-    transport.synced(source_of(weights(2)), 2)
+    transport.sync(source_of(weights(2)), 2)
     sink.require(2)
 
 
@@ -394,10 +429,10 @@ def test_no_engine_serves_a_version_that_another_one_did_not_get(open_ends: Open
     held = ends.empty_like(weights())
     good, bad = TensorSink(held.items(), staged=True), Corrupting(ends.empty_like(weights()).items())
     transport = open_ends(good, bad)
-    transport.synced(source_of(weights(1)), 1)
+    transport.sync(source_of(weights(1)), 1)
     bad.victim = "a.weight"
-    said, _ = transport.sync(source_of(weights(2)), 2)
-    assert isinstance(said, WeightMismatch)
+    said = transport.failure(source_of(weights(2)), 2)
+    assert isinstance(said, WeightMismatch) and said.rank == 1
     good.require(1)
     assert_equal(held, weights(1))
     assert bad.status is Status.UNUSABLE
@@ -424,17 +459,16 @@ def test_a_sync_that_breaks_off_leaves_no_mixture(open_ends: Open, error: BaseEx
     held = ends.empty_like(weights())
     sink = TensorSink(held.items(), staged=staged)
     transport = open_ends(sink)
-    transport.synced(source_of(weights(1)), 1)
-    said, heard = transport.sync(Failing(weights(2), error, at=8), 2)
-    assert said is error
-    assert all(isinstance(result, WeightSyncError) and str(error) in str(result) for result in heard)
+    transport.sync(source_of(weights(1)), 1)
+    said = transport.failure(Failing(weights(2), error, at=8), 2)
+    assert said is error or said.__cause__ is error
     mixed = any(not torch.equal(held[name], tensor) for name, tensor in weights(1).items())
     assert not (staged and mixed)
     if sink.status is Status.READY:
         assert sink.version == 1 and not mixed
     else:
         assert sink.status is Status.UNUSABLE and not staged
-    transport.synced(source_of(weights(2)), 2)
+    transport.sync(source_of(weights(2)), 2)
     assert_equal(held, weights(2))
     sink.require(2)
 
@@ -452,113 +486,126 @@ class Hanging(NamedSource):
             yield tensor
 
 
-@pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES, indirect=True)
+WATCHED = ("shared_memory", "cuda_ipc", "collective")
+"""Transports whose two ends run at once and watch each other."""
+
+
+@pytest.mark.parametrize("kind", WATCHED, indirect=True)
 def test_a_sender_that_hangs_is_named_with_the_tensor(open_ends: Open) -> None:
     sink = TensorSink(ends.empty_like(weights()).items(), staged=True)
     transport = open_ends(sink, receiver_timeout_s=0.5)
-    transport.synced(source_of(weights(1)), 1)
+    transport.sync(source_of(weights(1)), 1)
     source = Hanging(weights(2), at=6)
-    failed: list[BaseException] = []
-
-    def receive() -> None:
-        try:
-            transport.receivers[0].receive(sink)
-        except WeightSyncError as error:
-            failed.append(error)
-        source.go_on.set()
-
-    thread = threading.Thread(target=receive)
-    thread.start()
-    with pytest.raises(WeightSyncError, match=r"did nothing for 0\.5 s"):
-        transport.sender.send(source, 2)
-    thread.join()
-    assert isinstance(failed[0], WeightSyncTimeout) and failed[0].rank == 0
-    assert failed[0].tensor is not None and f"{failed[0].tensor!r}" in str(failed[0])
+    threading.Timer(1.5, source.go_on.set).start()
+    said = transport.failure(source, 2)
+    assert isinstance(said, WeightSyncTimeout) and "the sender of weights" in said.problem
+    assert said.tensor == "steps" and f"{said.tensor!r}" in str(said)
     sink.require(1)
-    transport.synced(source_of(weights(2)), 2)
+    transport.sync(source_of(weights(2)), 2)
 
 
 class Slow(TensorSink):
-    """Does not come to an end when asked to take the tensor ``victim``, or to verify."""
+    """Does not come to an end when asked to take the tensor ``large.weight``."""
 
     stop: threading.Event | None = None
 
-    def _pause(self) -> None:
-        if self.stop is not None:
+    def arrived(self, name: str, stop: int) -> None:
+        if name == "large.weight" and self.stop is not None:
             self.stop.wait(30)
-
-    def write(self, name: str, start: int, values: Tensor) -> None:
-        if name == "large.weight":
-            self._pause()
-        super().write(name, start, values)
+        super().arrived(name, stop)
 
 
 @pytest.mark.parametrize("patience_s", [10.0, 1.0])
-@pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES, indirect=True)
-def test_a_receiver_that_hangs_is_named(open_ends: Open, kind: str, patience_s: float) -> None:
+@pytest.mark.parametrize("kind", WATCHED, indirect=True)
+def test_a_receiver_that_hangs_is_named_and_keeps_no_call_of_the_sender(
+    open_ends: Open, patience_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where another one gets tired of waiting before the sender does."""
-    quick, slow = (TensorSink(ends.empty_like(weights()).items()), Slow(ends.empty_like(weights()).items()))
+    monkeypatch.setattr(control, "GRACE_S", 0.5)
+    quick, slow = TensorSink(ends.empty_like(weights()).items()), Slow(ends.empty_like(weights()).items())
     transport = open_ends(quick, slow, timeout_s=1.0, receiver_timeout_s=patience_s)
-    transport.synced(source_of(weights(1)), 1)
+    transport.sync(source_of(weights(1)), 1)
     slow.stop = threading.Event()
-    results: list[Any] = [None, None]
-
-    def receive(rank: int) -> None:
-        try:
-            results[rank] = transport.receivers[rank].receive(transport.sinks[rank])
-        except WeightSyncError as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=receive, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    with pytest.raises(WeightSyncTimeout) as caught:
-        transport.sender.send(source_of(weights(2)), 2)
+    begin = time.monotonic()
+    said = transport.failure(source_of(weights(2)), 2)
+    assert time.monotonic() - begin < 8
+    assert isinstance(said, WeightSyncTimeout) and said.rank == 1 and "rank 1" in str(said)
+    assert said.tensor == "large.weight"
+    transport.sender.thread.submit(lambda: None).result(3)  # it answers already
     slow.stop.set()
-    for thread in threads:
-        thread.join(30)
-    assert caught.value.rank == 1 and "rank 1" in str(caught.value)
-    if kind in ("cuda_ipc", "collective"):  # whose receivers take the data piece by piece
-        assert caught.value.tensor == "large.weight"
-    assert all(isinstance(result, WeightSyncError) for result in results)
-    assert quick.status is not Status.READY and slow.status is Status.UNUSABLE
-    with pytest.raises(WeightSyncError, match=r"no connection to rank 1"):
-        transport.sender.send(source_of(weights(2)), 2)
+    for worker in transport.receivers:
+        worker.thread.submit(lambda: None).result(30)
+    for sink in (quick, slow):
+        assert sink.status is not Status.READY
+    slow.stop = None
+    transport.sync(source_of(weights(2)), 2)
+    for sink in transport.sinks:
+        sink.require(2)
 
 
-@pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES, indirect=True)
-def test_a_receiver_that_was_lost_is_replaced(open_ends: Open, kind: str) -> None:
-    held = ends.empty_like(weights())
-    stays, leaves = TensorSink(held.items()), TensorSink(ends.empty_like(weights()).items())
-    transport = open_ends(stays, leaves)
-    transport.synced(source_of(weights(1)), 1)
-    transport.receivers[1].close()
-    assert isinstance(transport.sender, Sender)
-    with pytest.raises(WeightSyncError, match=r"no connection to rank 1"):
-        transport.sender.send(source_of(weights(2)), 2)
-    connecting = threading.Thread(target=transport.sender.connect)
-    connecting.start()
-    transport.receivers[1] = Receiver(ends.inlet(kind), transport.sender.address, rank=1, timeout_s=10)
-    connecting.join()
-    transport.synced(source_of(weights(2)), 2)
-    assert_equal(held, weights(2))
-    transport.receivers[1].close()
+def test_an_end_that_does_not_answer_is_named(open_ends: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of the data nothing but the driver notices it."""
+    monkeypatch.setattr(control, "GRACE_S", 0.2)
+    release = threading.Event()
+
+    class Stuck(TensorSink):
+        def verify(self, manifest: Manifest) -> None:
+            release.wait(30)
+
+    transport = open_ends(
+        TensorSink(ends.empty_like(weights()).items()), Stuck(ends.empty_like(weights()).items()), timeout_s=0.5
+    )
+    said = transport.failure(source_of(weights(1)), 1)
+    release.set()
+    assert isinstance(said, WeightSyncTimeout) and said.rank == 1 and "did not answer" in said.problem
+
+
+def test_a_receiver_that_was_lost_is_replaced(open_ends: Open) -> None:
+    held = [ends.empty_like(weights()) for _ in range(3)]
+    transport = open_ends(*(TensorSink(h.items()) for h in held[:2]))
+    transport.sync(source_of(weights(1)), 1)
+    transport.replace(1, TensorSink(held[2].items()))
+    transport.sync(source_of(weights(2)), 2)
+    assert_equal(held[0], weights(2))
+    assert_equal(held[2], weights(2))
+    assert_equal(held[1], weights(1))
 
 
 @pytest.mark.parametrize("kind", ["shared_memory"], indirect=True)
-def test_who_was_given_up_on_keeps_its_weights_whole(open_ends: Open, kind: str) -> None:
+def test_who_was_given_up_on_keeps_its_weights_whole(open_ends: Open) -> None:
     """An engine that lives on behind a lost connection still reads the memory that it adopted."""
-    lost = ends.empty_like(weights())
+    lost, held = ends.empty_like(weights()), ends.empty_like(weights())
     transport = open_ends(TensorSink(lost.items(), adopts=True))
-    transport.synced(source_of(weights(1)), 1)
-    transport.receivers[0]._link.channel.close()
-    assert isinstance(transport.sender, Sender)
-    connecting = threading.Thread(target=transport.sender.connect)
-    connecting.start()
-    held = ends.empty_like(weights())
-    receiver = Receiver(ends.inlet(kind), transport.sender.address, timeout_s=10)
-    connecting.join()
-    Ends(transport.sender, [TensorSink(held.items(), adopts=True)], [receiver]).synced(source_of(weights(2)), 2)
+    transport.sync(source_of(weights(1)), 1)
+    transport.replace(0, TensorSink(held.items(), adopts=True))
+    transport.sync(source_of(weights(2)), 2)
     assert_equal(held, weights(2))
     assert_equal(lost, weights(1))
-    receiver.close()
+
+
+def test_a_sync_that_another_engine_refuses_takes_nothing_from_one_that_adopted(open_ends: Open) -> None:
+    """What stands in the memory of both has not been touched."""
+    held = [ends.empty_like(weights()) for _ in range(2)]
+    sleeps = False
+
+    def refuse() -> None:
+        if sleeps:
+            raise WeightsRefused("the engine sleeps", found="no room", remedy="wake it")
+
+    transport = open_ends(TensorSink(held[0].items(), adopts=True), TensorSink(held[1].items(), on_begin=refuse))
+    transport.sync(source_of(weights(1)), 1)
+    sleeps = True
+    said = transport.failure(source_of(weights(2)), 2)
+    assert isinstance(said, WeightsRefused) and said.rank == 1
+    transport.sinks[0].require(1)
+    assert_equal(held[0], weights(1))
+    sleeps = False
+    transport.sync(source_of(weights(2)), 2)
+
+
+@pytest.mark.parametrize("kind", ["shared_memory"], indirect=True)
+def test_messages_that_are_none_are_refused(open_ends: Open) -> None:
+    assert from_json({"type": "Prepare", "version": 3}) == Prepare(3)
+    for wrong in ({"type": "Prepare"}, {"type": "Explode"}, {"type": "Pieces", "sync": 1, "more": 2}, {}):
+        with pytest.raises(WeightSyncError, match="no message of a weight sync"):
+            from_json(wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,16 @@ from torch import Tensor
 
 from quartet.weights import (
     Hasher,
+    Manifest,
     NamedSource,
-    Receiver,
-    Sender,
     Status,
     TensorSink,
+    WeightReceiver,
     WeightSyncError,
     WeightSyncTimeout,
+    control,
 )
+from quartet.weights.messages import Answer, Message, from_json, to_json
 
 ENDS = Path(__file__).parents[1] / "weight_ends.py"
 _spec = importlib.util.spec_from_file_location("weight_ends", ENDS)
@@ -46,6 +50,7 @@ class EngineProcess:
         command = [sys.executable, str(ENDS), "engine"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = self.heard()["pid"]
+        self._thread = ThreadPoolExecutor(1)
 
     @property
     def lives(self) -> bool:
@@ -66,6 +71,25 @@ class EngineProcess:
     def ask(self, do: str, **fields: Any) -> dict[str, Any]:
         self.tell(do, **fields)
         return self.heard()
+
+    async def answer(self, message: Message) -> Answer:
+        """To a message of a sync; one after the other, as a worker's calls."""
+
+        def asked() -> Answer:
+            answer: Answer = from_json(self.ask_line(json.dumps(to_json(message))))
+            return answer
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, asked)
+
+    def ask_line(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return self.heard()
+
+    def idle(self) -> None:
+        """Returns when nothing is asked of it."""
+        self._thread.submit(lambda: None).result(30)
 
     def end(self) -> None:
         self._process.kill()
@@ -96,34 +120,42 @@ def engines(running: list[EngineProcess]) -> list[EngineProcess]:
     return running
 
 
+class Sync:
+    """A sender in this process and engines in others, over one transport."""
+
+    def __init__(
+        self, kind: str, engines: list[EngineProcess], folder: Path, timeout_s: float, engine_timeout_s: float
+    ) -> None:
+        self.engines = engines
+        self.timeout_s = timeout_s
+        self._sender = ends.sender_of({})
+        self._transport = ends.send_transport(kind, folder, len(engines), timeout_s)
+        self._sender.use(self._transport)
+        for rank, engine in enumerate(engines):
+            engine.ask("use", kind=kind, rank=rank, timeout_s=engine_timeout_s)
+
+    def run(self, source: Any, version: int) -> Manifest:
+        self._sender._source = source
+
+        async def ask(message: Message) -> Answer:
+            return await asyncio.to_thread(self._sender.answer, message)
+
+        calls = [engine.answer for engine in self.engines]
+        return asyncio.run(control.sync(ask, calls, version, timeout_s=self.timeout_s))
+
+    def close(self) -> None:
+        self._sender.disconnect()
+
+
 @contextlib.contextmanager
 def connected(
     kind: str, engines: list[EngineProcess], folder: Path, *, timeout_s: float = 20.0, engine_timeout_s: float = 20.0
-) -> Iterator[Sender]:
-    sender = Sender(ends.outlet(kind, folder), num_receivers=len(engines), timeout_s=timeout_s)
+) -> Iterator[Sync]:
+    sync = Sync(kind, engines, folder, timeout_s, engine_timeout_s)
     try:
-        join(kind, sender, dict(enumerate(engines)), engine_timeout_s)
-        yield sender
+        yield sync
     finally:
-        sender.close()
-
-
-def join(kind: str, sender: Sender, engines: dict[int, EngineProcess], timeout_s: float) -> None:
-    for rank, engine in engines.items():
-        engine.tell("connect", kind=kind, address=str(sender.address), rank=rank, timeout_s=timeout_s)
-    sender.connect()
-    for engine in engines.values():
-        assert engine.heard() == {}
-
-
-def sync(sender: Sender, engines: list[EngineProcess], source: Any, version: int) -> list[dict[str, Any]]:
-    """What the engines say of a sync that goes well."""
-    for engine in engines:
-        engine.tell("receive")
-    manifest = sender.send(source, version)
-    heard = [engine.heard() for engine in engines]
-    assert heard == [{"digest": manifest.digest, "version": version}] * len(engines)
-    return heard
+        sync.close()
 
 
 def source_of(seed: int) -> NamedSource:
@@ -132,7 +164,7 @@ def source_of(seed: int) -> NamedSource:
 
 
 def digests(seed: int) -> list[str]:
-    return Hasher().digests(list(ends.fused_weights(seed).values()))
+    return [Hasher().digest(tensor) for tensor in ends.fused_weights(seed).values()]
 
 
 class Interrupted(NamedSource):
@@ -165,9 +197,9 @@ def test_engines_in_other_processes_serve_what_was_sent(
     before = shared_memory_names()
     for engine in engines:
         engine.ask("hold", staged=how == "staged", adopts=how == "adopts")
-    with connected(kind, engines, tmp_path) as sender:
+    with connected(kind, engines, tmp_path) as sync:
         for version in (1, 2):
-            sync(sender, engines, source_of(version), version)
+            sync.run(source_of(version), version)
             expected = {"version": version, "status": "ready", "digests": digests(version)}
             assert [engine.ask("state") for engine in engines] == [expected, expected]
     assert shared_memory_names() == before
@@ -181,120 +213,131 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced(
     before = shared_memory_names()
     for engine in engines:
         engine.ask("hold", staged=staged)
-    with connected(kind, engines, tmp_path) as sender:
-        sync(sender, engines, source_of(1), 1)
-        for engine in engines:
-            engine.tell("receive")
+    with connected(kind, engines, tmp_path) as sync:
+        sync.run(source_of(1), 1)
         begin = time.monotonic()
 
         def kill() -> None:
             os.kill(engines[1].pid, signal.SIGKILL)
             time.sleep(0.3)  # as long as a tensor takes that is not as small as these
 
-        with pytest.raises(WeightSyncError, match=f"rank 1 .process {engines[1].pid} ") as caught:
-            sender.send(Interrupted(2, kill), 2)
-        assert time.monotonic() - begin < 5, "noticed by the closed connection, not by the time limit"
-        assert caught.value.rank == 1 and caught.value.tensor in list(ends.fused_weights())[2:]
-        assert "gave up the weight sync" in engines[0].heard()["text"]
+        with pytest.raises(WeightSyncError, match="engine of rank 1") as caught:
+            sync.run(Interrupted(2, kill), 2)
+        assert time.monotonic() - begin < 8, "noticed by the process that ended, not by the time limit"
+        assert caught.value.rank == 1
+        assert kind == "collective" or caught.value.tensor in ends.fused_weights()
         state = engines[0].ask("state")
         if staged or state["status"] == "ready":
             assert state == {"version": 1, "status": "ready", "digests": digests(1)}
         else:
             assert state["status"] == "unusable"
-        engines[1].end()
-        engines[1] = EngineProcess()
-        engines[1].ask("hold", staged=staged)
-        join(kind, sender, {1: engines[1]}, 20.0)
-        sync(sender, engines, source_of(3), 3)
+    engines[1].end()
+    engines[1] = EngineProcess()
+    engines[1].ask("hold", staged=staged)
+    with connected(kind, engines, tmp_path) as sync:
+        sync.run(source_of(3), 3)
         assert [engine.ask("state")["digests"] for engine in engines] == [digests(3)] * 2
     assert shared_memory_names() == before
 
 
 @pytest.mark.parametrize("kind", IN_PIECES)
 def test_an_engine_that_stands_still_is_named_after_the_time_limit(
-    kind: str, engines: list[EngineProcess], tmp_path: Path
+    kind: str, engines: list[EngineProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(control, "GRACE_S", 0.5)
     for engine in engines:
         engine.ask("hold")
-    with connected(kind, engines, tmp_path, timeout_s=1.5) as sender:
-        sync(sender, engines, source_of(1), 1)
-        for engine in engines:
-            engine.tell("receive")
+    with connected(kind, engines, tmp_path, timeout_s=1.5) as sync:
+        sync.run(source_of(1), 1)
         pid = engines[1].pid
-        try:
-            with pytest.raises(WeightSyncTimeout, match=f"did nothing for 1.5 s: rank 1 .process {pid} ") as caught:
-                sender.send(Interrupted(2, lambda: os.kill(pid, signal.SIGSTOP)), 2)
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        assert caught.value.rank == 1
+        # A thread waits for the answer that does not come; it must not keep the driver's loop from ending.
+        threading.Timer(6.0, os.kill, (pid, signal.SIGCONT)).start()
+        with pytest.raises(WeightSyncTimeout, match=r"rank 1 .*did nothing for 1.5 s") as caught:
+            sync.run(Interrupted(2, lambda: os.kill(pid, signal.SIGSTOP)), 2)
+        os.kill(pid, signal.SIGCONT)
+        assert caught.value.rank == 1 and caught.value.tensor in ends.fused_weights()
         for engine in engines:
-            assert engine.heard()["error"] == "WeightSyncError"
+            engine.idle()
             state = engine.ask("state")
-            assert state["status"] == "unusable" or state["digests"] == digests(1)
+            assert state["status"] != "ready" or state["digests"] == digests(1)
 
 
-@pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES)
+@pytest.mark.parametrize("kind", IN_PIECES)
 def test_a_trainer_that_stands_still_is_named_with_the_tensor(
     kind: str, engines: list[EngineProcess], tmp_path: Path
 ) -> None:
     for engine in engines:
         engine.ask("hold", staged=True)
-    with connected(kind, engines, tmp_path, engine_timeout_s=0.7) as sender:
-        sync(sender, engines, source_of(1), 1)
-        for engine in engines:
-            engine.tell("receive")
-        heard: list[dict[str, Any]] = []
-        with pytest.raises(WeightSyncError, match="did nothing for 0"):
-            sender.send(Interrupted(2, lambda: heard.extend(engine.heard() for engine in engines)), 2)
-        for answer in heard:
-            assert answer["error"] == "WeightSyncTimeout" and answer["rank"] == 0
-            assert answer["tensor"] == THIRD or (kind == "collective" and answer["tensor"] is not None)
+    with connected(kind, engines, tmp_path, engine_timeout_s=0.7) as sync:
+        sync.run(source_of(1), 1)
+        with pytest.raises(WeightSyncTimeout, match=r"the sender of weights .*did nothing for 0.7 s") as caught:
+            sync.run(Interrupted(2, lambda: time.sleep(2)), 2)
+        assert caught.value.tensor == THIRD
         expected = {"version": 1, "status": "ready", "digests": digests(1)}
         assert [engine.ask("state") for engine in engines] == [expected, expected]
-        sync(sender, engines, source_of(2), 2)
+        sync.run(source_of(2), 2)
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "collective"])
-def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", IN_PIECES)
+def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trainer's rank 0 of one that shards over two ranks; rank 1 is killed with it."""
     before = shared_memory_names()
     command = [sys.executable, str(ENDS), "trainer"]
-    ranks = [
-        subprocess.Popen([*command, str(rank), "2", str(tmp_path / "store"), kind], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), "2", str(tmp_path / "store")], **pipes) for rank in range(2)]
 
     class Killing(TensorSink):
         """Kills the trainer when the first tensor arrives."""
 
-        def arrived(self, name: str) -> None:
-            self.strike()
-
-        def write(self, name: str, start: int, values: Tensor) -> None:
-            super().write(name, start, values)
-            self.strike()
-
-        def strike(self) -> None:
+        def arrived(self, name: str, stop: int) -> None:
             for rank in ranks:
                 rank.kill()
+                rank.wait()
+            super().arrived(name, stop)
+
+    def told(line: dict[str, Any]) -> dict[str, Any]:
+        for rank in ranks:
+            rank.stdin.write(json.dumps(line) + "\n")
+            rank.stdin.flush()
+        answers = [rank.stdout.readline() for rank in ranks]
+        answer: dict[str, Any] = json.loads(answers[0])
+        return answer
+
+    async def ask(message: Message) -> Answer:
+        answer: Answer = from_json(await asyncio.to_thread(told, to_json(message)))
+        return answer
+
+    sink = Killing(ends.empty_like(ends.fused_weights()).items(), fused=ends.FUSED)
+    receiver = WeightReceiver(sink)
+    receiver.use(ends.receive_transport(kind, timeout_s=30))
+    told_end: list[BaseException] = []
+
+    async def receive(message: Message) -> Answer:
+        try:
+            return await asyncio.to_thread(receiver.answer, message)
+        except BaseException as error:
+            told_end.append(error)
+            raise
 
     try:
-        assert ranks[0].stdout is not None
-        address = json.loads(ranks[0].stdout.readline())["address"]
-        receiver = Receiver(ends.inlet(kind), address, timeout_s=30)
-        sink = Killing(ends.empty_like(ends.fused_weights()).items(), fused=ends.FUSED)
+        for rank in ranks:
+            assert rank.stdout.readline()
+        assert told({"use": kind}) == {}
         begin = time.monotonic()
-        with pytest.raises(WeightSyncError, match="is gone") as caught:
-            receiver.receive(sink)
-        assert time.monotonic() - begin < 20 and caught.value.tensor is not None
+        with pytest.raises(WeightSyncError, match="the trainer failed") as caught:
+            asyncio.run(control.sync(ask, [receive], 1, timeout_s=30))
+        assert time.monotonic() - begin < 20 and caught.value.tensor is not None and not told_end
         assert sink.status is Status.UNUSABLE
-        receiver.close()
     finally:
+        receiver.disconnect()
         for rank in ranks:
             rank.kill()
             rank.wait()
-            assert rank.stdout is not None
             rank.stdout.close()
+            with contextlib.suppress(BrokenPipeError):
+                rank.stdin.close()
     assert shared_memory_names() == before
 
 

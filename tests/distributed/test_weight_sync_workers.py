@@ -24,7 +24,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.schedule.role_group import RemoteGroup, RolesWorker
-from quartet.schedule.weight_sync import SendsWeights, TakesWeights, deliver, link, unlink
+from quartet.schedule.weight_sync import SendsWeights, TakesWeights, close_weight_sync, open_weight_sync, sync_weights
 from quartet.train.engine import Needs, TrainEngine
 from quartet.weights import WeightMismatch, WeightSyncError
 
@@ -93,10 +93,10 @@ class EngineHost(TakesWeights):
         sink, arrived = self.engine.weight_sink(), self.engine.weight_sink().arrived
 
         @torch.no_grad()
-        def changed(found: str) -> None:
+        def changed(found: str, stop: int) -> None:
             if found == name:
                 self.engine.packed.model.get_parameter(name).view(-1)[0] += 1
-            arrived(found)
+            arrived(found, stop)
 
         sink.arrived = changed  # type: ignore[method-assign]
 
@@ -146,13 +146,13 @@ def stage(whole: Stage) -> Stage:
 @pytest.mark.parametrize("transport", ["auto", "shared_memory", "collective"])
 def test_versions_and_canary_agree_after_every_sync(stage: Stage, transport: Any) -> None:
     async def run() -> str:
-        chosen = await link(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
+        chosen = await open_weight_sync(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
         for version in range(stage.version + 1, stage.version + 4):
             await stage.trainer.call(TrainerHost.train, version)
-            assert await deliver(stage.trainer, stage.handles, version, timeout_s=TIMEOUT_S) > 0
+            assert await sync_weights(stage.trainer, stage.handles, version, timeout_s=TIMEOUT_S) > 0
             await stage.served(version)
         stage.version = version
-        await unlink(stage.trainer, stage.handles)
+        await close_weight_sync(stage.trainer, stage.handles)
         return chosen
 
     assert asyncio.run(run()) == ("shared_memory" if transport == "auto" else transport)
@@ -161,12 +161,12 @@ def test_versions_and_canary_agree_after_every_sync(stage: Stage, transport: Any
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_an_engine_killed_in_mid_sync_is_named(stage: Stage, transport: Any) -> None:
     async def run() -> None:
-        await link(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
+        await open_weight_sync(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
         pid = stage.engines.processes[1].pid
         await stage.handles[1].call(EngineHost.dies_at, NAME)
         start = time.monotonic()
         with pytest.raises(WeightSyncError) as caught:
-            await deliver(stage.trainer, stage.handles, 20, timeout_s=TIMEOUT_S)
+            await sync_weights(stage.trainer, stage.handles, 20, timeout_s=TIMEOUT_S)
         assert time.monotonic() - start < TIMEOUT_S
         assert caught.value.rank == 1
         assert str(pid) in str(caught.value)
@@ -178,11 +178,11 @@ def test_an_engine_killed_in_mid_sync_is_named(stage: Stage, transport: Any) -> 
 
     async def again() -> None:
         """What is left works on with a new engine."""
-        await link(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
+        await open_weight_sync(stage.trainer, stage.handles, transport, timeout_s=TIMEOUT_S)
         await stage.trainer.call(TrainerHost.train, 2)
-        await deliver(stage.trainer, stage.handles, 20, timeout_s=TIMEOUT_S)
+        await sync_weights(stage.trainer, stage.handles, 20, timeout_s=TIMEOUT_S)
         await stage.served(20)
-        await unlink(stage.trainer, stage.handles)
+        await close_weight_sync(stage.trainer, stage.handles)
 
     stage.engines.restart()
     asyncio.run(again())
@@ -190,15 +190,15 @@ def test_an_engine_killed_in_mid_sync_is_named(stage: Stage, transport: Any) -> 
 
 def test_a_mismatch_travels_with_its_rank_tensor_and_digests(stage: Stage) -> None:
     async def run() -> None:
-        await link(stage.trainer, stage.handles, timeout_s=TIMEOUT_S)
+        await open_weight_sync(stage.trainer, stage.handles, timeout_s=TIMEOUT_S)
         await stage.handles[1].call(EngineHost.changes, NAME)
         with pytest.raises(WeightMismatch) as caught:
-            await deliver(stage.trainer, stage.handles, 30, timeout_s=TIMEOUT_S)
+            await sync_weights(stage.trainer, stage.handles, 30, timeout_s=TIMEOUT_S)
         assert caught.value.tensor == NAME and caught.value.sent != caught.value.arrived
         for handle in stage.handles:
             assert await handle.call(EngineHost.version) != 30
             with pytest.raises(UserError, match="cannot compute with"):
                 await handle.call(EngineHost.sing)
-        await unlink(stage.trainer, stage.handles)
+        await close_weight_sync(stage.trainer, stage.handles)
 
     asyncio.run(run())

@@ -33,7 +33,7 @@ from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.rollout.weights import DiscardedWeights, num_bytes_of
-from quartet.weights import NamedSource, SharedSender, TensorSink, WeightsRefused
+from quartet.weights import NamedSource, TensorSink, WeightsRefused, sync_in_process
 
 
 class _Stream:
@@ -430,11 +430,7 @@ class NativeEngine:
             self._take_version(version)
             return
         pairs, sink = list(source), self.weight_sink()
-        sender = SharedSender([sink])
-        try:
-            sender.send(NamedSource(lambda: pairs, like=sink.dtypes()), version)
-        finally:
-            sender.close()
+        sync_in_process(NamedSource(lambda: pairs, like=sink.dtypes()), [sink], version)
 
     def sleep(self) -> int:
         before = held_bytes(self.packed.device)

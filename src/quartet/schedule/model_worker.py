@@ -22,7 +22,7 @@ from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed import PackedModel, PackedScalarModel
 from quartet.schedule.leases import Mode
 from quartet.schedule.movable import Movable
-from quartet.schedule.weight_ends import SendsWeights
+from quartet.schedule.weight_sync import SendsWeights
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import LossTerm, Needs, Objective, TrainEngine, forward_only
 from quartet.train.offload import Offload, Store

@@ -23,7 +23,7 @@ from quartet.rollout.protocol import (
 from quartet.rollout.weights import num_bytes_of
 from quartet.schedule.leases import Mode
 from quartet.schedule.movable import Movable
-from quartet.schedule.weight_ends import TakesWeights
+from quartet.schedule.weight_sync import TakesWeights
 from quartet.train.offload import Moved, Offload, Store
 
 CANARY = "canary"

@@ -22,7 +22,7 @@ from quartet.schedule.model_worker import ModelWorker, ScoreWorker, TrainWorker
 from quartet.schedule.movable import Movable
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup
 from quartet.schedule.rollout_worker import NativeRolloutWorker
-from quartet.schedule.weight_sync import deliver, link
+from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.trainers.cast import Cast
 from quartet.trainers.loader import Passed
 from quartet.trainers.placing import shares_actor, shares_reference
@@ -65,7 +65,7 @@ class Company:
         """Opens the way of the weights from the actor to its engines; again, after workers were replaced."""
         sync = self.recipe.weight_sync
         for trainer, engines in [] if self.shares_actor else self.senders():
-            await link(trainer, engines, sync.transport, timeout_s=sync.timeout_s)
+            await open_weight_sync(trainer, engines, sync.transport, timeout_s=sync.timeout_s)
 
     async def deliver(self, version: int) -> int:
         """The actor's weights of ``version`` into all engines; returns the bytes that moved."""
@@ -74,7 +74,7 @@ class Company:
                 await engine.call(NativeRolloutWorker.share, version)
             return 0
         timeout_s = self.recipe.weight_sync.timeout_s
-        ways = [deliver(trainer, engines, version, timeout_s=timeout_s) for trainer, engines in self.senders()]
+        ways = [sync_weights(trainer, engines, version, timeout_s=timeout_s) for trainer, engines in self.senders()]
         return sum(await asyncio.gather(*ways))
 
     async def sizes(self) -> Sizes:

@@ -1,27 +1,31 @@
 """Weights from a trainer to its rollout engines.
 
-A ``WeightSource`` gives whole tensors, a sink takes them, and one of five transports lies between:
+A ``WeightSender`` gives whole tensors, ``WeightReceiver``s take them into a ``TensorSink`` each, and one of five
+transports lies between:
 
-================ ============================= ==================================================================
-transport        the two halves                where it fits
-================ ============================= ==================================================================
-shared           ``SharedSender``              one process; zero copies
-shared_memory    ``SharedMemoryOutlet/Inlet``  one machine; one copy, refreshed in place, served by many engines
-cuda_ipc         ``CudaIpcOutlet/Inlet``       processes on one GPU
-collective       ``CollectiveOutlet/Inlet``    several GPUs or machines (NCCL, gloo)
-disk             ``DiskOutlet/Inlet``          engines that only load files; engines that start later
-================ ============================= ==================================================================
+================ ==================================== ===========================================================
+transport        the two halves                       where it fits
+================ ==================================== ===========================================================
+shared           ``SharedSend/Receive``               one process; zero copies
+shared_memory    ``SharedMemorySend/Receive``         one machine; one copy, refreshed in place, for many engines
+cuda_ipc         ``CudaIpcSend/Receive``              processes on one GPU
+collective       ``CollectiveSend/Receive``           several GPUs or machines (NCCL, gloo)
+disk             ``DiskSend/Receive``                 engines that only load files; engines that start later
+================ ==================================== ===========================================================
 
-``manifest`` and ``digest`` say what is on the wire, ``source`` and ``sink`` are the ends, ``fusion`` is the change of
-layout between them, ``control``, ``exchange`` and ``session`` are the protocol that all transports but ``shared`` have.
+``messages`` is the protocol, ``endpoint`` are the ends that answer it, ``control`` is the driver that carries it
+between them. ``manifest`` and ``digest`` say what was sent, ``source`` and ``sink`` are what is read and written,
+``fusion`` is the change of layout between them, ``progress`` is how the ends watch each other while data move.
 """
 
-from quartet.weights.collective import CollectiveInlet, CollectiveOutlet
-from quartet.weights.control import Address
-from quartet.weights.cuda_ipc import CudaIpcInlet, CudaIpcOutlet
+from quartet.weights.collective import CollectiveReceive, CollectiveSend
+from quartet.weights.control import choose_transport, connect, disconnect, sync
+from quartet.weights.cuda_ipc import CudaIpcReceive, CudaIpcSend
 from quartet.weights.digest import Hasher
-from quartet.weights.disk import DiskInlet, DiskOutlet, load_published, published
+from quartet.weights.disk import DiskReceive, DiskSend, load_published, published
+from quartet.weights.endpoint import WeightReceiver, WeightSender
 from quartet.weights.errors import (
+    OtherEndFailed,
     WeightMismatch,
     WeightsRefused,
     WeightsUnusable,
@@ -30,45 +34,53 @@ from quartet.weights.errors import (
 )
 from quartet.weights.fusion import GATE_UP, FusedProjection, qkv, split_fused
 from quartet.weights.manifest import Manifest, TensorSpec
-from quartet.weights.session import Receiver, Sender, WeightSender
-from quartet.weights.shared import SharedSender
-from quartet.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
-from quartet.weights.sink import Status, TensorSink, WeightSink
+from quartet.weights.messages import Answer, Endpoint, Message, Transport
+from quartet.weights.shared import SharedReceive, SharedSend, sync_in_process
+from quartet.weights.shared_memory import SharedMemoryReceive, SharedMemorySend
+from quartet.weights.sink import Status, TensorSink
 from quartet.weights.source import GatherWatch, NamedSource, WeightSource, take_part
 
 __all__ = [
     "GATE_UP",
-    "Address",
-    "CollectiveInlet",
-    "CollectiveOutlet",
-    "CudaIpcInlet",
-    "CudaIpcOutlet",
-    "DiskInlet",
-    "DiskOutlet",
+    "Answer",
+    "CollectiveReceive",
+    "CollectiveSend",
+    "CudaIpcReceive",
+    "CudaIpcSend",
+    "DiskReceive",
+    "DiskSend",
+    "Endpoint",
     "FusedProjection",
     "GatherWatch",
     "Hasher",
     "Manifest",
+    "Message",
     "NamedSource",
-    "Receiver",
-    "Sender",
-    "SharedMemoryInlet",
-    "SharedMemoryOutlet",
-    "SharedSender",
+    "OtherEndFailed",
+    "SharedMemoryReceive",
+    "SharedMemorySend",
+    "SharedReceive",
+    "SharedSend",
     "Status",
     "TensorSink",
     "TensorSpec",
+    "Transport",
     "WeightMismatch",
+    "WeightReceiver",
     "WeightSender",
-    "WeightSink",
     "WeightSource",
     "WeightSyncError",
     "WeightSyncTimeout",
     "WeightsRefused",
     "WeightsUnusable",
+    "choose_transport",
+    "connect",
+    "disconnect",
     "load_published",
     "published",
     "qkv",
     "split_fused",
+    "sync",
+    "sync_in_process",
     "take_part",
 ]

@@ -5,14 +5,15 @@ Both ends make the same plan from the announced tensors, so a bucket needs no de
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from quartet.weights.digest import bytes_of
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.sink import WeightSink
+from quartet.weights.progress import Progress
+from quartet.weights.sink import TensorSink
 
 ALIGNMENT = 16
 """Bytes; every dtype can then be viewed where its span begins."""
@@ -50,9 +51,12 @@ class Bucket:
     def num_bytes(self) -> int:
         return self.spans[-1].offset + self.spans[-1].num_bytes if self.spans else 0
 
-    def unpack(self, buffer: Tensor, sink: WeightSink) -> None:
+    def unpack(self, buffer: Tensor, sink: TensorSink, progress: Progress, index: Mapping[str, int]) -> None:
+        """Brings its spans to ``sink`` and notes on which tensor this works, by ``index``."""
         for span in self.spans:
+            progress.note(tensor=index[span.spec.name])
             sink.write(span.spec.name, span.start, span.view(buffer))
+            sink.arrived(span.spec.name, span.start + span.count)
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:

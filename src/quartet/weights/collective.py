@@ -1,15 +1,15 @@
 """Transport ``collective``: broadcasts of double-buffered buckets in a process group of its own.
 
-The group (gloo for CPU buffers, NCCL for CUDA) is formed once, in the first sync, after the handshake: a collective
-among different torch releases can hang or worse. It is not the trainer's default group, so nothing of the trainer's
-waits for it. While one bucket is under way the next is filled. Every wait watches the control connections, too: a
-receiver that dies is noticed by its closed connection, and a broadcast that hangs is given up with the name of the
-receiver that is behind. The group is then of no use; the next sync forms another one.
+The group (gloo for CPU buffers, NCCL for CUDA) is formed in the first sync, from torch's own store, and it is not the
+trainer's default group, so nothing of the trainer's waits for it. While one bucket is under way the next is filled.
+Every wait watches the positions of the other ends, which stand in the group's store: a broadcast that hangs is given
+up with the name of the receiver that is behind. The group is then of no use; the next sync forms another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +19,13 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from quartet.weights.buckets import Bucket, Packer, fill, plan_buckets
-from quartet.weights.control import Message
 from quartet.weights.digest import Hasher
 from quartet.weights.errors import WeightSyncError
-from quartet.weights.exchange import Exchange, Link, unexpected
-from quartet.weights.manifest import Manifest, TensorSpec
-from quartet.weights.session import Inlet, Offer, Outlet
-from quartet.weights.sink import WeightSink
+from quartet.weights.manifest import TensorSpec
+from quartet.weights.messages import Announcement, Offer
+from quartet.weights.progress import SENDER, Progress, StoreBoard
+from quartet.weights.sink import TensorSink
+from quartet.weights.transport import ReceiveTransport, SendTransport
 
 NUM_BUFFERS = 2
 _LONG = timedelta(days=1)
@@ -59,10 +59,6 @@ class _Group:
         self._backend.abort()
 
 
-def _came(rank: int) -> str:
-    return f"receiver {rank}"
-
-
 def _not_formed(found: str, rank: int | None = None) -> WeightSyncError:
     return WeightSyncError(
         "the group for weight syncs could not be formed",
@@ -72,166 +68,221 @@ def _not_formed(found: str, rank: int | None = None) -> WeightSyncError:
     )
 
 
-class CollectiveOutlet(Outlet):
+def _came(rank: int) -> str:
+    return f"receiver {rank}"
+
+
+_numbers = itertools.count(1)
+
+
+class CollectiveSend(SendTransport):
     """
     Args:
+        host: where receivers reach this machine.
+        timeout_s: how long a receiver may stand still; with gloo also how long one bucket may take.
         device: of the buffers; its type chooses the back end.
         bucket_bytes: of each of the two buffers, on every end.
     """
 
     kind = "collective"
-    same_torch = True
 
     def __init__(
-        self, *, device: torch.device | str = "cpu", bucket_bytes: int = 2**26, hasher: Hasher | None = None
+        self,
+        num_receivers: int = 1,
+        *,
+        host: str = "127.0.0.1",
+        timeout_s: float = 120.0,
+        device: torch.device | str = "cpu",
+        bucket_bytes: int = 2**26,
+        hasher: Hasher | None = None,
     ) -> None:
+        self._num_receivers = num_receivers
+        self._host = host
+        self._timeout_s = timeout_s
         self._device = torch.device(device)
         self._bucket_bytes = bucket_bytes
         self._hasher = hasher or Hasher()
         self._buffers: list[Tensor] = []
         self._under_way: dict[int, Any] = {}
+        self._store: Any = None
         self._group: _Group | None = None
-        self._members = -1
+        self._progress: Progress | None = None
 
-    def open(self, specs: Sequence[TensorSpec], exchange: Exchange) -> Offer:
-        self._exchange = exchange
-        if self._group is None or self._members != exchange.hub.memberships:
-            self._form(exchange)
-        if not self._buffers:
-            self._buffers = [
-                torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)
-            ]
-        self._packer = Packer(plan_buckets(specs, self._bucket_bytes))
+    def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
+        size = 1 + self._num_receivers
+        if self._store is None:
+            limit = timedelta(seconds=self._timeout_s)
+            self._store = dist.TCPStore(self._host, 0, size, is_master=True, timeout=limit, wait_for_workers=False)
+            self._number = next(_numbers)
+        board = StoreBoard(self._store)
+        board.clear(size)
+        self._progress = Progress(board, SENDER, range(1, size), specs, self._timeout_s)
         self._under_way = {}
-        return {"bucket_bytes": self._bucket_bytes}
+        return {
+            "group": self._number,
+            "host": self._host,
+            "port": self._store.port,
+            "size": size,
+            "device": self._device.type,
+            "bucket_bytes": self._bucket_bytes,
+        }
 
-    def _form(self, exchange: Exchange) -> None:
-        hub, limit = exchange.hub, timedelta(seconds=exchange.hub.timeout_s)
-        host, size = hub.address.host, 1 + hub.num_receivers
-        store = dist.TCPStore(host, 0, size, is_master=True, timeout=limit, wait_for_workers=False)
-        exchange.tell("join", host=host, port=store.port, size=size, device=self._device.type)
+    def send(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
+        assert self._progress is not None
+        if self._group is None:
+            self._form()
+        buckets, digests = plan_buckets(specs, self._bucket_bytes), []
+        packer = Packer(buckets)
+        for index, spec in enumerate(specs):
+            self._progress.note(tensor=index)
+            tensor = next(tensors)
+            for bucket, span, completes in packer.spans_of(spec):
+                if span is bucket.spans[0]:
+                    self._wait(bucket.number - NUM_BUFFERS)
+                fill(span, tensor, self._buffers[bucket.number % NUM_BUFFERS])
+                if completes:
+                    self._ship(bucket)
+            digests.append(self._hasher.digest(tensor))
+        for number in sorted(self._under_way):
+            self._wait(number)
+        self._progress.wait(len(buckets))
+        return digests
+
+    def _form(self) -> None:
         try:
-            self._group = _Group(store, 0, size, self._device, hub.timeout_s)
+            self._group = _Group(self._store, 0, 1 + self._num_receivers, self._device, self._timeout_s)
         except RuntimeError as error:
-            away = [rank for rank in range(hub.num_receivers) if not store.check([_came(rank)])]
+            away = [rank for rank in range(self._num_receivers) if not self._store.check([_came(rank)])]
             found = f"rank {away[0]} did not come" if away else str(error)
             raise _not_formed(found, away[0] if away else None) from error
-        self._members = hub.memberships
-        exchange.wait("joined", doing="the call to form a group")
-
-    def put(self, spec: TensorSpec, tensor: Tensor) -> str:
-        for bucket, span, completes in self._packer.spans_of(spec):
-            slot = bucket.number % NUM_BUFFERS
-            if span is bucket.spans[0]:
-                self._wait(bucket.number - NUM_BUFFERS)
-            fill(span, tensor, self._buffers[slot])
-            if completes:
-                self._ship(bucket)
-        return self._hasher.digest(tensor)
+        self._buffers = _buffers(self._bucket_bytes, self._device)
 
     def _ship(self, bucket: Bucket) -> None:
-        assert self._group is not None
-        self._exchange.tell("bucket", number=bucket.number)
+        assert self._group is not None and self._progress is not None
+        self._progress.note(step=bucket.number + 1)
         buffer = self._buffers[bucket.number % NUM_BUFFERS]
         try:
             self._under_way[bucket.number] = self._group.broadcast(buffer[: bucket.num_bytes])
         except RuntimeError as error:
-            raise self._exchange.broke(error) from error
+            raise self._progress.broke(error) from error
 
     def _wait(self, number: int) -> None:
         """Until the bucket's buffer may be used again."""
         work = self._under_way.pop(number, None)
         if work is not None:
-            doing = f"bucket {number}"
-            self._exchange.until(work.is_completed, behind="taken", number=number, doing=doing)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._exchange.broke(error) from error
+            assert self._progress is not None
+            _finish(work, self._progress, number + 1)
 
-    def finish(self, manifest: Manifest) -> None:
-        for number in sorted(self._under_way):
-            self._wait(number)
+    def fail(self, error: BaseException) -> None:
+        if self._progress is not None:
+            self._progress.fail(error)
+        self._drop()
 
-    def abort(self) -> None:
+    def _drop(self) -> None:
         if self._group is not None:
             self._group.abort()
-        self._group, self._under_way, self._buffers = None, {}, []
+        self._group, self._store, self._progress, self._under_way, self._buffers = None, None, None, {}, []
 
     def close(self) -> None:
-        self.abort()
+        self._drop()
         self._hasher.close()
 
 
-class CollectiveInlet(Inlet):
+class CollectiveReceive(ReceiveTransport):
     """
     Args:
+        timeout_s: how long the sender may stand still; with gloo also how long one bucket may take.
         device: of the buffers, of the same type as the sender's.
     """
 
     kind = "collective"
-    same_torch = True
 
-    def __init__(self, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, rank: int = 0, *, timeout_s: float = 120.0, device: torch.device | str = "cpu") -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
         self._device = torch.device(device)
+        self._offer: Offer = {}
+        self._store: Any = None
         self._group: _Group | None = None
         self._buffers: list[Tensor] = []
-        self._under_way: tuple[Bucket, Any] | None = None
+        self._progress: Progress | None = None
 
-    def join(self, message: Message, link: Link) -> None:
-        if message["device"] != self._device.type:
-            raise unexpected(f"buffers on {message['device']}, here on {self._device.type}")
-        self.abort()
-        limit = timedelta(seconds=link.timeout_s)
-        host, port, size = message["host"], message["port"], message["size"]
+    def open(self, announcement: Announcement, sink: TensorSink) -> None:
+        offer = announcement.offer
+        if offer["device"] != self._device.type:
+            raise WeightSyncError(
+                "the two ends of the weight sync are on devices of different types",
+                found=f"buffers on {offer['device']}, here on {self._device.type}",
+                remedy="place trainer and engines on devices of one type, or use shared_memory",
+            )
+        if offer != self._offer:
+            self._drop()
+
+    def receive(self, announcement: Announcement, sink: TensorSink) -> None:
+        offer, specs = announcement.offer, announcement.tensors
+        if self._group is None:
+            self._form(offer)
+        self._progress = Progress(StoreBoard(self._store), 1 + self._rank, [SENDER], specs, self._timeout_s)
+        index = {spec.name: number for number, spec in enumerate(specs)}
+        before: tuple[Bucket, Any] | None = None
+        for bucket in plan_buckets(specs, int(offer["bucket_bytes"])):
+            # While this one is received the one before is unpacked.
+            under_way = bucket, self._broadcast(bucket, self._progress)
+            if before is not None:
+                self._unpack(*before, sink, self._progress, index)
+            before = under_way
+        if before is not None:
+            self._unpack(*before, sink, self._progress, index)
+
+    def _form(self, offer: Offer) -> None:
+        limit = timedelta(seconds=self._timeout_s)
+        host, port, size = offer["host"], offer["port"], offer["size"]
         try:
-            store = dist.TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
-            store.set(_came(link.rank), "")
-            self._group = _Group(store, link.rank + 1, size, self._device, link.timeout_s)
+            self._store = dist.TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
+            self._store.set(_came(self._rank), "")
+            self._group = _Group(self._store, 1 + self._rank, size, self._device, self._timeout_s)
         except RuntimeError as error:
             raise _not_formed(f"{host}:{port}: {error}") from error
+        self._buffers, self._offer = _buffers(int(offer["bucket_bytes"]), self._device), offer
 
-    def open(self, offer: Offer, specs: Sequence[TensorSpec], sink: WeightSink, link: Link) -> None:
-        bucket_bytes = int(offer["bucket_bytes"])
-        if not self._buffers or len(self._buffers[0]) != bucket_bytes:
-            self._buffers = [
-                torch.empty(bucket_bytes, dtype=torch.uint8, device=self._device) for _ in range(NUM_BUFFERS)
-            ]
-        self._buckets = plan_buckets(specs, bucket_bytes)
-        self._link = link
-
-    def landed(self, name: str, sink: WeightSink) -> None:
-        pass  # it comes in buckets
-
-    def take(self, number: int, sink: WeightSink) -> int | None:
-        """Starts on this bucket, then unpacks the one before: it is received while the other is copied."""
+    def _broadcast(self, bucket: Bucket, progress: Progress) -> Any:
         assert self._group is not None
-        bucket, before = self._buckets[number], self._under_way
-        buffer = self._buffers[number % NUM_BUFFERS]
         try:
-            self._under_way = bucket, self._group.broadcast(buffer[: bucket.num_bytes])
+            return self._group.broadcast(self._buffers[bucket.number % NUM_BUFFERS][: bucket.num_bytes])
         except RuntimeError as error:
-            raise self._link.broke(error) from error
-        return None if before is None else self._unpack(*before, sink)
+            raise progress.broke(error) from error
 
-    def _unpack(self, bucket: Bucket, work: Any, sink: WeightSink) -> int:
-        self._link.until(work.is_completed, doing=f"to send bucket {bucket.number}")
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._link.broke(error) from error
-        bucket.unpack(self._buffers[bucket.number % NUM_BUFFERS], sink)
-        return bucket.number
+    def _unpack(self, bucket: Bucket, work: Any, sink: TensorSink, progress: Progress, index: dict[str, int]) -> None:
+        _finish(work, progress, bucket.number + 1)
+        bucket.unpack(self._buffers[bucket.number % NUM_BUFFERS], sink, progress, index)
+        progress.note(step=bucket.number + 1)
 
-    def finish(self, manifest: Manifest, sink: WeightSink) -> None:
-        if self._under_way is not None:
-            self._unpack(*self._under_way, sink)
-            self._under_way = None
+    def fail(self, error: BaseException) -> None:
+        if self._progress is not None:
+            self._progress.fail(error)
+        self._drop()
 
-    def abort(self) -> None:
+    def _drop(self) -> None:
         if self._group is not None:
             self._group.abort()
-        self._group, self._buffers, self._under_way = None, [], None
+        self._offer, self._group, self._store, self._progress, self._buffers = {}, None, None, None, []
 
     def close(self) -> None:
-        self.abort()
+        self._drop()
+
+
+def _buffers(num_bytes: int, device: torch.device) -> list[Tensor]:
+    return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+
+
+def _finish(work: Any, progress: Progress, step: int) -> None:
+    """Until this broadcast is through.
+
+    Raises:
+        WeightSyncError: it is not, and will not be.
+    """
+    progress.wait(step, work.is_completed)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise progress.broke(error) from error

@@ -1,386 +1,308 @@
-"""The conversation beside the data: JSON messages over TCP between the sender and its receivers.
+"""The driver of a weight sync: it carries the messages between a sender and its receivers, wherever they are.
 
-A message is its length in 4 bytes, big-endian, and that many bytes of JSON. Every wait has an end, a peer that dies is
-noticed at once because its connection closes, and a connection without the address's token is turned away.
+Every end is reached by a function from message to answer: a worker's call, say, or a request over HTTP. ``connect``
+chooses a transport, ``sync`` brings a version::
+
+    transport = await connect(sender, receivers)
+    manifest = await sync(sender, receivers, version=7)
 """
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import secrets
-import selectors
-import socket
-import struct
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
 
-import torch
+from quartet.config import UserError
+from quartet.weights.errors import (
+    OtherEndFailed,
+    WeightMismatch,
+    WeightsRefused,
+    WeightsUnusable,
+    WeightSyncError,
+    WeightSyncTimeout,
+)
+from quartet.weights.manifest import Manifest
+from quartet.weights.messages import (
+    SEQUENTIAL,
+    Abort,
+    Announcement,
+    Answer,
+    Commit,
+    ConnectReceiver,
+    ConnectSender,
+    Describe,
+    Disconnect,
+    Endpoint,
+    Failed,
+    Message,
+    Pieces,
+    Prepare,
+    Sealed,
+    Transport,
+    Verify,
+)
 
-from quartet.weights.errors import WeightSyncError, WeightSyncTimeout, at_tensor
-from quartet.weights.manifest import WIRE_FORMAT, other_wire_format
-
-Message = dict[str, Any]
-_LENGTH = struct.Struct("!I")
-_MAX_MESSAGE = 2**28
-HANDSHAKE_S = 10.0
-"""A connection that has not introduced itself by then is not one of ours."""
-
-
-class PeerGone(Exception):
-    """The other end closed the connection, or the machine did so for it."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a sender listens. As text, ``host:port/token``, it goes to the receivers by any way there is."""
-
-    host: str
-    port: int
-    token: str
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}/{self.token}"
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        """
-        Raises:
-            WeightSyncError: not ``host:port/token``.
-        """
-        place, _, token = text.partition("/")
-        host, _, port = place.rpartition(":")
-        if not host or not port.isdigit() or not token:
-            raise WeightSyncError(
-                "this is no address of a weight sender",
-                found=repr(text),
-                remedy="pass on str(sender.address) unchanged",
-            )
-        return cls(host, int(port), token)
+Ask = Callable[[Message], Awaitable[Answer]]
+"""Gives an end a message, and its answer back."""
+TIMEOUT_S = 120.0
+GRACE_S = 5.0
+"""Beyond its own limit an end gets so much to say how it ended."""
+SLOWEST_BYTES_PER_S = 1e7
+"""Slower data are a fault: the driver's limit for moving them all."""
 
 
-class Channel:
-    """One connection. ``peer`` names the other end in errors."""
+async def connect(
+    sender: Ask,
+    receivers: Sequence[Ask],
+    transport: Transport | Literal["auto"] = "auto",
+    *,
+    host: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Transport:
+    """Gives both ends their halves of a transport; again, after one was lost, with what stands in its place.
 
-    def __init__(self, connection: socket.socket, peer: str, timeout_s: float) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(timeout_s)
-        self.connection = connection
-        self.peer = peer
-        self._buffer = bytearray()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def close(self) -> None:
-        self._selector.close()
-        self.connection.close()
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """
-        Raises:
-            PeerGone: or a peer that reads nothing until the buffers are full and the time is up.
-        """
-        body = json.dumps(message).encode()
-        try:
-            self.connection.sendall(_LENGTH.pack(len(body)) + body)
-        except OSError as error:
-            raise PeerGone(f"{self.peer}: {error}") from error
-
-    def receive(self, timeout_s: float) -> Message | None:
-        """The next message; None when there is none in time (0: none that has arrived already).
-
-        Raises:
-            PeerGone
-        """
-        deadline = time.monotonic() + timeout_s
-        while (message := self.parse()) is None:
-            if not self._selector.select(max(0.0, deadline - time.monotonic())):
-                return None
-            self.fill()
-        return message
-
-    def fill(self) -> None:
-        """Reads what has arrived; only where the connection is known to be readable.
-
-        Raises:
-            PeerGone
-        """
-        try:
-            data = self.connection.recv(2**16)
-        except OSError as error:
-            raise PeerGone(f"{self.peer}: {error}") from error
-        if not data:
-            raise PeerGone(f"{self.peer} closed the connection")
-        self._buffer += data
-
-    def parse(self) -> Message | None:
-        """The first message that has been read in full.
-
-        Raises:
-            PeerGone: what arrives is none of ours.
-        """
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        end = _LENGTH.size + length
-        if length > _MAX_MESSAGE:
-            raise PeerGone(f"{self.peer} sends something that is no message")
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
-        try:
-            message = json.loads(body)
-        except ValueError as error:
-            raise PeerGone(f"{self.peer} sends something that is no JSON") from error
-        if not isinstance(message, dict):
-            raise PeerGone(f"{self.peer} sends something that is no message")
-        return message
-
-
-# Introductions -------------------------------------------------------------------------------------------
-
-
-def introduction(kind: str, rank: int) -> Message:
-    """What both ends say about themselves first."""
-    return {
-        "type": "hello",
-        "wire_format": WIRE_FORMAT,
-        "transport": kind,
-        "rank": rank,
-        "torch": torch.__version__,
-        "byte_order": "little" if _LITTLE_ENDIAN else "big",
-        "pid": os.getpid(),
-        "host": platform.node(),
-    }
-
-
-_LITTLE_ENDIAN = struct.pack("=H", 1) == b"\x01\x00"
-
-
-def check_introduction(mine: Message, theirs: Message, *, same_torch: bool) -> None:
-    """
     Args:
-        same_torch: the transport's data pass through torch at both ends (collectives, CUDA handles).
+        host: where receivers on other machines reach the sender's; the address of its default route when left out.
+        timeout_s: how long an end may be silent, now and in every sync.
 
     Raises:
-        WeightSyncError: the two ends do not fit together.
+        UserError: the transport does not lead from the sender to these receivers.
+        WeightSyncError: an end failed.
     """
-    if theirs.get("wire_format") != WIRE_FORMAT:
-        raise other_wire_format(theirs.get("wire_format"))
-    for what in ("transport", "byte_order"):
-        if mine[what] != theirs.get(what):
-            raise WeightSyncError(
-                f"the two ends of the weight sync differ in their {what.replace('_', ' ')}",
-                found=f"{mine[what]!r} here, {theirs.get(what)!r} at {peer_name(theirs)}",
-                remedy="use the same transport at both ends, on machines of the same byte order",
-            )
-    if same_torch and _release(mine["torch"]) != _release(str(theirs.get("torch"))):
-        raise WeightSyncError(
-            f"{mine['transport']} needs the same torch release at both ends of the weight sync",
-            found=f"torch {mine['torch']} here, {theirs.get('torch')} at {peer_name(theirs)}",
-            remedy="use shared memory or disk, which need no common version, or install the same torch",
-        )
+    await disconnect(sender, receivers, timeout_s=timeout_s)
+    found = await _together(sender, receivers, Describe(), Describe(), timeout_s)
+    ends = [end for end in found if isinstance(end, Endpoint)]
+    chosen = choose_transport(ends[0], ends[1:]) if transport == "auto" else transport
+    _check_reach(chosen, ends[0], ends[1:])
+    _check_releases(chosen, ends)
+    if host is None:
+        host = "127.0.0.1" if len({end.machine for end in ends}) == 1 else ends[0].address
+    told = ConnectSender(chosen, len(receivers), host, timeout_s, _wanted(ends[1:]))
+    await _together(sender, [], told, None, timeout_s)
+    limit_s = timeout_s + GRACE_S
+    await _all(
+        [(rank, ask(ConnectReceiver(chosen, rank, timeout_s))) for rank, ask in enumerate(receivers)], limit_s, 0.0
+    )
+    return chosen
 
 
-def _release(version: str) -> str:
-    return ".".join(version.split("+")[0].split(".")[:2])
+async def sync(sender: Ask, receivers: Sequence[Ask], version: int, *, timeout_s: float = TIMEOUT_S) -> Manifest:
+    """Brings the sender's weights as ``version`` to the receivers that it was connected with, in the same order.
 
+    Args:
+        timeout_s: as given to ``connect``.
 
-def peer_name(hello: Message) -> str:
-    return f"rank {hello.get('rank')} (process {hello.get('pid')} on {hello.get('host')})"
-
-
-def connect(address: Address, hello: Message, *, same_torch: bool, timeout_s: float) -> Channel:
-    """A receiver's side of the introduction.
+    Returns:
+        What all receivers serve now.
 
     Raises:
-        WeightSyncError: nobody answers, or the two ends do not fit together.
+        WeightSyncError: of all that the ends report the one that says most; where a worker died it is the cause.
+            Every receiver serves the old version as a whole, or is unusable.
     """
+    (announcement,) = await _together(sender, [], Prepare(version), None, timeout_s)
+    assert isinstance(announcement, Announcement)
+    number, has_begun = announcement.sync, False
     try:
-        connection = socket.create_connection((address.host, address.port), timeout=timeout_s)
-    except OSError as error:
-        raise WeightSyncError(
-            "the weight sender cannot be reached",
-            found=f"{address.host}:{address.port}: {error}",
-            remedy="make the sender first and pass on its address; between machines give it a host that they can reach",
-        ) from error
-    channel = Channel(connection, "the sender", timeout_s)
-    try:
-        channel.send({**hello, "token": address.token})
-        answer = channel.receive(timeout_s)
-    except PeerGone as error:
-        channel.close()
-        raise WeightSyncError(
-            "the weight sender turned this receiver away",
-            found=str(error),
-            remedy="pass on str(sender.address) unchanged; each rank from 0 on connects once",
-        ) from error
-    if answer is None:
-        channel.close()
-        raise WeightSyncTimeout(
-            f"the weight sender did not answer within {timeout_s:g} s",
-            found=f"a connection to {address.host}:{address.port} and silence",
-            remedy="call sender.connect() while the receivers are made",
-        )
-    try:
-        check_introduction(hello, answer, same_torch=same_torch)
-    except WeightSyncError:
-        channel.close()
+        await _together(None, receivers, None, announcement, timeout_s)
+        pieces, has_begun = Pieces(number), True
+        # The ends watch each other while the data move, and an end that gives up may wait as long again for its
+        # connections to close; this limit is for the case that all of them stand still.
+        limit_s = 2 * timeout_s + announcement.num_bytes / SLOWEST_BYTES_PER_S
+        if announcement.transport in SEQUENTIAL:
+            (sealed,) = await _together(sender, [], pieces, None, limit_s)
+            await _together(None, receivers, None, pieces, limit_s)
+        else:
+            sealed, *_ = await _together(sender, receivers, pieces, pieces, limit_s, silence_s=2 * timeout_s)
+        assert isinstance(sealed, Sealed)
+        await _together(None, receivers, None, Verify(number, sealed.manifest), timeout_s)
+        await _together(None, receivers, None, Commit(number), timeout_s)
+    except BaseException as error:
+        reason = f"{error.problem}: {error.found}" if isinstance(error, UserError) else str(error) or repr(error)
+        abort = Abort(number, reason, has_begun)
+        calls = [_quiet(ask(abort)) for ask in (sender, *receivers)]
+        await asyncio.wait([asyncio.ensure_future(call) for call in calls], timeout=GRACE_S)
         raise
-    channel.peer = f"the sender (process {answer.get('pid')} on {answer.get('host')})"
-    return channel
+    return sealed.manifest
 
 
-# The sender's side ---------------------------------------------------------------------------------------
+async def disconnect(sender: Ask, receivers: Sequence[Ask], *, timeout_s: float = TIMEOUT_S) -> None:
+    """Lets all ends go; engines keep what they have."""
+    await _together(sender, receivers, Disconnect(), Disconnect(), timeout_s)
 
 
-class Hub:
-    """All connections of one sender.
+def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transport:
+    """The nearest way that leads to all receivers.
 
-    Args:
-        num_receivers: their ranks are 0 to ``num_receivers - 1``.
-        host: where to listen; receivers must be able to reach it.
+    Raises:
+        UserError: some are in the sender's process and others are not.
     """
-
-    def __init__(self, num_receivers: int, *, host: str, timeout_s: float) -> None:
-        self.num_receivers = num_receivers
-        self.timeout_s = timeout_s
-        self.channels: dict[int, Channel] = {}
-        self.memberships = 0
-        """Counts receivers that came, so a change of who is there shows."""
-        self.losses = 0
-        """Counts receivers that were let go. One of them may live on and serve what it had."""
-        self._listener = socket.create_server((host, 0), backlog=num_receivers + 8)
-        self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
-
-    def close(self) -> None:
-        self._listener.close()
-        for rank in list(self.channels):
-            self.drop(rank)
-
-    def drop(self, rank: int) -> None:
-        """The receiver is no longer one of ours; a new one of that rank may come."""
-        self.channels.pop(rank).close()
-        self.losses += 1
-
-    def missing(self) -> list[int]:
-        """Ranks without a living connection."""
-        for rank, channel in list(self.channels.items()):
-            try:
-                while channel.receive(0.0) is not None:
-                    pass  # answers to a sync that was given up
-            except PeerGone:
-                self.drop(rank)
-        return [rank for rank in range(self.num_receivers) if rank not in self.channels]
-
-    def accept(self, hello: Message, *, same_torch: bool, timeout_s: float) -> None:
-        """Waits until every rank is there.
-
-        Raises:
-            WeightSyncTimeout: ranks that did not come are named.
-            WeightSyncError: one came that does not fit; it was told why.
-        """
-        deadline = time.monotonic() + timeout_s
-        while missing := self.missing():
-            self._listener.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                connection, place = self._listener.accept()
-            except TimeoutError:
-                raise WeightSyncTimeout(
-                    f"not every receiver of weights connected within {timeout_s:g} s",
-                    found=f"{self.num_receivers - len(missing)} of {self.num_receivers}, missing "
-                    f"{', '.join(f'rank {rank}' for rank in missing)}",
-                    remedy=f"look at their logs; they connect to {self.address.host}:{self.address.port}",
-                    rank=missing[0],
-                ) from None
-            self._introduce(Channel(connection, f"{place[0]}:{place[1]}", self.timeout_s), hello, missing, same_torch)
-
-    def _introduce(self, channel: Channel, hello: Message, missing: list[int], same_torch: bool) -> None:
-        try:
-            theirs = channel.receive(HANDSHAKE_S)
-            token = str((theirs or {}).get("token")).encode()
-            known = secrets.compare_digest(token, self.address.token.encode())
-            if theirs is None or not known or theirs.get("rank") not in missing:
-                channel.close()
-                return
-            channel.send(hello)
-            check_introduction(hello, theirs, same_torch=same_torch)
-        except PeerGone:
-            channel.close()
-            return
-        except WeightSyncError:
-            channel.close()
-            raise
-        channel.peer = peer_name(theirs)
-        self.channels[theirs["rank"]] = channel
-        self.memberships += 1
-
-    def tell(self, message: Message, *, at: str | None = None) -> None:
-        """Sends ``message`` to all.
-
-        Raises:
-            WeightSyncError: a receiver is gone; it is named.
-        """
-        for rank, channel in list(self.channels.items()):
-            try:
-                channel.send(message)
-            except PeerGone as error:
-                raise self.gone(rank, error, at) from error
-
-    def wait(
-        self, done: Callable[[int], bool], note: Callable[[int, Message], None], *, at: str | None, doing: str
-    ) -> None:
-        """Reads messages until ``done`` is true of every rank. ``note`` gets each of them.
-
-        Raises:
-            WeightSyncTimeout: of the ranks that are not done, for ``timeout_s`` without any message.
-            WeightSyncError: a receiver is gone, whichever; or what ``note`` raises.
-        """
-        with selectors.DefaultSelector() as selector:
-            for rank, channel in self.channels.items():
-                selector.register(channel.connection, selectors.EVENT_READ, rank)
-            self._note_parsed(note, at)
-            while late := [rank for rank in self.channels if not done(rank)]:
-                ready = selector.select(self.timeout_s)
-                if not ready:
-                    raise self.late(late[0], at, doing)
-                for key, _ in ready:
-                    try:
-                        self.channels[key.data].fill()
-                    except PeerGone as error:
-                        raise self.gone(key.data, error, at) from error
-                self._note_parsed(note, at)
-
-    def _note_parsed(self, note: Callable[[int, Message], None], at: str | None) -> None:
-        for rank, channel in list(self.channels.items()):
-            try:
-                while (message := channel.parse()) is not None:
-                    note(rank, message)
-            except PeerGone as error:
-                raise self.gone(rank, error, at) from error
-
-    def gone(self, rank: int, error: PeerGone, at: str | None) -> WeightSyncError:
-        peer = self.channels[rank].peer
-        self.drop(rank)
-        return WeightSyncError(
-            f"a receiver of weights is gone: {peer}",
-            found=f"{error}{at_tensor(at)}",
-            remedy="see its log for the reason, start it again and call sender.connect() before the next sync",
-            rank=rank,
-            tensor=at,
+    inside = [(e.machine, e.pid) == (sender.machine, sender.pid) for e in receivers]
+    if all(inside):
+        return "shared"
+    if any(inside):
+        raise UserError(
+            "one weight sync cannot reach engines within the trainer's process and others outside of it",
+            found=f"{sum(inside)} of {len(receivers)} engines in the trainer's process {sender.pid}",
+            remedy="sync them in two groups, each with a trainer of its own",
         )
+    here = all(e.machine == sender.machine for e in receivers)
+    if sender.device != "cpu":
+        return "cuda_ipc" if here and all(e.device == sender.device for e in receivers) else "collective"
+    return "shared_memory" if here else "collective"
 
-    def late(self, rank: int, at: str | None, doing: str) -> WeightSyncTimeout:
-        peer = self.channels[rank].peer
-        self.drop(rank)
-        return WeightSyncTimeout(
-            f"a receiver of weights did nothing for {self.timeout_s:g} s: {peer}",
-            found=f"no answer to {doing}{at_tensor(at)}",
-            remedy="start it again and call sender.connect() before the next sync, or raise timeout_s",
-            rank=rank,
-            tensor=at,
+
+def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[Endpoint]) -> None:
+    places = [(end.machine, end.pid) for end in receivers]
+    inside = places.count((sender.machine, sender.pid))
+    if transport == "shared" and inside < len(receivers):
+        found, remedy = f"{inside} of {len(receivers)} engines in the trainer's process", "use the transport auto"
+    elif transport != "shared" and inside:
+        found, remedy = "an engine in the trainer's own process, which would wait for itself", "use the transport auto"
+    elif transport != "shared" and len(set(places)) < len(places):
+        found, remedy = "several engines in one process, which take turns", "place one engine in each process"
+    elif transport == "shared_memory" and any(machine != sender.machine for machine, _ in places):
+        found, remedy = "engines on other machines, in other containers or of other users", "use collective or auto"
+    elif transport == "cuda_ipc" and any(end.device != sender.device or end.device == "cpu" for end in receivers):
+        found, remedy = "ends that are not on one GPU", "use collective, shared_memory or auto"
+    else:
+        return
+    raise UserError(f"the weight transport {transport} does not lead to every engine", found=found, remedy=remedy)
+
+
+def _check_releases(transport: Transport, ends: Sequence[Endpoint]) -> None:
+    def release(end: Endpoint) -> str:
+        return ".".join(end.torch.split("+")[0].split(".")[:2])
+
+    sender, *receivers = ends
+    for rank, end in enumerate(receivers):
+        differing = {
+            "protocol": (sender.protocol != end.protocol, f"{sender.protocol}, engine {rank} has {end.protocol}"),
+            "byte order": (sender.byte_order != end.byte_order, f"{sender.byte_order}, engine {rank} {end.byte_order}"),
+            # Their data pass through torch at both ends.
+            "torch release": (
+                transport in ("collective", "cuda_ipc") and release(sender) != release(end),
+                f"{sender.torch} (needed alike by {transport}), engine {rank} {end.torch}",
+            ),
+        }
+        for what, (differs, found) in differing.items():
+            if differs:
+                raise WeightSyncError(
+                    f"the two ends of the weight sync differ in their {what}",
+                    found=f"the trainer has {found}",
+                    remedy="install the same releases on both ends, or use the transport shared_memory",
+                    rank=rank,
+                )
+
+
+def _wanted(receivers: Sequence[Endpoint]) -> dict[str, str]:
+    """The dtypes that all receivers take."""
+    wanted = [dict(end.dtypes or {}) for end in receivers]
+    if differing := next((rank for rank, dtypes in enumerate(wanted) if dtypes != wanted[0]), None):
+        raise UserError(
+            "engines that take the same weights want them in different dtypes",
+            found=f"engine {differing} differs from engine 0",
+            remedy="build all rollout engines of a run with the same precision",
         )
+    return wanted[0] if wanted else {}
+
+
+async def _together(
+    sender: Ask | None,
+    receivers: Sequence[Ask],
+    to_sender: Message | None,
+    to_receivers: Message | None,
+    limit_s: float,
+    silence_s: float = 0.0,
+) -> list[Answer]:
+    """Messages to the ends side by side, the sender's first; answers in this order."""
+    calls: list[tuple[int | None, Awaitable[Answer]]] = []
+    if sender is not None and to_sender is not None:
+        calls.append((None, sender(to_sender)))
+    if to_receivers is not None:
+        calls += [(rank, ask(to_receivers)) for rank, ask in enumerate(receivers)]
+    return await _all(calls, limit_s + GRACE_S, silence_s)
+
+
+async def _all(calls: Sequence[tuple[int | None, Awaitable[Answer]]], limit_s: float, silence_s: float) -> list[Answer]:
+    """
+    Args:
+        limit_s: for all of them.
+        silence_s: how long the others take to notice that one has failed.
+
+    Raises:
+        WeightSyncError: an end failed, or has not answered.
+    """
+    if not calls:
+        return []
+    ranks = [rank for rank, _ in calls]
+    tasks = [asyncio.ensure_future(_asked(rank, call)) for rank, call in calls]
+    _, waiting = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+    if waiting and any(task.done() and task.exception() is not None for task in tasks):
+        # The others notice that one has failed by themselves; one that stands still must not keep the driver.
+        await asyncio.wait(tasks, timeout=silence_s + GRACE_S)
+    errors: list[tuple[int | None, BaseException]] = []
+    for rank, task in zip(ranks, tasks, strict=True):
+        if not task.done():
+            task.add_done_callback(lambda late: late.cancelled() or late.exception())
+            errors.append((rank, _silent(rank, limit_s)))
+        elif (raised := task.exception()) is not None:
+            errors.append((rank, raised))
+    if errors:
+        _raise_best(errors)
+    return [task.result() for task in tasks]
+
+
+async def _asked(rank: int | None, call: Awaitable[Answer]) -> Answer:
+    answer = await call
+    if isinstance(answer, Failed):
+        raise answer.as_error(rank)
+    return answer
+
+
+def _silent(rank: int | None, limit_s: float) -> WeightSyncTimeout:
+    who = "the trainer" if rank is None else f"the engine of rank {rank}"
+    return WeightSyncTimeout(
+        f"{who} did not answer in a weight sync within {limit_s:g} s",
+        found="a call that does not end",
+        remedy="see its log; start it again, or raise weight_sync.timeout_s if it only needs longer",
+        rank=rank,
+    )
+
+
+def _raise_best(errors: Sequence[tuple[int | None, BaseException]]) -> None:
+    """Raises the error that says most; what is no error of a sync (a dead worker) is its cause, or raised itself."""
+    others = [(rank, error) for rank, error in errors if not isinstance(error, WeightSyncError)]
+
+    def order(pair: tuple[int | None, WeightSyncError]) -> tuple[int, bool]:
+        # What is wrong with the weights; then what the sender saw, which knows all receivers; then what they saw. That
+        # another end has failed or that an engine has no weights now says least.
+        rank, error = pair
+        if isinstance(error, WeightMismatch | WeightsRefused):
+            return 0, False
+        return (2 if isinstance(error, OtherEndFailed | WeightsUnusable) else 1), rank is not None
+
+    best = sorted(((rank, e) for rank, e in errors if isinstance(e, WeightSyncError)), key=order)
+    if not others:
+        raise best[0][1]
+    rank, cause = others[0]
+    if best and order(best[0])[0] == 0:
+        raise best[0][1] from cause
+    if not isinstance(cause, Exception):
+        raise cause
+    who = "the trainer" if rank is None else f"the engine of rank {rank}"
+    tensor = next((error.tensor for _, error in best if error.tensor is not None), None)
+    raise WeightSyncError(
+        f"{who} failed in a weight sync",
+        found=f"{type(cause).__name__}: {cause}" + ("" if tensor is None else f", at tensor {tensor!r}"),
+        remedy="see its log for the reason; the next sync starts anew, with a dead worker replaced",
+        rank=rank,
+        tensor=tensor,
+    ) from cause
+
+
+async def _quiet(call: Awaitable[Any]) -> None:
+    try:
+        await call
+    except Exception:  # an end that cannot be told has failed already, which is being raised
+        return

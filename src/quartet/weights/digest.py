@@ -1,4 +1,4 @@
-"""Digests of tensors: of the whole tensor's bytes, at memory speed, block by block in any order.
+"""Digests of tensors: sums over pieces (offset, length) of their bytes, at memory speed, in any order on any device.
 
 The bytes, little-endian and row-major, are read as 64-bit words, the last one filled up with zeros. They lie in blocks
 of 63 rows of 1025 words. Everything is modulo 2^64. Of block ``k`` only sums are taken, since memory speed leaves time
@@ -17,10 +17,8 @@ next one made 5 modulo 8, which gives its powers the longest period. The digest 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,17 +27,12 @@ from torch import Tensor
 
 Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
-A = TypeVar("A")
-B = TypeVar("B")
 ROWS, COLUMNS = 63, 1025
 BLOCK_WORDS = ROWS * COLUMNS
 BLOCK_BYTES = 8 * BLOCK_WORDS
 _NUM_SUMS = ROWS + COLUMNS
-_STRIP_ROWS = 21
-"""Rows of a block that are copied and summed up before the next ones come: few enough for the cache next to the core,
-at both ends of the copy."""
-_PIECE_BYTES = 8 * BLOCK_BYTES
-"""What one thread takes at a time."""
+_THREAD_BYTES = 8 * BLOCK_BYTES
+"""What one thread takes at a time of a large piece."""
 _DEVICE_PIECE_BLOCKS = 256
 _MASK = 2**64 - 1
 
@@ -89,17 +82,13 @@ def _sums_of_blocks(data: Bytes, copy: Bytes | None) -> Words:
     lines = data.view(np.uint64).reshape(-1, COLUMNS)
     written = None if copy is None else copy.view(np.uint64).reshape(-1, COLUMNS)
     sums = np.empty((len(lines) // ROWS, _NUM_SUMS), dtype=np.uint64)
-    strip_rows = ROWS if written is None else _STRIP_ROWS
-    columns = np.empty((ROWS // strip_rows, COLUMNS), dtype=np.uint64)
     for out, begin in zip(sums, range(0, len(lines), ROWS), strict=True):
-        for number, at in enumerate(range(0, ROWS, strip_rows)):
-            strip = lines[begin + at : begin + at + strip_rows]
-            if written is not None:
-                # For pieces of this size numpy's vector loops are faster than its copy, which calls the C library's.
-                np.positive(strip, out=written[begin + at : begin + at + strip_rows])
-            np.add.reduce(strip, axis=1, out=out[COLUMNS + at : COLUMNS + at + strip_rows])
-            np.add.reduce(strip, axis=0, out=columns[number])
-        np.add.reduce(columns, axis=0, out=out[:COLUMNS])
+        block = lines[begin : begin + ROWS]
+        if written is not None:
+            # For blocks of this size numpy's vector loops are faster than its copy, which calls the C library's.
+            np.positive(block, out=written[begin : begin + ROWS])
+        np.add.reduce(block, axis=1, out=out[COLUMNS:])
+        np.add.reduce(block, axis=0, out=out[:COLUMNS])
     return sums
 
 
@@ -137,8 +126,8 @@ def _combine(sums: Words, first_block: int) -> int:
     return total
 
 
-def _device_digest(data: Tensor) -> int:
-    """The same where the tensor is, in torch's wrapping int64; only the sums travel. ``data`` is flat uint8."""
+def _device_digest(data: Tensor, first_block: int = 0) -> int:
+    """``partial_digest`` where the tensor is, in torch's wrapping int64; only the sums travel."""
     total = 0
     for start in range(0, data.numel(), _DEVICE_PIECE_BLOCKS * BLOCK_BYTES):
         piece = data[start : start + _DEVICE_PIECE_BLOCKS * BLOCK_BYTES]
@@ -149,12 +138,13 @@ def _device_digest(data: Tensor) -> int:
             piece = filled
         words = piece.view(torch.int64).view(num_blocks, ROWS, COLUMNS)
         sums = torch.cat([words.sum(1), words.sum(2)], 1).cpu().numpy().view(np.uint64)
-        total = (total + _combine(sums, start // BLOCK_BYTES)) & _MASK
+        total = (total + _combine(sums, first_block + start // BLOCK_BYTES)) & _MASK
     return total
 
 
-def _as_text(total: int) -> str:
-    return f"{total:016x}"
+def as_text(total: int) -> str:
+    """A digest from the sum of its pieces: 16 hex digits."""
+    return f"{total & _MASK:016x}"
 
 
 class Hasher:
@@ -165,8 +155,8 @@ class Hasher:
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self._threads = threads or torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(self._threads, "digest") if self._threads > 1 else None
+        self.threads = threads or torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self.threads, "digest") if self.threads > 1 else None
 
     def close(self) -> None:
         if self._pool is not None:
@@ -174,45 +164,28 @@ class Hasher:
 
     def digest(self, tensor: Tensor) -> str:
         """16 hex digits. A strided tensor is copied first."""
-        return self.digests([tensor])[0]
+        return as_text(self.piece(bytes_of(tensor.contiguous())))
 
-    def digests(self, tensors: Sequence[Tensor]) -> list[str]:
-        totals = [0] * len(tensors)
-        jobs: list[tuple[int, Bytes, int]] = []
-        for index, tensor in enumerate(tensors):
-            data = bytes_of(tensor.contiguous())
-            if data.device.type != "cpu":
-                totals[index] = _device_digest(data)
-                continue
-            flat = data.numpy()
-            jobs += [(index, flat[at : at + _PIECE_BYTES], at // BLOCK_BYTES) for at in _pieces(len(flat))]
-        done = self._map(lambda job: (job[0], partial_digest(job[1], job[2])), jobs)
-        for index, part in done:
-            totals[index] = (totals[index] + part) & _MASK
-        return [_as_text(total) for total in totals]
+    def piece(self, data: Tensor, first_block: int = 0, target: Tensor | None = None) -> int:
+        """The part of a tensor's sum that a piece gives; the sum of all its pieces is its digest.
 
-    def copy(self, source: Tensor, target: Tensor) -> str:
-        """Copies the bytes of a contiguous tensor into ``target`` (flat uint8 on the CPU).
-
-        Returns:
-            The digest of ``source``, taken block by block while it is in the cache.
+        Args:
+            data: flat uint8; begins at block ``first_block`` and ends with a block or with the tensor.
+            target: takes a copy of the bytes, block by block while they are in the cache (flat uint8 on the CPU).
         """
-        if source.device.type != "cpu":
-            target.copy_(bytes_of(source))
-            return self.digest(source)
-        read, written = bytes_of(source).numpy(), target.numpy()
+        if data.device.type != "cpu":
+            if target is not None:
+                target.copy_(data)
+            return _device_digest(data, first_block)
+        read, written = data.numpy(), None if target is None else target.numpy()
 
-        def copy_piece(at: int) -> int:
-            end = min(at + _PIECE_BYTES, len(read))
-            return partial_digest(read[at:end], at // BLOCK_BYTES, written[at:end])
+        def part(at: int) -> int:
+            end = at + _THREAD_BYTES
+            return partial_digest(
+                read[at:end], first_block + at // BLOCK_BYTES, None if written is None else written[at:end]
+            )
 
-        return _as_text(sum(self._map(copy_piece, _pieces(len(read)))) & _MASK)
-
-    def _map(self, work: Callable[[A], B], jobs: Sequence[A]) -> list[B]:
-        if self._pool is None or len(jobs) < 2:
-            return [work(job) for job in jobs]
-        return list(self._pool.map(work, jobs))
-
-
-def _pieces(num_bytes: int) -> range:
-    return range(0, num_bytes, _PIECE_BYTES)
+        starts = range(0, len(read), _THREAD_BYTES)
+        if self._pool is None or len(starts) < 2:
+            return sum(map(part, starts))
+        return sum(self._pool.map(part, starts))

@@ -2,7 +2,7 @@
 
 ``version_00000012/`` holds ``model.safetensors``, ``manifest.json`` and, where a template is given, its configuration
 and tokenizer, so that it loads as any Hugging Face model does. It takes its name when all of it is on the disk; half a
-version is never seen. Receivers are not needed: with none, ``send`` publishes and returns.
+version is never seen. A sender without receivers publishes: ``load_published`` brings a version to an engine later.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from quartet.weights.digest import Hasher, bytes_of
 from quartet.weights.errors import WeightSyncError
-from quartet.weights.exchange import Exchange, Link
 from quartet.weights.manifest import Manifest, TensorSpec
-from quartet.weights.session import Inlet, Offer, Outlet
-from quartet.weights.sink import WeightSink
+from quartet.weights.messages import Announcement, Offer
+from quartet.weights.sink import TensorSink
+from quartet.weights.transport import ReceiveTransport, SendTransport
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
@@ -31,7 +31,7 @@ _DRAFT = ".draft_"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
-class DiskOutlet(Outlet):
+class DiskSend(SendTransport):
     """
     Args:
         folder: made where it is missing; nothing else writes into it.
@@ -54,25 +54,32 @@ class DiskOutlet(Outlet):
         self._file: BinaryIO | None = None
         self._offsets: dict[str, int] = {}
 
-    def open(self, specs: Sequence[TensorSpec], exchange: Exchange) -> Offer:
+    def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
+        self._drop()
         self._folder.mkdir(parents=True, exist_ok=True)
         for draft in self._folder.glob(_DRAFT + "*"):
             shutil.rmtree(draft)  # of a process that was killed
-        draft = self._folder / f"{_DRAFT}{exchange.version:08d}"
+        draft = self._folder / f"{_DRAFT}{version:08d}"
         draft.mkdir()
         header, self._offsets = _safetensors_header(specs)
         self._draft, self._file = draft, open(draft / WEIGHTS, "wb")  # noqa: SIM115 (open until ``finish``)
         self._file.write(header)
-        return {"path": str(self._folder / f"{_PREFIX}{exchange.version:08d}")}
+        self._version = version
+        return {"path": str(self._folder / f"{_PREFIX}{version:08d}")}
 
-    def put(self, spec: TensorSpec, tensor: Tensor) -> str:
+    def send(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
         assert self._file is not None
-        here = tensor.cpu()
-        self._file.seek(self._offsets[spec.name])
-        self._file.write(bytes_of(here).numpy().data)
-        return self._hasher.digest(here)
+        digests = []
+        for spec, tensor in zip(specs, tensors, strict=True):
+            here = tensor.cpu()
+            self._file.seek(self._offsets[spec.name])
+            self._file.write(bytes_of(here).numpy().data)
+            digests.append(self._hasher.digest(here))
+        self._publish(Manifest(self._version, tuple(specs), tuple(digests)))
+        return digests
 
-    def finish(self, manifest: Manifest) -> None:
+    def _publish(self, manifest: Manifest) -> None:
+        """All tensors are there: the version gets its name."""
         assert self._file is not None and self._draft is not None
         _sync_and_close(self._file)
         with open(self._draft / MANIFEST, "wb") as file:
@@ -92,7 +99,10 @@ class DiskOutlet(Outlet):
         for old in published(self._folder)[: -self._keep]:
             shutil.rmtree(old)
 
-    def abort(self) -> None:
+    def fail(self, error: BaseException) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
         if self._file is not None:
             self._file.close()
         if self._draft is not None:
@@ -100,23 +110,20 @@ class DiskOutlet(Outlet):
             self._draft = None
 
     def close(self) -> None:
-        self.abort()
+        self._drop()
         self._hasher.close()
 
 
-class DiskInlet(Inlet):
+class DiskReceive(ReceiveTransport):
     kind = "disk"
 
-    def open(self, offer: Offer, specs: Sequence[TensorSpec], sink: WeightSink, link: Link) -> None:
-        self._path = Path(offer["path"])
-
-    def landed(self, name: str, sink: WeightSink) -> None:
+    def open(self, announcement: Announcement, sink: TensorSink) -> None:
         pass  # the files have no name yet
 
-    def finish(self, manifest: Manifest, sink: WeightSink) -> None:
-        _bring(self._path, manifest, sink)
+    def receive(self, announcement: Announcement, sink: TensorSink) -> None:
+        _bring(Path(announcement.offer["path"]), announcement.tensors, sink)
 
-    def abort(self) -> None:
+    def fail(self, error: BaseException) -> None:
         pass
 
     def close(self) -> None:
@@ -128,7 +135,7 @@ def published(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(_PREFIX + "*") if path.is_dir())
 
 
-def load_published(path: Path, sink: WeightSink) -> Manifest:
+def load_published(path: Path, sink: TensorSink) -> Manifest:
     """Brings a published version to ``sink``, as a sync does: for an engine that starts later, or again.
 
     Raises:
@@ -140,21 +147,21 @@ def load_published(path: Path, sink: WeightSink) -> Manifest:
         raise _unreadable(path, error) from error
     sink.begin(manifest.tensors, manifest.version)
     try:
-        _bring(path, manifest, sink)
+        _bring(path, manifest.tensors, sink)
         sink.verify(manifest)
-        sink.commit(manifest)
+        sink.commit()
     except BaseException as error:
         sink.abort(f"{type(error).__name__}: {error}")
         raise
     return manifest
 
 
-def _bring(path: Path, manifest: Manifest, sink: WeightSink) -> None:
+def _bring(path: Path, specs: Sequence[TensorSpec], sink: TensorSink) -> None:
     try:
         with safe_open(path / WEIGHTS, framework="pt") as file:
-            for spec in manifest.tensors:
+            for spec in specs:
                 sink.write(spec.name, 0, file.get_tensor(spec.name).reshape(-1))
-                sink.arrived(spec.name)
+                sink.arrived(spec.name, spec.num_elements)
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from error
 

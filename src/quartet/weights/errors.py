@@ -11,7 +11,7 @@ class WeightSyncError(UserError):
     """A sync that did not come to its end.
 
     Attributes:
-        rank: the receiver's or trainer's rank that is to blame; None where it is this process.
+        rank: the receiver's rank that is to blame; None where it is the sender, or this process.
         tensor: the tensor that was under way; None before the first and after the last.
     """
 
@@ -35,7 +35,11 @@ def _rebuilt(kind: type[WeightSyncError], fields: dict[str, Any]) -> WeightSyncE
 
 
 class WeightSyncTimeout(WeightSyncError):
-    """Somebody did nothing for longer than the time allowed."""
+    """An end did nothing for longer than the time allowed."""
+
+
+class OtherEndFailed(WeightSyncError):
+    """Another end of the sync has failed or is gone; what it says itself tells more."""
 
 
 class WeightsRefused(WeightSyncError):
@@ -52,6 +56,7 @@ class WeightMismatch(WeightSyncError):
     def __init__(self, name: str, *, sent: str, arrived: str, version: int, rank: int | None = None) -> None:
         self.sent = sent
         self.arrived = arrived
+        self.version = version
         where = "" if rank is None else f" at rank {rank}"
         super().__init__(
             f"the weights of version {version} did not arrive{where} as they were sent",
@@ -64,15 +69,13 @@ class WeightMismatch(WeightSyncError):
 
 
 class WeightsUnusable(WeightSyncError):
-    """Somebody asks for weights that are not whole, or not of the version that is wanted."""
+    """Weights are asked for that are not whole, or not of the version that is wanted."""
 
 
-def unexpected_version(wanted: object, announced: object) -> WeightsRefused:
-    return WeightsRefused(
-        f"the trainer sends another version of the weights than version {wanted}",
-        found=f"version {announced}",
-        remedy="deliver the versions to all engines in the order in which they are published",
-    )
+def error_types() -> dict[str, type[WeightSyncError]]:
+    """The classes of this module by their names."""
+    kinds = (WeightSyncError, WeightSyncTimeout, OtherEndFailed, WeightsRefused, WeightMismatch, WeightsUnusable)
+    return {kind.__name__: kind for kind in kinds}
 
 
 def at_tensor(name: str | None) -> str:

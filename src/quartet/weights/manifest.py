@@ -23,7 +23,7 @@ from torch import Tensor
 from quartet.weights.errors import WeightSyncError
 
 WIRE_FORMAT = 1
-"""Counts changes of the manifest, of the messages or of the digest's definition."""
+"""Counts changes of the manifest or of the digest's definition."""
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -40,6 +40,11 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """By the names that safetensors gives them."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A key of ``DTYPES``."""
+    return _NAMES[dtype]
 
 
 @dataclass(frozen=True)

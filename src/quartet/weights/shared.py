@@ -7,67 +7,136 @@ Other sinks copy, one tensor after the other.
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from quartet.weights.digest import Hasher
+from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import Manifest, TensorSpec
-from quartet.weights.sink import WeightSink
+from quartet.weights.messages import Announcement, Offer
+from quartet.weights.sink import TensorSink
 from quartet.weights.source import WeightSource
+from quartet.weights.transport import ReceiveTransport, SendTransport
+
+_open: dict[str, SharedSend] = {}
+"""Senders of this process by their offers: both ends may belong to one worker, and neither knows the other."""
+_numbers = itertools.count()
 
 
-class SharedSender:
-    """A ``WeightSender`` without receivers: it knows the sinks themselves."""
+class SharedSend(SendTransport):
+    kind = "shared"
 
-    def __init__(self, sinks: Sequence[WeightSink], *, hasher: Hasher | None = None) -> None:
-        self._sinks = tuple(sinks)
+    def __init__(self, num_receivers: int, *, hasher: Hasher | None = None) -> None:
         self._hasher = hasher or Hasher()
+        self._key = f"process {os.getpid()}, sender {next(_numbers)}"
+        self._sinks: list[TensorSink | None] = [None] * num_receivers
 
-    def send(self, source: WeightSource, version: int) -> Manifest:
-        tensors = source.tensors()
-        try:
-            specs = source.specs()
-            for sink in self._sinks:
-                sink.begin(specs, version)
-            digests = self._move(specs, tensors)
-            manifest = Manifest(version, specs, tuple(digests))
-            for sink in self._sinks:
-                sink.verify(manifest)
-            for sink in self._sinks:
-                sink.commit(manifest)
-        except BaseException as error:
-            for sink in self._sinks:
-                sink.abort(f"{type(error).__name__}: {error}")
-            if isinstance(error, Exception):
-                # The other ranks of the trainer take part to the end.
-                for _ in tensors:
-                    pass
-            raise
-        return manifest
+    def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
+        _open[self._key] = self
+        self._sinks = [None] * len(self._sinks)
+        return {"key": self._key}
 
-    def _move(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
-        """The digests of ``tensors``, which all sinks have afterwards."""
-        adopting = [sink for sink in self._sinks if sink.adopts]
-        copying = [sink for sink in self._sinks if not sink.adopts]
-        held: dict[str, Tensor] = {}
-        digests = []
-        for spec, tensor in zip(specs, tensors, strict=True):
-            digests.append(self._hasher.digest(tensor))
-            for sink in copying:
-                _write(sink, spec.name, tensor)
-            if adopting:
-                held[spec.name] = tensor
-        for sink in adopting:
-            if not sink.adopt(held):
-                for name, tensor in held.items():
-                    _write(sink, name, tensor)
-        return digests
+    def join(self, rank: int, sink: TensorSink) -> None:
+        """A receiver's sink, for the sync that has been opened."""
+        self._sinks[rank] = sink
+
+    def send(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
+        if None in self._sinks:
+            raise WeightSyncError(
+                "not every engine takes part in the weight sync",
+                found=f"{len([s for s in self._sinks if s is not None])} of {len(self._sinks)} engines",
+                remedy="announce the weights to all engines before they are sent",
+                rank=self._sinks.index(None),
+            )
+        return move([sink for sink in self._sinks if sink is not None], specs, tensors, self._hasher)
+
+    def fail(self, error: BaseException) -> None:
+        _open.pop(self._key, None)
 
     def close(self) -> None:
+        _open.pop(self._key, None)
         self._hasher.close()
 
 
-def _write(sink: WeightSink, name: str, tensor: Tensor) -> None:
+class SharedReceive(ReceiveTransport):
+    kind = "shared"
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def open(self, announcement: Announcement, sink: TensorSink) -> None:
+        sender = _open.get(str(announcement.offer["key"]))
+        if sender is None:
+            raise WeightSyncError(
+                "the trainer's weights are not in this process",
+                found=f"{announcement.offer['key']!r}, this is process {os.getpid()}",
+                remedy="use the transport shared only within one process, or auto",
+            )
+        sender.join(self._rank, sink)
+
+    def receive(self, announcement: Announcement, sink: TensorSink) -> None:
+        pass  # the sender has brought everything
+
+    def fail(self, error: BaseException) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def move(
+    sinks: Sequence[TensorSink], specs: Sequence[TensorSpec], tensors: Iterator[Tensor], hasher: Hasher
+) -> list[str]:
+    """Brings all tensors to sinks that have begun; returns their digests."""
+    adopting = [sink for sink in sinks if sink.adopts]
+    copying = [sink for sink in sinks if not sink.adopts]
+    held: dict[str, Tensor] = {}
+    digests = []
+    for spec, tensor in zip(specs, tensors, strict=True):
+        digests.append(hasher.digest(tensor))
+        for sink in copying:
+            _write(sink, spec.name, tensor)
+        if adopting:
+            held[spec.name] = tensor
+    for sink in adopting:
+        if not sink.adopt(held):
+            for name, tensor in held.items():
+                _write(sink, name, tensor)
+    return digests
+
+
+def _write(sink: TensorSink, name: str, tensor: Tensor) -> None:
     sink.write(name, 0, tensor.view(-1))
-    sink.arrived(name)
+    sink.arrived(name, tensor.numel())
+
+
+def sync_in_process(source: WeightSource, sinks: Sequence[TensorSink], version: int) -> Manifest:
+    """Brings ``source`` to sinks of this process as ``version``, without a driver and its messages.
+
+    Raises:
+        WeightSyncError: names the tensor; no sink serves a mixture.
+    """
+    hasher, tensors = Hasher(), source.tensors()
+    try:
+        specs = source.specs()
+        for sink in sinks:
+            sink.begin(specs, version)
+        manifest = Manifest(version, specs, tuple(move(sinks, specs, tensors, hasher)))
+        for sink in sinks:
+            sink.verify(manifest)
+        for sink in sinks:
+            sink.commit()
+    except BaseException as error:
+        for sink in sinks:
+            sink.abort(f"{type(error).__name__}: {error}")
+        if isinstance(error, Exception):
+            # The other ranks of the trainer take part to the end.
+            for _ in tensors:
+                pass
+        raise
+    finally:
+        hasher.close()
+    return manifest

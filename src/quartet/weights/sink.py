@@ -1,57 +1,17 @@
-"""Where the weights go: checked before the first byte, verified after the last one, served whole or not at all."""
+"""Where the weights go: checked before the first byte, verified as they come, served whole or not at all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quartet.weights.digest import Hasher
+from quartet.weights.digest import BLOCK_BYTES, Hasher, as_text, bytes_of
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
 from quartet.weights.fusion import FusedProjection, split_fused
 from quartet.weights.manifest import Manifest, TensorSpec
-
-
-class WeightSink(Protocol):
-    """What a transport brings weights to. Calls come in the order of the methods, ``abort`` at any point."""
-
-    def begin(self, specs: Sequence[TensorSpec], version: int) -> None:
-        """
-        Raises:
-            WeightsRefused: they do not fit; nothing has changed.
-        """
-
-    adopts: bool
-    """Whether ``adopt`` may be answered with True."""
-
-    def adopt(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Offers memory in which the weights of this sync stand, or will stand when it is through.
-
-        Returns:
-            True: the sink serves from this memory from now on. It is written to by this sync and every later one.
-            False: the weights must be brought by ``write``.
-        """
-
-    def write(self, name: str, start: int, values: Tensor) -> None:
-        """Takes elements ``start …`` of a flattened tensor. ``values`` is flat, of its dtype, and reused afterwards."""
-
-    def arrived(self, name: str) -> None:
-        """This tensor is whole: its digest may be taken now, while others are under way."""
-
-    def verify(self, manifest: Manifest) -> None:
-        """
-        Raises:
-            WeightMismatch: a tensor is not what was sent.
-        """
-
-    def commit(self, manifest: Manifest) -> None:
-        """From now on ``manifest.version`` is served."""
-
-    def abort(self, reason: str) -> None:
-        """The sync failed: back to the old version as a whole, or unusable until a sync succeeds."""
 
 
 class Status(StrEnum):
@@ -59,11 +19,14 @@ class Status(StrEnum):
     """No version yet."""
     READY = "ready"
     RECEIVING = "receiving"
+    """Within a sync that changes what stands here."""
     UNUSABLE = "unusable"
 
 
 class TensorSink:
     """Tensors that are refreshed in place: the parameters of an engine's model.
+
+    A sync calls ``begin``, ``adopt`` or ``write`` and ``arrived``, ``verify``, ``commit``; ``abort`` at any point.
 
     Args:
         destinations: by name; two names of one tensor are tied, and one of them is enough. May be strided.
@@ -99,6 +62,7 @@ class TensorSink:
         self._targets: dict[str, Tensor] = {}
         self._ties: dict[str, int] = {}
         self._found: dict[int, str] = {}
+        self._sums: dict[str, tuple[int, int]] = {}
         self._on_begin = on_begin
         self._on_commit = on_commit
         self._hasher = hasher or Hasher()
@@ -121,7 +85,7 @@ class TensorSink:
     def status(self) -> Status:
         if self._reason is not None:
             return Status.UNUSABLE
-        if self._touched and not self._staged:
+        if self._incoming is not None and not self._staged:
             return Status.RECEIVING
         return Status.EMPTY if self.version is None else Status.READY
 
@@ -161,6 +125,10 @@ class TensorSink:
         return {name: tensor.dtype for name, tensor in self._views().items()}
 
     def begin(self, specs: Sequence[TensorSpec], version: int) -> None:
+        """
+        Raises:
+            WeightsRefused: they do not fit; nothing has changed.
+        """
         if self._on_begin is not None:
             self._on_begin()
         if self.version is not None and version < self.version:
@@ -182,6 +150,12 @@ class TensorSink:
         return dict(split_fused(((name, tensor.detach()) for name, tensor in self._owners.items()), self._fused))
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Offers memory in which the weights of this sync stand, or will stand when it is through.
+
+        Returns:
+            True: this memory is served from now on. It is written to by this sync and every later one.
+            False: the weights must be brought by ``write``.
+        """
         if not self.adopts:
             return False
         if any(tensor.device != self._owners[name].device for name, tensor in tensors.items()):
@@ -193,15 +167,34 @@ class TensorSink:
         return True
 
     def write(self, name: str, start: int, values: Tensor) -> None:
+        """Takes elements ``start …`` of a flattened tensor. ``values`` is flat, of its dtype, and reused afterwards."""
         self._touched = True
         _write(self._targets[name], start, values)
 
-    def arrived(self, name: str) -> None:
-        # Of tied names the last one counts: it is what stands there in the end.
-        self._found[self._ties[name]] = self._hasher.digest(self._targets[name])
+    def arrived(self, name: str, stop: int) -> None:
+        """All elements of the flattened tensor before ``stop`` are there: they are digested while others come."""
+        target = self._targets[name]
+        if not target.is_contiguous():
+            if stop == target.numel():
+                self._found[self._ties[name]] = self._hasher.digest(target)
+            return
+        done, total = self._sums.get(name, (0, 0))
+        data, end = bytes_of(target), stop * target.element_size()
+        if end < len(data):
+            end -= end % BLOCK_BYTES
+        if end > done:
+            total += self._hasher.piece(data[done:end], done // BLOCK_BYTES)
+            self._sums[name] = end, total
+        if end == len(data):
+            # Of tied names the last one counts: it is what stands there in the end.
+            self._found[self._ties[name]] = as_text(total)
 
     @torch.no_grad()
     def verify(self, manifest: Manifest) -> None:
+        """
+        Raises:
+            WeightMismatch: a tensor is not what was sent.
+        """
         if manifest.version != self._incoming or manifest.tensors != self._specs:
             raise _refused(
                 f"a manifest of version {manifest.version} with {len(manifest.tensors)} tensors after the announcement "
@@ -226,14 +219,16 @@ class TensorSink:
     def _check_contents(self, manifest: Manifest, held: Mapping[str, Tensor], known: Mapping[int, str]) -> None:
         """``known`` are digests that were taken already, by the numbers of ``_ties``."""
         places = {self._ties[spec.name]: spec.name for spec in manifest.tensors if self._ties[spec.name] not in known}
-        digests = self._hasher.digests([held[name] for name in places.values()])
-        found = {**known, **dict(zip(places, digests, strict=True))}
+        found = {**known, **{number: self._hasher.digest(held[name]) for number, name in places.items()}}
         for spec, sent in zip(manifest.tensors, manifest.digests, strict=True):
             if sent != (arrived := found[self._ties[spec.name]]):
                 raise WeightMismatch(spec.name, sent=sent, arrived=arrived, version=manifest.version)
 
     @torch.no_grad()
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self) -> None:
+        """From now on the version that has been verified is served."""
+        version = self._incoming
+        assert version is not None
         if self._overtaken:
             raise WeightsUnusable(
                 "the weights came to an engine that had no more room for them",
@@ -242,23 +237,28 @@ class TensorSink:
             )
         if self._staged:
             # A failure in here would be one of this process's memory, so nothing is served after it anyway.
-            self._reason = f"taking over version {manifest.version} failed"
+            self._reason = f"taking over version {version} failed"
             views = self._views()
-            for spec in manifest.tensors:
+            for spec in self._specs:
                 views[spec.name].copy_(self._targets[spec.name])
         if self._on_commit is not None:
-            self._reason = f"the engine failed to take over version {manifest.version}"
-            self._on_commit(manifest.version)
-        self.version, self._reason = manifest.version, None
+            self._reason = f"the engine failed to take over version {version}"
+            self._on_commit(version)
+        self.version, self._reason = version, None
         self._end()
 
-    def abort(self, reason: str) -> None:
-        if self._touched and not self._staged and self._reason is None:
+    def abort(self, reason: str, *, is_overwritten: bool = False) -> None:
+        """The sync failed: back to the old version as a whole, or unusable until a sync succeeds.
+
+        Args:
+            is_overwritten: the memory that this sink adopted earlier may have been written to.
+        """
+        if (self._touched or is_overwritten) and not self._staged and self._reason is None:
             self._reason = f"the sync of version {self._incoming} broke off halfway: {reason}"
         self._end()
 
     def _end(self) -> None:
-        self._incoming, self._touched, self._targets, self._found = None, False, {}, {}
+        self._incoming, self._touched, self._targets, self._found, self._sums = None, False, {}, {}, {}
         self._overtaken = False
 
 

@@ -24,16 +24,24 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.rollout.weights import own_copy
 from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.weight_ends import Spot
-from quartet.schedule.weight_sync import SendsWeights, TakesWeights, choose_transport, deliver, link, unlink
+from quartet.schedule.weight_sync import (
+    SendsWeights,
+    TakesWeights,
+    close_weight_sync,
+    open_weight_sync,
+    sync_weights,
+)
 from quartet.train.engine import TrainEngine
 from quartet.weights import (
+    Endpoint,
     WeightMismatch,
     WeightsRefused,
     WeightsUnusable,
     WeightSyncError,
     WeightSyncTimeout,
+    choose_transport,
 )
+from quartet.weights.messages import Abort, Commit, Done, Failed, Pieces, Prepare
 
 LORA = LoRAConfig(rank=2, alpha=4)
 
@@ -58,7 +66,7 @@ class Elsewhere:
 
     async def call(self, method: Any, *args: Any) -> Any:
         result = await asyncio.to_thread(getattr(self.host, method.__name__), *args)
-        if isinstance(result, Spot):
+        if isinstance(result, Endpoint):
             return replace(result, pid=-self.number, machine=result.machine + self.machine)
         return result
 
@@ -123,7 +131,7 @@ def make() -> Iterator[Make]:
 
     yield cast
     for one in made:
-        asyncio.run(unlink(one.trainer, one.handles))
+        asyncio.run(close_weight_sync(one.trainer, one.handles))
 
 
 # What arrives ---------------------------------------------------------------------------------------------
@@ -136,10 +144,10 @@ def test_engines_serve_what_the_trainer_has(make: Make, transport: Any, precisio
     cast = make(2, here=transport == "auto", precision=precision, lora=lora)
 
     async def run() -> str:
-        chosen = await link(cast.trainer, cast.handles, transport, timeout_s=20)
+        chosen = await open_weight_sync(cast.trainer, cast.handles, transport, timeout_s=20)
         for version in (3, 4, 5):
             train(cast.packed, version)
-            num_bytes = await deliver(cast.trainer, cast.handles, version, timeout_s=20)
+            num_bytes = await sync_weights(cast.trainer, cast.handles, version, timeout_s=20)
             for engine in cast.engines:
                 assert answers(engine) == cast.expected(version)
                 engine.sleep()
@@ -160,8 +168,8 @@ def test_within_one_process_nothing_waits_for_a_thread(make: Make, monkeypatch: 
     monkeypatch.setattr("socket.create_server", refused)
 
     async def run() -> None:
-        await link(cast.trainer, cast.handles)
-        await deliver(cast.trainer, cast.handles, 1)
+        await open_weight_sync(cast.trainer, cast.handles)
+        await sync_weights(cast.trainer, cast.handles, 1)
 
     asyncio.run(run())
     assert all(answers(engine) == cast.expected(1) for engine in cast.engines)
@@ -172,28 +180,28 @@ def test_one_engine_of_this_process_hears_a_trainer_of_another(make: Make) -> No
     trainer = Elsewhere(cast.trainer.worker, 7)
 
     async def run() -> str:
-        chosen = await link(trainer, cast.handles, timeout_s=20)
+        chosen = await open_weight_sync(trainer, cast.handles, timeout_s=20)
         train(cast.packed, 1)
-        await deliver(trainer, cast.handles, 1, timeout_s=20)
+        await sync_weights(trainer, cast.handles, 1, timeout_s=20)
         return chosen
 
     assert asyncio.run(run()) == "shared_memory"
     assert answers(cast.engines[0]) == cast.expected(1)
 
 
-def test_linked_anew_after_an_engine_was_replaced(make: Make) -> None:
+def test_connected_anew_after_an_engine_was_replaced(make: Make) -> None:
     cast = make(2, here=False)
 
     async def run() -> None:
-        await link(cast.trainer, cast.handles, timeout_s=20)
-        await deliver(cast.trainer, cast.handles, 1, timeout_s=20)
+        await open_weight_sync(cast.trainer, cast.handles, timeout_s=20)
+        await sync_weights(cast.trainer, cast.handles, 1, timeout_s=20)
         cast.engines[1] = NativeEngine(own_copy(cast.packed), owns_weights=True)
         with pytest.raises(WeightsUnusable):
             cast.engines[1].step()
         cast.handles[1] = Elsewhere(EngineHost(cast.engines[1]), 5)
-        await link(cast.trainer, cast.handles, timeout_s=20)
+        await open_weight_sync(cast.trainer, cast.handles, timeout_s=20)
         train(cast.packed, 2)
-        await deliver(cast.trainer, cast.handles, 2, timeout_s=20)
+        await sync_weights(cast.trainer, cast.handles, 2, timeout_s=20)
 
     asyncio.run(run())
     assert all(answers(engine) == cast.expected(2) for engine in cast.engines)
@@ -201,7 +209,7 @@ def test_linked_anew_after_an_engine_was_replaced(make: Make) -> None:
 
 # How the ends are reached ---------------------------------------------------------------------------------
 
-TRAINER = Spot("m", 1, "10.0.0.1", "cpu")
+TRAINER = Endpoint("m", 1, "10.0.0.1", "cpu", torch="2.8.0", byte_order="little")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +223,7 @@ TRAINER = Spot("m", 1, "10.0.0.1", "cpu")
         (replace(TRAINER, device="G1"), [replace(TRAINER, machine="n", device="G1")], "collective"),
     ],
 )
-def test_the_nearest_way_that_leads_to_all(trainer: Spot, engines: list[Spot], expected: str) -> None:
+def test_the_nearest_way_that_leads_to_all(trainer: Endpoint, engines: list[Endpoint], expected: str) -> None:
     assert choose_transport(trainer, engines) == expected
 
 
@@ -237,7 +245,7 @@ def test_a_transport_that_leads_nowhere_is_refused(make: Make, transport: Any, e
         if where is not LocalGroup:
             cast.handles[i] = Elsewhere(host, 9, "far") if where == "far" else Elsewhere(host, where)
     with pytest.raises(UserError) as caught:
-        asyncio.run(link(cast.trainer, cast.handles, transport, timeout_s=5))
+        asyncio.run(open_weight_sync(cast.trainer, cast.handles, transport, timeout_s=5))
     assert found in caught.value.found
 
 
@@ -245,14 +253,14 @@ def test_engines_of_different_dtypes_are_refused(make: Make) -> None:
     cast = make(1, here=True)
     other = NativeEngine(own_copy(model("bf16")), owns_weights=True)
     with pytest.raises(UserError, match="different dtypes") as caught:
-        asyncio.run(link(cast.trainer, [*cast.handles, LocalGroup(EngineHost(other))]))
+        asyncio.run(open_weight_sync(cast.trainer, [*cast.handles, LocalGroup(EngineHost(other))]))
     assert "engine 1" in caught.value.found
 
 
-def test_a_version_before_the_link_is_refused(make: Make) -> None:
+def test_a_version_before_the_ends_are_connected_is_refused(make: Make) -> None:
     cast = make(2, here=True)
-    with pytest.raises(WeightSyncError, match="not every engine is connected"):
-        asyncio.run(deliver(cast.trainer, cast.handles, 1))
+    with pytest.raises(WeightSyncError, match="not connected with any engine"):
+        asyncio.run(sync_weights(cast.trainer, cast.handles, 1))
 
 
 # What goes wrong ------------------------------------------------------------------------------------------
@@ -260,8 +268,8 @@ def test_a_version_before_the_link_is_refused(make: Make) -> None:
 
 def sync(cast: Cast, version: int, timeout_s: float = 20.0, transport: Any = "auto") -> None:
     async def run() -> None:
-        await link(cast.trainer, cast.handles, transport, timeout_s=timeout_s)
-        await deliver(cast.trainer, cast.handles, version, timeout_s=timeout_s)
+        await open_weight_sync(cast.trainer, cast.handles, transport, timeout_s=timeout_s)
+        await sync_weights(cast.trainer, cast.handles, version, timeout_s=timeout_s)
 
     asyncio.run(run())
 
@@ -275,10 +283,10 @@ def test_a_byte_that_changes_is_told_with_rank_and_tensor(
     name = "model.layers.1.mlp.up_proj.weight"
 
     @torch.no_grad()
-    def flip(found: str) -> None:
+    def flip(found: str, stop: int) -> None:
         if found == name:
             cast.engines[1].packed.model.get_parameter(name)[1, 1] += 1
-        arrived(found)
+        arrived(found, stop)
 
     monkeypatch.setattr(sink, "arrived", flip)
     with pytest.raises(WeightMismatch) as caught:
@@ -305,17 +313,17 @@ def test_an_engine_that_sleeps_is_told(make: Make, here: bool) -> None:
 
 def test_an_end_that_stands_still_ends_in_time_with_its_rank(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cast = make(2, here=False)
-    monkeypatch.setattr(cast.engines[1].weight_sink(), "begin", lambda *_: time.sleep(3))
+    monkeypatch.setattr(cast.engines[1].weight_sink(), "arrived", lambda *_: time.sleep(3))
     start = time.monotonic()
     with pytest.raises(WeightSyncTimeout) as caught:
         sync(cast, 1, timeout_s=1.0)
-    assert caught.value.rank == 1
+    assert caught.value.rank == 1 and caught.value.tensor is not None
     assert time.monotonic() - start < 12
 
 
 def test_a_call_that_never_ends_keeps_nobody(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that stands still outside of the protocol: its call has no end of its own."""
-    monkeypatch.setattr("quartet.schedule.weight_sync._GRACE_S", 0.2)
+    monkeypatch.setattr("quartet.weights.control.GRACE_S", 0.2)
     cast = make(2, here=False)
 
     @dataclass(frozen=True)
@@ -323,7 +331,7 @@ def test_a_call_that_never_ends_keeps_nobody(make: Make, monkeypatch: pytest.Mon
         inner: Any
 
         async def call(self, method: Any, *args: Any) -> Any:
-            if method.__name__ == "weights_receive":
+            if isinstance(args[0], Pieces):
                 await asyncio.sleep(3600)
             return await self.inner.call(method, *args)
 
@@ -344,29 +352,40 @@ def test_a_dead_worker_is_the_cause(make: Make, monkeypatch: pytest.MonkeyPatch)
         inner: Any
 
         async def call(self, method: Any, *args: Any) -> Any:
-            if method.__name__ == "weights_receive":
-                self.inner.host.weight_inlet.close()
+            if isinstance(args[0], Pieces):
                 raise death
             return await self.inner.call(method, *args)
 
     cast.handles[1] = Dying(cast.handles[1])
-    with pytest.raises(WeightSyncError, match="receiver") as caught:
-        sync(cast, 1)
+    with pytest.raises(WeightSyncError, match="engine of rank 1") as caught:
+        sync(cast, 1, timeout_s=2.0)
     assert caught.value.rank == 1
     assert caught.value.__cause__ is death
 
 
-def test_a_trainer_that_fails_is_told_with_its_own_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    cast = make(1, here=False)
+@pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
+def test_a_trainer_that_fails_is_told_with_its_own_error(
+    make: Make, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cast = make(1, here=here)
+    weights, calls = cast.trainer.worker.engine.weights, []
 
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        raise OSError("the trainer's disk is full")
-        yield
+    def failing() -> Iterator[tuple[str, Tensor]]:
+        calls.append(None)
+        for number, pair in enumerate(weights()):
+            if len(calls) == 2 and number == 3:  # the first pass announces names and shapes
+                raise OSError("the trainer's disk is full")
+            yield pair
 
-    monkeypatch.setattr(cast.trainer.worker.engine, "weights", weights)
-    with pytest.raises(WeightSyncError, match="gave up") as caught:
+    monkeypatch.setattr(cast.trainer.worker.engine, "weights", failing)
+    with pytest.raises(WeightSyncError, match="the trainer failed") as caught:
         sync(cast, 1)
-    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.rank is None and isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(WeightsUnusable):
+        cast.engines[0].step()
+    monkeypatch.undo()
+    sync(cast, 1)
+    assert answers(cast.engines[0]) == cast.expected(1)
 
 
 @pytest.mark.parametrize(
@@ -384,43 +403,30 @@ def test_errors_travel_as_they_are(error: WeightSyncError) -> None:
         assert (str(found), vars(found)) == (str(error), vars(error))
 
 
-def test_another_version_than_the_one_waited_for_is_not_taken(make: Make) -> None:
+def test_a_message_of_another_sync_is_refused(make: Make) -> None:
+    """A driver that was replaced may leave messages behind."""
     cast = make(1, here=False)
-
-    async def run() -> None:
-        await link(cast.trainer, cast.handles, timeout_s=10)
-        await deliver(cast.trainer, cast.handles, 1, timeout_s=10)
-        await asyncio.gather(
-            cast.handles[0].call(TakesWeights.weights_receive, 3),
-            asyncio.to_thread(cast.trainer.worker.weights_send, 2),
-        )
-
-    asyncio.run(run())
-    assert cast.engines[0].weight_sink().version == 1
-    cast.engines[0].step()
+    sync(cast, 1)
+    receiver = cast.handles[0].host.weight_receiver
+    for message in (Pieces(7), Commit(7)):
+        failed = receiver.answer(message)
+        assert isinstance(failed, Failed) and "does not belong" in failed.problem
+    assert receiver.answer(Abort(7, "late", has_begun=True)) == Done()
+    cast.engines[0].weight_sink().require(1)
 
 
-def test_what_the_trainer_gave_up_before_an_engine_listened_is_told_at_once(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_announced_and_never_come_are_not_served(make: Make) -> None:
+    """The driver dies in the middle; in adopted memory nothing else would tell."""
     cast = make(1, here=False)
+    sync(cast, 1)
 
-    def weights() -> Iterator[tuple[str, Tensor]]:
-        raise OSError("the trainer's disk is full")
-        yield
+    async def announce() -> None:
+        announced = await cast.trainer.call(SendsWeights.send_weights, Prepare(2))
+        assert await cast.handles[0].call(TakesWeights.receive_weights, announced) == Done()
 
-    async def run() -> Any:
-        await link(cast.trainer, cast.handles, timeout_s=30)
-        with monkeypatch.context() as patch:
-            patch.setattr(cast.trainer.worker.weight_outlet._source, "_named", weights)
-            with pytest.raises(OSError, match="disk is full"):
-                await cast.trainer.call(SendsWeights.weights_send, 1)
-        start = time.monotonic()
-        failed = await cast.handles[0].call(TakesWeights.weights_receive, 1)
-        assert time.monotonic() - start < 5
-        await deliver(cast.trainer, cast.handles, 1, timeout_s=30)
-        return failed
-
-    failed = asyncio.run(run())
-    assert "gave up" in failed.error.problem and "disk is full" in failed.error.found
-    assert answers(cast.engines[0]) == cast.expected(1)
+    asyncio.run(announce())
+    with pytest.raises(WeightsUnusable, match="under way"):
+        cast.engines[0].step()
+    train(cast.packed, 3)
+    sync(cast, 3)
+    assert answers(cast.engines[0]) == cast.expected(3)

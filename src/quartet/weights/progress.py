@@ -1,0 +1,305 @@
+"""Where the ends of a sync stand while the data move, so that one that hangs, fails or dies is noticed by the others.
+
+Each end notes its position on a board that all of them read: a page of shared memory on one machine, the store of the
+process group between machines. The sender waits for its receivers, receivers wait for the sender, and every wait ends
+when the other end stands still for too long. So no call of a sync takes longer than the silence that is allowed,
+whatever happens to the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from quartet.weights.errors import OtherEndFailed, WeightSyncError, WeightSyncTimeout, at_tensor
+from quartet.weights.manifest import TensorSpec
+
+SENDER = 0
+"""The sender's place on a board; receiver ``rank`` has ``1 + rank``."""
+_POLL_S = 5e-5
+_LIFE_S = 0.02
+"""Between two looks whether the other processes live."""
+_EXPLANATION_S = 1.0
+"""A connection may break before the reason is on the board."""
+
+
+class State(IntEnum):
+    RUNNING = 0
+    FAILED = 1
+    TIRED = 2
+    """Failed, because another end did nothing for too long."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """
+    Attributes:
+        step: the transport's steps that this end is through with.
+        tensor: index of the tensor that it is at.
+        pid: of its process, if it is on the same machine; 0: not known (yet).
+    """
+
+    step: int = 0
+    tensor: int = 0
+    state: State = State.RUNNING
+    pid: int = 0
+
+
+class Board(ABC):
+    """
+    Attributes:
+        interval_s: between two looks of one that waits.
+    """
+
+    interval_s: float
+
+    @abstractmethod
+    def read(self, end: int) -> Position: ...
+
+    @abstractmethod
+    def write(self, end: int, position: Position) -> None: ...
+
+
+class PageBoard(Board):
+    """In nameless shared memory, which other processes of the machine open by ``path``.
+
+    Read and written by system calls: whoever reads a position also sees the data that were there when it was noted.
+    """
+
+    interval_s = _POLL_S
+    _ROW = struct.Struct("=4q")
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(cls, num_ends: int) -> PageBoard:
+        board = cls(os.memfd_create("quartet-progress", os.MFD_CLOEXEC))
+        for end in range(num_ends):
+            board.write(end, Position())
+        return board
+
+    @classmethod
+    def open(cls, path: str) -> PageBoard:
+        """
+        Raises:
+            OSError: it is not within reach.
+        """
+        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def read(self, end: int) -> Position:
+        row = os.pread(self._descriptor, self._ROW.size, end * self._ROW.size)
+        step, tensor, state, pid = self._ROW.unpack(row)
+        return Position(step, tensor, State(state), pid)
+
+    def write(self, end: int, position: Position) -> None:
+        row = self._ROW.pack(position.step, position.tensor, position.state, position.pid)
+        os.pwrite(self._descriptor, row, end * self._ROW.size)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class BoardGone(Exception):
+    """The board went with the process that kept it, the sender."""
+
+
+class StoreBoard(Board):
+    """In the store of a process group, whose server is the sender."""
+
+    interval_s = 0.02
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def clear(self, num_ends: int) -> None:
+        """At the beginning of a sync, by the sender."""
+        for end in range(num_ends):
+            self.write(end, Position())
+
+    def read(self, end: int) -> Position:
+        key = f"progress/{end}"
+        try:
+            if not self._store.check([key]):
+                return Position()
+            step, tensor, state = self._store.get(key).decode().split()
+        except RuntimeError as error:  # its server, the sender, is gone
+            raise BoardGone(str(error)) from error
+        return Position(int(step), int(tensor), State(int(state)))
+
+    def write(self, end: int, position: Position) -> None:
+        try:
+            self._store.set(f"progress/{end}", f"{position.step} {position.tensor} {int(position.state)}")
+        except RuntimeError as error:
+            raise BoardGone(str(error)) from error
+
+
+class Progress:
+    """One end's place on the board, and its waits for others.
+
+    Args:
+        end: whose, ``SENDER`` or ``1 + rank``.
+        others: whom it waits for.
+        timeout_s: how long one of them may stand still.
+    """
+
+    def __init__(
+        self, board: Board, end: int, others: Sequence[int], specs: Sequence[TensorSpec], timeout_s: float
+    ) -> None:
+        self._board = board
+        self._end = end
+        self._others = tuple(others)
+        self._names = [spec.name for spec in specs]
+        self._timeout_s = timeout_s
+        self._mine = Position(pid=os.getpid())
+        self._looked_s = 0.0
+        self.note()
+
+    def note(self, *, step: int | None = None, tensor: int | None = None) -> None:
+        """This end has come so far."""
+        mine = self._mine
+        step, tensor = mine.step if step is None else step, mine.tensor if tensor is None else tensor
+        self._mine = replace(mine, step=step, tensor=tensor)
+        try:
+            self._board.write(self._end, self._mine)
+        except BoardGone as error:
+            raise self._without_board(error) from error
+
+    def fail(self, error: BaseException) -> None:
+        """This end has failed; the others notice at their next look."""
+        state = State.TIRED if isinstance(error, WeightSyncTimeout) else State.FAILED
+        try:
+            self._board.write(self._end, replace(self._mine, state=state))
+        except BoardGone:
+            return  # the others notice that, too
+
+    def wait(self, step: int, ready: Callable[[], bool] | None = None) -> int:
+        """Until every other end is through with ``step`` steps, or ``ready`` gives True.
+
+        Returns:
+            Steps that all of them are through with (with ``ready``: at the last look).
+
+        Raises:
+            WeightSyncTimeout: of the one that stands still and holds things up.
+            OtherEndFailed: another end has failed or is gone.
+        """
+        seen: dict[int, Position] = {}
+        moved_s = dict.fromkeys(self._others, time.monotonic())
+        reached, looked_s = 0, 0.0
+        while True:
+            if ready is not None and ready():
+                return reached
+            now_s = time.monotonic()
+            if now_s - looked_s >= self._board.interval_s:
+                looked_s = now_s
+                try:
+                    found = {end: self._board.read(end) for end in self._others}
+                except BoardGone as error:
+                    raise self._without_board(error) from error
+                reached = min((position.step for position in found.values()), default=step)
+                if ready is None and reached >= step:
+                    return reached
+                self._check_states(found, step)
+                moved_s |= {end: now_s for end in self._others if found[end] != seen.get(end)}
+                seen = found
+                behind = [end for end in self._others if found[end].step < step] or self._others
+                for end in sorted(behind, key=lambda end: found[end].step):
+                    if now_s - moved_s[end] > self._timeout_s:
+                        raise self._late(end, found[end])
+            time.sleep(_POLL_S)
+
+    def broke(self, error: RuntimeError) -> WeightSyncError:
+        """What to raise when the transport breaks: what the board says about it, if it says so soon."""
+        soon = time.monotonic() + _EXPLANATION_S
+        try:
+            self.wait(0, lambda: time.monotonic() > soon)
+        except WeightSyncError as explained:
+            return explained
+        name = self._name(self._mine)
+        return OtherEndFailed(
+            "the connection that carries the weights broke",
+            found=f"{error}{at_tensor(name)}",
+            remedy="see the logs of the other processes; the next sync connects anew",
+            tensor=name,
+        )
+
+    def _without_board(self, error: BoardGone) -> OtherEndFailed:
+        return _gone(SENDER, Position(), self._name(self._mine), str(error))
+
+    def _check_states(self, found: dict[int, Position], step: int) -> None:
+        for end, position in found.items():
+            if position.state is State.TIRED:
+                # It waits for another receiver, as we do; where there is none, for us.
+                behind = [
+                    e
+                    for e, p in found.items()
+                    if p.state is State.RUNNING and p.step <= position.step and p.step < step
+                ]
+                if behind:
+                    raise self._late(behind[0], found[behind[0]])
+            if position.state is not State.RUNNING:
+                raise self._failed(end, position)
+        now_s = time.monotonic()
+        if now_s - self._looked_s > _LIFE_S:
+            self._looked_s = now_s
+            for end, position in found.items():
+                if position.pid and not _lives(position.pid):
+                    raise _gone(end, position, self._name(position), "its process has ended")
+
+    def _name(self, position: Position) -> str | None:
+        return self._names[position.tensor] if position.tensor < len(self._names) else None
+
+    def _late(self, end: int, position: Position) -> WeightSyncTimeout:
+        name = self._name(position)
+        return WeightSyncTimeout(
+            f"{_who(end, position)} did nothing for {self._timeout_s:g} s",
+            found=f"it stands at step {position.step} of the data{at_tensor(name)}",
+            remedy="see its log; start it again, or raise weight_sync.timeout_s if it only needs longer",
+            rank=None if end == SENDER else end - 1,
+            tensor=name,
+        )
+
+    def _failed(self, end: int, position: Position) -> OtherEndFailed:
+        name = self._name(position)
+        return OtherEndFailed(
+            f"{_who(end, position)} gave up the weight sync",
+            found=f"step {position.step} of the data{at_tensor(name)}",
+            remedy="see its own error or log; the next sync starts anew",
+            rank=None if end == SENDER else end - 1,
+            tensor=name,
+        )
+
+
+def _who(end: int, position: Position) -> str:
+    who = "the sender of weights" if end == SENDER else f"the receiver of weights of rank {end - 1}"
+    return f"{who} (process {position.pid})" if position.pid else who
+
+
+def _gone(end: int, position: Position, tensor: str | None, found: str) -> OtherEndFailed:
+    return OtherEndFailed(
+        f"{_who(end, position)} is gone",
+        found=f"{found}{at_tensor(tensor)}",
+        remedy="see its log for the reason, start it again and connect the weights anew",
+        rank=None if end == SENDER else end - 1,
+        tensor=tensor,
+    )
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process of this machine runs; one that has ended and was not waited for yet does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
