@@ -22,7 +22,7 @@ from quartet.weights.collective import CollectiveReceive, CollectiveSend
 from quartet.weights.control import choose_transport, connect, disconnect, sync
 from quartet.weights.cuda_ipc import CudaIpcReceive, CudaIpcSend
 from quartet.weights.digest import Hasher
-from quartet.weights.disk import DiskReceive, DiskSend, load_published, published
+from quartet.weights.disk import DiskReceive, DiskSend, load_published, publish, published
 from quartet.weights.endpoint import WeightReceiver, WeightSender
 from quartet.weights.errors import (
     OtherEndFailed,
@@ -77,6 +77,7 @@ __all__ = [
     "connect",
     "disconnect",
     "load_published",
+    "publish",
     "published",
     "qkv",
     "split_fused",

@@ -2,7 +2,7 @@
 
 ``version_00000012/`` holds ``model.safetensors``, ``manifest.json`` and, where a template is given, its configuration
 and tokenizer, so that it loads as any Hugging Face model does. It takes its name when all of it is on the disk; half a
-version is never seen. A sender without receivers publishes: ``load_published`` brings a version to an engine later.
+version is never seen. ``publish`` needs no receivers: ``load_published`` brings a version to an engine later.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import Manifest, TensorSpec
 from quartet.weights.messages import Announcement, Offer
 from quartet.weights.sink import TensorSink
+from quartet.weights.source import WeightSource
 from quartet.weights.transport import ReceiveTransport, SendTransport
 
 WEIGHTS = "model.safetensors"
@@ -128,6 +129,18 @@ class DiskReceive(ReceiveTransport):
 
     def close(self) -> None:
         pass
+
+
+def publish(
+    source: WeightSource, version: int, folder: Path, *, template: Path | None = None, keep: int = 2
+) -> Manifest:
+    """Writes a version for engines that ``load_published`` brings it to, without a driver."""
+    transport, specs = DiskSend(folder, template=template, keep=keep), source.specs()
+    try:
+        transport.open(specs, version)
+        return Manifest(version, specs, tuple(transport.send(specs, source.tensors())))
+    finally:
+        transport.close()
 
 
 def published(folder: Path) -> list[Path]:

@@ -7,11 +7,9 @@ every receiver has found every digest right: the driver sees to the order, the e
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +37,7 @@ from quartet.weights.messages import (
     Sealed,
     Verify,
 )
+from quartet.weights.progress import machine_id
 from quartet.weights.shared import SharedReceive, SharedSend
 from quartet.weights.shared_memory import SharedMemoryReceive, SharedMemorySend
 from quartet.weights.sink import TensorSink
@@ -48,11 +47,8 @@ from quartet.weights.transport import ReceiveTransport, SendTransport
 
 def describe(device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None) -> Endpoint:
     """The end in this process that computes on ``device``."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = os.readlink("/proc/self/ns/pid") if boot.exists() else ""
-    machine = f"{boot.read_text(encoding='ascii').strip() if boot.exists() else platform.node()} {namespace}"
     return Endpoint(
-        machine=f"{machine} {os.getuid()}",
+        machine=machine_id(),
         pid=os.getpid(),
         address=_own_address(),
         device=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu",

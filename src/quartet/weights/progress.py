@@ -9,6 +9,7 @@ whatever happens to the driver.
 from __future__ import annotations
 
 import os
+import platform
 import struct
 import time
 from abc import ABC, abstractmethod
@@ -122,6 +123,7 @@ class StoreBoard(Board):
 
     def __init__(self, store: Any) -> None:
         self._store = store
+        self._machine = machine_id()
 
     def clear(self, num_ends: int) -> None:
         """At the beginning of a sync, by the sender."""
@@ -133,14 +135,16 @@ class StoreBoard(Board):
         try:
             if not self._store.check([key]):
                 return Position()
-            step, tensor, state = self._store.get(key).decode().split()
+            step, tensor, state, pid, machine = self._store.get(key).decode().split(" ", 4)
         except RuntimeError as error:  # its server, the sender, is gone
             raise BoardGone(str(error)) from error
-        return Position(int(step), int(tensor), State(int(state)))
+        # A process is known by its number only on its own machine.
+        return Position(int(step), int(tensor), State(int(state)), int(pid) if machine == self._machine else 0)
 
     def write(self, end: int, position: Position) -> None:
         try:
-            self._store.set(f"progress/{end}", f"{position.step} {position.tensor} {int(position.state)}")
+            fields = (position.step, position.tensor, int(position.state), position.pid, self._machine)
+            self._store.set(f"progress/{end}", " ".join(map(str, fields)))
         except RuntimeError as error:
             raise BoardGone(str(error)) from error
 
@@ -294,6 +298,14 @@ def _gone(end: int, position: Position, tensor: str | None, found: str) -> Other
         rank=None if end == SENDER else end - 1,
         tensor=tensor,
     )
+
+
+def machine_id() -> str:
+    """The same for processes that can open each other's memory: one boot, one process namespace, one user."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return f"{platform.node()} {os.getuid()}"
+    return f"{boot.read_text(encoding='ascii').strip()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 def _lives(pid: int) -> bool:

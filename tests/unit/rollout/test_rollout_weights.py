@@ -17,7 +17,7 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 from quartet.rollout.weight_copies import MIN_PACKED
 from quartet.rollout.weights import DiscardedWeights, num_bytes_of, own_copy
-from quartet.weights import NamedSource, SharedSender, Status, WeightMismatch, WeightsRefused, WeightsUnusable
+from quartet.weights import NamedSource, Status, WeightMismatch, WeightsRefused, WeightsUnusable, sync_in_process
 
 Build = Callable[..., Any]
 Make = Callable[..., Request]
@@ -152,7 +152,7 @@ def test_nothing_is_computed_after_a_sync_that_failed_halfway(tiny: Any, make_re
     reading.append(True)
     source.specs = lambda: specs  # type: ignore[method-assign]
     with pytest.raises(OSError, match="disk is full"):
-        SharedSender([engine.weight_sink()]).send(source, 1)
+        sync_in_process(source, [engine.weight_sink()], 1)
     with pytest.raises(WeightsUnusable, match="disk is full"):
         engine.step()
     assert engine.stats().policy_version == 0
@@ -167,11 +167,11 @@ def test_a_byte_that_changes_on_the_way_is_found(tiny: Any, monkeypatch: pytest.
     sink = engine.weight_sink()
     arrived = sink.arrived
 
-    def flip(name: str) -> None:
+    def flip(name: str, stop: int) -> None:
         if name.endswith("1.mlp.up_proj.weight"):
             with torch.no_grad():
                 dict(engine.packed.model.named_parameters())[name][3, 2] += 1e-3
-        arrived(name)
+        arrived(name, stop)
 
     monkeypatch.setattr(sink, "arrived", flip)
     with pytest.raises(WeightMismatch, match=r"1\.mlp\.up_proj\.weight"):

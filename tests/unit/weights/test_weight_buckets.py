@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from quartet.weights import CudaIpcOutlet, TensorSpec
+from quartet.weights import CudaIpcSend, TensorSpec
 from quartet.weights.buckets import ALIGNMENT, Packer, fill, plan_buckets
 from quartet.weights.digest import bytes_of
 from quartet.weights.manifest import DTYPES
@@ -87,56 +87,53 @@ class Handles:
         self.synchronized += 1
 
 
-class Members:
-    memberships = 2
-    num_receivers = 2
-
-
-class Conversation:
-    """In the place of an exchange: says what was told and asks for confirmations in the order they are waited for."""
-
-    version = 1
+class Noting:
+    """In the place of a progress: says what was noted and waited for, in order."""
 
     def __init__(self, handles: Handles) -> None:
-        self.hub = Members()
         self.events: list[tuple[str, int]] = []
         self._handles = handles
         self._announced: dict[int, list[int]] = {}
 
-    def tell(self, kind: str, *, number: int) -> None:
-        assert kind == "bucket"
-        assert self._handles.synchronized == number + 1, "announced before the copies into it were through"
-        self._announced[number] = self._handles.buffers[number % 2].tolist()
-        self.events.append(("bucket", number))
+    def note(self, *, step: int | None = None, tensor: int | None = None) -> None:
+        if step is not None:
+            assert self._handles.synchronized == step, "noted before the copies into it were through"
+            self._announced[step] = self._handles.buffers[(step - 1) % 2].tolist()
+            self.events.append(("filled", step))
 
-    def wait(self, kind: str, number: int, *, doing: str) -> None:
-        assert kind == "taken"
-        # A slow receiver reads only now, right before it confirms.
-        assert self._handles.buffers[number % 2].tolist() == self._announced[number], "filled again before that"
-        self.events.append(("taken", number))
+    def wait(self, step: int) -> None:
+        if step > 0:
+            # A slow receiver reads only now, right before it notes that it has.
+            if step < 4:
+                assert self._handles.buffers[(step - 1) % 2].tolist() == self._announced[step], "filled again before"
+            self.events.append(("taken", step))
+
+    def fail(self, error: BaseException) -> None:
+        pass
 
 
-def test_no_buffer_is_filled_before_its_last_contents_are_confirmed() -> None:
+def test_no_buffer_is_filled_before_its_last_contents_are_taken() -> None:
     handles = Handles()
-    outlet = CudaIpcOutlet(handles, bucket_bytes=64)
-    conversation: Any = Conversation(handles)
+    transport = CudaIpcSend(2, handles=handles, bucket_bytes=64)
     spec = TensorSpec("w", "U8", (5 * 64,))
-    offer = outlet.open([spec], conversation)
+    offer = transport.open([spec], 1)
     assert offer["buffers"] == {str(rank): [{"number": 0}, {"number": 1}] for rank in range(2)}
-    outlet.put(spec, torch.arange(5 * 64).to(torch.uint8))
-    assert conversation.events == [
-        ("bucket", 0), ("bucket", 1), ("taken", 0), ("bucket", 2), ("taken", 1), ("bucket", 3), ("taken", 2),
-        ("bucket", 4),
+    noting = Noting(handles)
+    transport._progress = noting  # type: ignore[assignment]
+    transport.send([spec], iter([torch.arange(5 * 64).to(torch.uint8)]))
+    assert noting.events == [
+        ("filled", 1), ("filled", 2), ("taken", 1), ("filled", 3), ("taken", 2), ("filled", 4), ("taken", 3),
+        ("filled", 5), ("taken", 5),
     ]  # fmt: skip
+    transport.close()
 
 
 def test_after_a_failure_the_old_buffers_are_left_alone() -> None:
     handles = Handles()
-    outlet = CudaIpcOutlet(handles, bucket_bytes=64)
+    transport = CudaIpcSend(1, handles=handles, bucket_bytes=64)
     spec = TensorSpec("w", "U8", (64,))
-    conversation: Any = Conversation(handles)
-    outlet.open([spec], conversation)
-    outlet.put(spec, torch.ones(64, dtype=torch.uint8))
-    outlet.abort()
-    offer = outlet.open([spec], conversation)
+    transport.open([spec], 1)
+    transport.fail(RuntimeError("the sync broke"))
+    offer = transport.open([spec], 1)
     assert [handle["number"] for handle in offer["buffers"]["0"]] == [2, 3]
+    transport.close()

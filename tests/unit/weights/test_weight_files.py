@@ -12,14 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quartet.weights import (
-    DiskOutlet,
-    Manifest,
     NamedSource,
-    Sender,
     TensorSink,
     WeightMismatch,
     WeightSyncError,
     load_published,
+    publish,
     published,
 )
 from quartet.weights.shared_memory import Segment, layout
@@ -33,12 +31,7 @@ WEIGHTS = {
 }
 
 
-def publish(folder: Path, version: int, **options: object) -> Manifest:
-    sender = Sender(DiskOutlet(folder, **options), num_receivers=0)  # type: ignore[arg-type]
-    try:
-        return sender.send(NamedSource(lambda: WEIGHTS.items()), version)
-    finally:
-        sender.close()
+SOURCE = NamedSource(lambda: WEIGHTS.items())
 
 
 def test_other_programs_read_it_and_the_template_lies_beside(tmp_path: Path) -> None:
@@ -46,7 +39,7 @@ def test_other_programs_read_it_and_the_template_lies_beside(tmp_path: Path) -> 
     template.mkdir()
     (template / "config.json").write_text("{}")
     (template / "model.safetensors").write_text("old weights")
-    publish(tmp_path / "out", 12, template=template)
+    publish(SOURCE, 12, tmp_path / "out", template=template)
     (path,) = published(tmp_path / "out")
     assert path.name == "version_00000012"
     assert sorted(p.name for p in path.iterdir()) == ["config.json", "manifest.json", "model.safetensors"]
@@ -59,10 +52,10 @@ def test_other_programs_read_it_and_the_template_lies_beside(tmp_path: Path) -> 
 
 def test_only_the_newest_stay_and_the_same_version_may_come_again(tmp_path: Path) -> None:
     for version in (1, 2, 2, 3):
-        publish(tmp_path, version)
+        publish(SOURCE, version, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version_00000002", "version_00000003"]
     with pytest.raises(ValueError, match="keep = 0"):
-        DiskOutlet(tmp_path, keep=0)
+        publish(SOURCE, 4, tmp_path, keep=0)
 
 
 def test_a_version_that_breaks_off_is_never_seen(tmp_path: Path) -> None:
@@ -71,21 +64,19 @@ def test_a_version_that_breaks_off_is_never_seen(tmp_path: Path) -> None:
             yield from list(super().tensors())[:2]
             raise RuntimeError("the disk is on fire")
 
-    publish(tmp_path, 1)
-    sender = Sender(DiskOutlet(tmp_path), num_receivers=0)
+    publish(SOURCE, 1, tmp_path)
     with pytest.raises(RuntimeError, match="on fire"):
-        sender.send(Broken(lambda: WEIGHTS.items()), 2)
+        publish(Broken(lambda: WEIGHTS.items()), 2, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version_00000001"]
     # What a killed process leaves is cleared away by the next version.
     (tmp_path / ".draft_00000002").mkdir()
     assert [p.name for p in published(tmp_path)] == ["version_00000001"]
-    sender.send(NamedSource(lambda: WEIGHTS.items()), 2)
+    publish(SOURCE, 2, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version_00000001", "version_00000002"]
-    sender.close()
 
 
 def test_an_engine_that_starts_later_loads_and_checks_it(tmp_path: Path) -> None:
-    manifest = publish(tmp_path, 4)
+    manifest = publish(SOURCE, 4, tmp_path)
     held = {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}
     sink = TensorSink(held.items())
     assert load_published(published(tmp_path)[-1], sink) == manifest
@@ -94,7 +85,7 @@ def test_an_engine_that_starts_later_loads_and_checks_it(tmp_path: Path) -> None
 
 
 def test_a_damaged_file_is_found(tmp_path: Path) -> None:
-    publish(tmp_path, 1)
+    publish(SOURCE, 1, tmp_path)
     (path,) = published(tmp_path)
     data = bytearray((path / "model.safetensors").read_bytes())
     data[-1] ^= 1

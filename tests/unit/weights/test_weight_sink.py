@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import pytest
@@ -12,20 +13,22 @@ from torch import Tensor, nn
 
 from quartet.weights import (
     GATE_UP,
+    Hasher,
     NamedSource,
-    SharedSender,
     Status,
     TensorSink,
     TensorSpec,
     WeightMismatch,
     WeightsRefused,
     WeightsUnusable,
+    sync_in_process,
 )
+from quartet.weights.digest import BLOCK_BYTES
 from quartet.weights.sink import _write
 
 
 def send(sink: TensorSink, tensors: dict[str, Tensor], version: int) -> None:
-    SharedSender([sink]).send(NamedSource(lambda: tensors.items()), version)
+    sync_in_process(NamedSource(lambda: tensors.items()), [sink], version)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False), st.data())
@@ -77,7 +80,7 @@ def test_adopted_memory_is_the_sources_own() -> None:
 def test_what_is_served_is_checked_again_on_demand() -> None:
     weight = torch.zeros(8)
     sink = TensorSink([("w", weight)])
-    manifest = SharedSender([sink]).send(NamedSource(lambda: {"w": torch.ones(8)}.items()), 1)
+    manifest = sync_in_process(NamedSource(lambda: {"w": torch.ones(8)}.items()), [sink], 1)
     sink.check_served(manifest)
     weight[3] = 0.5
     with pytest.raises(WeightMismatch, match="'w'"):
@@ -106,7 +109,6 @@ def test_half_a_sync_is_not_served() -> None:
     for sink in (in_place, staged):
         send(sink, {"w": torch.ones(2)}, 1)
         sink.begin([spec], 2)
-        sink.require(1)
         sink.write("w", 0, torch.zeros(1))
     staged.require(1)
     with pytest.raises(WeightsUnusable, match="a sync of version 2 under way"):
@@ -155,14 +157,13 @@ def test_an_engine_that_sleeps_in_a_sync_serves_nothing_after_it() -> None:
     held = torch.zeros(3)
     sink = TensorSink([("w", held)])
 
-    class Dozing(SharedSender):
-        def _move(self, *args: object) -> list[str]:
-            digests = super()._move(*args)  # type: ignore[arg-type]
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        yield "w", torch.ones(3)
+        if sink.status is Status.RECEIVING:
             sink.invalidate("the engine slept")
-            return digests
 
     with pytest.raises(WeightsUnusable, match="no more room"):
-        Dozing([sink]).send(NamedSource(lambda: {"w": torch.ones(3)}.items()), 1)
+        sync_in_process(NamedSource(weights), [sink], 1)
     with pytest.raises(WeightsUnusable, match="slept"):
         sink.require()
     send(sink, {"w": torch.ones(3)}, 1)
@@ -181,3 +182,17 @@ def test_a_sink_may_begin_with_a_version_or_refuse_to_begin() -> None:
         send(sink, {"w": torch.ones(3)}, 5)
     sink.require(4)
     assert not held.any()
+
+
+@pytest.mark.parametrize("cuts", [[], [BLOCK_BYTES // 4], [3, 5 * BLOCK_BYTES // 16, BLOCK_BYTES // 2]])
+def test_what_has_arrived_is_digested_in_pieces(cuts: list[int]) -> None:
+    """Wherever the pieces end, the digest is that of the whole, taken when the last one is there."""
+    values = torch.randn(BLOCK_BYTES // 2 + 7)
+    sink = TensorSink([("w", torch.zeros_like(values))])
+    sink.begin([TensorSpec.of("w", values)], 1)
+    edges = sorted({0, *cuts, values.numel()})
+    for start, stop in itertools.pairwise(edges):
+        assert not sink._found
+        sink.write("w", start, values[start:stop])
+        sink.arrived("w", stop)
+    assert list(sink._found.values()) == [Hasher(1).digest(values)]
