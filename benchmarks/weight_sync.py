@@ -1,21 +1,25 @@
-"""Seconds of a weight sync over every transport that runs on a CPU, beside the machine's own memory copy.
+"""Seconds of a weight sync over every transport that runs on a CPU, beside the machine's memory copy; and its parts.
 
     python benchmarks/weight_sync.py [--threads 1] [--repeats 5] [--megabytes 500] [--cases shared_memory,collective]
 
-The sender is this process, the engine another one on the same machine. A sync is timed from the call of ``send`` to
-its return, when the engine has verified every digest and serves the new version; all weights have changed before.
-``memcpy`` copies as many bytes between two buffers that exist already, with the same number of threads, right before
-each sync; the faster of torch's and numpy's copy counts. Medians; the first sync, which makes memory and forms groups,
-is left out. The engine's process verifies while the sender copies, so it wants a core of its own.
+The sender is a thread of this process, the engine another process of the same machine. A sync is timed from the
+driver's first message to its last answer, when the engine has verified every digest and serves the new version; all
+weights have changed before. ``memcpy`` copies as many bytes between two buffers that exist already, with the same
+number of threads, right before each sync; the faster of torch's and numpy's copy counts. Medians; the first sync,
+which makes memory and forms groups, is left out. The engine's process verifies while the sender copies, so it wants a
+core of its own. The parts are measured alone: the copy block by block, the sender's copy with its digest, the
+receiver's digest, and the messages of a sync without data.
 """
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,20 +30,23 @@ from common import arguments, markdown, write_results
 from torch import Tensor
 
 from quartet.weights import (
-    CollectiveInlet,
-    CollectiveOutlet,
-    DiskInlet,
-    DiskOutlet,
+    CollectiveReceive,
+    CollectiveSend,
+    DiskReceive,
+    DiskSend,
     Hasher,
     NamedSource,
-    Receiver,
-    Sender,
-    SharedMemoryInlet,
-    SharedMemoryOutlet,
-    SharedSender,
+    SharedMemoryReceive,
+    SharedMemorySend,
     TensorSink,
+    WeightReceiver,
+    WeightSender,
+    control,
+    sync_in_process,
 )
-from quartet.weights.session import Inlet, Outlet
+from quartet.weights.digest import BLOCK_BYTES
+from quartet.weights.messages import Answer, Message
+from quartet.weights.transport import ReceiveTransport, SendTransport
 
 HIDDEN, INNER = 1024, 2816
 CASES: dict[str, tuple[str, bool]] = {
@@ -51,10 +58,15 @@ CASES: dict[str, tuple[str, bool]] = {
     "disk": ("disk", False),
 }
 """Transport, and whether the sink adopts its memory."""
-INLETS: dict[str, Callable[[], Inlet]] = {
-    "shared_memory": SharedMemoryInlet,
-    "collective": CollectiveInlet,
-    "disk": DiskInlet,
+SENDS: dict[str, Callable[[Path], SendTransport]] = {
+    "shared_memory": lambda folder: SharedMemorySend(timeout_s=300),
+    "collective": lambda folder: CollectiveSend(timeout_s=300),
+    "disk": lambda folder: DiskSend(folder, keep=1),
+}
+RECEIVES: dict[str, Callable[[], ReceiveTransport]] = {
+    "shared_memory": lambda: SharedMemoryReceive(timeout_s=300),
+    "collective": lambda: CollectiveReceive(timeout_s=300),
+    "disk": DiskReceive,
 }
 
 
@@ -88,15 +100,27 @@ class Memcpy:
         return min(timed(way) for way in self._ways)
 
 
-def digest_seconds(num_bytes: int, repeats: int) -> float:
-    hasher, flat = Hasher(), torch.ones(num_bytes, dtype=torch.uint8)
-    return statistics.median(timed(lambda: hasher.digest(flat)) for _ in range(repeats))
+def parts(num_bytes: int, repeats: int) -> dict[str, float]:
+    """Seconds of what each end does with as many bytes, alone."""
+    hasher = Hasher()
+    source, target = (torch.full((num_bytes,), n, dtype=torch.uint8) for n in (1, 2))
+    whole = num_bytes // BLOCK_BYTES * BLOCK_BYTES // 8
+    read, written = (tensor.numpy()[: 8 * whole].view(np.uint64) for tensor in (source, target))
 
+    def copy() -> None:
+        for at in range(0, whole, BLOCK_BYTES // 8):
+            np.positive(read[at : at + BLOCK_BYTES // 8], out=written[at : at + BLOCK_BYTES // 8])
 
-def copy_seconds(num_bytes: int, repeats: int) -> float:
-    """Of a sender's own work over shared memory: the copy, with the digest taken on the way."""
-    hasher, source, target = Hasher(), *(torch.full((num_bytes,), n, dtype=torch.uint8) for n in (1, 2))
-    return statistics.median(timed(lambda: hasher.copy(source, target)) for _ in range(repeats))
+    works: dict[str, Callable[[], Any]] = {
+        "copy, block by block": copy,
+        "copy with the sender's digest": lambda: hasher.piece(source, 0, target),
+        "the receiver's digest": lambda: hasher.piece(source),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats):
+        for name, work in works.items():
+            seconds[name].append(timed(work))
+    return {name: statistics.median(found) for name, found in seconds.items()}
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -105,15 +129,15 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def engine(kind: str, adopts: bool, num_bytes: int, threads: int, address: str, pipe: Connection) -> None:
-    """The other process: receives until the sender leaves."""
+def engine(kind: str, adopts: bool, num_bytes: int, threads: int, pipe: Connection) -> None:
+    """The other process: answers messages until there are no more."""
     torch.set_num_threads(threads)
-    sink = TensorSink(zeros(num_bytes).items(), adopts=adopts)
-    receiver = Receiver(INLETS[kind](), address, timeout_s=300)
-    pipe.send("ready")
-    while pipe.recv():
-        receiver.receive(sink)
-    receiver.close()
+    receiver = WeightReceiver(TensorSink(zeros(num_bytes).items(), adopts=adopts))
+    receiver.use(RECEIVES[kind]())
+    pipe.send(None)
+    while (message := pipe.recv()) is not None:
+        pipe.send(receiver.answer(message))
+    receiver.disconnect()
 
 
 def sync_seconds(kind: str, adopts: bool, args: Any, num_bytes: int, folder: Path) -> list[tuple[float, float]]:
@@ -134,31 +158,42 @@ def sync_seconds(kind: str, adopts: bool, args: Any, num_bytes: int, folder: Pat
         return pairs[1:]
 
     if kind == "shared":
-        shared = SharedSender([TensorSink(zeros(num_bytes).items(), adopts=adopts)])
-        return repeat(lambda version: shared.send(source, version))
-    outlets: dict[str, Callable[[], Outlet]] = {
-        "shared_memory": SharedMemoryOutlet,
-        "collective": CollectiveOutlet,
-        "disk": lambda: DiskOutlet(folder, keep=1),
-    }
-    sender = Sender(outlets[kind](), timeout_s=300)
+        sink = TensorSink(zeros(num_bytes).items(), adopts=adopts)
+        return repeat(lambda version: sync_in_process(source, [sink], version))
+    sender = WeightSender(lambda: weights.items(), device=torch.device("cpu"))
+    sender.use(SENDS[kind](folder), source)
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
-    given = (kind, adopts, num_bytes, args.threads, str(sender.address), other)
-    process = context.Process(target=engine, args=given)
+    process = context.Process(target=engine, args=(kind, adopts, num_bytes, args.threads, other))
     process.start()
-    sender.connect()
     pipe.recv()
+    thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(args.threads,))
 
-    def send(version: int) -> None:
-        pipe.send(True)
-        sender.send(source, version)
+    async def ask_sender(message: Message) -> Answer:
+        return await asyncio.get_running_loop().run_in_executor(thread, sender.answer, message)
 
-    pairs = repeat(send)
-    pipe.send(False)
+    def asked(message: Message) -> Answer:
+        pipe.send(message)
+        answer: Answer = pipe.recv()
+        return answer
+
+    async def ask_engine(message: Message) -> Answer:
+        return await asyncio.to_thread(asked, message)
+
+    with asyncio.Runner() as runner:
+        pairs = repeat(lambda version: runner.run(control.sync(ask_sender, [ask_engine], version, timeout_s=300)))
+    pipe.send(None)
     process.join()
-    sender.close()
+    sender.disconnect()
+    thread.shutdown()
     return pairs
+
+
+def processor() -> str:
+    """Its name, and how many threads this machine has."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return f"{name}, {sum(line.startswith('processor') for line in lines)} threads"
 
 
 def measure(args: Any) -> dict[str, Any]:
@@ -176,8 +211,9 @@ def measure(args: Any) -> dict[str, Any]:
                 "sync_s": statistics.median(seconds for _, seconds in pairs),
                 "share": statistics.median(copied / seconds for copied, seconds in pairs),
             }
-    alone = {"digest_s": digest_seconds(num_bytes, args.repeats), "copy_s": copy_seconds(num_bytes, args.repeats)}
-    return {"bytes": num_bytes, **alone, "syncs": rows}
+    control_s = statistics.median(seconds for _, seconds in sync_seconds("shared_memory", True, args, 1, Path()))
+    alone = {**parts(num_bytes, args.repeats), "control (messages of a sync without data)": control_s}
+    return {"processor": processor(), "bytes": num_bytes, "alone": alone, "syncs": rows}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -187,8 +223,7 @@ def table(found: dict[str, Any]) -> str:
         return name, f"{seconds:.3f}", f"{gigabytes / seconds:.2f}", f"{100 * share:.0f} %"
 
     memcpy = statistics.median(case["memcpy_s"] for case in found["syncs"].values())
-    alone = {"digest alone": found["digest_s"], "copy with digest, alone": found["copy_s"]}
-    rows = [row("memcpy", memcpy, 1.0), *(row(name, seconds, memcpy / seconds) for name, seconds in alone.items())]
+    rows = [row("memcpy", memcpy, 1.0), *(row(f"part: {n}", s, memcpy / s) for n, s in found["alone"].items())]
     rows += [row(name, case["sync_s"], case["share"]) for name, case in found["syncs"].items()]
     return markdown((f"{gigabytes:.2f} GB", "s", "GB/s", "of memcpy"), rows)
 
@@ -199,6 +234,7 @@ def main() -> None:
     parser.add_argument("--cases", help="transports to measure, separated by commas; all when left out")
     args = parser.parse_args()
     found = measure(args)
+    print(found["processor"])
     print(table(found))
     write_results(args, {"weight_sync": found})
 
