@@ -208,9 +208,9 @@ def test_a_reward_that_waits_waits_beside_generation(train: Train) -> None:
 
     async def slow(completions: list[str], **_: Any) -> list[float]:
         (trainer,) = train.trainers  # type: ignore[attr-defined]
-        before = trainer.company.engines[0].host.engine.stats().generated_tokens
+        before = trainer.company.engines[0].worker.engine.stats().generated_tokens
         await asyncio.sleep(0.05)
-        grown.append(trainer.company.engines[0].host.engine.stats().generated_tokens - before)
+        grown.append(trainer.company.engines[0].worker.engine.stats().generated_tokens - before)
         return [float(len(text)) for text in completions]
 
     _, rows = train(functions=[slow])
