@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import decode_step
 import exact
 import floor
+import fusions
 import memory
 import preference
 import prefix
@@ -82,10 +82,10 @@ SECTIONS: tuple[tuple[str, str, str, Tables], ...] = (
         lambda parts: (products.table(parts),),
     ),
     (
-        "Decode step",
-        "decode_step",
-        "`benchmarks/decode_step.py`: decoder layers merged and as they are.",
-        lambda parts: (decode_step.table(parts),),
+        "Fusions on the CPU",
+        "fusions",
+        "`benchmarks/fusions.py`: processor time of a decode step and of an update, and how much longer without each.",
+        lambda parts: (fusions.table(parts),),
     ),
     (
         "Floors",

@@ -50,7 +50,7 @@ CORE = (
     _part("step-tiny", 6, "rl_step.py --cases tiny/grpo/64 tiny/grpo/128 tiny/rloo/64 tiny/rloo/128"),
     _part("rollout-tiny", 8, "rollout.py --models tiny --sides native generate vllm vllm-compiled"),
     _part("preference", 15, "preference.py"),
-    _part("decode-step", 3, "decode_step.py"),
+    _part("fusions", 3, "fusions.py --threads 1"),
     _part("memory", 5, "memory.py"),
     _part("continuous-tiny", 4, "rollout.py --models tiny --sides native continuous --repeats 1"),
     _part("floor-small", 2, "floor.py --model small"),

@@ -242,10 +242,12 @@ def test_native_preference_steps_compute_a_prompt_once(bench: Modules, options: 
     assert (part["floor"] > 0) and part["sides"]["native"]["seconds"] > part["floor"]
 
 
-def test_decode_steps_of_both_kinds_are_timed(bench: Modules) -> None:
-    part = bench.decode_step.measure("tiny", 4, True)
-    assert part["merged"] > 0 and part["apart"] > 0
-    assert "tiny" in bench.decode_step.table([part])
+def test_every_fusion_is_timed_with_and_without(bench: Modules) -> None:
+    decode, update = bench.fusions.measure_decode("tiny", 4, True), bench.fusions.measure_update("tiny", 128, 1)
+    assert decode["ms"].keys() == {"all", "norms", "layers", "forms", "none"}
+    assert update["ms"].keys() == {"all", "norms"}
+    assert decode["copies_bytes"]["all"] > decode["copies_bytes"]["none"] == 0
+    assert "tiny" in bench.fusions.table([decode, update])
 
 
 # The page ------------------------------------------------------------------------------------------------
