@@ -24,11 +24,14 @@ from quartet.config.algorithms import (
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, PTXConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
+from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
+from quartet.train.checkpoint import load_checkpoint
 from quartet.trainers.rl import RLResult, RLTrainer
 
 NOT_NUMBERS = ("time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
 BIG = 10**9
+KEPT = LogConfig(tensorboard=False, rollouts_every=1)
 ROLES = ["actor", "critic", "reference", "reward", "rollout"]
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "separated": {"type": "separated", **{role: {} for role in ROLES}},
@@ -275,6 +278,27 @@ def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, ru
         for rows in (numbers(path), numbers(other))
     )
     assert ours == theirs
+
+
+def test_a_resumed_run_trains_on_the_groups_that_were_ahead(run: Any) -> None:
+    """Killed after a step whose checkpoint holds the next step's groups, some of which were being scored."""
+    changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.05)), "log": KEPT}
+    pools = {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reference", "reward"]}}
+    placement = {"type": "asynchronous", "max_staleness": 1, "pools": pools}
+    _, path = run("run", placement, **changes)
+    saved = load_checkpoint(path / "checkpoints", 2)[0]["ahead"]["groups"]
+    expected = {
+        f"{group['index']}.{r}": found["sequences"][0]["token_ids"].tolist()
+        for group in saved
+        for r, found in enumerate(group["trajectories"])
+    }
+    assert expected, "or nothing is tested here"
+    shutil.rmtree(path / "checkpoints" / "step_00000003")
+    run("run", placement, resume=True, **changes)
+    trained = {record.sequence_id: record.response_ids for record in read_step(path / "rollouts", 3)}
+    common = expected.keys() & trained.keys()
+    assert len(trained) == 8 and common
+    assert all(trained[name] == expected[name] for name in common)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
