@@ -112,7 +112,7 @@ def table(parts: list[dict[str, Any]]) -> str:
     rows = []
     for part in parts:
         ms = part["ms"]
-        more = [f"+{100 * (ms[name] / ms['all'] - 1):.0f} %" if name in ms else "–" for name in list(VARIANTS)[1:]]
+        more = [f"{100 * (ms[name] / ms['all'] - 1):+.0f} %" if name in ms else "–" for name in list(VARIANTS)[1:]]
         held = f"{part['copies_bytes']['all'] / 1e6:.1f}" if "copies_bytes" in part else "–"
         rows.append([part["model"], part["step"], f"{ms['all']:.1f}", *more, held])
     header = ["model", "step", "all, ms", *(f"without {name}" for name in list(VARIANTS)[1:-1]), "none", "copies, MB"]

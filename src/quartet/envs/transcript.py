@@ -12,6 +12,7 @@ holds, and the sequence goes on with the tokens of the new part alone, or it doe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quartet.batch.trajectory import STEP_PREFIX, TrajectorySequence
@@ -26,7 +27,7 @@ SOURCE = "environment"
 
 @dataclass(frozen=True)
 class Action:
-    """What an engine generated in one turn; the three columns have equal lengths.
+    """What an engine generated in one turn; all per-token columns have equal lengths.
 
     Attributes:
         token_ids: as sampled, with the end-of-text token where there is one.
@@ -34,6 +35,7 @@ class Action:
         versions: of the weights that computed each token's distribution.
         finish_reason: ``stop``, ``stop_string`` or ``length``.
         text_end: characters of the text before the stop string; None without one.
+        columns: further numbers of each token by name; tokens of observations have 0 there.
     """
 
     token_ids: tuple[int, ...]
@@ -41,6 +43,7 @@ class Action:
     versions: tuple[int, ...]
     finish_reason: str
     text_end: int | None = None
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,19 +58,30 @@ class _Open:
     logprobs: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    columns: dict[str, list[float]] = field(default_factory=dict)
     answered: PromptText = ""
     completion: str = ""
     last: Action | None = None
     num_turns: int = 0
 
     def append(
-        self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], versions: tuple[int, ...], *, is_action: bool
+        self,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[float, ...],
+        versions: tuple[int, ...],
+        columns: Mapping[str, tuple[float, ...]],
+        *,
+        is_action: bool,
     ) -> None:
+        for name, values in columns.items():
+            self.columns.setdefault(name, [0] * len(self.token_ids)).extend(values)
         self.token_ids.extend(token_ids)
         self.action_mask.extend([is_action] * len(token_ids))
         self.logprobs.extend(logprobs)
         self.rewards.extend([0.0] * len(token_ids))
         self.versions.extend(versions)
+        for column in self.columns.values():
+            column.extend([0] * (len(self.token_ids) - len(column)))
 
     def closed(self) -> TrajectorySequence | None:
         """Without the observation that nothing answers; None where nothing was done."""
@@ -82,7 +96,10 @@ class _Open:
             tuple(self.versions[:end]),
             self.last.finish_reason,
             self.num_turns,
-            {STEP_PREFIX + SOURCE: tuple(self.rewards[:end])},
+            {
+                STEP_PREFIX + SOURCE: tuple(self.rewards[:end]),
+                **{name: tuple(column[:end]) for name, column in self.columns.items()},
+            },
             self.answered,
             self.completion,
             self.last.text_end,
@@ -129,12 +146,12 @@ class Transcript:
         now.completion = shown if action.text_end is None else shown[: action.text_end]
         now.last = action
         now.num_turns += 1
-        now.append(action.token_ids, action.logprobs, action.versions, is_action=True)
+        now.append(action.token_ids, action.logprobs, action.versions, action.columns, is_action=True)
         return now.completion
 
     def earn(self, reward: float) -> None:
         """Books the reward of the action just appended."""
-        self._open.rewards[-1] = reward
+        self._open.rewards[-1] = float(reward)
 
     def observe(self, observation: Observation) -> None:
         """Goes on with the sequence where the new state extends it, else with another one.
@@ -160,7 +177,7 @@ class Transcript:
             self._open = self._begin(state)
             return
         now.state, now.text = state, text
-        now.append(added, (0.0,) * len(added), (-1,) * len(added), is_action=False)
+        now.append(added, (0.0,) * len(added), (-1,) * len(added), {}, is_action=False)
 
     def _begin(self, state: PromptText) -> _Open:
         return _Open(state, self._text(state), tuple(self._codec.encode_prompt(state)))

@@ -7,8 +7,8 @@ stream (``generate``); both may be used at once, and several streams share one e
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -133,13 +133,15 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class Completion:
-    """What came of one request; the three per-token columns have equal lengths.
+    """What came of one request; all per-token columns have equal lengths.
 
     Attributes:
         token_ids: generated tokens, without the prompt.
         logprobs: of each token under the temperature-scaled, untruncated distribution, in nats.
         versions: policy version that computed each token's distribution.
         text_end: with ``STOP_STRING``, the number of characters of the decoded tokens before the stop string.
+        columns: further numbers of each token by name, which become token fields of the batch: int64 where all of a
+            column are integers, else fp32. All completions of a run have the same.
     """
 
     request_id: str
@@ -149,6 +151,16 @@ class Completion:
     versions: tuple[int, ...]
     finish_reason: FinishReason
     text_end: int | None = None
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        wrong = {name: len(values) for name, values in self.columns.items() if len(values) != len(self.token_ids)}
+        if wrong:
+            raise UserError(
+                "a completion's columns need one number per token",
+                found=f"lengths {wrong} of request {self.request_id!r}, {len(self.token_ids)} tokens",
+                remedy="give every generated token its number",
+            )
 
 
 @dataclass

@@ -65,6 +65,7 @@ def answered(prompt_ids: Sequence[int], completion: Completion, text: str | None
         logprobs=completion.logprobs,
         versions=completion.versions,
         finish_reason=completion.finish_reason.value,
+        columns=completion.columns,
         completion=text,
         text_end=completion.text_end,
     )
@@ -184,7 +185,11 @@ def _with_columns(batch: RaggedBatch, rows: Sequence[_Row]) -> RaggedBatch:
         loss_mask=actions,
         rollout_logprobs=on_leaves([s.logprobs for s in sequences], torch.zeros(num)),
         policy_version=on_leaves([s.versions for s in sequences], torch.full((num,), NO_VERSION)),
-        **{name: on_leaves([s.columns[name] for s in sequences], torch.zeros(num)) for name in sequences[0].columns},
+    )
+    names = _column_names(sequences, batch.token)
+    columns = {name: [s.columns[name] for s in sequences] for name in names}
+    batch = batch.with_token(
+        **{name: on_leaves(own, torch.zeros(num, dtype=_dtype(own, torch.float32))) for name, own in columns.items()}
     ).with_sequence(
         group=torch.tensor([row.group.index for row in rows]),
         response=torch.tensor([row.response for row in rows]),
@@ -205,6 +210,25 @@ def _with_columns(batch: RaggedBatch, rows: Sequence[_Row]) -> RaggedBatch:
         num_turns=torch.tensor([s.num_turns for s in sequences]),
         **scores,
     )
+
+
+def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str]) -> tuple[str, ...]:
+    """Of the sequences' own columns."""
+    names = sequences[0].columns.keys()
+    other = next((s.columns.keys() for s in sequences if s.columns.keys() != names), names)
+    if other != names or names & set(taken):
+        raise UserError(
+            "completions need the same columns, under names of their own",
+            found=f"{sorted(names)} and {sorted(other)}; taken: {sorted(names & set(taken))}",
+            remedy="give every completion of a run columns of the same names, other than those of the batch",
+        )
+    return tuple(names)
+
+
+def _dtype(columns: Iterable[Sequence[float]], otherwise: torch.dtype) -> torch.dtype:
+    """int64 where all numbers are integers."""
+    whole = all(type(value) is int for column in columns for value in column)
+    return torch.int64 if whole else otherwise
 
 
 def staleness_metrics(batch: RaggedBatch, step: int) -> dict[str, float]:
@@ -284,7 +308,10 @@ def _trajectory_state(trajectory: Trajectory) -> dict[str, Any]:
     for sequence in trajectory.sequences:
         plain = asdict(sequence)
         tensors = {name: torch.tensor(plain[name], dtype=dtype) for name, dtype in _PER_TOKEN.items()}
-        columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in sequence.columns.items()}
+        columns = {
+            name: torch.tensor(values, dtype=_dtype([values], torch.float64))
+            for name, values in sequence.columns.items()
+        }
         sequences.append({**plain, **tensors, "columns": columns})
     return {"sequences": sequences, "end": trajectory.end.value, "scores": dict(trajectory.scores)}
 

@@ -99,6 +99,7 @@ def _action(completion: Completion) -> Action:
         completion.versions,
         completion.finish_reason.value,
         completion.text_end,
+        completion.columns,
     )
 
 
