@@ -7,6 +7,9 @@ log-probabilities of the very same tokens by the trainer's forward pass: one pol
 be 1. Shown are the ratio's deviation and largest distance from 1, the tokens outside PPO's clip (0.2) and the answers
 whose product of ratios is outside RLOO's; then the clipped fraction that training really had on its first
 mini-batch, where ``old`` is the trainer's own forward.
+
+A second table is about models that are never trained: what holding their weights in bf16 does to their results, beside
+fp32 weights under bf16 autocast, and to their bytes.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ from quartet.algorithms.segments import segment_sum
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import PPO, RLOO, KLConfig, PolicyGradient
 from quartet.config.common import TrainConfig
-from quartet.models.packed import PackedCausalLM
+from quartet.models.loading import scalar_model_from
+from quartet.models.packed import PackedCausalLM, PackedScalarModel
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
-from quartet.train.engine import Needs, TrainEngine
+from quartet.rollout.weights import num_bytes_of
+from quartet.train.engine import Needs, TrainEngine, forward_only
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers.generate import run_to_end
 
@@ -124,6 +129,66 @@ def measure(kind: str, args: Any) -> dict[str, Any]:
     }
 
 
+HOLDINGS = {
+    "linear weights in bf16 (`PackedModel.freeze`)": lambda packed: packed.freeze(),
+    "all weights in bf16, heads in fp32": lambda packed: packed.body.to(torch.bfloat16),
+}
+"""How a frozen model may hold its weights, in place of fp32 under autocast."""
+
+
+def measure_frozen(holding: str, args: Any) -> dict[str, Any]:
+    """How far log-probabilities and scores move from those of fp32 weights under bf16 autocast, and what is saved."""
+    num_responses, length = (8, 8) if args.smoke else (args.responses, args.length)
+    groups = step_groups(max(1, num_responses // GROUP_SIZE), GROUP_SIZE, length)
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {"holding": holding}
+    for kind, needs in (("logprobs", Needs(logprobs=True)), ("scores", Needs(scores=True))):
+        model = spread_model(args.model, torch.float32)
+        if kind == "scores":
+            model = scalar_model_from(model, seed=0)
+        packed = (PackedScalarModel if kind == "scores" else PackedCausalLM)(model, "bf16")
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        prompts = prompt_ids(groups, vocabulary)
+        answers = [
+            [torch.randint(vocabulary, (length,), generator=generator).tolist() for _ in "answers"] for _ in prompts
+        ]
+        batch = RaggedBatch.from_groups(prompts, answers, [str(n) for n in range(sum(map(len, answers)))])
+        batch = batch.with_token(loss_mask=batch.sequence_index() >= 0)
+        before, bytes_before = _frozen_values(packed, batch, needs), num_bytes_of(model)
+        HOLDINGS[holding](packed)
+        differences = (_frozen_values(packed, batch, needs) - before).abs()
+        found[kind] = {
+            "mean": float(differences.mean()),
+            "largest": float(differences.max()),
+            "spread": float(before.std()),
+            "bytes": num_bytes_of(model) / bytes_before,
+        }
+    return found
+
+
+def _frozen_values(packed: Any, batch: RaggedBatch, needs: Needs) -> torch.Tensor:
+    columns = forward_only(packed, batch, needs, 4096)
+    return columns.token["logprobs"][batch.token["loss_mask"]] if needs.logprobs else columns.sequence["scores"]
+
+
+def frozen_table(parts: list[dict[str, Any]]) -> str:
+    head = [
+        "held",
+        "log-probs: mean difference",
+        "largest",
+        "scores: mean difference",
+        "largest",
+        "(std)",
+        "bytes, of fp32",
+    ]
+    rows = []
+    for part in parts:
+        logprobs, scores = part["logprobs"], part["scores"]
+        differences = [f"{of[name]:.1e}" for of in (logprobs, scores) for name in ("mean", "largest")]
+        rows.append([part["holding"], *differences, f"{scores['spread']:.1e}", f"{100 * logprobs['bytes']:.0f} %"])
+    return markdown(head, rows)
+
+
 def table(parts: list[dict[str, Any]]) -> str:
     head = [
         "compute", "ratio: std", "largest distance from 1", f"tokens outside ±{CLIP}", "std of answers' ratios",
@@ -159,7 +224,9 @@ def main() -> None:
     for kind in args.kinds:
         parts.append(measure(kind, args))
         write_results(args, {"precision": parts})
-    print(table(parts))
+    frozen = [measure_frozen(holding, args) for holding in HOLDINGS]
+    write_results(args, {"precision": parts, "frozen": frozen})
+    print(table(parts), frozen_table(frozen), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from quartet.train.process_objectives import STEP_NEEDS, StepObjective
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 61,
