@@ -27,6 +27,11 @@ import torch
 from torch import Tensor
 
 
+def sent(values: Tensor, device: torch.device | str) -> Tensor:
+    """``values`` on ``device``. To a GPU in the order of its work, which the host does not wait for."""
+    return values.to(device, non_blocking=torch.device(device).type != "cpu")
+
+
 @dataclass(frozen=True, eq=False)
 class Attachment:
     """Features that belong to sequences (image features, say), passed along by reference.
@@ -172,7 +177,7 @@ class RaggedBatch:
             [[owner.get(k, -1) for k in range(len(self.parents))], self.segment_lengths], dtype=torch.int64
         )
         # Spread out on the host: a GPU would be waited for to know the size.
-        return per_segment.repeat_interleave(lengths).to(self.device)
+        return sent(per_segment.repeat_interleave(lengths), self.device)
 
     def token_ids(self, s: int) -> list[int]:
         """All token ids of sequence ``s``, ancestors included."""
@@ -254,10 +259,10 @@ class RaggedBatch:
     def to(self, device: torch.device | str) -> RaggedBatch:
         return replace(
             self,
-            input_ids=self.input_ids.to(device),
-            token={k: v.to(device) for k, v in self.token.items()},
-            sequence={k: v.to(device) for k, v in self.sequence.items()},
-            attachments={k: Attachment(a.values.to(device), a.offsets) for k, a in self.attachments.items()},
+            input_ids=sent(self.input_ids, device),
+            token={k: sent(v, device) for k, v in self.token.items()},
+            sequence={k: sent(v, device) for k, v in self.sequence.items()},
+            attachments={k: Attachment(sent(a.values, device), a.offsets) for k, a in self.attachments.items()},
         )
 
     def select(self, indices: Sequence[int]) -> RaggedBatch:

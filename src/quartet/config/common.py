@@ -166,7 +166,7 @@ class TrainConfig(Strict):
         False, description="Keep only each layer's input and compute the layer again in the backward pass."
     )
     compile: bool = Field(
-        False, description="Compile decoder layers by torch.compile: faster after some minutes; on GPUs no --resume."
+        False, description="Compile decoder layers by torch.compile: faster after some minutes, without --resume."
     )
     lora: LoRAConfig | None = Field(None, description="Train small adapters (LoRA) instead of all weights.")
 

@@ -270,11 +270,11 @@ def _cluster_without_placement(recipe: RLRecipe) -> str | None:
 
 def _compiled_and_replaced(recipe: RLRecipe) -> str | None:
     compiles, cluster = recipe.actor.train.compile or recipe.critic.train.compile, recipe.cluster
-    if not compiles or cluster.type != "ray" or cluster.gpus_per_process == 0 or cluster.max_restarts == 0:
+    if not compiles or cluster.type != "ray" or cluster.max_restarts == 0:
         return None
     return (
-        "train.compile on GPUs cannot go on from a checkpoint with equal bits, which is what a replaced worker does: "
-        "set cluster.max_restarts: 0, or leave train.compile out"
+        "train.compile cannot go on from a checkpoint with equal bits, which is what a replaced worker does: set "
+        "cluster.max_restarts: 0, or leave train.compile out"
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import RaggedBatch, sent
 from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.models.attention import AttentionContext
@@ -370,15 +370,15 @@ def _columns(
     for indices in parts:
         part = batch.select(indices)
         outputs = compute(packed, part, needs, logprob_chunk, share=share)
-        home = _leaf_rows(batch, indices).to(packed.device)
-        here = _leaf_rows(part, range(len(part))).to(packed.device)
+        home = sent(_leaf_rows(batch, indices), packed.device)
+        here = sent(_leaf_rows(part, range(len(part))), packed.device)
         for name in ("logprobs", "entropies", "values", "step_scores"):
             values = getattr(outputs, name)
             if values is not None:
                 token.setdefault(name, values.new_zeros(batch.num_tokens))[home] = values[here]
         if outputs.scores is not None:
             target = sequence.setdefault("scores", outputs.scores.new_zeros(len(batch)))
-            target[torch.tensor(indices).to(packed.device)] = outputs.scores
+            target[sent(torch.tensor(indices), packed.device)] = outputs.scores
     return token, sequence
 
 
@@ -401,10 +401,10 @@ def compute(
         attention: AttentionContext = ExactPackedAttention(packed_batch.lengths, packed_batch.parents)
     else:
         attention = packed_batch.attention()
-    hidden = packed.hidden(packed_batch.input_ids.to(device), packed_batch.position_ids.to(device), attention)
+    hidden = packed.hidden(sent(packed_batch.input_ids, device), sent(packed_batch.position_ids, device), attention)
     logprobs = entropies = values = scores = step_scores = None
     if needs.logprobs or needs.values:
-        rows, labels, targets = (x.to(device) for x in packed_batch.predicted(batch.token[needs.mask]))
+        rows, labels, targets = (sent(x, device) for x in packed_batch.predicted(batch.token[needs.mask]))
         # Positions without a label go no further.
         selected = hidden.index_select(0, rows)
         if needs.logprobs:
@@ -421,9 +421,9 @@ def compute(
         if needs.values:
             values = packed_batch.scatter(_scalar(packed).scalars(selected), targets)
     if needs.scores:
-        scores = _scalar(packed).scalars(hidden.index_select(0, packed_batch.last_rows().to(device)))
+        scores = _scalar(packed).scalars(hidden.index_select(0, sent(packed_batch.last_rows(), device)))
     if needs.step_scores:
-        rows, targets = (x.to(device) for x in packed_batch.own_rows(batch.token[needs.mask]))
+        rows, targets = (sent(x, device) for x in packed_batch.own_rows(batch.token[needs.mask]))
         step_scores = packed_batch.scatter(_scalar(packed).scalars(hidden.index_select(0, rows)), targets)
     return Outputs(logprobs, entropies, values, scores, step_scores)
 
@@ -433,7 +433,7 @@ def _on(device: torch.device, denominators: Any) -> Any:
     if not is_dataclass(denominators) or isinstance(denominators, type):
         return denominators
     values = {field.name: getattr(denominators, field.name) for field in fields(denominators)}
-    return replace(denominators, **{n: v.to(device) for n, v in values.items() if isinstance(v, Tensor)})
+    return replace(denominators, **{n: sent(v, device) for n, v in values.items() if isinstance(v, Tensor)})
 
 
 def _causal(packed: PackedModel) -> PackedCausalLM:

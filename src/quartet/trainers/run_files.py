@@ -191,21 +191,20 @@ def _read_recipe(path: Path) -> Any:
 
 def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str, str]) -> None:
     """Refuses to go on in another compute dtype than a run began with, which ``auto`` may stand for elsewhere, and with
-    layers that are compiled for a GPU: that another process gets the same kernels was only seen on the CPU.
+    compiled layers: nothing promises that another process gets the same kernels.
 
     Args:
         found: the run's ``run.json``; earlier versions had no ``auto``, and their recipes say it.
         resolved: what this process would have in the place of ``auto``.
 
     Raises:
-        UserError: they differ, or such layers are compiled.
+        UserError: they differ, or layers are compiled.
     """
-    compiled = [key for key, value in resolved.items() if key.endswith("compile") and value == "true"]
-    if compiled and resolved["device"].startswith("cuda"):
+    if compiled := [key for key, value in resolved.items() if key.endswith("compile") and value == "true"]:
         raise UserError(
-            f"{path} cannot be resumed: its layers are compiled for a GPU",
-            found=f"{compiled[0]}: true on {resolved['device']}; nothing promises that another process gets the same "
-            "kernels, so the rest of the run might have other bits than without the stop",
+            f"{path} cannot be resumed: it has compiled layers",
+            found=f"{compiled[0]}: true; torch does not promise that another process gets the same kernels, so the rest "
+            "of the run might have other bits than without the stop",
             remedy=f"start it again in another output_dir; with {compiled[0]}: false runs can be resumed",
         )
     then = flatten(_read_recipe(path / RECIPE)) | dict(found.get("resolved") or {})

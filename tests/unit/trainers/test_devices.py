@@ -183,11 +183,11 @@ def test_missing_keys_get_their_defaults_and_others_stay_as_written() -> None:
     assert found == ["train.share_prefixes: true then, True now"]
 
 
-def test_layers_compiled_for_a_gpu_are_not_resumed(two_gpus: None, tmp_path: Path) -> None:
-    with directory(tmp_path / "run", GPU, compile=True):
+def test_compiled_layers_are_not_resumed(tmp_path: Path) -> None:
+    with directory(tmp_path / "run", compile=True):
         pass
-    with pytest.raises(UserError, match="its layers are compiled for a GPU"):
-        directory(tmp_path / "run", GPU, resume=True, compile=True)
+    with pytest.raises(UserError, match="it has compiled layers"):
+        directory(tmp_path / "run", resume=True, compile=True)
 
 
 def test_nothing_is_said_where_nothing_changed() -> None:
