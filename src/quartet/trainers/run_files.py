@@ -203,8 +203,8 @@ def check_resumable(path: Path, found: Mapping[str, Any], resolved: Mapping[str,
     if compiled := [key for key, value in resolved.items() if key.endswith("compile") and value == "true"]:
         raise UserError(
             f"{path} cannot be resumed: it has compiled layers",
-            found=f"{compiled[0]}: true; torch does not promise that another process gets the same kernels, so the rest "
-            "of the run might have other bits than without the stop",
+            found=f"{compiled[0]}: true; torch does not promise that another process gets the same kernels, so the "
+            "rest of the run might have other bits than without the stop",
             remedy=f"start it again in another output_dir; with {compiled[0]}: false runs can be resumed",
         )
     then = flatten(_read_recipe(path / RECIPE)) | dict(found.get("resolved") or {})
