@@ -226,21 +226,20 @@ class Adapters:
                 digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
-    def state(self) -> dict[str, Any]:
-        """The trained parameters, and which base they belong to."""
-        return {
-            "base": {"path": str(self._model.name_or_path), "sha256": self.base_digest},
-            "trained": {name: parameter.detach() for name, parameter in self.trained.items()},
-        }
+    @property
+    def base(self) -> dict[str, str]:
+        """Which model the adapters belong to."""
+        return {"path": str(self._model.name_or_path), "sha256": self.base_digest}
 
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes up what ``state`` gave.
+    def check_base(self, state: Mapping[str, Any]) -> None:
+        """
+        Args:
+            state: ``base`` among others, as it was when the adapters were saved.
 
         Raises:
-            UserError: the state belongs to another base, or to other adapters; nothing is changed then.
+            UserError: they were trained on another base, or the model had none.
         """
-        base, trained = state["base"], state["trained"]
+        base = state.get("base", {"path": "a model without adapters", "sha256": "none"})
         if base["sha256"] != self.base_digest:
             raise UserError(
                 "the checkpoint's adapters were trained on another base model",
@@ -248,17 +247,6 @@ class Adapters:
                 f"now {self._model.name_or_path!r} with {self.base_digest[:16]}…",
                 remedy="resume with the model that the run started from, unchanged",
             )
-        own = {name: tuple(parameter.shape) for name, parameter in self.trained.items()}
-        given = {name: tuple(tensor.shape) for name, tensor in trained.items()}
-        if own != given:
-            first = next(iter(sorted(own.items() ^ given.items())))
-            raise UserError(
-                "the checkpoint's adapters do not fit the model's",
-                found=f"{len(given)} tensors for {len(own)}, first difference {first[0]} {list(first[1])}",
-                remedy="resume with the rank and target_modules that the run started with",
-            )
-        for name, parameter in self.trained.items():
-            parameter.copy_(trained[name])
 
     def save(self, path: Path) -> None:
         """Writes what ``PeftModel.from_pretrained`` loads on top of the base model.

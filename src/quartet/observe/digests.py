@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -52,9 +54,44 @@ class DigestingFile:
     def flush(self) -> None:
         self._file.flush()
 
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._bytes
+
+    def close(self) -> None:
+        """Nothing: whoever opened the file closes it."""
+
     def digest(self) -> FileDigest:
         """Of what was written so far."""
         return FileDigest(self._bytes, self._state.hexdigest())
+
+
+@contextmanager
+def digested_file(path: Path) -> Iterator[DigestingFile]:
+    """A new file to write to, synced at the end; its digest is made on the way.
+
+    Raises:
+        OSError: it could not be written, also where the writer took that for something else.
+    """
+    with open(path, "wb") as file:
+        digesting = DigestingFile(file)
+        try:
+            yield digesting
+            file.flush()
+            os.fsync(file.fileno())
+        except RuntimeError as error:
+            # torch.save reports what failed as an error of its zip writer.
+            if digesting.error is not None:
+                raise digesting.error from error
+            raise
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def digest_file(path: Path) -> FileDigest:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,19 @@ from transformers import PreTrainedTokenizerBase
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import RANK_ZERO, SPLIT, dispatch
-from quartet.config import UserError
 from quartet.config.file_errors import write_error
 from quartet.models.directories import load_remarks
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed import PackedModel, PackedScalarModel
+from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.leases import Mode
 from quartet.schedule.movable import Movable
 from quartet.schedule.weight_sync import SendsWeights
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import LossTerm, Needs, Objective, TrainEngine, forward_only
 from quartet.train.offload import Offload, Store
+from quartet.train.old_checkpoint import model_state, training_state
+from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def train_bytes(model: PackedModel) -> int:
     return 3 * sum(p.numel() * p.element_size() for p in model.model.parameters() if p.requires_grad)
 
 
-class ModelWorker(Movable):
+class ModelWorker(Checkpointed, Movable):
     """One model of a run: what every role with a model can be asked."""
 
     @dispatch(SPLIT, blocking=False)
@@ -131,6 +134,19 @@ class ScoreWorker(ModelWorker):
         with self.present():
             self.packed.model.load_state_dict(weights)
 
+    def checkpoint_state(self) -> dict[str, Any]:
+        return {**model_tensors(self.packed.model.state_dict()), REST: {}}
+
+    @contextmanager
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        with self.present():
+            live = model_tensors(self.packed.model.state_dict())
+            check_fit(shapes_of(live), saved, "give the model that the run began with, or choose another output_dir")
+            yield live
+
+    def state_of_old(self, part: Any) -> dict[str, Any]:
+        return model_state(part)
+
     def _offload(self, store: Store) -> Offload:
         return Offload(self.packed, store)
 
@@ -159,13 +175,17 @@ class TrainWorker(SendsWeights, ModelWorker):
         size = model_bytes(self.engine.packed)
         return {"forward": size, "train": size + train_bytes(self.engine.packed)}
 
-    @dispatch(RANK_ZERO)
-    def state(self) -> dict[str, Any]:
-        """Everything that an exact resume needs."""
+    def checkpoint_state(self) -> dict[str, Any]:
         return self.engine.state()
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.engine.load_state(state)
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> AbstractContextManager[dict[str, Tensor]]:
+        return self.engine.loading(saved, rest)
+
+    def state_of_old(self, part: Any) -> dict[str, Any]:
+        engine = self.engine
+        names = {id(parameter): name for name, parameter in engine.trained.items()}
+        order = [names[id(p)] for group in engine.optimizer.param_groups for p in group["params"]]
+        return training_state(part, order)
 
     def weights(self) -> dict[str, Tensor]:
         packed = self.engine.packed
@@ -174,22 +194,6 @@ class TrainWorker(SendsWeights, ModelWorker):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         raise RuntimeError("a model that trains takes up states, not weights")
-
-    def check_sees(self, directory: Path) -> None:
-        """
-        Args:
-            directory: which the driver has made.
-
-        Raises:
-            UserError: this process does not see it.
-        """
-        if not directory.is_dir():
-            raise UserError(
-                "a worker does not see the run's directory",
-                found=f"{directory}, made by the driver, is not there on the worker's machine",
-                remedy="set output_dir to a directory on storage that all machines share: workers write their models "
-                "there themselves",
-            )
 
     @dispatch(RANK_ZERO)
     def export(

@@ -2,7 +2,8 @@
 
 ::
 
-    checkpoints/step_00000050/   actor.pt, …     one file per part
+    checkpoints/step_00000050/   actor/, …       a share per role, written by its workers (train/shares.py)
+                                 emitted.pt, …   the driver's own parts
                                  info.json       counters, cursors, the recipe
                                  manifest.json   size and SHA-256 of each file (train/manifest.py)
     checkpoints/damaged_step_…   one that was passed over, until the next is complete
@@ -11,14 +12,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import json
 import os
 import re
 import shutil
-import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,30 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.file_errors import read_error, write_error
-from quartet.observe.digests import DigestingFile, FileDigest
+from quartet.observe.digests import DigestingFile, FileDigest, digested_file, sync_directory
 from quartet.train import manifest as manifests
 from quartet.train.manifest import Damage, Manifest
+from quartet.train.old_checkpoint import load_part
 
 _NAME = re.compile(r"step_([0-9]{8,})")
 _DAMAGED = "damaged_"
-_UNCHECKED = "was written by an earlier version, without a manifest: only its archives' own checksums were checked"
+_DRAFT = ".draft_"
+
+Shares = Mapping[str, Mapping[str, FileDigest]]
+"""Of each role the digests of its files, by their names in its directory."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What ``save_checkpoint`` was given, and what has to be said about where it came from."""
+    """A checkpoint whose files are as they were written.
 
+    Attributes:
+        path: each share is in a directory below it, for its workers to read.
+        parts: the driver's.
+        remarks: what has to be said about where it came from.
+    """
+
+    path: Path
     step: int
     parts: dict[str, Any]
     info: dict[str, Any]
@@ -50,41 +60,78 @@ def checkpoint_path(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
+def path_of_draft(draft: Path) -> Path:
+    """Where a draft goes when it is complete."""
+    return checkpoint_path(draft.parent, int(draft.name.removeprefix(_DRAFT).partition("_")[0]))
+
+
 # Writing ---------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(root: Path, step: int, parts: Mapping[str, Any], info: Mapping[str, Any], *, keep: int) -> Path:
-    """Saves ``parts`` (each anything ``torch.save`` takes) as one checkpoint and deletes all but the newest ``keep``.
-
-    Args:
-        info: JSON values: counters, cursors, versions.
+def begin_checkpoint(root: Path, step: int) -> Path:
+    """A new, empty directory for the shares of a checkpoint; it does not count until ``complete_checkpoint``.
 
     Raises:
-        UserError: the disk is full or not writable; older checkpoints are untouched.
+        UserError: the disk is full or not writable.
     """
-    final = checkpoint_path(root, step)
-    draft = root / f".draft_{step:08d}_{os.getpid()}"
+    draft = root / f"{_DRAFT}{step:08d}_{os.getpid()}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _remove(root, ".draft_*")
+        _remove(root, f"{_DRAFT}*")
         draft.mkdir()
-        files = {f"{name}.pt": _write(draft / f"{name}.pt", _saver(part)) for name, part in parts.items()}
+    except OSError as error:
+        raise write_error(checkpoint_path(root, step), error, what="checkpoint ") from error
+    return draft
+
+
+def complete_checkpoint(
+    draft: Path, parts: Mapping[str, Any], info: Mapping[str, Any], shares: Shares, *, keep: int
+) -> Path:
+    """Adds the driver's own files and the manifest, and makes it a checkpoint; deletes all but the newest ``keep``.
+
+    Args:
+        parts: each anything ``torch.save`` takes, and small.
+        info: JSON values: counters, cursors, versions.
+        shares: what the workers wrote into the draft.
+
+    Raises:
+        UserError: the disk is full or not writable, or a share is not there; older checkpoints are untouched.
+    """
+    final = path_of_draft(draft)
+    root, step = final.parent, int(final.name.removeprefix("step_"))
+    try:
+        files = {f"{role}/{name}": digest for role, share in shares.items() for name, digest in share.items()}
+        files |= {f"{name}.pt": _write(draft / f"{name}.pt", _saver(part)) for name, part in parts.items()}
         text = json.dumps({"step": step, "manifest": manifests.NAME, **info}).encode("ascii")
         files["info.json"] = _write(draft / "info.json", lambda file: file.write(text))
-        Manifest(step=step, parts=list(parts), files=files).write(draft / manifests.NAME)
-        _sync_directory(draft)
+        manifest = Manifest(step=step, parts=list(parts), shares=list(shares), files=files)
+        manifest.check_names(draft)
+        manifest.write(draft / manifests.NAME)
+        sync_directory(draft)
         former = _set_aside(final) if os.path.lexists(final) else None
         os.replace(draft, final)
-        _sync_directory(root)
+        sync_directory(root)
         if former is not None:
             _delete(former)
+    except Damage as error:
+        discard_draft(draft)
+        raise UserError(
+            f"checkpoint {final} is not what the workers have written",
+            found=str(error),
+            remedy="put output_dir on storage that all machines share",
+        ) from error
     except (OSError, RuntimeError) as error:
         # torch.save reports some failures as a RuntimeError of its zip writer.
-        _delete(draft)
+        discard_draft(draft)
         raise write_error(final, error, what="checkpoint ") from error
     prune(root, keep)
     _remove(root, f"{_DAMAGED}*")
     return final
+
+
+def discard_draft(draft: Path) -> None:
+    """Deletes what will not be a checkpoint; what cannot be deleted goes with the next one."""
+    _delete(draft)
 
 
 def prune(root: Path, keep: int) -> None:
@@ -94,7 +141,7 @@ def prune(root: Path, keep: int) -> None:
     """
     if not root.is_dir():
         return
-    _remove(root, ".draft_*")
+    _remove(root, f"{_DRAFT}*")
     good = list_checkpoints(root)
     if len(good) >= keep:
         for step in claimed_steps(root):
@@ -118,73 +165,9 @@ def _saver(part: Any) -> Callable[[DigestingFile], object]:
 
 def _write(path: Path, write: Callable[[DigestingFile], object]) -> FileDigest:
     """Writes one file, synced; its digest is made on the way."""
-    with open(path, "wb") as file:
-        digesting = DigestingFile(file)
-        try:
-            write(digesting)
-            file.flush()
-            os.fsync(file.fileno())
-        except RuntimeError as error:
-            if digesting.error is not None:
-                raise digesting.error from error
-            raise
-    return digesting.digest()
-
-
-# Copies ----------------------------------------------------------------------------------------------------
-
-
-def snapshot(value: Any) -> Any:
-    """A copy of a state in host memory that later updates do not change: what ``torch.save`` takes, nested.
-
-    Tensors that share a storage (tied weights) share one in the copy, so that it takes its room once, here and on disk.
-    """
-    storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _host_copy(value.detach(), storages)
-        if isinstance(value, dict):
-            # Of the same kind, with what a module's state hangs on it (its versions).
-            found = copy.copy(value)
-            found.update((key, copied(child)) for key, child in value.items())
-            return found
-        if isinstance(value, (list, tuple)):
-            return type(value)(copied(child) for child in value)
-        return copy.deepcopy(value)
-
-    return copied(value)
-
-
-def state_bytes(value: Any) -> int:
-    """What ``snapshot`` takes."""
-    storages: dict[tuple[torch.device, int], int] = {}
-
-    def count(value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            source = value.untyped_storage()
-            storages[source.device, source.data_ptr()] = source.nbytes()
-        elif isinstance(value, Mapping):
-            for child in value.values():
-                count(child)
-        elif isinstance(value, (list, tuple)):
-            for child in value:
-                count(child)
-
-    count(value)
-    return sum(storages.values())
-
-
-def _host_copy(tensor: torch.Tensor, storages: dict[tuple[torch.device, int], torch.UntypedStorage]) -> torch.Tensor:
-    """Of ``tensor``; ``storages`` holds the copies made so far, by the place of what they are copies of."""
-    if tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
-        return tensor.to("cpu", copy=True)
-    source = tensor.untyped_storage()
-    place = (source.device, source.data_ptr())
-    if place not in storages:
-        storages[place] = torch.UntypedStorage(source.nbytes()).copy_(source)
-    own = torch.empty(0, dtype=tensor.dtype)
-    return own.set_(storages[place], tensor.storage_offset(), tensor.size(), tensor.stride())
+    with digested_file(path) as file:
+        write(file)
+    return file.digest()
 
 
 # Reading ---------------------------------------------------------------------------------------------------
@@ -202,30 +185,17 @@ def list_checkpoints(root: Path) -> list[int]:
     return [step for step in claimed_steps(root) if _is_whole(root, step)]
 
 
-def load_checkpoint(root: Path, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``(parts, info)`` as saved.
-
-    Raises:
-        UserError: a file of it is damaged.
-    """
-    try:
-        found = _load(root, step)
-    except (Damage, OSError) as error:
-        raise UserError(
-            f"checkpoint {checkpoint_path(root, step)} is damaged",
-            found=_said(error),
-            remedy="restore it from a copy, or delete that directory: the run then resumes from the one before it",
-        ) from error
-    return found.parts, found.info
-
-
 def newest_checkpoint(
-    root: Path, accept: Callable[[Mapping[str, Any], Mapping[str, Any]], str | None] = lambda parts, info: None
+    root: Path,
+    accept: Callable[[Collection[str], Mapping[str, Any]], str | None] = lambda names, info: None,
+    *,
+    shares: Collection[str] = (),
 ) -> Checkpoint | None:
     """The newest good checkpoint, with a remark for everything newer that is not; None where none was ever written.
 
     Args:
-        accept: given parts and info, what is wrong with them for the run that reads them, or None.
+        accept: given the names of parts and shares and the info, what is wrong with them for the run, or None.
+        shares: what is left to workers to read, also where an earlier version kept it among the parts.
 
     Raises:
         UserError: there are checkpoints, but no good one, or they cannot be read.
@@ -234,9 +204,7 @@ def newest_checkpoint(
         damaged = [f"{name} is not the name of a checkpoint" for name in _misnamed(root)]
         for step in reversed(claimed_steps(root)):
             try:
-                found = _load(root, step)
-                if reason := accept(found.parts, found.info):
-                    raise Damage(reason)
+                found = _load(root, step, accept, shares)
             except PermissionError:
                 raise  # is no damage: who may read it gets on without losing a step
             except (Damage, OSError) as error:
@@ -256,57 +224,42 @@ def newest_checkpoint(
     return None
 
 
-def _load(root: Path, step: int) -> Checkpoint:
+def _load(
+    root: Path,
+    step: int,
+    accept: Callable[[Collection[str], Mapping[str, Any]], str | None],
+    shares: Collection[str],
+) -> Checkpoint:
     """Raises ``Damage`` and OSError; nothing is unpickled before everything is checked."""
     path = checkpoint_path(root, step)
     manifest = _check_names(root, step)
-    if manifest is not None:
-        manifest.check_content(path)
-        names = manifest.parts
-    else:
-        names = sorted(file.stem for file in path.glob("*.pt"))
-        for name in names:
-            _check_archive(path / f"{name}.pt")
+    manifest.check_content(path)
     info = _read_info(path, step)
     info.pop("manifest", None)
-    try:
-        parts = {name: torch.load(path / f"{name}.pt", map_location="cpu", weights_only=True) for name in names}
-    except MemoryError:
-        raise
-    except Exception as error:  # The content decides what an unpickler raises.
-        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if manifest is None:
-            raise Damage(text) from error
-        raise UserError(
-            f"checkpoint {path} is as it was written, but cannot be loaded",
-            found=text,
-            remedy="free memory if that is what is missing, or use the version of torch that the run was started with",
-        ) from error
-    remarks = () if manifest is not None else (f"checkpoint {path.name} {_UNCHECKED}",)
-    return Checkpoint(step, parts, info, remarks)
+    if reason := accept([*manifest.parts, *manifest.shares], info):
+        raise Damage(reason)
+    parts = {name: load_part(path / f"{name}.pt") for name in manifest.parts if name not in shares}
+    return Checkpoint(path, step, parts, info)
 
 
-def _check_names(root: Path, step: int) -> Manifest | None:
-    """The manifest, which agrees with the names and sizes that are there; None for an earlier version's checkpoint."""
+def _check_names(root: Path, step: int) -> Manifest:
+    """The manifest, which agrees with the names and sizes that are there."""
     path = checkpoint_path(root, step)
     if path.is_symlink() or not path.is_dir():
         raise Damage("is a symbolic link" if path.is_symlink() else "is no directory")
     found = manifests.sizes(path)
     if not found:
         raise Damage("is empty")
-    if manifests.NAME in found:
-        manifest = Manifest.read(path / manifests.NAME)
-        manifest.check_names(path)
-        if manifest.step != step:
-            raise Damage(f"{manifests.NAME} says step {manifest.step}")
-        if lacking := {f"{name}.pt" for name in manifest.parts} - manifest.files.keys():
-            raise Damage(f"{manifests.NAME} has no file for {min(lacking)}")
-        return manifest
-    if "info.json" not in found:
-        raise Damage(f"{manifests.NAME} and info.json are missing")
-    if "manifest" in _read_info(path, step):
+    if manifests.NAME not in found:
         raise Damage(f"{manifests.NAME} is missing")
-    return None
+    manifest = Manifest.read(path / manifests.NAME)
+    manifest.check_names(path)
+    if manifest.step != step:
+        raise Damage(f"{manifests.NAME} says step {manifest.step}")
+    needed = {f"{name}.pt" for name in manifest.parts} | {f"{name}/{manifests.METADATA}" for name in manifest.shares}
+    if lacking := needed - manifest.files.keys():
+        raise Damage(f"{manifests.NAME} has no file for {min(lacking)}")
+    return manifest
 
 
 def _read_info(path: Path, step: int) -> dict[str, Any]:
@@ -319,19 +272,6 @@ def _read_info(path: Path, step: int) -> dict[str, Any]:
     if info["step"] != step:
         raise Damage(f"info.json says step {info['step']}")
     return info
-
-
-def _check_archive(path: Path) -> None:
-    """Compares the checksums that ``torch.save`` puts into its archive, where there is no manifest."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except OSError:
-        raise
-    except Exception as error:  # The content decides what the reader raises.
-        raise Damage(f"{path.name} is no whole archive ({error})") from error
-    if bad is not None:
-        raise Damage(f"the content of {path.name} is not what was written (CRC-32 of {bad})")
 
 
 def _misnamed(root: Path) -> list[str]:
@@ -386,11 +326,3 @@ def _delete(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch, sent
-from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.models.attention import AttentionContext
 from quartet.models.exact import ExactPackedAttention
@@ -31,6 +31,18 @@ from quartet.train.data_parallel import Peers, Replica
 from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Moved, Offload, Part, Parts, Store
 from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
+from quartet.train.state import (
+    OPTIMIZER,
+    REST,
+    Shape,
+    check_fit,
+    fill,
+    make_optimizer_tensors,
+    model_tensors,
+    optimizer_tensors,
+    shapes_of,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True)
@@ -252,49 +264,74 @@ class TrainEngine(Generic[Model]):
     # State -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Everything an exact resume needs, as nested dictionaries of tensors and numbers, wherever they lie now.
+        """Everything an exact resume needs, named as in ``train.state``, wherever it lies now.
 
         Of a model with adapters only what is trained, and which base it belongs to.
         """
         adapters = self.packed.adapters
-        return {
-            "model": self.packed.model.state_dict() if adapters is None else adapters.state(),
-            "optimizer": self.optimizer.state_dict(),
+        rest = {
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
             "num_updates": self.num_updates,
             "num_skipped": self.num_skipped,
             "budget": self.budget.state(),
             "forward_budget": self.forward_budget.state(),
+            **({} if adapters is None else {"base": adapters.base}),
         }
+        return {**self._model_tensors(), **optimizer_tensors(self.optimizer, self.trained), REST: rest}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes up what ``state`` gave; what is offloaded stays so."""
-        try:
-            if self.packed.adapters is None:
-                self.packed.model.load_state_dict(state["model"])
-            else:
-                self.packed.adapters.load_state(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                "the checkpoint does not fit the model",
-                found=" ".join(str(error).split())[:300],
-                remedy="give the model that the run began with, or choose another output_dir",
-            ) from error
-        self.num_updates = state["num_updates"]
-        self.num_skipped = state["num_skipped"]
-        self.budget.load_state(state["budget"])
-        self.forward_budget.load_state(state["forward_budget"])
+        """Takes up what ``state`` gave; raises as ``loading``."""
+        tensors = tensors_of(state)
+        with self.loading(shapes_of(tensors), state[REST]) as live:
+            fill(live, tensors)
+
+    @contextmanager
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        """Gives the tensors that a saved state is to be written into, and afterwards takes up the rest of it.
+
+        What is offloaded stays so.
+
+        Args:
+            saved: the shapes of the state's tensors, by name.
+
+        Raises:
+            UserError: it belongs to another model; no weight is changed then.
+        """
+        adapters = self.packed.adapters
+        if adapters is not None:
+            adapters.check_base(rest)
+        remedy = "give the model that the run began with, with the same adapters if any, or choose another output_dir"
+        check_fit(
+            shapes_of(self._model_tensors()), {n: s for n, s in saved.items() if not n.startswith(OPTIMIZER)}, remedy
+        )
+        make_optimizer_tensors(self.optimizer, self.trained, saved)
+        live = {**self._model_tensors(), **optimizer_tensors(self.optimizer, self.trained)}
+        check_fit(shapes_of(live), saved, remedy)
+        yield live
+        for group, values in zip(self.optimizer.param_groups, rest["groups"], strict=True):
+            group.update(values)
+        self.num_updates = rest["num_updates"]
+        self.num_skipped = rest["num_skipped"]
+        self.budget.load_state(rest["budget"])
+        self.forward_budget.load_state(rest["forward_budget"])
         if self._offload is not None:
             self._offload.settle()
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What the optimizer may change, by name."""
+        adapters = self.packed.adapters
+        return dict(self.packed.model.named_parameters() if adapters is None else adapters.trained.items())
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        return model_tensors(self.packed.model.state_dict() if self.packed.adapters is None else self.trained)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Named parameters, detached, for a rollout engine that keeps its own copy; with adapters only those.
 
         What is offloaded comes from host memory.
         """
-        adapters = self.packed.adapters
-        named = self.packed.model.named_parameters() if adapters is None else adapters.trained.items()
-        return ((name, parameter.detach()) for name, parameter in named)
+        return ((name, parameter.detach()) for name, parameter in self.trained.items())
 
     # Room on the device ----------------------------------------------------------------------------------
 

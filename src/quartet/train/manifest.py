@@ -3,10 +3,11 @@
 ::
 
     {
-      "format": "quartet-checkpoint-1",
+      "format": "quartet-checkpoint-2",
       "step": 50,
-      "parts": ["actor", "emitted"],
-      "files": {"actor.pt": {"bytes": 1234, "sha256": "…"}, …},
+      "parts": ["emitted"],                                      files of the driver's
+      "shares": ["actor"],                                       directories that workers wrote
+      "files": {"actor/.metadata": {"bytes": 1234, "sha256": "…"}, "emitted.pt": …, …},
       "sha256": "…"                                              of this text without its last key
     }
 
@@ -26,8 +27,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quartet.observe.digests import FileDigest, digest_file, seal, unseal
 
-NAME = "manifest.json"
-FORMAT: Literal["quartet-checkpoint-1"] = "quartet-checkpoint-1"
+NAME, METADATA = "manifest.json", ".metadata"
+"""Names of the manifest, and of what every share has."""
+FORMAT: Literal["quartet-checkpoint-2"] = "quartet-checkpoint-2"
+"""The one before had no shares: what workers write now were parts."""
 
 
 class Damage(Exception):
@@ -39,9 +42,10 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    format: Literal["quartet-checkpoint-1"] = FORMAT
+    format: Literal["quartet-checkpoint-1", "quartet-checkpoint-2"] = FORMAT
     step: Annotated[int, Field(ge=0)]
     parts: list[str]
+    shares: list[str] = []
     files: dict[str, FileDigest]
 
     def write(self, path: Path) -> None:

@@ -43,12 +43,6 @@ class ReferenceRefresh:
             await groups["actor"].send(ModelWorker.weights, groups["reference"], ModelWorker.load_weights)
         return {"reference/age": float(steps % self._every)}
 
-    async def state(self) -> dict[str, Tensor]:
-        return await self._cast.groups["reference"].call(ModelWorker.weights)
-
-    async def load_state(self, state: Mapping[str, Tensor]) -> None:
-        await self._cast.groups["reference"].call(ModelWorker.load_weights, state)
-
 
 def _shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}

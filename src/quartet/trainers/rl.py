@@ -22,11 +22,13 @@ from quartet.envs.protocol import Environment
 from quartet.models.loading import seen_tokens
 from quartet.observe.progress import Progress, Stage
 from quartet.observe.rollouts import RolloutWriter
+from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.groups import ahead_from_state, ahead_state, staleness_metrics
 from quartet.schedule.iteration import run_iteration
-from quartet.schedule.model_worker import TrainWorker
+from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.stream import Ahead
 from quartet.train.objectives import trajectory_index
+from quartet.trainers import checkpoints
 from quartet.trainers.advantages import Experience
 from quartet.trainers.arguments import (
     ModelLike,
@@ -413,38 +415,35 @@ class RLTrainer:
 
     # Checkpoints -----------------------------------------------------------------------------------------
 
+    @property
+    def _saved(self) -> dict[str, RoleGroup[Checkpointed]]:
+        """The workers whose state changes in a run, by role."""
+        roles = [*self.cast.engines(), *(["reference"] if self._refresh is not None else [])]
+        return {role: self.cast.groups[role] for role in roles}
+
     async def _restore(self) -> _Beginning:
         """From the newest checkpoint; without one the models are as the run began."""
-        names = [*self.cast.engines(), "emitted", *(["reference"] if self._refresh is not None else [])]
-        found = self.run.latest(names, ("kl_coef", "stream"))
-        self.kl_coef = kl_term(self.recipe.algorithm).coef if found is None else found[2]["kl_coef"]
+        await checkpoints.check_storage(self.run, self._saved)
+        found = self.run.latest(list(self._saved), ("emitted",), ("kl_coef", "stream"))
+        self.kl_coef = kl_term(self.recipe.algorithm).coef if found is None else found.info["kl_coef"]
         if self.held_out is not None:
-            self.held_out.restore(found[2].get("alarm") if found is not None else None)
+            self.held_out.restore(found.info.get("alarm") if found is not None else None)
         if found is None:
             self.cast.emitted.zero_()
             return _Beginning(0)
-        step, parts, info = found
-        for name in self.cast.engines():
-            await self.cast.trained_group(name).call(TrainWorker.load_state, parts[name])
-        self.cast.emitted = parts["emitted"]
-        if self._refresh is not None:
-            await self._refresh.load_state(parts["reference"])
-        ahead = ahead_from_state(parts["ahead"], self.cast.item) if "ahead" in parts else None
-        return _Beginning(step, info["stream"], ahead)
+        await checkpoints.load(self._saved, found)
+        self.cast.emitted = found.parts["emitted"]
+        ahead = ahead_from_state(found.parts["ahead"], self.cast.item) if "ahead" in found.parts else None
+        return _Beginning(found.step, found.info["stream"], ahead)
 
     async def _save(self, at: _Beginning) -> None:
         """Saves the state of ``at``, which is the present one."""
-        step = at.step
-        parts: dict[str, Any] = {
-            name: await self.cast.trained_group(name).call(TrainWorker.state) for name in self.cast.engines()
-        }
-        parts["emitted"] = self.cast.emitted
-        if self._refresh is not None:
-            parts["reference"] = await self._refresh.state()
+        parts: dict[str, Any] = {"emitted": self.cast.emitted}
         if at.ahead is not None and (ahead := ahead_state(at.ahead)) is not None:
             parts["ahead"] = ahead
         alarm = self.held_out.state() if self.held_out is not None else None
-        self.run.save(step, parts, {"kl_coef": self.kl_coef, "stream": dict(at.stream or {}), "alarm": alarm})
+        info = {"kl_coef": self.kl_coef, "stream": dict(at.stream or {}), "alarm": alarm}
+        await checkpoints.save(self.run, self._saved, at.step, parts, info)
 
     @contextlib.asynccontextmanager
     async def _saved_if_clean(self, session: Session) -> AsyncIterator[None]:

@@ -44,14 +44,22 @@ from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.trackers import JsonlTracker, MultiTracker, TensorBoardTracker, Tracker
 from quartet.train.checkpoint import (
+    Checkpoint,
+    Shares,
+    begin_checkpoint,
     claimed_steps,
+    complete_checkpoint,
+    discard_draft,
     newest_checkpoint,
     prune,
-    save_checkpoint,
     set_aside_after,
+<<<<<<< HEAD
     snapshot,
     state_bytes,
+=======
+>>>>>>> 7005b1f (Checkpoints are written and read by the workers, through torch.distributed.checkpoint)
 )
+from quartet.train.state import snapshot
 from quartet.trainers.devices import changes as device_changes
 from quartet.trainers.inputs import changed_inputs, input_digests
 from quartet.trainers.resuming import Resume
@@ -300,20 +308,20 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def latest(
-        self, parts: Collection[str] = (), counters: Collection[str] = ()
-    ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """``(step, parts, info)`` of the newest good checkpoint; what is newer and damaged is told.
+        self, shares: Collection[str] = (), parts: Collection[str] = (), counters: Collection[str] = ()
+    ) -> Checkpoint | None:
+        """The newest good checkpoint; what is newer and damaged is told.
 
         Args:
-            parts, counters: names that it must have.
+            shares, parts, counters: names that it must have; shares are left to workers to read.
 
         Raises:
             UserError: there are checkpoints, but no good one.
         """
         self.drain()
 
-        def misfit(found: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
-            if lacking := [name for name in parts if name not in found]:
+        def misfit(found: Collection[str], info: Mapping[str, Any]) -> str | None:
+            if lacking := [name for name in (*shares, *parts) if name not in found]:
                 return f"it has no {', '.join(lacking)}"
             if lacking := [name for name in counters if name not in info]:
                 return f"info.json does not say {', '.join(lacking)}"
@@ -321,7 +329,7 @@ class RunDirectory:
             changed = changed_keys(saved, self.recipe.model_dump(mode="json")) if "recipe" in info else []
             return f"it belongs to another recipe ({changed[0]})" if changed else None
 
-        found = newest_checkpoint(self.checkpoints, misfit)
+        found = newest_checkpoint(self.checkpoints, misfit, shares=shares)
         if found is None:
             if (self.path / "metrics.jsonl").is_file() and (self.path / "metrics.jsonl").stat().st_size:
                 self.remark("there is no checkpoint: the run begins anew, and what it had recorded is written again")
@@ -331,26 +339,54 @@ class RunDirectory:
         written = found.info.get("metrics.jsonl")
         if written is not None and not begins_with(self.path / "metrics.jsonl", FileDigest(**written)):
             self.remark(f"metrics.jsonl is not as it was at step {found.step}: rows are missing or were changed")
-        return found.step, found.parts, found.info
+        return found
 
     def saved_steps(self) -> list[int]:
         """Steps that have a checkpoint, damaged or not, ascending; one that is being written is waited for."""
         self.drain()
         return claimed_steps(self.checkpoints)
 
-    def save(self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Saves a checkpoint after ``step`` complete steps: takes a copy and returns, and writes it in the background.
+    def begin_checkpoint(self, step: int) -> Path:
+        """Waits for the checkpoint before; returns the directory into which workers write shares of the next one.
 
+<<<<<<< HEAD
         Where memory does not allow a copy (``copy_fits``) it is written at once, from where it lies.
 
         It is complete only after everything handed over before, so that a run resumed from it lacks no record.
+=======
+        Raises:
+            UserError: it cannot be made, or something before it could not be written.
+        """
+        if not self._writer.has_room(_CHECKPOINT):
+            with self.recorder.span("checkpoint_wait", step=step - 1, role=_WRITER):
+                self._writer.wait_for_room(_CHECKPOINT)
+        return begin_checkpoint(self.checkpoints.absolute(), step)
+
+    def complete_checkpoint(
+        self,
+        draft: Path,
+        step: int,
+        parts: Mapping[str, Any],
+        info: Mapping[str, Any],
+        shares: Callable[[], Shares | None] = dict,
+    ) -> None:
+        """Completes the checkpoint after ``step`` complete steps: takes a copy of the driver's part and returns.
+
+        What was handed over before is on disk first, so that a run resumed from it lacks no record.
+
+        Args:
+            draft: what ``begin_checkpoint`` gave.
+            shares: waits for the shares and returns their digests, or None where one was lost with its worker: then
+                there is no checkpoint.
+>>>>>>> 7005b1f (Checkpoints are written and read by the workers, through torch.distributed.checkpoint)
 
         Raises:
             UserError: this or something before it could not be written; otherwise the next call that waits for the
-                writer raises it (``save``, ``write_later``, ``drain``, ``finish``, the end of the run).
+                writer raises it (``begin_checkpoint``, ``write_later``, ``drain``, ``finish``, the end of the run).
         """
         config = self.recipe.checkpoint
         info = {**info, "recipe": self.recipe.model_dump(mode="json"), "metrics.jsonl": asdict(self._metrics.written())}
+<<<<<<< HEAD
         info = copy.deepcopy(info)
         background = config.background and copy_fits(state_bytes(parts))
         if not background:
@@ -367,6 +403,22 @@ class RunDirectory:
             lambda: save_checkpoint(self.checkpoints, step, parts, info, keep=config.keep),
             background=background,
         )
+=======
+        info, parts = copy.deepcopy(info), snapshot(parts)
+
+        def complete() -> None:
+            try:
+                written = shares()
+            except BaseException:
+                discard_draft(draft)
+                raise
+            if written is None:
+                discard_draft(draft)
+            else:
+                complete_checkpoint(draft, parts, info, written, keep=config.keep)
+
+        self.write_later(_CHECKPOINT, step, complete)
+>>>>>>> 7005b1f (Checkpoints are written and read by the workers, through torch.distributed.checkpoint)
 
     def write_later(self, name: str, step: int, work: Callable[[], object], *, background: bool | None = None) -> None:
         """Does ``work``, which writes something after ``step`` complete steps, in the background and in order.

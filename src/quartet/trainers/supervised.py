@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.observe.progress import Progress
+from quartet.schedule.handles import Handle, Here
+from quartet.schedule.model_host import TrainedHost
 from quartet.train.engine import Objective, TrainEngine
+from quartet.trainers import checkpoints
+from quartet.trainers.event_loop import run_async
 from quartet.trainers.run import RunDirectory, Stopwatch, software_versions, writing
 
 
@@ -57,7 +62,7 @@ class SupervisedLoop:
                 last.update(metrics)
                 bar.advance(1, **{k: round(last[v], 4) for k, v in self.figures.items() if v in last})
                 if run.due(step, self.steps):
-                    run.save(step, {"engine": self.engine.state()}, {"metrics": last})
+                    run_async(checkpoints.save(run, self._workers, step, {}, {"metrics": last}))
                 run.check_stop(step)
         # A run killed between its last checkpoint and its summary has nothing left to train.
         return last or saved
@@ -84,12 +89,15 @@ class SupervisedLoop:
 
     def _restore(self, run: RunDirectory) -> tuple[int, dict[str, float]]:
         """Complete steps, and their last metrics."""
-        found = run.latest(("engine",), ("metrics",))
+        found = run.latest(list(self._workers), counters=("metrics",))
         if found is None:
             return 0, {}
-        step, parts, info = found
-        self.engine.load_state(parts["engine"])
-        return step, dict(info["metrics"])
+        run_async(checkpoints.load(self._workers, found))
+        return found.step, dict(found.info["metrics"])
+
+    @cached_property
+    def _workers(self) -> dict[str, Handle]:
+        return {"engine": Here(TrainedHost(self.engine))}
 
 
 def run_supervised(

@@ -1,0 +1,91 @@
+"""Workers whose state is a share of a run's checkpoints."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quartet.cluster.dispatch import RANK_ZERO, dispatch
+from quartet.config import UserError
+from quartet.observe.digests import FileDigest
+from quartet.train.old_checkpoint import load_part
+from quartet.train.shares import Share, ShareWriter
+from quartet.train.state import REST, Shape, fill, shapes_of, tensors_of
+
+
+class Checkpointed(ABC):
+    """A worker that writes its share of a checkpoint itself, and reads it. Replicas are equal: the first one writes."""
+
+    _writer: ShareWriter | None = None
+
+    def check_sees(self, directory: Path) -> None:
+        """
+        Args:
+            directory: which the driver has made.
+
+        Raises:
+            UserError: this process does not see it.
+        """
+        if not directory.is_dir():
+            raise UserError(
+                "a worker does not see the run's directory",
+                found=f"{directory}, made by the driver, is not there on the worker's machine",
+                remedy="set output_dir to a directory on storage that all machines share: workers write their "
+                "checkpoints and models there themselves",
+            )
+
+    @dispatch(RANK_ZERO)
+    def save_checkpoint(self, directory: Path, background: bool) -> None:
+        """Writes the state into the new ``directory``; with ``background`` from a copy, while the worker goes on.
+
+        Raises:
+            UserError: it could not be written; in the background ``finish_checkpoint`` raises that.
+        """
+        self.check_sees(directory.parent)
+        if self._writer is None:
+            self._writer = ShareWriter()
+        self._writer.begin(directory, self.checkpoint_state(), background=background)
+
+    @dispatch(RANK_ZERO)
+    def finish_checkpoint(self, directory: Path) -> dict[str, FileDigest] | None:
+        """Digests of the files in ``directory`` once they are written, until then None; does not wait.
+
+        Empty where this process has not begun that share.
+        """
+        return self._writer.finish(directory) if self._writer is not None else {}
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Takes up a share, in every replica; ``directory`` and ``.pt`` is the file that earlier versions wrote.
+
+        Raises:
+            UserError: it is not there, cannot be read or belongs to another model.
+        """
+        self.check_sees(directory.parent)
+        if directory.is_dir():
+            share = Share(directory)
+            with self.loading(share.shapes, share.rest()) as live:
+                share.read_into(live)
+            return
+        state = self.state_of_old(load_part(directory.with_name(f"{directory.name}.pt"), mmap=True))
+        tensors = tensors_of(state)
+        with self.loading(shapes_of(tensors), state[REST]) as live:
+            fill(live, tensors)
+
+    @abstractmethod
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The state, named as in ``train.state``."""
+
+    @abstractmethod
+    def loading(
+        self, saved: Mapping[str, Shape], rest: Mapping[str, Any]
+    ) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """As ``TrainEngine.loading``."""
+
+    @abstractmethod
+    def state_of_old(self, part: Any) -> dict[str, Any]:
+        """The part of a checkpoint of earlier versions as a state."""

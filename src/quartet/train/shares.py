@@ -1,0 +1,244 @@
+"""A worker's share of a checkpoint: its state, written and read by itself through ``torch.distributed.checkpoint``.
+
+::
+
+    actor/.metadata      which tensors there are, of which shape, and where each lies
+    actor/__0_0.distcp   the tensors of rank 0 and the rest of the state
+
+Of replicas the first writes; where a model is sharded, every rank can write files of its own beside these.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import metadata as formats
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import ReadItem
+
+from quartet.config import UserError
+from quartet.config.file_errors import write_error
+from quartet.observe.digests import FileDigest, digested_file, sync_directory
+from quartet.train.checkpoint import path_of_draft
+from quartet.train.manifest import METADATA
+from quartet.train.state import REST, Shape, snapshot
+
+# Whoever passes no_dist=True has said so. For good, since the filters may not be changed in a thread beside others.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+# Writing ---------------------------------------------------------------------------------------------------
+
+
+class ShareWriter:
+    """Writes one share after another: at once, or from a copy in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._written: Future[dict[str, FileDigest]] = Future()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, directory: Path, state: Mapping[str, Any], *, background: bool) -> None:
+        """Writes ``state`` into the new directory; with ``background`` it may change as soon as this returns.
+
+        There is never more than one copy: the share before is waited for.
+
+        Raises:
+            UserError: it could not be written. In the background ``finish`` raises that.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._directory, self._written = directory, Future()
+        if not background:
+            self._written.set_result(_write(directory, state))
+            return
+        # No daemon: an interpreter that ends waits for the file being written.
+        arguments = (directory, snapshot(state), self._written)
+        self._thread = threading.Thread(target=_settle, args=arguments, name="quartet-share")
+        del arguments
+        self._thread.start()
+
+    def finish(self, directory: Path) -> dict[str, FileDigest] | None:
+        """The files in ``directory`` with their digests once they are written and synced, until then None.
+
+        Empty where this process has not begun that share: it was started after another one's death.
+
+        Raises:
+            UserError: they could not be written.
+        """
+        if directory != self._directory:
+            return {}
+        return self._written.result() if self._written.done() else None
+
+
+def _settle(directory: Path, state: Mapping[str, Any], written: Future[dict[str, FileDigest]]) -> None:
+    try:
+        written.set_result(_write(directory, state))
+    except BaseException as error:  # It belongs to whoever asks how it went.
+        written.set_exception(error)
+
+
+def _write(directory: Path, state: Mapping[str, Any]) -> dict[str, FileDigest]:
+    try:
+        return write_share(directory, state)
+    except (OSError, RuntimeError) as error:
+        raise write_error(path_of_draft(directory.parent), error, what="checkpoint ") from error
+
+
+def write_share(directory: Path, state: Mapping[str, Any]) -> dict[str, FileDigest]:
+    """Writes the files of one share, synced; tensors go from where they are to the disk one by one.
+
+    Returns:
+        Digests by the files' names in ``directory``, made while they were written.
+    """
+    writer = _Writer(directory)
+    with _cause_raised():
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(dict(state), storage_writer=writer, planner=planner, no_dist=True)
+    sync_directory(directory)
+    return writer.fs.digests
+
+
+class _DigestingFiles(FileSystem):
+    """Files that are synced when they are closed, with the digests of what was written."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, FileDigest] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with digested_file(Path(path)) as file:
+            yield file
+        self.digests[Path(path).name] = file.digest()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+class _Writer(dcp.FileSystemWriter):
+    fs: _DigestingFiles
+
+    def __init__(self, directory: Path) -> None:
+        # Files sync themselves; copying ahead would hold more than one tensor at a time.
+        super().__init__(directory, sync_files=False, per_thread_copy_ahead=0)
+        self.fs = _DigestingFiles()
+
+    def storage_meta(self) -> None:
+        """Nothing: it would say where the draft was, and a random number."""
+
+
+# Reading ---------------------------------------------------------------------------------------------------
+
+
+class Share:
+    """One share on disk, whose digests were compared already.
+
+    Attributes:
+        shapes: of its tensors, by name.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        with self._reading():
+            self._reader = _Reader(directory)
+            found = self._reader.read_metadata().state_dict_metadata
+        self.shapes: dict[str, Shape] = {
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in found.items()
+            if isinstance(entry, formats.TensorStorageMetadata)
+        }
+
+    def rest(self) -> dict[str, Any]:
+        """The part of the state that is no tensor."""
+        found: dict[str, Any] = self._load({REST: 0})[REST]
+        return found
+
+    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Every tensor to where it is in ``tensors``, which have this share's names and shapes; one at a time."""
+        self._load(dict(tensors))
+
+    def _load(self, state: dict[str, Any]) -> dict[str, Any]:
+        planner = _PlainLoadPlanner()
+        with self._reading(), _cause_raised():
+            dcp.load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+        return planner.values
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except MemoryError:
+            raise
+        except Exception as error:  # The content decides what an unpickler raises.
+            raise UserError(
+                f"checkpoint {self._directory} is as it was written, but cannot be loaded",
+                found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                remedy="free memory if that is what is missing, or use the version of torch that the run was started "
+                "with",
+            ) from error
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata once, and takes nothing but metadata from its pickle."""
+
+    _found: formats.Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> formats.Metadata:
+        if self._found is None:
+            with open(Path(self.path) / METADATA, "rb") as file:
+                self._found = _MetadataUnpickler(file).load()
+            self._found.storage_meta = formats.StorageMeta(load_id=self.load_id)
+        return self._found
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if name == "Size" or isinstance(found, torch.dtype):
+                return found
+        elif (module, name) in (
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ) or (module == formats.__name__ and isinstance(getattr(formats, name, None), type)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into metadata")
+
+
+class _PlainLoadPlanner(DefaultLoadPlanner):
+    """Takes plain values alone from what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.values: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+@contextmanager
+def _cause_raised() -> Iterator[None]:
+    """What was raised inside of ``dcp``, in the place of its own exception for it."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error

@@ -1,0 +1,144 @@
+"""The state of a model and of its training, flat: tensors by name, and everything else under ``rest``.
+
+==========================================  ============================================================
+``model.<parameter>``                       weights and buffers; tied ones once, under their first name
+``optimizer.state.<parameter>.exp_avg``     what the optimizer keeps of each trained parameter
+``rest``                                    plain values: counters, the optimizer's groups
+==========================================  ============================================================
+
+The names are those that ``torch.distributed.checkpoint`` gives the same tensors, whole or sharded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quartet.config import UserError
+
+REST, MODEL, OPTIMIZER = "rest", "model.", "optimizer.state."
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Everything but the rest."""
+    return {name: value for name, value in state.items() if name != REST}
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def model_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under their names in a state; of tensors that are one (tied weights) only the first."""
+    found: dict[str, Tensor] = {}
+    seen = set()
+    for name, tensor in named.items():
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if not tensor.numel() or place not in seen:
+            found[MODEL + name] = tensor.detach()
+        seen.add(place)
+    return found
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under their names in a state; of a parameter that was never updated there are none."""
+    return {
+        f"{OPTIMIZER}{name}.{key}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def make_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], saved: Mapping[str, Shape]
+) -> None:
+    """The optimizer has the tensors that ``saved`` names and no others, new ones with any values, to be loaded into."""
+    wanted: dict[str, dict[str, Shape]] = {}
+    for full, shape in saved.items():
+        if full.startswith(OPTIMIZER):
+            name, _, key = full.removeprefix(OPTIMIZER).rpartition(".")
+            wanted.setdefault(name, {})[key] = shape
+    for name, parameter in parameters.items():
+        there = optimizer.state.pop(parameter, {})
+        if name in wanted:
+            optimizer.state[parameter] = {
+                key: there[key]
+                if key in there and shapes_of({"": there[key]})[""] == shape
+                else _like(parameter, shape)
+                for key, shape in wanted[name].items()
+            }
+
+
+def _like(parameter: Tensor, shape: Shape) -> Tensor:
+    size, dtype = shape
+    if size == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(size, dtype=dtype, device=parameter.device)
+
+
+def check_fit(live: Mapping[str, Shape], saved: Mapping[str, Shape], remedy: str) -> None:
+    """
+    Raises:
+        UserError: there are other tensors than ``saved`` has, or of other shapes.
+    """
+    if differing := sorted(name for name in live.keys() | saved.keys() if live.get(name) != saved.get(name)):
+        name = differing[0]
+        raise UserError(
+            "the checkpoint does not fit the model",
+            found=f"{len(differing)} tensors differ, first {name}: {_said(saved.get(name))} in the checkpoint, "
+            f"{_said(live.get(name))} now",
+            remedy=remedy,
+        )
+
+
+def _said(shape: Shape | None) -> str:
+    return "none" if shape is None else f"{list(shape[0])} {str(shape[1]).removeprefix('torch.')}"
+
+
+def fill(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copies every tensor of ``saved`` to where it is in ``live``."""
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(saved[name])
+
+
+# Copies ----------------------------------------------------------------------------------------------------
+
+
+def snapshot(value: Any) -> Any:
+    """A copy of a state in host memory that later updates do not change: what ``torch.save`` takes, nested.
+
+    Tensors that share a storage share one in the copy, so that it takes its room once.
+    """
+    storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _host_copy(value.detach(), storages)
+        if isinstance(value, dict):
+            # Of the same kind, with what a module's state hangs on it (its versions).
+            found = copy.copy(value)
+            found.update((key, copied(child)) for key, child in value.items())
+            return found
+        if isinstance(value, (list, tuple)):
+            return type(value)(copied(child) for child in value)
+        return copy.deepcopy(value)
+
+    return copied(value)
+
+
+def _host_copy(tensor: torch.Tensor, storages: dict[tuple[torch.device, int], torch.UntypedStorage]) -> torch.Tensor:
+    """Of ``tensor``; ``storages`` holds the copies made so far, by the place of what they are copies of."""
+    if tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
+        return tensor.to("cpu", copy=True)
+    source = tensor.untyped_storage()
+    place = (source.device, source.data_ptr())
+    if place not in storages:
+        storages[place] = torch.UntypedStorage(source.nbytes()).copy_(source)
+    own = torch.empty(0, dtype=tensor.dtype)
+    return own.set_(storages[place], tensor.storage_offset(), tensor.size(), tensor.stride())
