@@ -22,6 +22,7 @@ from typing import Any
 from quartet.cli.main import main
 from quartet.observe.trackers import JsonlTracker
 from quartet.rollout.engine import NativeEngine
+from quartet.train import shares
 from quartet.train.engine import TrainEngine
 from quartet.trainers import run as run_module
 
@@ -31,7 +32,7 @@ EVENTS: dict[str, tuple[Any, str]] = {
     "log": (JsonlTracker, "log"),
     "update": (TrainEngine, "train_step"),
     "decode": (NativeEngine, "step"),
-    "snapshot": (run_module, "snapshot"),
+    "snapshot": (shares, "snapshot"),
     "finish": (run_module.RunDirectory, "finish"),
 }
 SLOWED_S = 0.5
@@ -63,15 +64,15 @@ def kill_before(event: str, n: int) -> None:
 
 def slow_down(saving: threading.Event) -> None:
     """Sets ``saving`` from the copy for a checkpoint until it is written, and makes each of its files take its time."""
-    snapshot, save, fsync = run_module.snapshot, run_module.save_checkpoint, os.fsync
+    snapshot, complete, fsync = shares.snapshot, run_module.complete_checkpoint, os.fsync
 
-    def begin(parts: Any) -> Any:
+    def begin(state: Any) -> Any:
         saving.set()
-        return snapshot(parts)
+        return snapshot(state)
 
     def end(*args: Any, **kwargs: Any) -> Any:
         try:
-            return save(*args, **kwargs)
+            return complete(*args, **kwargs)
         finally:
             saving.clear()
 
@@ -79,7 +80,7 @@ def slow_down(saving: threading.Event) -> None:
         time.sleep(SLOWED_S * saving.is_set())
         fsync(descriptor)
 
-    run_module.snapshot, run_module.save_checkpoint, os.fsync = begin, end, slow_fsync
+    shares.snapshot, run_module.complete_checkpoint, os.fsync = begin, end, slow_fsync
 
 
 def run(command: dict[str, Any]) -> int:

@@ -313,16 +313,16 @@ def test_damaged_checkpoints(world: Any, quartet: Any, recipes: Any, tmp_path: P
     before = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     newest, older = sorted((tmp_path / "run" / "checkpoints").iterdir(), reverse=True)
     for path in (newest, older):
-        content = bytearray((path / "engine.pt").read_bytes())
+        content = bytearray((path / "engine/__0_0.distcp").read_bytes())
         content[len(content) // 2] ^= 1
-        (path / "engine.pt").write_bytes(content)
+        (path / "engine/__0_0.distcp").write_bytes(content)
         outcome = quartet("sft", recipe, "--resume")
         if path == newest:
             assert outcome.status == 0 and "Traceback" not in outcome.err
-            assert f"damaged checkpoint: {newest.name}: the content of engine.pt is not" in outcome.out
+            assert f"damaged checkpoint: {newest.name}: the content of engine/__0_0.distcp is not" in outcome.out
             assert f"the run goes on from {older.name}" in outcome.out
             assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == before
-            (newest / "engine.pt").write_bytes(content)
+            (newest / "engine/__0_0.distcp").write_bytes(content)
     outcome.expect_user_error("can be used", newest.name, older.name, "restore")
 
 

@@ -108,7 +108,7 @@ def write_share(directory: Path, state: Mapping[str, Any]) -> dict[str, FileDige
     """
     writer = _Writer(directory)
     with _cause_raised():
-        planner = DefaultSavePlanner(flatten_state_dict=False)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.save(dict(state), storage_writer=writer, planner=planner, no_dist=True)
     sync_directory(directory)
     return writer.fs.digests
@@ -172,6 +172,12 @@ class Share:
         found: dict[str, Any] = self._load({REST: 0})[REST]
         return found
 
+    def state(self) -> dict[str, Any]:
+        """All of it, in memory of its own."""
+        tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in self.shapes.items()}
+        self.read_into(tensors)
+        return {**tensors, REST: self.rest()}
+
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """Every tensor to where it is in ``tensors``, which have this share's names and shapes; one at a time."""
         self._load(dict(tensors))
@@ -228,7 +234,7 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
     """Takes plain values alone from what is no tensor."""
 
     def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.values: dict[str, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

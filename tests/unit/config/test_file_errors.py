@@ -15,7 +15,7 @@ from quartet.config import UserError
 from quartet.config.file_errors import read_error, read_file, write_error
 from quartet.observe.jsonl import RowAppender
 from quartet.train import checkpoint
-from quartet.train.checkpoint import save_checkpoint
+from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint
 from quartet.trainers.run import write_json, writing
 
 REMEDIES = {
@@ -85,7 +85,7 @@ def test_a_file_system_that_can_hold_no_more_files(tmp_path: Path, monkeypatch: 
 
 
 def by_checkpoint(path: Path) -> None:
-    save_checkpoint(path, 1, {"actor": {"weight": torch.ones(3)}}, {}, keep=1)
+    complete_checkpoint(begin_checkpoint(path, 1), {"emitted": torch.ones(3)}, {}, {}, keep=1)
 
 
 def by_json(path: Path) -> None:
@@ -120,7 +120,7 @@ def test_causes_that_every_machine_has(tmp_path: Path) -> None:
             write_json(path, {})
         assert cause in caught.value.remedy, caught.value
     with pytest.raises(UserError) as caught:
-        save_checkpoint(tmp_path / "file", 1, {}, {}, keep=1)
+        begin_checkpoint(tmp_path / "file", 1)
     assert "something else has that name" in caught.value.remedy
     with pytest.raises(UserError) as caught, writing(tmp_path), open("/dev/full", "w") as full:
         full.write("x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 import zipfile
 from pathlib import Path
 
@@ -14,24 +15,56 @@ import torch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.train import checkpoint
-from quartet.train.checkpoint import checkpoint_path, list_checkpoints, load_checkpoint, save_checkpoint, snapshot
+from quartet.train.checkpoint import (
+    begin_checkpoint,
+    checkpoint_path,
+    complete_checkpoint,
+    discard_draft,
+    list_checkpoints,
+    newest_checkpoint,
+)
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
+from quartet.train.shares import Share, ShareWriter, write_share
+from quartet.train.state import snapshot
 
 
-def _parts(value: float) -> dict[str, object]:
-    return {"actor": {"weight": torch.full((3,), value), "num": 2}, "critic": {"weight": torch.full((2,), -value)}}
+def save(root, step, *, actor=None, parts=None, info=None, keep=5):
+    """As a run does it in one process."""
+    draft = begin_checkpoint(root, step)
+    try:
+        writer = ShareWriter()
+        writer.begin(draft / "actor", actor or {"rest": {}}, background=False)
+        return complete_checkpoint(draft, parts or {}, info or {}, {"actor": writer.finish(draft / "actor")}, keep=keep)
+    except Exception:
+        discard_draft(draft)
+        raise
 
 
 def _save(root: Path, step: int, keep: int = 5) -> Path:
-    return save_checkpoint(root, step, _parts(float(step)), {"cursor": step * 10}, keep=keep)
+    return save(
+        root,
+        step,
+        actor={"model.weight": torch.full((3,), float(step)), "rest": {"num": 2}},
+        parts={"emitted": torch.full((2,), step)},
+        info={"cursor": step * 10},
+        keep=keep,
+    )
 
 
 def _intact(root: Path, step: int) -> bool:
-    parts, info = load_checkpoint(root, step)
+    """Once newer ones are out of the way."""
+    aside = [path.rename(path.with_name(f".{path.name}")) for path in root.glob("step_*") if int(path.name[5:]) > step]
+    found = newest_checkpoint(root, shares=["actor"])
+    for path in aside:
+        path.rename(path.with_name(path.name[1:]))
+    state = Share(found.path / "actor").state()
     return (
-        sorted(parts) == ["actor", "critic"]
-        and torch.equal(parts["actor"]["weight"], torch.full((3,), float(step)))
-        and info == {"step": step, "cursor": step * 10}
+        found.step == step
+        and not found.remarks
+        and torch.equal(state["model.weight"], torch.full((3,), float(step)))
+        and state["rest"] == {"num": 2}
+        and found.parts["emitted"].tolist() == [step, step]
+        and found.info == {"step": step, "cursor": step * 10}
     )
 
 
@@ -42,7 +75,8 @@ def _names(root: Path) -> list[str]:
 def test_round_trip(tmp_path):
     path = _save(tmp_path / "deep" / "checkpoints", 7)
     assert path == tmp_path / "deep" / "checkpoints" / "step_00000007"
-    assert _names(path) == ["actor.pt", "critic.pt", "info.json", "manifest.json"]
+    assert _names(path) == ["actor", "emitted.pt", "info.json", "manifest.json"]
+    assert _names(path / "actor") == [".metadata", "__0_0.distcp"]
     assert _intact(path.parent, 7)
 
 
@@ -55,9 +89,10 @@ def test_only_the_newest_are_kept(tmp_path):
 
 def test_the_same_step_again_replaces(tmp_path):
     _save(tmp_path, 3)
-    save_checkpoint(tmp_path, 3, {"actor": {"weight": torch.ones(1)}}, {"cursor": 0}, keep=5)
-    parts, info = load_checkpoint(tmp_path, 3)
-    assert list(parts) == ["actor"] and info == {"step": 3, "cursor": 0}
+    save(tmp_path, 3, parts={"emitted": torch.ones(1)}, info={"cursor": 0})
+    found = newest_checkpoint(tmp_path, shares=["actor"])
+    assert found.info == {"step": 3, "cursor": 0} and found.parts == {"emitted": torch.ones(1)}
+    assert Share(found.path / "actor").state() == {"rest": {}}
     assert _names(tmp_path) == ["step_00000003"]
 
 
@@ -137,7 +172,7 @@ CUTS = {
     "torch.save": [3, 6],
     "json.dumps": [3, 6],
     "Manifest.write": [3, 6],
-    "_sync_directory": [3, 6],
+    "sync_directory": [3, 6],
     "os.replace": [3, 6],
     # The new one is complete; the oldest is half deleted.
     "shutil.rmtree": [6, 9],
@@ -153,7 +188,7 @@ def test_killed_while_saving(where, tmp_path, monkeypatch):
     def kill(*args, **_options):
         if name == "rmtree":
             # A deletion that got half-way: one part is gone, info.json still there.
-            (Path(args[0]) / "actor.pt").unlink()
+            (Path(args[0]) / "emitted.pt").unlink()
         raise Killed
 
     monkeypatch.setattr(getattr(checkpoint, target) if target else checkpoint, name, kill)
@@ -166,6 +201,12 @@ def test_killed_while_saving(where, tmp_path, monkeypatch):
     _save(tmp_path, 12, keep=2)
     assert list_checkpoints(tmp_path) == [CUTS[where][-1], 12]
     assert len(_names(tmp_path)) == 2
+
+
+def load(engine, directory):
+    share = Share(directory)
+    with engine.loading(share.shapes, share.rest()) as live:
+        share.read_into(live)
 
 
 @pytest.mark.parametrize("kind", ["causal", "scalar"])
@@ -188,15 +229,17 @@ def test_resumed_equals_uninterrupted_bit_for_bit(kind, precision, tmp_path, bat
         engine.train_step(batch, objective)
         engine.train_step(poisoned, objective)
         engine.train_step(batch, objective)
-    parts = snapshot({"engine": first.state()})
+    writer = ShareWriter()
+    writer.begin(tmp_path / "share", first.state(), background=True)
     first.train_step(batch, objective)
-    save_checkpoint(tmp_path, 3, parts, {}, keep=1)
+    while writer.finish(tmp_path / "share") is None:
+        time.sleep(0.001)
 
     resumed = make_engine(kind, **settings)
     with torch.no_grad():
         for parameter in resumed.packed.model.parameters():
             parameter.add_(1.0)
-    resumed.load_state(load_checkpoint(tmp_path, 3)[0]["engine"])
+    load(resumed, tmp_path / "share")
     assert (resumed.num_updates, resumed.num_skipped) == (2, 1)
     for _ in range(3):
         assert resumed.train_step(batch, objective) == straight.train_step(batch, objective)
@@ -206,9 +249,9 @@ def test_resumed_equals_uninterrupted_bit_for_bit(kind, precision, tmp_path, bat
 
 def test_an_untrained_engine_can_be_saved(tmp_path, batch, make_engine, weights):
     engine, other = make_engine(), make_engine()
-    save_checkpoint(tmp_path, 0, {"engine": engine.state()}, {}, keep=1)
+    write_share(tmp_path / "share", engine.state())
     other.train_step(batch, SFTObjective())
-    other.load_state(load_checkpoint(tmp_path, 0)[0]["engine"])
+    load(other, tmp_path / "share")
     for each in (engine, other):
         each.train_step(batch, SFTObjective())
     expected = weights(engine)
@@ -241,12 +284,3 @@ def test_a_snapshot_does_not_follow_its_state():
     assert type(whole) is torch.Tensor and whole.tolist() == [[0.0] * 3] * 2
     row.fill_(2.0)
     assert whole.tolist() == [[2.0] * 3, [0.0] * 3], "shared as in the state"
-
-
-@pytest.mark.parametrize("name", ["info.json", "engine.pt"])
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, name: str) -> None:
-    path = save_checkpoint(tmp_path, 1, {"engine": {"weight": torch.ones(3)}}, {}, keep=1)
-    (path / name).write_bytes(b"")
-    with pytest.raises(UserError, match="damaged") as caught:
-        load_checkpoint(tmp_path, 1)
-    assert str(path) in caught.value.problem

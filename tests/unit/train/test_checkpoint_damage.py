@@ -18,40 +18,57 @@ from quartet.config import UserError
 from quartet.observe.digests import seal, unseal
 from quartet.train import checkpoint
 from quartet.train.checkpoint import (
+    begin_checkpoint,
     claimed_steps,
-    list_checkpoints,
+    complete_checkpoint,
     newest_checkpoint,
     prune,
-    save_checkpoint,
     set_aside_after,
 )
+from quartet.train.shares import Share, write_share
 
 OLD, NEW = "step_00000002", "step_00000004"
-FILES = ("actor.pt", "critic.pt", "info.json", "manifest.json")
+SHARES = ("actor", "critic")
+FILES = (
+    *(f"{share}/{file}" for share in SHARES for file in (".metadata", "__0_0.distcp")),
+    "emitted.pt",
+    "info.json",
+    "manifest.json",
+)
 SEED = 7
 
 Damage = Callable[[Path], None]
 """Does something to the checkpoint ``NEW`` below the given root."""
 
 
-def parts(step: int) -> dict[str, Any]:
-    """Two parts of one shape and of values of every kind, so that another's file would fit."""
-    drawn = torch.Generator().manual_seed(step)
+def state(step: int, share: str) -> dict[str, Any]:
+    """Values of every kind, in one shape for both shares, so that another's file would fit."""
+    drawn = torch.Generator().manual_seed(step + 100 * SHARES.index(share))
     return {
-        name: {
-            "model": {"weight": torch.randn(5, 7, generator=drawn), "bias": torch.randn(7, generator=drawn)},
-            "optimizer": {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": [{"lr": 0.1 * step}]},
-            "num_updates": step,
-        }
-        for name in ("actor", "critic")
+        "model.weight": torch.randn(5, 7, generator=drawn),
+        "model.bias": torch.randn(7, generator=drawn),
+        "optimizer.state.weight.step": torch.tensor(float(step)),
+        "rest": {"groups": [{"lr": 0.1 * step}], "num_updates": step},
     }
+
+
+def save(root: Path, step: int, *, keep: int, info: Any = None) -> Path:
+    draft = begin_checkpoint(root, step)
+    shares = {share: write_share(draft / share, state(step, share)) for share in SHARES}
+    return complete_checkpoint(draft, {"emitted": torch.arange(3) + step}, info or {}, shares, keep=keep)
+
+
+def newest(root: Path) -> checkpoint.Checkpoint:
+    found = newest_checkpoint(root)
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("whole") / "checkpoints"
     for step in (2, 4):
-        save_checkpoint(root, step, parts(step), {"kl_coef": 0.1 * step, "stream": {"next": 8 * step}}, keep=2)
+        save(root, step, info={"kl_coef": 0.1 * step, "stream": {"next": 8 * step}}, keep=2)
     return root
 
 
@@ -71,13 +88,12 @@ def never_hangs() -> Iterator[None]:
 
 
 def is_as_saved(root: Path, step: int) -> bool:
-    found = newest_checkpoint(root)
-    assert found is not None and found.step == step
-    for name, part in parts(step).items():
-        for key, values in part["model"].items():
-            assert torch.equal(found.parts[name]["model"][key], values)
-        assert found.parts[name]["optimizer"]["param_groups"] == part["optimizer"]["param_groups"]
-        assert found.parts[name]["num_updates"] == step
+    found = newest(root)
+    assert found.step == step and found.parts["emitted"].tolist() == [step, step + 1, step + 2]
+    for share in SHARES:
+        read, expected = Share(found.path / share).state(), state(step, share)
+        assert read.pop("rest") == expected.pop("rest") and read.keys() == expected.keys()
+        assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
     return found.info == {"step": step, "kl_coef": 0.1 * step, "stream": {"next": 8 * step}}
 
 
@@ -129,15 +145,24 @@ def full_directory(path: Path) -> None:
     (path / "data.pkl").write_bytes(b"x")
 
 
+def root_of(path: Path) -> Path:
+    return next(parent for parent in path.parents if (parent / OLD).exists())
+
+
 def link_to_copy(path: Path) -> None:
     """Its content is right: it is refused for what it is."""
-    copy = path.parent.parent / "copy_of_it"
-    shutil.copy(path.parent.parent.parent / "spare" / path.name, copy)
-    path.symlink_to(copy)
+    root = root_of(path)
+    shutil.copy(root.parent / "spare" / path.relative_to(root / NEW), root / "copy_of_it")
+    path.symlink_to(root / "copy_of_it")
+
+
+def link_to_the_other_step(path: Path) -> None:
+    root = root_of(path)
+    path.symlink_to(root / OLD / path.relative_to(root / NEW))
 
 
 def swapped(root: Path) -> None:
-    one, other, aside = (root / NEW / name for name in ("actor.pt", "critic.pt", "aside"))
+    one, other, aside = (root / NEW / name for name in ("actor", "critic", "aside"))
     one.rename(aside)
     other.rename(one)
     aside.rename(other)
@@ -194,7 +219,7 @@ def damages() -> dict[str, Damage]:
     rng = random.Random(SEED)
     found: dict[str, Damage] = {}
     for name in FILES:
-        for number in range(14):
+        for number in range(8):
             fraction, bit = rng.random(), rng.randrange(8)
             found[f"{name}: bit {bit} at {fraction:.3f} flipped ({number})"] = on_file(name, flipped(fraction, bit))
         for share in (0.0, 0.01, 0.5, 0.99):
@@ -205,14 +230,15 @@ def damages() -> dict[str, Damage]:
         found[f"{name}: gone"] = in_place_of(name, lambda path: None)
         found[f"{name}: a directory"] = in_place_of(name, full_directory)
         found[f"{name}: an empty directory"] = in_place_of(name, Path.mkdir)
-        found[f"{name}: a link to the other step's"] = in_place_of(
-            name, lambda path: path.symlink_to(f"../{OLD}/{path.name}")
-        )
+        found[f"{name}: a link to the other step's"] = in_place_of(name, link_to_the_other_step)
         found[f"{name}: a link to the same"] = in_place_of(name, link_to_copy)
         found[f"{name}: a link to nothing"] = in_place_of(name, lambda path: path.symlink_to("nowhere"))
         found[f"{name}: a pipe"] = in_place_of(name, os.mkfifo)
-        found[f"{name}: of the other step"] = of_the_other_step(name)
-        found[f"{name}: upper case"] = lambda root, name=name: (root / NEW / name).rename(root / NEW / name.upper())
+        if not name.endswith(".metadata"):  # which is the same, since it says shapes and places alone
+            found[f"{name}: of the other step"] = of_the_other_step(name)
+        found[f"{name}: upper case"] = lambda root, name=name: (root / NEW / name).rename(
+            (root / NEW / name).with_name(Path(name).name.upper())
+        )
     for what, content in SHAPES.items():
         for name in ("info.json", "manifest.json"):
             found[f"{name}: {what}"] = on_file(name, lambda data, content=content: content)
@@ -223,19 +249,22 @@ def damages() -> dict[str, Damage]:
         for key, value in {
             "step": 2,
             "format": "quartet-checkpoint-99",
-            "parts": ["actor", "critic", "reference"],
+            "parts": ["emitted", "reference"],
+            "shares": ["actor", "critic", "reference"],
             "files": {},
         }.items():
             found[f"{told}: another {key}"] = on_json("manifest.json", with_value(**{key: value}), sealed=sealed)
         found[f"{told}: a path outside"] = on_json(
             "manifest.json",
-            lambda value: {**value, "files": {**value["files"], f"../{OLD}/actor.pt": {}}},
+            lambda value: {**value, "files": {**value["files"], f"../{OLD}/emitted.pt": {}}},
             sealed=sealed,
         )
         found[f"{told}: one key more"] = on_json("manifest.json", with_value(more=1), sealed=sealed)
     found["the parts swapped"] = swapped
     found["info and manifest of the other step"] = of_the_other_step("info.json", "manifest.json")
     found["everything of the other step"] = of_the_other_step(*FILES)
+    found["a share of the other step"] = of_the_other_step("actor/.metadata", "actor/__0_0.distcp")
+    found["a share gone"] = lambda root: shutil.rmtree(root / NEW / "critic")
     found["a part more"] = added("reference.pt")
     found["a hidden file more"] = added(".hidden")
     found["a directory more"] = added("deeper", Path.mkdir)
@@ -274,10 +303,10 @@ def test_a_damage_is_told_and_the_checkpoint_before_is_used(damaged: Path) -> No
 
 @pytest.mark.parametrize("damaged", random.Random(SEED).sample(sorted(DAMAGES), 24), indirect=True)
 def test_without_a_good_one_nothing_is_loaded(damaged: Path) -> None:
-    (damaged / OLD / "actor.pt").write_bytes(b"")
+    (damaged / OLD / "emitted.pt").write_bytes(b"")
     with pytest.raises(UserError, match="can be used") as caught:
         newest_checkpoint(damaged)
-    assert "actor.pt has 0 bytes" in caught.value.found and OLD in caught.value.found
+    assert "emitted.pt has 0 bytes" in caught.value.found and OLD in caught.value.found
     assert "restore" in caught.value.remedy
 
 
@@ -286,7 +315,7 @@ def test_without_a_good_one_nothing_is_loaded(damaged: Path) -> None:
 
 def test_nothing_is_unpickled_before_everything_is_checked(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (OLD, NEW):
-        (root / step / "critic.pt").write_bytes(b"")
+        (root / step / "manifest.json").write_bytes(b"")
     monkeypatch.setattr(checkpoint.torch, "load", lambda *_, **__: pytest.fail("unpickled"))
     with pytest.raises(UserError):
         newest_checkpoint(root)
@@ -297,12 +326,12 @@ def test_what_may_not_be_read_is_no_damage(root: Path, monkeypatch: pytest.Monke
     real = checkpoint.manifests.digest_file
 
     def refuse(path: Path) -> Any:
-        if path.parent.name == NEW:
+        if NEW in path.parts:
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
     monkeypatch.setattr(checkpoint.manifests, "digest_file", refuse)
-    with pytest.raises(UserError, match=f"{NEW}/actor.pt could not be read") as caught:
+    with pytest.raises(UserError, match=f"{NEW}/actor/__0_0.distcp could not be read") as caught:
         newest_checkpoint(root)
     assert caught.value.found == "Permission denied" and "chmod" in caught.value.remedy
 
@@ -320,14 +349,14 @@ def test_a_disk_that_cannot_read_a_file_is_told(root: Path, monkeypatch: pytest.
     real = checkpoint.manifests.digest_file
 
     def fail(path: Path) -> Any:
-        if path.parent.name == NEW:
+        if NEW in path.parts:
             raise OSError(5, "Input/output error", str(path))
         return real(path)
 
     monkeypatch.setattr(checkpoint.manifests, "digest_file", fail)
     found = newest_checkpoint(root)
     assert found is not None and found.step == 2
-    assert f"{NEW}: actor.pt cannot be read (Input/output error)" in found.remarks[0]
+    assert f"{NEW}: __0_0.distcp cannot be read (Input/output error)" in found.remarks[0]
 
 
 def test_the_directory_itself(tmp_path: Path) -> None:
@@ -344,7 +373,7 @@ def test_the_directory_itself(tmp_path: Path) -> None:
 
 
 def test_what_is_whole_but_does_not_suit_the_run_is_told(root: Path) -> None:
-    found = newest_checkpoint(root, lambda parts, info: "other" if info["step"] == 4 else None)
+    found = newest_checkpoint(root, lambda names, info: "other" if info["step"] == 4 else None)
     assert found is not None and found.step == 2 and f"{NEW}: other" in found.remarks[0]
 
 
@@ -361,87 +390,37 @@ def test_what_cannot_be_loaded_although_it_is_whole_is_no_damage(root: Path, mon
 
 
 def test_a_step_of_more_than_eight_digits_is_found(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 123_456_789, parts(1), {}, keep=1)
+    save(tmp_path, 123_456_789, keep=1)
     found = newest_checkpoint(tmp_path)
     assert found is not None and found.step == 123_456_789
-
-
-# An earlier version's, without a manifest -------------------------------------------------------------------
-
-
-def as_before(root: Path) -> None:
-    for name in (OLD, NEW):
-        (root / name / "manifest.json").unlink()
-        info = json.loads((root / name / "info.json").read_bytes())
-        del info["manifest"]
-        (root / name / "info.json").write_text(json.dumps(info))
-
-
-def test_an_earlier_version_s_checkpoint_is_loaded_and_told(root: Path) -> None:
-    as_before(root)
-    assert is_as_saved(root, 4)
-    found = newest_checkpoint(root)
-    assert found is not None and "earlier version" in found.remarks[0]
-    assert list_checkpoints(root) == [2, 4]
-
-
-EARLIER = [
-    name
-    for name in DAMAGES
-    if name.startswith(("actor.pt", "critic.pt"))
-    and "flipped" not in name
-    and "of the other step" not in name
-    and "a byte more" not in name
-]
-
-
-@pytest.mark.parametrize("name", EARLIER)
-def test_its_damages_are_told_as_far_as_its_archives_have_checksums(root: Path, name: str) -> None:
-    shutil.copytree(root / NEW, root.parent / "spare")
-    as_before(root)
-    DAMAGES[name](root)
-    if name.endswith(("gone", "upper case")):
-        found = newest_checkpoint(root, lambda parts, _: None if len(parts) == 2 and "actor" in parts else "a part")
-    else:
-        found = newest_checkpoint(root)
-    assert found is not None and found.step == 2 and NEW in found.remarks[0]
-
-
-def test_a_flipped_bit_in_its_weights_is_found(root: Path) -> None:
-    as_before(root)
-    path = root / NEW / "actor.pt"
-    data, weight = path.read_bytes(), parts(4)["actor"]["model"]["weight"].numpy().tobytes()
-    at = data.index(weight) + 9
-    path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-    found = newest_checkpoint(root)
-    assert found is not None and found.step == 2 and "CRC-32" in found.remarks[0]
 
 
 # What stays on disk ------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_one_does_not_count_and_goes_only_when_enough_good_ones_are_newer(root: Path) -> None:
-    (root / NEW / "actor.pt").write_bytes(b"")
-    save_checkpoint(root, 6, parts(6), {}, keep=2)
+    (root / NEW / "actor/.metadata").write_bytes(b"")
+    save(root, 6, keep=2)
     assert claimed_steps(root) == [2, 4, 6], "two good ones, the damaged one between them"
-    save_checkpoint(root, 8, parts(8), {}, keep=2)
+    save(root, 8, keep=2)
     assert claimed_steps(root) == [6, 8]
 
 
 def test_what_was_passed_over_is_set_aside_until_the_next_is_complete(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (root / NEW / "actor.pt").write_bytes(b"")
+    (root / NEW / "actor/.metadata").write_bytes(b"")
     set_aside_after(root, 2)
     assert sorted(os.listdir(root)) == [f"damaged_{NEW}", OLD]
     found = newest_checkpoint(root)
     assert found is not None and found.step == 2 and not found.remarks
+    draft = begin_checkpoint(root, 3)
     with monkeypatch.context() as failing:
         failing.setattr(checkpoint.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
         with pytest.raises(UserError):
-            save_checkpoint(root, 3, parts(3), {}, keep=1)
+            complete_checkpoint(draft, {}, {}, {}, keep=1)
     assert sorted(os.listdir(root)) == [f"damaged_{NEW}", OLD]
-    save_checkpoint(root, 3, parts(3), {}, keep=1)
+    save(root, 3, keep=1)
     assert os.listdir(root) == ["step_00000003"]
 
 
@@ -455,7 +434,7 @@ def test_keep_holds_after_a_kill_between_rename_and_deletion(root: Path, monkeyp
     with monkeypatch.context() as killing:
         killing.setattr(checkpoint, "prune", kill)
         with pytest.raises(Killed):
-            save_checkpoint(root, 6, parts(6), {}, keep=1)
+            save(root, 6, keep=1)
     assert claimed_steps(root) == [2, 4, 6]
     (root / ".draft_00000008_1").mkdir()
     prune(root, 1)
@@ -468,16 +447,16 @@ def test_what_cannot_be_deleted_costs_nothing(root: Path, monkeypatch: pytest.Mo
 
     with monkeypatch.context() as refusing:
         refusing.setattr(checkpoint, "_set_aside", refuse)
-        save_checkpoint(root, 6, parts(6), {}, keep=1)
+        save(root, 6, keep=1)
     assert claimed_steps(root) == [2, 4, 6]
-    save_checkpoint(root, 8, parts(8), {}, keep=1)
+    save(root, 8, keep=1)
     assert claimed_steps(root) == [8]
 
 
 @pytest.mark.parametrize("make", [lambda path: path.write_text(""), lambda path: path.symlink_to(OLD), Path.mkdir])
 def test_whatever_has_the_place_of_the_next_checkpoint_gives_way(root: Path, make: Callable[[Path], object]) -> None:
     make(root / "step_00000006")
-    save_checkpoint(root, 6, parts(6), {}, keep=3)
+    save(root, 6, keep=3)
     assert sorted(os.listdir(root)) == [OLD, NEW, "step_00000006"]
     found = newest_checkpoint(root)
     assert found is not None and found.step == 6

@@ -20,10 +20,10 @@ from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models.packed import PackedCausalLM, PackedScalarModel
 from quartet.rollout.weight_copies import ConvertedWeight, Source, transposed
 from quartet.train import offload as module
-from quartet.train.checkpoint import snapshot
 from quartet.train.engine import Needs, TrainEngine, forward_only
 from quartet.train.objectives import SFTObjective, ValueObjective
 from quartet.train.offload import PARTS, MappedFiles, Offload
+from quartet.train.state import snapshot
 
 KINDS = ("causal", "scalar", "lora", "tied")
 

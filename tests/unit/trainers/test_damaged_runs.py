@@ -92,13 +92,14 @@ def flip(path: Path, at: int) -> None:
 
 NEWEST = "checkpoints/step_00000006"
 LEFT = "checkpoints/step_00000004"
+ENGINE = "engine/__0_0.distcp"
 FALLS: dict[str, Callable[[Path], object]] = {
-    "a flipped bit in the weights": lambda run: flip(run / NEWEST / "engine.pt", 20_000),
-    "the other step's weights": lambda run: shutil.copy(run / LEFT / "engine.pt", run / NEWEST / "engine.pt"),
+    "a flipped bit in the weights": lambda run: flip(run / NEWEST / ENGINE, 20_000),
+    "the other step's weights": lambda run: shutil.copy(run / LEFT / ENGINE, run / NEWEST / ENGINE),
     "a wrong step": lambda run: (run / NEWEST / "info.json").write_text(
         (run / NEWEST / "info.json").read_text().replace('"step": 6', '"step": 4')
     ),
-    "emptied": lambda run: [path.unlink() for path in (run / NEWEST).iterdir()],
+    "emptied": lambda run: [path.unlink() for path in (run / NEWEST).rglob("*") if path.is_file()],
     "renamed": lambda run: (run / NEWEST).rename(run / "checkpoints" / "step_00000008"),
 }
 
@@ -125,13 +126,13 @@ def test_records_of_an_rl_run_are_cut_back_to_the_checkpoint_that_is_used(
     values = {"steps": 3, "prompts_per_step": 2, "responses_per_prompt": 2, "algorithm": {"name": "grpo"}}
     tiny_rl(tmp_path / "whole", digits, **values).train()
     path = Path(shutil.copytree(tmp_path / "whole", tmp_path / "run"))
-    flip(path / "checkpoints" / "step_00000003" / "actor.pt", 9_000)
+    flip(path / "checkpoints" / "step_00000003" / "actor/__0_0.distcp", 9_000)
     (path / "summary.json").unlink()
     shutil.rmtree(path / "model")
     for name in ("step_000003.jsonl.gz", "step_000004.jsonl.gz"):
         (path / "rollouts" / name).write_bytes(b"of the time before")
     result = tiny_rl(path, digits, resume=True, **values).train()
-    assert any("step_00000003: the content of actor.pt" in note for note in result.summary["notes"])
+    assert any("step_00000003: the content of actor/__0_0.distcp" in note for note in result.summary["notes"])
     assert [row["step"] for row in read_rows(path / "metrics.jsonl")] == [0, 1, 2, 3]
     assert all((row["step"] or 0) <= 2 for row in read_rows(path / "spans.jsonl") if "step" in row)
     assert sorted(os.listdir(path / "rollouts")) == sorted(os.listdir(tmp_path / "whole" / "rollouts"))
@@ -141,7 +142,7 @@ def test_records_of_an_rl_run_are_cut_back_to_the_checkpoint_that_is_used(
 
 def test_no_good_checkpoint_ends_the_run_and_changes_nothing(run: Path, sft: Any) -> None:
     for name in (NEWEST, LEFT):
-        (run / name / "engine.pt").write_bytes(b"")
+        (run / name / ENGINE).write_bytes(b"")
     kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.json"}
     with pytest.raises(UserError, match="can be used") as caught:
         sft(run, resume=True).train()
@@ -268,7 +269,7 @@ STRUCTURAL: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", ["run.json", "recipe.yaml", "metrics.jsonl", "spans.jsonl"])
 def test_a_damaged_file_ends_the_resume_with_its_name(name: str, damage: str, small: Path) -> None:
     STRUCTURAL[damage](small / name)
-    rest = {path: path.read_bytes() for path in small.glob("checkpoints/*/*")}
+    rest = {path: path.read_bytes() for path in small.glob("checkpoints/*/**/*") if path.is_file()}
     with pytest.raises(UserError) as caught:
         resumed(small)
     assert name in str(caught.value) or (name == "recipe.yaml" and "another recipe" in caught.value.problem)

@@ -146,14 +146,19 @@ def test_the_creation_date_and_the_recipe_survive_a_resume(tmp_path: Path) -> No
     assert (tmp_path / "run" / "recipe.yaml").read_bytes() == recipe
 
 
+def save(run: RunDirectory, step: int, parts: dict[str, Any], info: dict[str, Any]) -> None:
+    run.complete_checkpoint(run.begin_checkpoint(step), step, parts, info)
+
+
 def test_checkpoints_are_found_newest_first_and_pruned(tmp_path: Path) -> None:
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         run.start(0)
         for step in (2, 4, 6):
-            run.save(step, {"engine": {"x": step}}, {"note": f"after {step}"})
+            save(run, step, {"engine": {"x": step}}, {"note": f"after {step}"})
         assert run.saved_steps() == [4, 6]
-        step, parts, info = run.latest() or (0, {}, {})
-    assert (step, parts, info["note"]) == (6, {"engine": {"x": 6}}, "after 6")
+        found = run.latest()
+    assert found is not None
+    assert (found.step, found.parts, found.info["note"]) == (6, {"engine": {"x": 6}}, "after 6")
 
 
 class Slow:
@@ -180,17 +185,18 @@ def test_a_checkpoint_holds_the_state_of_its_step_although_it_is_written_later(
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         run.start(0)
         run.write_later("held", 1, lambda: go.wait(10))
-        run.save(1, {"engine": state}, info)
+        save(run, 1, {"engine": state}, info)
         state["weight"].add_(1)
         info["metrics"]["loss"] = 2.0
         go.set()
         assert run.saved_steps() == [1], "waits for the one that is being written"
-        step, parts, found = run.latest() or (0, {}, {})
-    assert (step, parts["engine"]["weight"].tolist(), found["metrics"]) == (1, [0.0] * 3, {"loss": 1.0})
+        found = run.latest()
+    assert found is not None
+    assert (found.parts["engine"]["weight"].tolist(), found.info["metrics"]) == ([0.0] * 3, {"loss": 1.0})
     spans = {row["name"]: row for row in read_rows(tmp_path / "run" / "spans.jsonl")}
-    assert spans.keys() == {"checkpoint_snapshot", "held", "checkpoint"}
+    assert spans.keys() == {"held", "checkpoint"}
     assert all(row["role"] == "writer" and row["step"] == 0 for row in spans.values())
-    assert spans["checkpoint"]["start_s"] >= spans["checkpoint_snapshot"]["end_s"]
+    assert spans["checkpoint"]["start_s"] >= spans["held"]["end_s"]
 
 
 def test_without_room_for_a_copy_a_checkpoint_is_written_at_once(
@@ -213,22 +219,22 @@ def test_without_room_for_a_copy_a_checkpoint_is_written_at_once(
 
 
 def test_one_checkpoint_waits_for_the_other(tmp_path: Path) -> None:
-    """Only one copy of the state exists at a time, and the wait is on record."""
+    """Only one is written at a time, and the wait is on record."""
     go = threading.Event()
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         run.start(0)
         run.write_later("held", 1, lambda: go.wait(10))
-        run.save(1, {"engine": {"x": 1}}, {})
+        save(run, 1, {"engine": {"x": 1}}, {})
         timer = threading.Timer(0.2, go.set)
         timer.start()
-        run.save(2, {"engine": {"x": 2}}, {})
+        save(run, 2, {"engine": {"x": 2}}, {})
         timer.join()
         assert run.saved_steps() == [1, 2]
     rows = read_rows(tmp_path / "run" / "spans.jsonl")
     [waited] = [row for row in rows if row["name"] == "checkpoint_wait"]
-    [first, second] = [row for row in rows if row["name"] == "checkpoint_snapshot"]
+    [first, second] = [row for row in rows if row["name"] == "checkpoint"]
     assert waited["step"] == 1 and waited["end_s"] - waited["start_s"] > 0.1
-    assert first["end_s"] <= waited["start_s"] and waited["end_s"] <= second["start_s"]
+    assert waited["start_s"] <= first["end_s"] <= second["start_s"]
 
 
 def test_a_checkpoint_is_complete_only_after_the_records_before_it(
@@ -240,9 +246,9 @@ def test_a_checkpoint_is_complete_only_after_the_records_before_it(
         run.start(0)
         writer = RolloutWriter(tmp_path / "run" / "rollouts")
         run.write_later("write_rollouts", 1, lambda: writer.write(1, []))
-        run.save(1, {}, {})
+        save(run, 1, {}, {})
         assert slow.begun.wait(10)
-        assert not rollout.exists() and not run.checkpoints.exists()
+        assert not rollout.exists() and not list(run.checkpoints.glob("step_*"))
         slow.go.set()
     assert rollout.exists() and RunDirectory(tmp_path / "run", RECIPE, resume=True).saved_steps() == [1]
 
@@ -254,7 +260,7 @@ def test_without_background_everything_is_written_at_once(tmp_path: Path) -> Non
         run.start(0)
         run.write_later("write_rollouts", 1, lambda: where.append(threading.current_thread()))
         assert where == [threading.main_thread()]
-        run.save(1, {"engine": {"x": 1}}, {})
+        save(run, 1, {"engine": {"x": 1}}, {})
         assert os.listdir(run.checkpoints) == ["step_00000001"]
     names = [row["name"] for row in read_rows(tmp_path / "run" / "spans.jsonl")]
     assert names == ["write_rollouts", "checkpoint"]
@@ -272,12 +278,12 @@ def test_a_failure_in_the_background_ends_the_run_with_the_next_call(
     path = tmp_path / "run"
     with pytest.raises(UserError) as caught, RunDirectory(path, RECIPE) as run, run.stoppable():
         run.start(0)
-        run.save(1, {"engine": {"x": 1}}, {})
+        save(run, 1, {"engine": {"x": 1}}, {})
         run.drain()
         monkeypatch.setattr(os, "fsync", _full_disk)
-        run.save(2, {"engine": {"x": 2}}, {})
+        save(run, 2, {"engine": {"x": 2}}, {})
         if later == "save":
-            run.save(3, {}, {})
+            save(run, 3, {}, {})
         elif later == "write_later":
             for _ in range(1000):
                 run.write_later("write_rollouts", 3, lambda: time.sleep(0.01))
@@ -299,7 +305,7 @@ def test_rollouts_that_the_disk_refuses_become_a_message_and_no_checkpoint_follo
         run.start(0)
         monkeypatch.setattr(os, "fsync", _full_disk)
         run.write_later("write_rollouts", 1, lambda: RolloutWriter(path / "rollouts").write(1, []))
-        run.save(1, {}, {})
+        save(run, 1, {}, {})
         run.finish({})
     assert "could not be written" in caught.value.problem and "No space left" in caught.value.found
     assert RunDirectory(path, RECIPE, resume=True).saved_steps() == [] and status(path) == "failed"
@@ -309,7 +315,7 @@ def test_a_failing_run_still_saves_what_it_handed_over(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with pytest.raises(ValueError, match="broken"), RunDirectory(path, RECIPE) as run:
         run.start(0)
-        run.save(1, {"engine": {"x": 1}}, {})
+        save(run, 1, {"engine": {"x": 1}}, {})
         raise ValueError("broken")
     assert RunDirectory(path, RECIPE, resume=True).saved_steps() == [1]
 
@@ -320,7 +326,7 @@ def test_the_error_on_its_way_out_matters_more_than_the_writer_s(
     with pytest.raises(ValueError, match="broken"), RunDirectory(tmp_path / "run", RECIPE) as run:
         run.start(0)
         monkeypatch.setattr(os, "fsync", _full_disk)
-        run.save(1, {}, {})
+        save(run, 1, {}, {})
         raise ValueError("broken")
     assert status(tmp_path / "run") == "failed"
 
