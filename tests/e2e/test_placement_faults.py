@@ -113,6 +113,8 @@ DEATHS = [
     Death("reward_model", "forward", after=2, ranks=(0, 1)),  # the whole pool
     Death("actor", "update", after=1),  # between two consistent points
     Death("actor", "update", after=1),  # in a step after one that was not saved: engines have newer weights already
+    Death("critic", "save_checkpoint", after=0),  # while the states are copied
+    Death("actor", "finish_checkpoint", after=0),  # while its share is being written, or right after
 ]
 
 
@@ -124,7 +126,7 @@ def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
     assert found.status == 0, found.err
     assert not deaths.left, "all of them died"
     said = " ".join((found.out + found.err).split())
-    for pool, count in (("frozen", 2), ("engine", 1), ("trained", 2)):
+    for pool, count in (("frozen", 2), ("engine", 1), ("trained", 4)):
         assert said.count(f"of group '{pool}' died: ") == 2 * count, "when it happened, and in the notes at the end"
     same_run(undisturbed, Path("disturbed"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,41 @@ def test_several_processes_play_one_role(
     one, many = (metrics_of(Path(name))[1] for name in ("ray-serial", "ray-many"))
     for name in ("loss/value", "reward/score_mean", "critic/grad_norm", "rollout/length_mean"):
         assert many[name] == pytest.approx(one[name], rel=1e-4), name
+
+
+def begun_elsewhere(source: str, name: str, quartet: Callable[..., Any], recipe: Path) -> None:
+    """Resumes a copy of the run in ``source`` from its second step."""
+    shutil.copytree(source, name)
+    shutil.rmtree(Path(name) / "checkpoints" / "step_00000003")
+    (Path(name) / "summary.json").unlink()
+    found = quartet("rl", recipe, "--resume")
+    assert found.status == 0, found.err
+    assert "rl: 3/3" in found.out or "rl: 3/3" in found.err
+
+
+def test_a_run_goes_on_under_another_placement_and_number_of_processes(
+    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, metrics_of: Any, serial: Any
+) -> None:
+    """What one process has saved several take up, to the bit; what two replicas have saved one does."""
+    if not Path("ray-serial").exists():
+        quartet("rl", world.recipe("ray-serial", recipes["rl"](output_dir="ray-serial", **serial)))
+    placed = recipes["rl"](output_dir="moved", placement=PLACEMENTS["pipelined"], cluster=RAY, **serial)
+    begun_elsewhere("ray-serial", "moved", quartet, world.recipe("moved", placed))
+    same_run(Path("ray-serial"), Path("moved"))
+    two = {
+        "type": "pipelined",
+        "pools": {
+            "engine": {"roles": ["rollout"]},
+            "learners": {"roles": ["actor", "critic"], "processes": 2},
+            "frozen": {"roles": ["reference", "reward"]},
+        },
+    }
+    placed = recipes["rl"](output_dir="replicas", placement=two, cluster=RAY, **serial)
+    begun_elsewhere("ray-serial", "replicas", quartet, world.recipe("replicas", placed))
+    begun_elsewhere("replicas", "back", quartet, world.recipe("back", recipes["rl"](output_dir="back", **serial)))
+    one, back = (metrics_of(Path(name))[-1] for name in ("ray-serial", "back"))
+    for name in ("loss/value", "reward/score_mean", "critic/grad_norm", "rollout/length_mean"):
+        assert back[name] == pytest.approx(one[name], rel=1e-4), name
 
 
 def test_a_pool_that_cannot_be_granted_is_refused_before_anything_is_loaded(

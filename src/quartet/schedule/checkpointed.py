@@ -40,7 +40,7 @@ class Checkpointed(ABC):
             )
 
     @dispatch(RANK_ZERO)
-    def save_checkpoint(self, directory: Path, background: bool) -> None:
+    def save_checkpoint(self, directory: Path, *, background: bool) -> None:
         """Writes the state into the new ``directory``; with ``background`` from a copy, while the worker goes on.
 
         Raises:

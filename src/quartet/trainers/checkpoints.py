@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cluster.errors import ClusterError
-from quartet.schedule.handles import Handle
+from quartet.schedule.checkpointed import Checkpointed
+from quartet.schedule.role_group import RoleGroup
 from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
 from quartet.trainers.run import RunDirectory, writing
 
+Workers = Mapping[str, RoleGroup[Checkpointed]]
 _POLL_S, _LONGEST_POLL_S = 0.005, 0.25
 
 
-async def check_storage(run: RunDirectory, workers: Mapping[str, Handle]) -> None:
+async def check_storage(run: RunDirectory, workers: Workers) -> None:
     """
     Raises:
         UserError: a worker does not see the run's directory, or it cannot be written to.
@@ -26,13 +28,13 @@ async def check_storage(run: RunDirectory, workers: Mapping[str, Handle]) -> Non
     with writing(token):
         token.mkdir(exist_ok=True)
     try:
-        await _all({role: worker.call("check_sees", token) for role, worker in workers.items()})
+        await _all({role: worker.call(Checkpointed.check_sees, token) for role, worker in workers.items()})
     finally:
         token.rmdir()
 
 
 async def save(
-    run: RunDirectory, workers: Mapping[str, Handle], step: int, parts: Mapping[str, Any], info: Mapping[str, Any]
+    run: RunDirectory, workers: Workers, step: int, parts: Mapping[str, Any], info: Mapping[str, Any]
 ) -> None:
     """Saves the state after ``step`` complete steps; it is written in the background, if the recipe does not forbid it.
 
@@ -52,7 +54,12 @@ async def save(
     copying = run.recorder.span("checkpoint_snapshot", step=step - 1, role="writer") if background else nullcontext()
     try:
         with copying:
-            await _all({role: w.call("save_checkpoint", draft / role, background) for role, w in workers.items()})
+            await _all(
+                {
+                    role: worker.call(Checkpointed.save_checkpoint, draft / role, background=background)
+                    for role, worker in workers.items()
+                }
+            )
         found = None if background else await _written(workers, draft)
     except BaseException:
         discard_draft(draft)
@@ -63,17 +70,17 @@ async def save(
     run.complete_checkpoint(draft, step, parts, info, shares)
 
 
-async def load(workers: Mapping[str, Handle], checkpoint: Checkpoint) -> None:
+async def load(workers: Workers, checkpoint: Checkpoint) -> None:
     """Every worker takes up its share.
 
     Raises:
         UserError: it belongs to another model, or cannot be read.
     """
     path = checkpoint.path.absolute()
-    await _all({role: worker.call("load_checkpoint", path / role) for role, worker in workers.items()})
+    await _all({role: worker.call(Checkpointed.load_checkpoint, path / role) for role, worker in workers.items()})
 
 
-async def _written(workers: Mapping[str, Handle], draft: Path) -> Shares | None:
+async def _written(workers: Workers, draft: Path) -> Shares | None:
     """Digests of all shares once they are written; None where one never will be."""
     try:
         found = await _all({role: _files(worker, draft / role) for role, worker in workers.items()})
@@ -82,9 +89,9 @@ async def _written(workers: Mapping[str, Handle], draft: Path) -> Shares | None:
     return found if all(found.values()) else None
 
 
-async def _files(worker: Handle, directory: Path) -> Any:
+async def _files(worker: RoleGroup[Checkpointed], directory: Path) -> Any:
     pause_s = _POLL_S
-    while (found := await worker.call("finish_checkpoint", directory)) is None:
+    while (found := await worker.call(Checkpointed.finish_checkpoint, directory)) is None:
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_POLL_S)
     return found

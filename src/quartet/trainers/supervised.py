@@ -10,8 +10,9 @@ from typing import Any
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.observe.progress import Progress
-from quartet.schedule.handles import Handle, Here
-from quartet.schedule.model_host import TrainedHost
+from quartet.schedule.checkpointed import Checkpointed
+from quartet.schedule.model_worker import TrainWorker
+from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.train.engine import Objective, TrainEngine
 from quartet.trainers import checkpoints
 from quartet.trainers.event_loop import run_async
@@ -96,8 +97,8 @@ class SupervisedLoop:
         return found.step, dict(found.info["metrics"])
 
     @cached_property
-    def _workers(self) -> dict[str, Handle]:
-        return {"engine": Here(TrainedHost(self.engine))}
+    def _workers(self) -> dict[str, RoleGroup[Checkpointed]]:
+        return {"engine": LocalGroup(TrainWorker(self.engine))}
 
 
 def run_supervised(

@@ -20,7 +20,7 @@ from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import Group, ahead_from_state, ahead_state, answered, chunk_of, staleness_metrics
 from quartet.schedule.stream import Ahead
 from quartet.text.tokenizer import TextCodec
-from quartet.train.checkpoint import load_checkpoint, save_checkpoint
+from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint, newest_checkpoint
 from quartet.trainers.records import rollout_records
 from quartet.trainers.trajectories import Trajectories, num_emitted
 
@@ -83,8 +83,10 @@ MAKERS = [one_turn, with_baseline, with_columns, several_turns]
 @pytest.mark.parametrize("make", MAKERS)
 def test_groups_come_back_from_a_checkpoint_as_they_were(make: Callable[[int], Group], tmp_path: Path) -> None:
     ahead: Ahead[Group] = Ahead({7: make(7), 9: make(9)}, rejected=(8,))
-    save_checkpoint(tmp_path, 3, {"ahead": ahead_state(ahead)}, {}, keep=1)
-    found = ahead_from_state(load_checkpoint(tmp_path, 3)[0]["ahead"], item)
+    complete_checkpoint(begin_checkpoint(tmp_path, 3), {"ahead": ahead_state(ahead)}, {}, {}, keep=1)
+    saved = newest_checkpoint(tmp_path)
+    assert saved is not None
+    found = ahead_from_state(saved.parts["ahead"], item)
     assert found.rejected == (8,) and list(found.groups) == [7, 9]
     for index, group in ahead.groups.items():
         other = found.groups[index]
