@@ -8,10 +8,9 @@ denominators, those of the whole batch, so an update does not depend on how the 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -142,7 +141,7 @@ class TrainEngine(Generic[Model]):
         self.num_updates = 0
         self.num_skipped = 0
         # Imported only where it is asked for: torch's compiler takes a second to import.
-        self._compiled: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._compiled: Callable[[], AbstractContextManager[None]] = nullcontext
         if config.compile and packed.device.type != "meta":
             from quartet.models.compiled import CompiledLayers
 

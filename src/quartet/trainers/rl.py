@@ -25,6 +25,7 @@ from quartet.observe.rollouts import RolloutWriter
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.groups import ahead_from_state, ahead_state, staleness_metrics
 from quartet.schedule.iteration import run_iteration
+from quartet.schedule.model_worker import TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.stream import Ahead
 from quartet.train.objectives import trajectory_index
@@ -195,8 +196,6 @@ class RLTrainer:
         await self.cast.describe()
 
     async def _train(self, watch: Stopwatch) -> RLResult:
-        for role in self.cast.engines():
-            await self.cast.trained_group(role).call(TrainWorker.check_sees, self.path.absolute())
         beginning = await self._restore()
         self.run.start(beginning.step)
         for remark in self._remarks():
