@@ -218,7 +218,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 pass
             writer.write(done, [record(done)])
             run.tracker.log(done, {"loss/sft": 0.5 / done})
-            run.save(done, {"engine": {"x": done}}, {"metrics": {}})
+            run.complete_checkpoint(run.begin_checkpoint(done), done, {"engine": {"x": done}}, {"metrics": {}})
         run.finish({"job": "sft", "stages": [{"name": "sft", "seconds": 1.5, "metrics": {"loss/sft": 0.25}}]})
     alarm = {"step": 2, "text": "reward hacking?", "examples": [{"prompt": "p", "held_out_now": 0.5}]}
     (path / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
@@ -233,10 +233,10 @@ def small(made: Path, tmp_path: Path) -> Path:
 def resumed(path: Path) -> tuple[int, list[str]]:
     """The step it goes on from, and what was told."""
     with RunDirectory(path, RECIPE, resume=True) as run:
-        found = run.latest(("engine",), ("metrics",))
-        assert found is not None and found[1] == {"engine": {"x": found[0]}}
-        run.start(found[0])
-        return found[0], run.remarks
+        found = run.latest(parts=("engine",), counters=("metrics",))
+        assert found is not None and found.parts == {"engine": {"x": found.step}}
+        run.start(found.step)
+        return found.step, run.remarks
 
 
 def a_directory(path: Path) -> None:
