@@ -74,11 +74,12 @@ def run(case: str, path: Path, *, background: bool, steps: int, threads: int, sm
     times = [row["time_s"] for row in read_rows(path / "metrics.jsonl") if row["step"] > 0]
     found = read_spans(path / "spans.jsonl")
     spans = seconds_by_name(found)
+    saved = path / "checkpoints" / f"step_{steps:08d}"
     return {
         "seconds": [later - earlier for earlier, later in pairwise(times)],
         "spans": {name: spans[name] / steps for name in SPANS if name in spans},
         "held_up_s": sum(s.seconds for s in found if s.name in SPANS and s.mode != BACKGROUND) / steps,
-        "bytes": sum(file.stat().st_size for file in (path / "checkpoints" / f"step_{steps:08d}").iterdir()),
+        "bytes": sum(file.stat().st_size for file in saved.rglob("*") if file.is_file()),
     }
 
 

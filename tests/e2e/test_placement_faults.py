@@ -113,6 +113,8 @@ DEATHS = [
     Death("reward_model", "forward", after=2, ranks=(0, 1)),  # the whole pool
     Death("actor", "update", after=1),  # between two consistent points
     Death("actor", "update", after=1),  # in a step after one that was not saved: engines have newer weights already
+]
+SAVING = [
     Death("critic", "save_checkpoint", after=0),  # while the states are copied
     Death("actor", "finish_checkpoint", after=0),  # while its share is being written, or right after
 ]
@@ -126,9 +128,20 @@ def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
     assert found.status == 0, found.err
     assert not deaths.left, "all of them died"
     said = " ".join((found.out + found.err).split())
-    for pool, count in (("frozen", 2), ("engine", 1), ("trained", 4)):
+    for pool, count in (("frozen", 2), ("engine", 1), ("trained", 2)):
         assert said.count(f"of group '{pool}' died: ") == 2 * count, "when it happened, and in the notes at the end"
     same_run(undisturbed, Path("disturbed"))
+
+
+def test_workers_killed_while_they_write_their_shares_leave_no_half_checkpoint(
+    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, killer: Any
+) -> None:
+    deaths = killer(SAVING)
+    found = quartet("rl", world.recipe("saving", recipe_of(recipes, "saving", max_restarts=len(SAVING))))
+    assert found.status == 0, found.err
+    assert not deaths.left, "both of them died"
+    assert sorted(path.name for path in Path("saving/checkpoints").iterdir()) == ["step_00000004", "step_00000005"]
+    same_run(undisturbed, Path("saving"))
 
 
 def test_more_deaths_than_allowed_end_a_run_that_can_be_resumed(

@@ -33,9 +33,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from quartet.config import UserError
 from quartet.config.file_errors import write_error
 from quartet.observe.digests import FileDigest, digested_file, sync_directory
+from quartet.observe.memory import copy_fits
 from quartet.train.checkpoint import path_of_draft
 from quartet.train.manifest import METADATA
-from quartet.train.state import REST, Shape, snapshot
+from quartet.train.state import REST, Shape, snapshot, state_bytes
 
 # Whoever passes no_dist=True has said so. For good, since the filters may not be changed in a thread beside others.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -55,7 +56,8 @@ class ShareWriter:
     def begin(self, directory: Path, state: Mapping[str, Any], *, background: bool) -> None:
         """Writes ``state`` into the new directory; with ``background`` it may change as soon as this returns.
 
-        There is never more than one copy: the share before is waited for.
+        Where memory does not allow a copy (``copy_fits``) it is written at once, from where it lies. There is never more
+        than one copy: the share before is waited for.
 
         Raises:
             UserError: it could not be written. In the background ``finish`` raises that.
@@ -64,7 +66,7 @@ class ShareWriter:
             self._thread.join()
             self._thread = None
         self._directory, self._written = directory, Future()
-        if not background:
+        if not (background and copy_fits(state_bytes(state))):
             self._written.set_result(_write(directory, state))
             return
         # No daemon: an interpreter that ends waits for the file being written.

@@ -132,6 +132,25 @@ def snapshot(value: Any) -> Any:
     return copied(value)
 
 
+def state_bytes(value: Any) -> int:
+    """What ``snapshot`` takes."""
+    storages: dict[tuple[torch.device, int], int] = {}
+
+    def count(value: Any) -> None:
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            source = value.untyped_storage()
+            storages[source.device, source.data_ptr()] = source.nbytes()
+        elif isinstance(value, Mapping):
+            for child in value.values():
+                count(child)
+        elif isinstance(value, (list, tuple)):
+            for child in value:
+                count(child)
+
+    count(value)
+    return sum(storages.values())
+
+
 def _host_copy(tensor: torch.Tensor, storages: dict[tuple[torch.device, int], torch.UntypedStorage]) -> torch.Tensor:
     """Of ``tensor``; ``storages`` holds the copies made so far, by the place of what they are copies of."""
     if tensor.layout != torch.strided or type(tensor) is not torch.Tensor:

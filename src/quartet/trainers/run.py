@@ -39,7 +39,6 @@ from quartet.observe.background import BackgroundWriter
 from quartet.observe.digests import FileDigest
 from quartet.observe.jsonl import begins_with, replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
-from quartet.observe.memory import copy_fits
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.trackers import JsonlTracker, MultiTracker, TensorBoardTracker, Tracker
@@ -53,11 +52,6 @@ from quartet.train.checkpoint import (
     newest_checkpoint,
     prune,
     set_aside_after,
-<<<<<<< HEAD
-    snapshot,
-    state_bytes,
-=======
->>>>>>> 7005b1f (Checkpoints are written and read by the workers, through torch.distributed.checkpoint)
 )
 from quartet.train.state import snapshot
 from quartet.trainers.devices import changes as device_changes
@@ -349,11 +343,6 @@ class RunDirectory:
     def begin_checkpoint(self, step: int) -> Path:
         """Waits for the checkpoint before; returns the directory into which workers write shares of the next one.
 
-<<<<<<< HEAD
-        Where memory does not allow a copy (``copy_fits``) it is written at once, from where it lies.
-
-        It is complete only after everything handed over before, so that a run resumed from it lacks no record.
-=======
         Raises:
             UserError: it cannot be made, or something before it could not be written.
         """
@@ -378,7 +367,6 @@ class RunDirectory:
             draft: what ``begin_checkpoint`` gave.
             shares: waits for the shares and returns their digests, or None where one was lost with its worker: then
                 there is no checkpoint.
->>>>>>> 7005b1f (Checkpoints are written and read by the workers, through torch.distributed.checkpoint)
 
         Raises:
             UserError: this or something before it could not be written; otherwise the next call that waits for the
@@ -386,24 +374,6 @@ class RunDirectory:
         """
         config = self.recipe.checkpoint
         info = {**info, "recipe": self.recipe.model_dump(mode="json"), "metrics.jsonl": asdict(self._metrics.written())}
-<<<<<<< HEAD
-        info = copy.deepcopy(info)
-        background = config.background and copy_fits(state_bytes(parts))
-        if not background:
-            self.drain()
-        else:
-            if not self._writer.has_room(_CHECKPOINT):
-                with self.recorder.span("checkpoint_wait", step=step - 1, role=_WRITER):
-                    self._writer.wait_for_room(_CHECKPOINT)
-            with self.recorder.span("checkpoint_snapshot", step=step - 1, role=_WRITER):
-                parts = snapshot(parts)
-        self.write_later(
-            _CHECKPOINT,
-            step,
-            lambda: save_checkpoint(self.checkpoints, step, parts, info, keep=config.keep),
-            background=background,
-        )
-=======
         info, parts = copy.deepcopy(info), snapshot(parts)
 
         def complete() -> None:
@@ -418,9 +388,8 @@ class RunDirectory:
                 complete_checkpoint(draft, parts, info, written, keep=config.keep)
 
         self.write_later(_CHECKPOINT, step, complete)
->>>>>>> 7005b1f (Checkpoints are written and read by the workers, through torch.distributed.checkpoint)
 
-    def write_later(self, name: str, step: int, work: Callable[[], object], *, background: bool | None = None) -> None:
+    def write_later(self, name: str, step: int, work: Callable[[], object]) -> None:
         """Does ``work``, which writes something after ``step`` complete steps, in the background and in order.
 
         With ``checkpoint.background: false`` at once.
@@ -428,12 +397,11 @@ class RunDirectory:
         Args:
             name: of its span.
             work: may read only what does not change any more.
-            background: False for at once; default as the recipe says.
 
         Raises:
             as ``save``; an error of ``work`` comes out as it is.
         """
-        background = self.recipe.checkpoint.background if background is None else background
+        background = self.recipe.checkpoint.background
 
         def timed() -> None:
             mode = BACKGROUND if background else None

@@ -99,6 +99,15 @@ def test_a_share_is_asked_for_without_waiting(tmp_path: Path) -> None:
     assert values == [[0.0] * 3, [1.0] * 3]
 
 
+def test_without_room_for_a_copy_a_share_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("quartet.train.shares.copy_fits", lambda size: asked.append(size) or False)
+    weight, writer = torch.zeros(3), ShareWriter()
+    saved = {"model.weight": weight, "model.tied": weight, "optimizer.state.weight.exp_avg": torch.ones(2), "rest": {}}
+    writer.begin(tmp_path / "share", saved, background=True)
+    assert writer.finish(tmp_path / "share") == digest_files(tmp_path / "share") and asked == [20]
+
+
 def test_a_failure_in_the_background_is_told_when_asked(tmp_path: Path) -> None:
     draft = tmp_path / ".draft_00000003_1"
     draft.write_text("a file where the directory was")

@@ -199,25 +199,6 @@ def test_a_checkpoint_holds_the_state_of_its_step_although_it_is_written_later(
     assert spans["checkpoint"]["start_s"] >= spans["held"]["end_s"]
 
 
-def test_without_room_for_a_copy_a_checkpoint_is_written_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After what was handed over before; the size of tied tensors counts once."""
-    asked: list[int] = []
-    monkeypatch.setattr("quartet.trainers.run.copy_fits", lambda size: asked.append(size) or False)
-    weight, done = torch.zeros(3), []
-    with RunDirectory(tmp_path / "run", RECIPE) as run:
-        run.start(0)
-        run.write_later("before", 1, lambda: done.append((tmp_path / "run" / "checkpoints").exists()))
-        run.save(1, {"engine": {"model": {"weight": weight, "tied": weight}, "moments": [torch.ones(2)]}}, {})
-        weight.add_(1)
-        found = run.latest()
-    assert found is not None and found[1]["engine"]["model"]["tied"].tolist() == [0.0] * 3
-    assert (asked, done) == ([20], [False])
-    rows = {row["name"]: row for row in read_rows(tmp_path / "run" / "spans.jsonl")}
-    assert rows.keys() == {"before", "checkpoint"} and "mode" not in rows["checkpoint"]
-
-
 def test_one_checkpoint_waits_for_the_other(tmp_path: Path) -> None:
     """Only one is written at a time, and the wait is on record."""
     go = threading.Event()
