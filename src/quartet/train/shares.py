@@ -56,8 +56,8 @@ class ShareWriter:
     def begin(self, directory: Path, state: Mapping[str, Any], *, background: bool) -> None:
         """Writes ``state`` into the new directory; with ``background`` it may change as soon as this returns.
 
-        Where memory does not allow a copy (``copy_fits``) it is written at once, from where it lies. There is never more
-        than one copy: the share before is waited for.
+        Where memory does not allow a copy (``copy_fits``) it is written at once, from where it lies. There is
+        never more than one copy: the share before is waited for.
 
         Raises:
             UserError: it could not be written. In the background ``finish`` raises that.
