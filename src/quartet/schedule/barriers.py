@@ -53,13 +53,20 @@ class Barriers:
         return collected
 
     def scorer(self, stage: str, scorer: Scorer[Data, Columns]) -> Scorer[Data, Columns]:
-        """The scorer, with its waits; several scorers may make up one stage."""
+        """The scorer, with its waits where the stage has edges; several scorers may make up one stage."""
+        if not self._has_edges(stage):
+            return scorer
         self._parts[stage] += self._num_chunks
         return _HeldScorer(self, stage, scorer)
 
     def learner(self, stage: str, learner: Learner[Experience]) -> Learner[Experience]:
+        if not self._has_edges(stage):
+            return learner
         self._parts[stage] += 1
         return _HeldLearner(self, stage, learner)
+
+    def _has_edges(self, stage: str) -> bool:
+        return stage in self._after or any(stage in earlier for earlier in self._after.values())
 
     async def wait(self, stage: str, step: int) -> None:
         """Until everything that ``stage`` comes after has ended in the step."""

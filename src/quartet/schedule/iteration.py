@@ -100,7 +100,7 @@ async def run_iteration(step: int, roles: Roles[Group, Data, Columns, Experience
         scored = [(chunk, [task.result() for task in scores]) for chunk, scores in pending]
         experience = await roles.assemble(scored)
         async with asyncio.TaskGroup() as tasks:
-            updates = [tasks.create_task(_train(learner, experience, step)) for learner in roles.learners]
+            updates = [tasks.create_task(learner.train(experience, step)) for learner in roles.learners]
             updates.append(tasks.create_task(_publish(roles, step + 1)))
             if roles.ahead is not None:
                 roles.ahead.resume()
@@ -125,10 +125,6 @@ async def _score(
 ) -> Columns:
     task = begun.task(scorer) if begun is not None else None
     return await (scorer.score(chunk) if task is None else task)
-
-
-async def _train(learner: Learner[Experience], experience: Experience, step: int) -> Mapping[str, float]:
-    return await learner.train(experience, step)
 
 
 async def _publish(roles: Roles[Any, Any, Any, Any], version: int) -> Mapping[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,6 +57,10 @@ def _trained_sequences(batch: RaggedBatch) -> set[int]:
     return set(batch.sequence_index()[batch.token["loss_mask"]].tolist())
 
 
+def _whole(experience: RaggedBatch) -> RaggedBatch:
+    return experience
+
+
 @dataclass(frozen=True)
 class Learner:
     """Trains one role.
@@ -64,6 +69,7 @@ class Learner:
         objective: ``(step, is_first) → Objective``; ``is_first`` for the first mini-batch of a step.
         prefix: names this role's gradient norm, ``<prefix>/grad_norm``.
         warmup_steps: first steps in which the role rests (critic-first warm-up); its version advances all the same.
+        learned: the batch to learn from, of the step's experience.
         also: ``number → losses`` that are added to update ``number`` of the run (a step has ``minibatches × epochs``
             numbers, whether or not each has a token to train).
     """
@@ -76,12 +82,14 @@ class Learner:
     prefix: str
     warmup_steps: int = 0
     also: Callable[[int], Sequence[LossTerm]] | None = None
+    learned: Callable[[Any], RaggedBatch] = _whole
 
-    async def train(self, experience: RaggedBatch, step: int) -> Mapping[str, float]:
+    async def train(self, experience: Any, step: int) -> Mapping[str, float]:
+        batch = self.learned(experience)
         rests = step < self.warmup_steps
-        updates = [] if rests else self._updates(experience, step)
-        tokens = 0 if rests else experience.num_tokens * self.plan.epochs
-        read = experience.without_objects()
+        updates = [] if rests else self._updates(batch, step)
+        tokens = 0 if rests else batch.num_tokens * self.plan.epochs
+        read = batch.without_objects()
         turn = self.worker.turn(self.role, "train", f"train_{self.role}", step=step, tokens=tokens, writes=self.role)
         async with turn:
             rows = await self.model.call(TrainWorker.update, read, updates) if updates else []

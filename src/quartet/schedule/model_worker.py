@@ -162,7 +162,11 @@ class TrainWorker(SendsWeights, ModelWorker):
 
     def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
         """The updates in their order; of each what ``TrainEngine.train_step`` returns."""
-        return [self.engine.train_step(experience.select(u.sequences), u.objective, u.also) for u in updates]
+        results = []
+        for update in updates:
+            batch = experience.select(update.sequences)
+            results.append(self.engine.train_step(batch, update.objective, update.also))
+        return results
 
     def stats(self) -> ModelStats:
         engine = self.engine

@@ -8,10 +8,12 @@ denominators, those of the whole batch, so an update does not depend on how the 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -191,18 +193,16 @@ class TrainEngine(Generic[Model]):
             PeerFailed: another rank failed.
             RuntimeError: a part is offloaded.
         """
-        terms = (LossTerm(batch, objective), *also)
-        if self._replica is None:
-            return self._update(terms)
-        with self._replica.announcing():
-            return self._update(terms)
+        with self._replica.announcing() if self._replica is not None else contextlib.nullcontext():
+            if self.packed.adapters is not None:
+                self.packed.adapters.check_in()
+            self._require(*PARTS)
+            drop_derived(self.packed.model)
+            sums = self._accumulate((LossTerm(batch, objective), *also))
+            return {**sums.results(), **self._optimizer_step()}
 
-    def _update(self, terms: Sequence[LossTerm]) -> dict[str, float]:
-        if self.packed.adapters is not None:
-            self.packed.adapters.check_in()
-        self._require(*PARTS)
-        drop_derived(self.packed.model)
-        sums = self._accumulate(terms)
+    def _optimizer_step(self) -> dict[str, float]:
+        """Clips the gradients and updates the weights; returns ``grad_norm``, ``lr`` and ``skipped``."""
         lr = learning_rate(self.config.optim, self.num_updates, self.total_steps)
         grad_norm = clip_gradients(self.packed.model.parameters(), self.config.optim.max_grad_norm)
         finite = math.isfinite(grad_norm)
@@ -216,7 +216,7 @@ class TrainEngine(Generic[Model]):
         self.optimizer.zero_grad(set_to_none=True)
         if self._replica is not None:
             self._replica.settle(grad_norm)
-        return {**sums.results(), "grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
+        return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
 
     def _accumulate(self, terms: Sequence[LossTerm]) -> MetricSums:
         """Gradients of all terms, and their metrics; those of all ranks together where there are several."""
@@ -225,13 +225,11 @@ class TrainEngine(Generic[Model]):
         denominators = [_on(device, term.objective.denominators(term.batch)) for term in terms]
         batches = [(term.batch, term.objective.atoms(term.batch)) for term in terms]
         if self._replica is None:
-            return self.budget.run_several(
-                lambda plans: self._backward(terms, plans, denominators), batches, share=share
-            )
+            return self.budget.run_several(partial(self._backward, terms, denominators), batches, share=share)
 
         def backward(own: Sequence[RaggedBatch], plans: Sequence[Sequence[Sequence[int]]]) -> MetricSums:
             mine = [replace(term, batch=piece) for term, piece in zip(terms, own, strict=True)]
-            return self._backward(mine, plans, denominators)
+            return self._backward(mine, denominators, plans)
 
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         return self._replica.accumulate(
@@ -239,7 +237,7 @@ class TrainEngine(Generic[Model]):
         )
 
     def _backward(
-        self, terms: Sequence[LossTerm], plans: Sequence[Sequence[Sequence[int]]], denominators: Sequence[Any]
+        self, terms: Sequence[LossTerm], denominators: Sequence[Any], plans: Sequence[Sequence[Sequence[int]]]
     ) -> MetricSums:
         """Gradients of all terms, and their metrics."""
         # An attempt that failed may have left gradients behind.

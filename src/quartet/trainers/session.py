@@ -13,7 +13,7 @@ from torch import Tensor
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.config.algorithms import AlgorithmConfig, GroupAlgorithm, OnlineDPO, Selection, kl_term
+from quartet.config.algorithms import GroupAlgorithm, OnlineDPO, Selection, kl_term
 from quartet.config.placement import AsynchronousPlacement
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.ahead import ScoringAhead
@@ -62,20 +62,6 @@ class Play:
     warmup_steps: int
     on_finished: Callable[[int], None]
     path: Path
-
-
-class _ExperienceLearner:
-    """A learner that reads the batch out of an experience."""
-
-    def __init__(self, learner: Learner, algorithm: AlgorithmConfig) -> None:
-        self.learner = learner
-        self.algorithm = algorithm
-
-    async def train(self, experience: Experience, step: int) -> dict[str, float]:
-        batch = experience.batch
-        if isinstance(self.algorithm, Selection):
-            batch = learned_from(self.algorithm, batch)
-        return dict(await self.learner.train(batch, step))
 
 
 class Session:
@@ -232,11 +218,18 @@ class Session:
             def value(step: int, is_first: bool) -> Objective:
                 return ValueObjective(ppo, num_trajectories)
 
-            learners.append(Learner(self.worker, "critic", cast.trained_group("critic"), plan, value, "critic"))
+            critic = cast.trained_group("critic")
+            learners.append(Learner(self.worker, "critic", critic, plan, value, "critic", learned=self._learned))
         also = self.play.ptx.terms if self.play.ptx is not None else None
         actor, resting = cast.trained_group("actor"), self.play.warmup_steps
-        learners.append(Learner(self.worker, "actor", actor, plan, self._policy, "policy", resting, also))
-        return [(learner.role, _ExperienceLearner(learner, algorithm)) for learner in learners]
+        learners.append(
+            Learner(self.worker, "actor", actor, plan, self._policy, "policy", resting, also, self._learned)
+        )
+        return [(learner.role, learner) for learner in learners]
+
+    def _learned(self, experience: Experience) -> RaggedBatch:
+        algorithm = self.recipe.algorithm
+        return learned_from(algorithm, experience.batch) if isinstance(algorithm, Selection) else experience.batch
 
     def _policy(self, step: int, is_first: bool) -> Objective:
         recipe, algorithm = self.recipe, self.recipe.algorithm
