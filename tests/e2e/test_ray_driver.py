@@ -16,7 +16,6 @@ from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RemoteGroup
-from quartet.trainers.reference_refresh import ReferenceRefresh
 from quartet.trainers.rl import RLTrainer
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
@@ -139,14 +138,8 @@ def test_the_reference_takes_over_weights_between_workers(
     for name, section in (("refresh-serial", {}), ("refresh-ray", placed)):
         content = recipes["rl"]("online_dpo", output_dir=name, steps=3, minibatches=1, **section)
         content["algorithm"]["refresh_steps"] = 2
-        if name == "refresh-ray":
-            monkeypatch.setattr(ReferenceRefresh, "state", _nothing)
         RLTrainer(RLRecipe.model_validate(content)).train()
     same_run(Path("refresh-serial"), Path("refresh-ray"))
-
-
-async def _nothing(self: ReferenceRefresh) -> dict[str, Any]:
-    return {}
 
 
 def test_an_adapter_alone_says_how_to_load_it(cluster: None, world: Any, recipes: Any) -> None:

@@ -25,6 +25,9 @@ import torch
 
 from quartet.config.errors import UserError
 
+EXCLUSIVE = threading.RLock()
+"""Held by user code while it runs and by a thread that computes while it does: neither meets what the other changes."""
+
 
 @dataclass(frozen=True)
 class _State:
@@ -51,30 +54,31 @@ class GlobalStateGuard:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Whatever is changed inside is put back at the end. Random generators are the code's own inside: they go on
-        from call to call where it left them, and outside nothing was drawn.
+        from call to call where it left them, and outside nothing was drawn. Waits for what computes in another thread.
 
         Raises:
             UserError: something was changed that cannot be put back.
         """
-        owner = os.getpid()
-        before = [state.get() for state in _STATES]
-        streams = _Streams()
-        outside = {generator.name: generator.get() for generator in _RANDOM}
-        for generator in _RANDOM:
-            if generator.name in self._own_random:
-                generator.put(self._own_random[generator.name])
-        try:
-            yield
-        except GeneratorExit as error:  # To whoever drives the code the word means that it is to end.
-            raise RuntimeError("it raised GeneratorExit").with_traceback(error.__traceback__) from error
-        finally:
-            if os.getpid() != owner:
-                os._exit(1)  # A copy that the code forked, and that came back from it, must not train, too.
-            self._keep_random(outside)
-            if streams.restored():
-                self._changed["the standard streams"] = None
-            for state, value in zip(_STATES, before, strict=True):
-                self._put_back(state, value)
+        with EXCLUSIVE:
+            owner = os.getpid()
+            before = [state.get() for state in _STATES]
+            streams = _Streams()
+            outside = {generator.name: generator.get() for generator in _RANDOM}
+            for generator in _RANDOM:
+                if generator.name in self._own_random:
+                    generator.put(self._own_random[generator.name])
+            try:
+                yield
+            except GeneratorExit as error:  # To whoever drives the code the word means that it is to end.
+                raise RuntimeError("it raised GeneratorExit").with_traceback(error.__traceback__) from error
+            finally:
+                if os.getpid() != owner:
+                    os._exit(1)  # A copy that the code forked, and that came back from it, must not train, too.
+                self._keep_random(outside)
+                if streams.restored():
+                    self._changed["the standard streams"] = None
+                for state, value in zip(_STATES, before, strict=True):
+                    self._put_back(state, value)
 
     async def driven(self, work: Awaitable[Any]) -> Any:
         """What ``work`` returns. It is held while it computes, and not while it waits and others compute."""

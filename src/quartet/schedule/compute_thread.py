@@ -1,7 +1,8 @@
 """The one thread of a process that computes: the event loop stays free, and OpenMP has one pool of threads.
 
 All roles of a process share it. Calls run one at a time, in the order in which they were handed over: that in which
-the arbiter granted their leases.
+the arbiter granted their leases. User code that runs in the event loop, a reward function or an environment passed from
+Python, has the process to itself meanwhile (``EXCLUSIVE``): what it changes about it is put back before the next call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 
+from quartet.observe.global_state import EXCLUSIVE
 from quartet.schedule.worker import drained
 
 T = TypeVar("T")
@@ -34,6 +36,7 @@ class ComputeThread:
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or torch.get_num_threads()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._state = threading.Lock()
         self._is_busy = False
         self._thread: threading.Thread | None = None
 
@@ -60,17 +63,25 @@ class ComputeThread:
             work, done = job
             outcome: Any = None
             error: BaseException | None = None
-            self._is_busy = True
             try:
-                outcome = work()
-            except BaseException as raised:
-                error = raised
-            finally:
-                self._is_busy = False
+                self._is_busy = True
+                try:
+                    with EXCLUSIVE:
+                        outcome = work()
+                except BaseException as raised:
+                    error = raised
+                with self._state:
+                    self._is_busy = False
+            except _Stopped as late:  # when the call had ended already
+                error, self._is_busy = late, False
             loop = done.get_loop()
             with contextlib.suppress(RuntimeError):  # closed: the program was stopped at once, and nothing waits
                 loop.call_soon_threadsafe(_settle, done, outcome, error)
             del work, done, outcome, error, job  # nothing of a call lives on while the next one is waited for
+
+
+class _Stopped(KeyboardInterrupt):
+    """Ends a call whose program is stopped at once."""
 
 
 _threads: WeakSet[ComputeThread] = WeakSet()
@@ -82,16 +93,22 @@ def interrupt_computing() -> None:
     For a program that is stopped at once; the calls that wait for them are cancelled.
     """
     for compute in _threads:
-        if compute._is_busy and compute._thread is not None and compute._thread.ident is not None:
-            ident = ctypes.c_ulong(compute._thread.ident)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(KeyboardInterrupt))
+        with compute._state:
+            if compute._is_busy and compute._thread is not None and compute._thread.ident is not None:
+                ident = ctypes.c_ulong(compute._thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Stopped))
 
 
 def _settle(done: asyncio.Future[Any], outcome: Any, error: BaseException | None) -> None:
     if done.done():
         return
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, _Stopped):
         done.cancel()
+    elif isinstance(error, (StopIteration, asyncio.CancelledError)):
+        # No future takes the one, and the other would look as if somebody had cancelled what waits.
+        wrapped = RuntimeError(f"a computation raised {type(error).__name__}")
+        wrapped.__cause__ = error
+        done.set_exception(wrapped)
     elif error is not None:
         done.set_exception(error)
     else:

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 
+from quartet.observe.global_state import GlobalStateGuard
 from quartet.schedule.compute_thread import ComputeThread, interrupt_computing
 from quartet.schedule.role_group import LocalGroup
 
@@ -136,4 +137,59 @@ def test_a_program_stopped_at_once_ends_what_computes() -> None:
 
     asyncio.run(asyncio.wait_for(run(), 10))
     assert asyncio.run(compute.run(lambda: 5)) == 5
+    compute.close()
+
+
+def _raises(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("reason", [StopIteration("next of nothing"), asyncio.CancelledError("own")])
+def test_errors_that_mean_something_to_coroutines_come_out_as_errors(reason: BaseException) -> None:
+    compute = ComputeThread()
+    with pytest.raises(RuntimeError, match=type(reason).__name__) as found:
+        asyncio.run(asyncio.wait_for(compute.run(partial(_raises, reason)), 10))
+    assert found.value.__cause__ is reason
+    compute.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("own"), SystemExit(3)])
+def test_what_ends_programs_comes_out_as_it_is(error: BaseException) -> None:
+    compute = ComputeThread()
+    with pytest.raises(type(error)):
+        asyncio.run(compute.run(partial(_raises, error)))
+    assert asyncio.run(compute.run(lambda: 5)) == 5
+    compute.close()
+
+
+def test_modes_of_the_thread_that_waits_are_not_those_of_what_computes() -> None:
+    compute = ComputeThread()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert asyncio.run(compute.run(torch.is_grad_enabled))
+        assert not asyncio.run(compute.run(lambda: torch.is_autocast_enabled("cpu")))
+    compute.close()
+
+
+def test_user_code_and_what_computes_never_meet() -> None:
+    """The default dtype belongs to the process: what computes meanwhile would make its tensors of it."""
+    compute, guard = ComputeThread(), GlobalStateGuard("the reward 'x'")
+
+    def dtypes() -> set[torch.dtype]:
+        end_s, found = time.monotonic() + 0.2, set()
+        while time.monotonic() < end_s:
+            found.add(torch.zeros(1).dtype)
+            time.sleep(0.001)
+        return found
+
+    async def reward() -> None:
+        await asyncio.sleep(0.05)
+        torch.set_default_dtype(torch.float64)
+        time.sleep(0.1)
+
+    async def run() -> set[torch.dtype]:
+        found, _, after = await asyncio.gather(compute.run(dtypes), guard.driven(reward()), compute.run(dtypes))
+        return found | after
+
+    assert asyncio.run(run()) == {torch.float32}
+    assert guard.remarks()
     compute.close()
