@@ -23,14 +23,14 @@ job = turns.job
 step_of_loop = SupervisedLoop._step
 
 
-def stepped(loop: SupervisedLoop, step: int, run: RunDirectory) -> dict[str, float]:
+async def stepped(loop: SupervisedLoop, step: int, run: RunDirectory) -> dict[str, float]:
     """Waits to be asked before each step after the warm-up; reports each step's time and tokens."""
     if step == job["warm_up"]:
         turns.report()
     if step >= job["warm_up"] and not turns.wait():
         raise SystemExit
     begun = time.perf_counter()
-    metrics = step_of_loop(loop, step, run)
+    metrics = await step_of_loop(loop, step, run)
     seconds = time.perf_counter() - begun
     if step >= job["warm_up"]:
         wanted = sum(job["tokens_per_pair"])

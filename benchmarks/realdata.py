@@ -102,15 +102,15 @@ def reward_model(data: Path, out: Path, overrides: Sequence[str]) -> None:
     )
     trainer = RewardModelTrainer(recipe)
     result = trainer.train()
-    assert trainer.evaluation is not None, "the recipe names held-out pairs"
+    assert trainer.worker.evaluation is not None, "the recipe names held-out pairs"
     engine = TrainEngine(packed_scalar_model(result.model), recipe.train, total_steps=1)
     accuracies = {}
-    for name, pairs in (("training", trainer.data), ("held-out", trainer.evaluation)):
+    for name, pairs in (("training", trainer.worker.data), ("held-out", trainer.worker.evaluation)):
         chosen, rejected = score_pairs(engine, pairs)
         accuracies[name] = wilson(int((chosen > rejected).sum()), len(pairs))
     preferred, rule = length_rule(train)
     # Both are asked about the same pairs: those that fit into the model's context.
-    scored = [held_out[line_of(item.place) - 1] for item in trainer.evaluation.items]
+    scored = [held_out[line_of(item.place) - 1] for item in trainer.worker.evaluation.items]
     by_length = wilson(sum(rule(row) for row in scored), len(scored))
     publish(
         out,
@@ -122,9 +122,10 @@ def reward_model(data: Path, out: Path, overrides: Sequence[str]) -> None:
             ["training pairs", accuracies["training"].percent()],
         ],
         [
-            f"{len(trainer.data)} training and {len(trainer.evaluation)} held-out pairs with no prompt in common, "
-            f"{trainer.steps} steps, {result.summary['stages'][0]['seconds']:.0f} s.",
-            *(f"Data: {remark}." for remark in (*trainer.data.remarks, *trainer.evaluation.remarks)),
+            f"{len(trainer.worker.data)} training and {len(trainer.worker.evaluation)} held-out pairs with no prompt "
+            "in common, "
+            f"{trainer.worker.steps} steps, {result.summary['stages'][0]['seconds']:.0f} s.",
+            *(f"Data: {remark}." for remark in (*trainer.worker.data.remarks, *trainer.worker.evaluation.remarks)),
         ],
     )
 

@@ -76,6 +76,7 @@ def quickstart(
 @app.command()
 def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Supervised fine-tuning on demonstrations."""
+    _join_allocation()
     from quartet.trainers.sft import SFTTrainer
 
     _train("sft", SFTTrainer, recipe, overrides, resume)
@@ -84,6 +85,7 @@ def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) 
 @app.command(name="reward-model")
 def reward_model(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Reward model from preference pairs."""
+    _join_allocation()
     from quartet.trainers.reward_model import RewardModelTrainer
 
     _train("reward-model", RewardModelTrainer, recipe, overrides, resume)
@@ -92,6 +94,7 @@ def reward_model(recipe: RecipePath, overrides: Overrides = None, resume: Resume
 @app.command(name="process-reward")
 def process_reward(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Process reward model from step-labelled answers."""
+    _join_allocation()
     from quartet.trainers.process_reward import ProcessRewardTrainer
 
     _train("process-reward", ProcessRewardTrainer, recipe, overrides, resume)
@@ -100,6 +103,7 @@ def process_reward(recipe: RecipePath, overrides: Overrides = None, resume: Resu
 @app.command()
 def preference(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """DPO, SimPO, KTO and others on preference data."""
+    _join_allocation()
     from quartet.trainers.preference import PreferenceTrainer
 
     _train("preference", PreferenceTrainer, recipe, overrides, resume)
@@ -108,8 +112,7 @@ def preference(recipe: RecipePath, overrides: Overrides = None, resume: Resume =
 @app.command()
 def rl(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
     """Reinforcement learning: PPO, GRPO and others."""
-    if _is_in_allocation():
-        _run_in_allocation()
+    _join_allocation()
     from quartet.trainers.rl import RLTrainer
 
     _train("rl", RLTrainer, recipe, overrides, resume)
@@ -229,8 +232,10 @@ def _is_in_allocation() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _run_in_allocation() -> None:
+def _join_allocation() -> None:
     """Started by torchrun: the same command once more, in a process of its own with a Ray cluster of all nodes."""
+    if not _is_in_allocation():
+        return
     from quartet.cluster.allocation import Seat, run_in_allocation
 
     command = [sys.executable, "-m", "quartet", *sys.argv[1:], *ON_THE_CLUSTER]

@@ -36,6 +36,19 @@ class RayCluster(Strict):
 ClusterConfig = Annotated[LocalCluster | RayCluster, Field(discriminator="type")]
 
 
+def device_misfit(cluster: LocalCluster | RayCluster, device: str) -> str | None:
+    """Why a recipe cannot have this ``device``; None if it can. Ray gives each process its GPUs already."""
+    if isinstance(cluster, LocalCluster) or device == "auto":
+        return None
+    if device.startswith("cuda:"):
+        return f"Ray decides which GPU a process sees: set device: cuda in place of {device}"
+    if device == "cuda" and cluster.gpus_per_process == 0:
+        return "device is cuda, but cluster.gpus_per_process is 0: set it to 1, or leave device out"
+    if device == "cpu" and cluster.gpus_per_process > 0:
+        return f"device is cpu, but cluster.gpus_per_process is {cluster.gpus_per_process:g}: leave out either"
+    return None
+
+
 class WeightSyncConfig(Strict):
     """How new weights come to engines that have their own copy."""
 

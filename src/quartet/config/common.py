@@ -288,16 +288,3 @@ class Recipe(Strict):
         if not re.fullmatch(DEVICES, value):
             raise ValueError(f"{value!r} is no device: use auto, cpu, cuda, or cuda:N with the number of a GPU")
         return value
-
-
-class SupervisedRecipe(Recipe):
-    """What every job has that trains one model on rows."""
-
-    job: str
-    model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
-    data: DataConfig | None = Field(None, description="Rows to train on; left out where Python passes them.")
-    evaluation_data: DataConfig | None = Field(None, description="Held-out rows; no evaluation when left out.")
-    evaluate_every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
-    train: TrainConfig = TrainConfig()
-    steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
-    epochs: int = Field(1, ge=1, description="Passes over the data where steps is left out.")

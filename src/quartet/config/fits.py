@@ -22,6 +22,7 @@ from quartet.config.algorithms import (
     kl_term,
     reads_reference,
 )
+from quartet.config.cluster import device_misfit
 from quartet.config.placement import ROLES, AsynchronousPlacement
 from quartet.config.rewards import ModelReward, ProcessModelReward
 
@@ -279,17 +280,7 @@ def _compiled_and_replaced(recipe: RLRecipe) -> str | None:
 
 
 def _device_of_workers(recipe: RLRecipe) -> str | None:
-    """Ray gives each process its GPUs, so a device beside that could only contradict it."""
-    cluster = recipe.cluster
-    if cluster.type != "ray" or recipe.device == "auto":
-        return None
-    if recipe.device.startswith("cuda:"):
-        return f"Ray decides which GPU a process sees: set device: cuda in place of {recipe.device}"
-    if recipe.device == "cuda" and cluster.gpus_per_process == 0:
-        return "device is cuda, but cluster.gpus_per_process is 0: set it to 1, or leave device out"
-    if recipe.device == "cpu" and cluster.gpus_per_process > 0:
-        return f"device is cpu, but cluster.gpus_per_process is {cluster.gpus_per_process:g}: leave out either"
-    return None
+    return device_misfit(recipe.cluster, recipe.device)
 
 
 CHECKS: tuple[Check, ...] = (

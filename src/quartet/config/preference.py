@@ -15,7 +15,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from quartet.config.common import Strict, SupervisedRecipe
+from quartet.config.common import Strict
+from quartet.config.supervised import SupervisedRecipe
 from quartet.config.units import Pairs
 
 DoubtfulPairs = Literal["keep", "skip", "error"]

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from quartet.config.common import Strict, SupervisedRecipe
+from quartet.config.common import Strict
+from quartet.config.supervised import SupervisedRecipe
 from quartet.config.units import Rows
 
 # Combination ---------------------------------------------------------------------------------------------

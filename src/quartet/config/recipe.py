@@ -21,7 +21,6 @@ from quartet.config.common import (
     Recipe,
     SamplingConfig,
     Strict,
-    SupervisedRecipe,
     TrainConfig,
 )
 from quartet.config.common import LogConfig as LogConfig
@@ -33,6 +32,7 @@ from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.config.rewards import RewardConfig
+from quartet.config.supervised import SupervisedRecipe
 from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Sequences, Steps
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -264,22 +264,22 @@ def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -
     return remark
 
 
-def load_trained(packed: PackedModel, path: Path) -> PreTrainedModel:
+def load_trained(path: Path, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
     """The model that ``save_causal_lm`` or ``save_scalar_model`` has written at ``path``, in evaluation mode.
 
     Args:
-        packed: what was saved, or one like it without contents.
+        load: of its kind, ``load_causal_lm`` or ``load_scalar_model``.
 
     Raises:
         UserError: it is not there any more, or only its adapters were saved.
     """
-    if path not in saved_paths(packed, path):
+    if adapter_path(path).is_dir() and not path.is_dir():
         raise UserError(
             "the trained model was not saved as a whole",
             found=f"lora.export: adapter, so {adapter_path(path)} holds its adapters alone",
             remedy="load the base model and PeftModel.from_pretrained on top of it, or set lora.export to both",
         )
-    return load_causal_lm(str(path)) if isinstance(packed, PackedCausalLM) else load_scalar_model(str(path))
+    return load(str(path))
 
 
 def save_scalar_model(

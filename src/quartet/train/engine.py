@@ -8,7 +8,6 @@ denominators, those of the whole batch, so an update does not depend on how the 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -193,13 +192,17 @@ class TrainEngine(Generic[Model]):
             PeerFailed: another rank failed.
             RuntimeError: a part is offloaded.
         """
-        with self._replica.announcing() if self._replica is not None else contextlib.nullcontext():
+        with self.announcing():
             if self.packed.adapters is not None:
                 self.packed.adapters.check_in()
             self._require(*PARTS)
             drop_derived(self.packed.model)
             sums = self._accumulate((LossTerm(batch, objective), *also))
             return {**sums.results(), **self._optimizer_step()}
+
+    def announcing(self) -> AbstractContextManager[None]:
+        """Around what goes before an update: a failure inside is told to the other ranks, which wait for this one."""
+        return self._replica.announcing() if self._replica is not None else nullcontext()
 
     def _optimizer_step(self) -> dict[str, float]:
         """Clips the gradients and updates the weights; returns ``grad_norm``, ``lr`` and ``skipped``."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from quartet.config import UserError
 from quartet.config.common import DEVICES, PrecisionChoice
-from quartet.config.recipe import Recipe, RLRecipe
+from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed import Numerics, PackedCausalLM, PackedScalarModel, Precision
 from quartet.trainers.run_files import flatten
@@ -33,11 +33,10 @@ def compute_device(recipe: Recipe, passed: PreTrainedModel | None = None) -> tor
     Raises:
         UserError: the recipe names a device that is not there.
     """
-    if isinstance(recipe, RLRecipe):
-        if recipe.cluster.type == "ray":
-            return torch.device("cuda" if recipe.cluster.gpus_per_process > 0 else "cpu")
-        if recipe.numerics == "exact" and passed is None:
-            return torch.device("cpu")
+    if isinstance(recipe, RLRecipe | SupervisedRecipe) and recipe.cluster.type == "ray":
+        return torch.device("cuda" if recipe.cluster.gpus_per_process > 0 else "cpu")
+    if isinstance(recipe, RLRecipe) and recipe.numerics == "exact" and passed is None:
+        return torch.device("cpu")
     if recipe.device == "auto" and passed is not None:
         return next(passed.parameters()).device
     return find_device(recipe.device)
@@ -74,7 +73,7 @@ def _in_words(count: int) -> str:
     return f"torch {torch.__version__} sees no GPU"
 
 
-def worker_device(seen: torch.device, recipe: RLRecipe) -> torch.device:
+def worker_device(seen: torch.device, recipe: RLRecipe | SupervisedRecipe) -> torch.device:
     """Where a Ray worker's models go: the GPU it was granted, or the CPU where it was granted none.
 
     Args:
@@ -91,12 +90,12 @@ def worker_device(seen: torch.device, recipe: RLRecipe) -> torch.device:
             found=_in_words(0),
             remedy="install a CUDA build of torch on every node, or set cluster.gpus_per_process: 0",
         )
-    chosen = (recipe.actor.train.precision, recipe.critic.train.precision)
-    if "auto" in chosen and not _has_bf16(seen):
+    asked = [key for key, value in _keys_named("precision", recipe).items() if value == "auto"]
+    if asked and not _has_bf16(seen):
         raise UserError(
             "a worker's GPU has no bf16, which precision: auto stands for on GPUs",
             found=torch.cuda.get_device_name(seen),
-            remedy="set actor.train.precision and critic.train.precision: fp32",
+            remedy=f"set {' and '.join(asked)}: fp32",
         )
     return seen
 
@@ -159,13 +158,17 @@ def resolved(recipe: Recipe, device: torch.device) -> dict[str, str]:
     found = {"device": str(device)}
     if device.index is not None:
         found["gpu"] = torch.cuda.get_device_name(device)
-    for key, asked in flatten(recipe.model_dump(mode="json")).items():
-        name = key.rpartition(".")[2]
-        if name == "precision":
-            found[key] = precision_on(device, asked)
-        elif name == "compile" and asked:
+    for key, asked in _keys_named("precision", recipe).items():
+        found[key] = precision_on(device, asked)
+    for key, asked in _keys_named("compile", recipe).items():
+        if asked:
             found[key] = "true"
     return found
+
+
+def _keys_named(name: str, recipe: Recipe) -> dict[str, Any]:
+    values = flatten(recipe.model_dump(mode="json"))
+    return {key: value for key, value in values.items() if key.rpartition(".")[2] == name}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

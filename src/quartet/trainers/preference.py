@@ -11,8 +11,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 
 from quartet.algorithms.preference import kto_reference_point
 from quartet.batch.ragged import RaggedBatch
+from quartet.cluster.dispatch import RANK_ZERO, dispatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe
@@ -29,65 +31,41 @@ from quartet.data.preference import JudgedData, PreferenceData
 from quartet.models.loading import load_causal_lm
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.progress import Progress
+from quartet.schedule.role_group import RoleGroup
 from quartet.train.budget import TokenBudget
+from quartet.train.data_parallel import Peers
 from quartet.train.engine import Needs, Objective, Outputs, TrainEngine, forward_only
 from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.trainers.arguments import ModelLike, TokenizerLike, check_recipe, only_object, with_path
 from quartet.trainers.devices import FrozenModels, precision_on
-from quartet.trainers.reference import Reference, ReferenceTables, weights_digest
+from quartet.trainers.reference import Missing, Reference, ReferenceTables, Tables, weights_digest
 from quartet.trainers.resuming import Resume
-from quartet.trainers.run import RunDirectory
 from quartet.trainers.sources import check_budget, longest_group, pairs_or_judgements
-from quartet.trainers.supervised_trainer import CausalTrainer, vocabulary_size
+from quartet.trainers.supervised_trainer import SupervisedTrainer
+from quartet.trainers.supervised_worker import CausalWorker, Given, vocabulary_size
 
 _AT_A_TIME = 128
 """Rows of one forward-only pass."""
 _LOGPROBS = Needs(logprobs=True)
 
 
-class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedData]):
-    """Trains a causal LM to prefer chosen over rejected answers, without sampling and without a reward model.
-
-    Rows have ``prompt``, ``chosen``, ``rejected``; for KTO also ``prompt``, ``completion``, ``label``. Held-out
-    figures: ``eval/loss``, and the mean figures of the rows under ``eval/`` (``accuracy``, ``margin``, …); the
-    reference's log-probabilities that they need are there once ``train`` has begun.
-
-    Args:
-        reference: a causal LM to compare with, or its path or hub name; default ``recipe.reference.path``, else the
-            model as it starts.
-
-    The other arguments are those of ``SupervisedTrainer``.
-    """
-
-    recipe_class = PreferenceRecipe
+class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedData]):
+    """Trains a causal LM to prefer chosen over rejected answers."""
 
     def __init__(
-        self,
-        recipe: PreferenceRecipe,
-        *,
-        model: ModelLike | None = None,
-        reference: ModelLike | None = None,
-        tokenizer: TokenizerLike | None = None,
-        rows: Sequence[Any] | None = None,
-        evaluation_rows: Sequence[Any] | None = None,
-        resume: Resume = False,
-        progress: Progress | None = None,
+        self, recipe: PreferenceRecipe, given: Given, device: torch.device, peers: Peers | None = None
     ) -> None:
-        check_recipe(recipe, PreferenceRecipe)
-        super().__init__(
-            with_path(recipe, reference, "reference.path"),
-            model=model,
-            tokenizer=tokenizer,
-            rows=rows,
-            evaluation_rows=evaluation_rows,
-            resume=resume,
-            progress=progress,
-        )
+        super().__init__(recipe, given, device, peers)
         with contextlib.ExitStack() as taken:
             taken.callback(self.packed.release)
-            self._tables = self._reference_tables(only_object("reference", reference))
+            self._tables = self._reference_tables(given.reference)
             taken.pop_all()
+
+    def release(self) -> None:
+        if self._tables is not None:
+            self._tables.release()
+        super().release()
 
     # What is compared ------------------------------------------------------------------------------------
 
@@ -152,7 +130,8 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
         precision = precision_on(self.device, self.recipe.train.precision)
         # Before weights are rounded: the digest names those of the directory.
         digest = weights_digest(model.float().eval(), precision=precision)
-        frozen = FrozenModels(self.device, precision, moves_passed=self.recipe.device != "auto")
+        stays = self.recipe.device == "auto" and self.recipe.cluster.type == "local"
+        frozen = FrozenModels(self.device, precision, moves_passed=not stays)
         packed = frozen.causal(model, is_passed=passed is not None)
         return _frozen_reference(packed, digest, self.engine)
 
@@ -167,9 +146,25 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
     def _rows_per_step(self) -> int:
         return self.recipe.pairs_per_step
 
-    def _prepare(self, run: RunDirectory, progress: Progress) -> None:
+    @dispatch(RANK_ZERO)
+    def begin_reference(self, path: Path, *, is_resumed: bool) -> Missing:
+        """As ``ReferenceTables.begin``, once, before the first step; without a reference nothing is missing."""
+        return self._tables.begin(path, is_resumed=is_resumed) if self._tables is not None else Missing()
+
+    @dispatch(RANK_ZERO)
+    def compute_reference(self) -> int:
+        """As ``ReferenceTables.compute``."""
+        return self._tables.compute() if self._tables is not None else 0
+
+    @dispatch(RANK_ZERO)
+    def reference(self) -> dict[str, Tables]:
+        """The log-probabilities of all data sets, once they are complete."""
+        return self._tables.tables if self._tables is not None else {}
+
+    def take_reference(self, tables: Mapping[str, Tables]) -> None:
+        """Takes over what ``reference`` gave, and gives the reference back."""
         if self._tables is not None:
-            self._tables.prepare(run, progress)
+            self._tables.take(tables)
 
     def _batch(self, step: int) -> RaggedBatch:
         drawn = draws(self.recipe.seed, step, self.data.order, self._rows_per_step)
@@ -213,6 +208,62 @@ class PreferenceTrainer(CausalTrainer[PreferenceRecipe, PreferenceData | JudgedD
         found = sums.results()
         figures = {f"eval/{n.removeprefix('preference/')}": v for n, v in found.items() if n.startswith("preference/")}
         return {"eval/loss": found["loss/preference"], **figures}
+
+
+class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
+    """Trains a causal LM to prefer chosen over rejected answers, without sampling and without a reward model.
+
+    Rows have ``prompt``, ``chosen``, ``rejected``; for KTO also ``prompt``, ``completion``, ``label``. Held-out
+    figures: ``eval/loss``, and the mean figures of the rows under ``eval/`` (``accuracy``, ``margin``, …); the
+    reference's log-probabilities that they need are there once ``train`` has begun.
+
+    Args:
+        reference: a causal LM to compare with, or its path or hub name; default ``recipe.reference.path``, else the
+            model as it starts.
+
+    The other arguments are those of ``SupervisedTrainer``.
+    """
+
+    recipe_class = PreferenceRecipe
+    worker_class = PreferenceWorker
+
+    def __init__(
+        self,
+        recipe: PreferenceRecipe,
+        *,
+        model: ModelLike | None = None,
+        reference: ModelLike | None = None,
+        tokenizer: TokenizerLike | None = None,
+        rows: Sequence[Any] | None = None,
+        evaluation_rows: Sequence[Any] | None = None,
+        resume: Resume = False,
+        progress: Progress | None = None,
+    ) -> None:
+        check_recipe(recipe, PreferenceRecipe)
+        self._reference = only_object("reference", reference)
+        super().__init__(
+            with_path(recipe, reference, "reference.path"),
+            model=model,
+            tokenizer=tokenizer,
+            rows=rows,
+            evaluation_rows=evaluation_rows,
+            resume=resume,
+            progress=progress,
+        )
+        self._reference = None  # the worker's, which gives it back before the first step
+
+    async def _prepare(self, group: RoleGroup[PreferenceWorker]) -> None:
+        """The first worker computes the reference's log-probabilities; the others take them over."""
+        run, path, is_resumed = self.run, self._path_of_workers, bool(self.run.saved_steps())
+        missing = await group.call(PreferenceWorker.begin_reference, path, is_resumed=is_resumed)
+        for remark in missing.remarks:
+            self.progress.print(remark)
+        if missing.num_rows:
+            with self.progress.stage("reference", missing.num_rows) as bar:
+                while num_rows := await group.call(PreferenceWorker.compute_reference):
+                    bar.advance(num_rows)
+                    run.check_stop(max(run.saved_steps(), default=0))
+        await group.send(PreferenceWorker.reference, group, PreferenceWorker.take_reference)
 
 
 # References ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.process import calibration_error, step_loss
+from quartet.cluster.dispatch import RANK_ZERO, dispatch
 from quartet.config.common import DataConfig
 from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.data.process import ProcessData
@@ -17,21 +18,16 @@ from quartet.models.loading import saved_paths
 from quartet.models.process_files import ProcessSettings, save_process_settings
 from quartet.train.engine import TrainEngine
 from quartet.train.process_objectives import STEP_NEEDS, StepObjective
+from quartet.trainers.run import writing
 from quartet.trainers.sources import check_budget, process_data
-from quartet.trainers.supervised_trainer import ScalarTrainer
+from quartet.trainers.supervised_trainer import SupervisedTrainer
+from quartet.trainers.supervised_worker import ScalarWorker
 
 _ANSWERS_PER_PASS = 128
 
 
-class ProcessRewardTrainer(ScalarTrainer[ProcessRewardRecipe, ProcessData]):
-    """Trains a scalar head on a causal LM's body (or goes on with a reward model) to tell right steps from wrong ones.
-
-    Arguments as for ``SupervisedTrainer``; rows have ``prompt``, ``steps`` (or ``completion``) and ``labels``. Held-out
-    figures: ``eval/loss`` (cross-entropy in nats), ``eval/accuracy``, ``eval/calibration_error``. Beside the weights
-    ``process_reward.json`` says how steps end.
-    """
-
-    recipe_class = ProcessRewardRecipe
+class ProcessRewardWorker(ScalarWorker[ProcessRewardRecipe, ProcessData]):
+    """Trains a scalar head to tell right steps from wrong ones."""
 
     @property
     def objective(self) -> StepObjective:
@@ -59,11 +55,25 @@ class ProcessRewardTrainer(ScalarTrainer[ProcessRewardRecipe, ProcessData]):
             found["eval/accuracy"] = float(out.num_correct / out.num_decided)
         return found
 
-    def _export(self, path: Path) -> str | None:
-        warning = super()._export(path)
-        for written in saved_paths(self.packed, path):
-            save_process_settings(ProcessSettings(self.recipe.separator), written)
+    @dispatch(RANK_ZERO)
+    def write_model(self, path: Path) -> str | None:
+        warning = super().write_model(path)
+        with writing(path):
+            for written in saved_paths(self.packed, path):
+                save_process_settings(ProcessSettings(self.recipe.separator), written)
         return warning
+
+
+class ProcessRewardTrainer(SupervisedTrainer[ProcessRewardRecipe, ProcessRewardWorker]):
+    """Trains a scalar head on a causal LM's body (or goes on with a reward model) to tell right steps from wrong ones.
+
+    Arguments as for ``SupervisedTrainer``; rows have ``prompt``, ``steps`` (or ``completion``) and ``labels``. Held-out
+    figures: ``eval/loss`` (cross-entropy in nats), ``eval/accuracy``, ``eval/calibration_error``. Beside the weights
+    ``process_reward.json`` says how steps end.
+    """
+
+    recipe_class = ProcessRewardRecipe
+    worker_class = ProcessRewardWorker
 
 
 def score_steps(engine: TrainEngine[Any], data: ProcessData) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,8 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.batch.storage import write_atomically
 from quartet.config import UserError
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.observe.progress import Progress
 from quartet.train.preference_objectives import answer_logprobs
-from quartet.trainers.run import RunDirectory, write_json, writing
+from quartet.trainers.run import write_json, writing
 from quartet.trainers.run_files import read_json
 
 FORMAT = "quartet-reference-logprobs-1"
@@ -114,76 +113,114 @@ class ReferenceTables:
         self._data = dict(data)
         self._cache = None if cache is None else Path(cache).expanduser()
         self._mismatched = mismatched
-        self._tables: dict[str, Tables] = {}
+        self._drafts: list[_Draft] = []
+        self.tables: dict[str, Tables] = {}
 
     def __getitem__(self, name: str) -> Tables:
-        if name not in self._tables:
-            raise RuntimeError(f"the reference's log-probabilities of {name!r} are not there before prepare()")
-        return self._tables[name]
+        if name not in self.tables:
+            raise RuntimeError(f"the reference's log-probabilities of {name!r} are not there before the first step")
+        return self.tables[name]
 
-    def prepare(self, run: RunDirectory, progress: Progress) -> None:
-        """Reads or computes every table. The reference is given back and forgotten; it may change afterwards.
+    def begin(self, path: Path, *, is_resumed: bool) -> Missing:
+        """Reads the tables that are there; ``compute`` makes the others.
+
+        Args:
+            path: the run's directory.
+            is_resumed: the run has a checkpoint from which it goes on.
 
         Raises:
             UserError: data or reference are not those with which the run that is resumed began.
         """
-        reference, self._reference = self._reference, None
-        if reference is None:
-            raise RuntimeError("prepare() was called before")
-        try:
-            digests = {name: data_digest(data, mismatched=self._mismatched) for name, data in self._data.items()}
-            weights = _weights(reference, run, digests)
-            write_json(run.path / "reference.json", {"weights": weights, "data": digests})
-            for name, data in self._data.items():
-                header = {"format": FORMAT, "weights": weights, "data": digests[name], "rows": str(len(data))}
-                self._tables[name] = self._table(reference, header, data, run, progress)
-        finally:
-            reference.release()
+        reference = self._present()
+        digests = {name: data_digest(data, mismatched=self._mismatched) for name, data in self._data.items()}
+        weights = _weights(reference, path / "reference.json", digests, is_resumed=is_resumed)
+        write_json(path / "reference.json", {"weights": weights, "data": digests})
+        folder, remarks = self._cache if self._cache is not None else path / "reference", []
+        for name, data in self._data.items():
+            header = {"format": FORMAT, "weights": weights, "data": digests[name], "rows": str(len(data))}
+            file = folder / f"{weights[:16]}-{digests[name][:16]}.safetensors"
+            if (found := _load(file, header)) is not None:
+                self.tables[name] = found
+                continue
+            if file.exists():
+                remarks.append(f"{file} is damaged or belongs to something else: it is computed again")
+            if reference.is_start and reference.digest() != weights:
+                raise UserError(
+                    "the run's reference log-probabilities are gone and cannot be computed again",
+                    found=f"no usable {file}, and the model given is not the one the run began with",
+                    remedy="give the model the run began with, or choose another output_dir",
+                )
+            self._drafts.append(_Draft(name, file, header))
+        return Missing(sum(len(self._data[draft.name]) for draft in self._drafts), tuple(remarks))
 
-    def _table(
-        self,
-        reference: Reference,
-        header: Mapping[str, str],
-        data: PreferenceData | JudgedData,
-        run: RunDirectory,
-        progress: Progress,
-    ) -> Tables:
-        folder = self._cache if self._cache is not None else run.path / "reference"
-        path = folder / f"{header['weights'][:16]}-{header['data'][:16]}.safetensors"
-        if path.exists():
-            found = _load(path, header)
-            if found is not None:
-                return found
-            progress.print(f"{path} is damaged or belongs to something else: it is computed again")
-        if reference.is_start and reference.digest() != header["weights"]:
-            raise UserError(
-                "the run's reference log-probabilities are gone and cannot be computed again",
-                found=f"no usable {path}, and the model given is not the one the run began with",
-                remedy="give the model the run began with, or choose another output_dir",
-            )
-        tables = self._compute(reference, data, run, progress)
-        with writing(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, save(dict(tables), metadata={**header, "values": _checksum(tables)}))
-        return tables
+    def compute(self) -> int:
+        """Computes some rows of what is missing, and writes a table that is complete.
 
-    def _compute(
-        self, reference: Reference, data: PreferenceData | JudgedData, run: RunDirectory, progress: Progress
-    ) -> Tables:
+        Returns:
+            How many rows; 0 when all tables are there.
+
+        Raises:
+            UserError: the reference computes numbers that are not finite, or the file cannot be written.
+        """
+        if not self._drafts:
+            return 0
+        reference, draft = self._present(), self._drafts[0]
+        data = self._data[draft.name]
+        rows = range(draft.num_rows, min(draft.num_rows + _ROWS, len(data)))
         sources: dict[str, Callable[[Sequence[int]], RaggedBatch]] = {"answers": data.select}
         if self._mismatched:
             sources["mismatched"] = data.mismatched
-        found: dict[str, list[Tensor]] = {name: [] for name in sources}
-        with progress.stage("reference", len(data)) as bar:
-            for start in range(0, len(data), _ROWS):
-                rows = range(start, min(start + _ROWS, len(data)))
-                for name, select in sources.items():
-                    batch = select(rows)
-                    totals, _ = answer_logprobs(reference.logprobs(batch), batch)
-                    found[name].append(totals.float().view(len(rows), -1))
-                bar.advance(len(rows))
-                run.check_stop(max(run.saved_steps(), default=0))
-        tables = {name: torch.cat(parts) for name, parts in found.items()}
+        for name, select in sources.items():
+            batch = select(rows)
+            totals, _ = answer_logprobs(reference.logprobs(batch), batch)
+            draft.parts.setdefault(name, []).append(totals.float().view(len(rows), -1))
+        draft.num_rows = rows.stop
+        if draft.num_rows == len(data):
+            self.tables[draft.name] = draft.write()
+            del self._drafts[0]
+        return len(rows)
+
+    def take(self, tables: Mapping[str, Tables]) -> None:
+        """Takes over complete tables; the reference is given back and forgotten, and may change afterwards."""
+        self.tables = dict(tables)
+        self.release()
+
+    def release(self) -> None:
+        """Gives the reference back, if it is still there."""
+        reference, self._reference = self._reference, None
+        if reference is not None:
+            reference.release()
+
+    def _present(self) -> Reference:
+        if self._reference is None:
+            raise RuntimeError("the reference was given back")
+        return self._reference
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What of a reference's tables has to be computed.
+
+    Attributes:
+        remarks: files that are there and cannot be used, in words.
+    """
+
+    num_rows: int = 0
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass
+class _Draft:
+    """A table that is being computed: so many rows by now, in parts of several rows."""
+
+    name: str
+    path: Path
+    header: Mapping[str, str]
+    num_rows: int = 0
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def write(self) -> Tables:
+        tables = {name: torch.cat(parts) for name, parts in self.parts.items()}
         wrong = sum(int((~torch.isfinite(values)).sum()) for values in tables.values())
         if wrong:
             raise UserError(
@@ -191,12 +228,15 @@ class ReferenceTables:
                 found=f"{wrong} answers",
                 remedy="check the reference's weights, or compute in fp32",
             )
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, save(dict(tables), metadata={**self.header, "values": _checksum(tables)}))
         return tables
 
 
-def _weights(reference: Reference, run: RunDirectory, digests: Mapping[str, str]) -> str:
+def _weights(reference: Reference, path: Path, digests: Mapping[str, str], *, is_resumed: bool) -> str:
     """The digest of the run's reference; the one it began with, where it goes on from a checkpoint."""
-    record = _recorded(run.path / "reference.json") if run.saved_steps() else None
+    record = _recorded(path) if is_resumed else None
     if record is None:
         return reference.digest()
     changed = [name for name, digest in digests.items() if record["data"].get(name) != digest]

@@ -15,22 +15,14 @@ from quartet.data.preference import PreferenceData
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.preference_objectives import PairwiseObjective
 from quartet.trainers.sources import check_budget, longest_group, preference_data
-from quartet.trainers.supervised_trainer import ScalarTrainer
+from quartet.trainers.supervised_trainer import SupervisedTrainer
+from quartet.trainers.supervised_worker import ScalarWorker
 
 _PAIRS_PER_PASS = 128
 
 
-class RewardModelTrainer(ScalarTrainer[RewardModelRecipe, PreferenceData]):
-    """Trains a scalar head on a causal LM's body (or goes on with a reward model) to prefer chosen over rejected.
-
-    Arguments as for ``SupervisedTrainer``; rows have ``prompt``, ``chosen``, ``rejected`` and, if they have one,
-    ``margin``. Held-out figures: ``eval/accuracy``, the share of pairs whose chosen side scores strictly higher, with
-    its interval from ``eval/accuracy_low`` to ``eval/accuracy_high``; beside it ``eval/longer_answer_accuracy``, what
-    one would get by calling the answer of more tokens the better one; ``eval/margin``, the mean difference;
-    ``eval/offset``, the mean score of both sides, which centring keeps near 0.
-    """
-
-    recipe_class = RewardModelRecipe
+class RewardModelWorker(ScalarWorker[RewardModelRecipe, PreferenceData]):
+    """Trains a scalar head to prefer chosen over rejected answers."""
 
     @property
     def objective(self) -> PairwiseObjective:
@@ -60,6 +52,20 @@ class RewardModelTrainer(ScalarTrainer[RewardModelRecipe, PreferenceData]):
             "eval/margin": float((chosen - rejected).double().mean()),
             "eval/offset": float(torch.cat([chosen, rejected]).double().mean()),
         }
+
+
+class RewardModelTrainer(SupervisedTrainer[RewardModelRecipe, RewardModelWorker]):
+    """Trains a scalar head on a causal LM's body (or goes on with a reward model) to prefer chosen over rejected.
+
+    Arguments as for ``SupervisedTrainer``; rows have ``prompt``, ``chosen``, ``rejected`` and, if they have one,
+    ``margin``. Held-out figures: ``eval/accuracy``, the share of pairs whose chosen side scores strictly higher, with
+    its interval from ``eval/accuracy_low`` to ``eval/accuracy_high``; beside it ``eval/longer_answer_accuracy``, what
+    one would get by calling the answer of more tokens the better one; ``eval/margin``, the mean difference;
+    ``eval/offset``, the mean score of both sides, which centring keeps near 0.
+    """
+
+    recipe_class = RewardModelRecipe
+    worker_class = RewardModelWorker
 
 
 def accuracy_interval(right_P: Tensor, prompts: Sequence[Hashable], *, seed: int) -> Interval | None:

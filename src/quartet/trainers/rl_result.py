@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from quartet.models.loading import load_trained
-from quartet.models.packed import PackedModel
+from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
+from quartet.models.packed import PackedCausalLM, PackedModel
 
 EXPORTED = {"actor": "model", "critic": "critic"}
 """Where in a run's directory the models that train are written to, by role."""
@@ -47,4 +47,6 @@ class RLResult:
 
 def trained_model(packed: PackedModel, path: Path) -> PreTrainedModel:
     """The model of ``packed``, or, where that has no contents, what was saved at ``path``; as ``load_trained``."""
-    return load_trained(packed, path) if packed.device.type == "meta" else packed.model
+    if packed.device.type != "meta":
+        return packed.model
+    return load_trained(path, load_causal_lm if isinstance(packed, PackedCausalLM) else load_scalar_model)

@@ -25,13 +25,16 @@ FREE_KEYS = (
     "log",
     "checkpoint",
     "cluster",
+    "processes",
+    "nodes",
     "offload",
     "weight_sync",
     "device",
     "ptx.prefetch",
     "algorithm.dynamic_sampling.max_prompts_factor",
 )
-"""Recipe keys that may differ when a run is resumed: they change no weight, or (``device``) its last bits only."""
+"""Recipe keys that may differ when a run is resumed: they change no weight, or (``device``, ``processes``, ``nodes``)
+its last bits only."""
 
 MARKER, RECIPE, SUMMARY, MODELS = "run.json", "recipe.yaml", "summary.json", "models.json"
 

@@ -14,21 +14,14 @@ from quartet.data.datasets import SFTData
 from quartet.train.engine import Needs
 from quartet.train.objectives import SFTObjective
 from quartet.trainers.sources import check_budget, sft_data
-from quartet.trainers.supervised_trainer import CausalTrainer
+from quartet.trainers.supervised_trainer import SupervisedTrainer
+from quartet.trainers.supervised_worker import CausalWorker
 
 _ROWS_PER_PASS = 256
 
 
-class SFTTrainer(CausalTrainer[SFTRecipe, SFTData]):
-    """Trains a causal LM to imitate demonstrations; only the demonstrator's tokens carry loss.
-
-    Arguments as for ``SupervisedTrainer``; rows have ``prompt`` and ``completion``, ``messages``, ``text`` or
-    ``input_ids``. Held-out figures: ``eval/loss`` in nats per token, and its exponential, ``sft/perplexity``.
-    """
-
-    recipe_class = SFTRecipe
-
-    _held_out_figure = "eval/loss"
+class SFTWorker(CausalWorker[SFTRecipe, SFTData]):
+    """Trains a causal LM to imitate demonstrations."""
 
     @property
     def objective(self) -> SFTObjective:
@@ -54,3 +47,15 @@ class SFTTrainer(CausalTrainer[SFTRecipe, SFTData]):
             total -= float(logprobs[mask].to(torch.float64).sum())
             count += float(mask.sum())
         return {"eval/loss": total / count, "sft/perplexity": math.exp(min(50.0, total / count))}
+
+
+class SFTTrainer(SupervisedTrainer[SFTRecipe, SFTWorker]):
+    """Trains a causal LM to imitate demonstrations; only the demonstrator's tokens carry loss.
+
+    Arguments as for ``SupervisedTrainer``; rows have ``prompt`` and ``completion``, ``messages``, ``text`` or
+    ``input_ids``. Held-out figures: ``eval/loss`` in nats per token, and its exponential, ``sft/perplexity``.
+    """
+
+    recipe_class = SFTRecipe
+    worker_class = SFTWorker
+    _held_out_figure = "eval/loss"

@@ -1,106 +1,83 @@
-"""What the jobs without sampling share: the objects of a run, its loop, evaluation and export.
+"""What the jobs without sampling share: a run from its recipe to its summary.
 
-::
-
-    SupervisedTrainer ─┬─ CausalTrainer ─┬─ SFTTrainer
-                       │                 └─ PreferenceTrainer
-                       └─ ScalarTrainer ─┬─ RewardModelTrainer
-                                         └─ ProcessRewardTrainer
+``train`` → ``SupervisedLoop.run`` → ``SupervisedWorker.step`` → ``TrainEngine.train_step``
 """
 
 from __future__ import annotations
 
-import abc
+import asyncio
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
-import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from quartet.batch.ragged import RaggedBatch
+from quartet.cluster import ClusterError
 from quartet.config import UserError
-from quartet.config.common import DataConfig, SupervisedRecipe
-from quartet.data.order import steps_for
-from quartet.models.loading import (
-    load_causal_lm,
-    packed_causal_lm,
-    packed_scalar_model,
-    save_causal_lm,
-    save_scalar_model,
-    seen_tokens,
-)
-from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.config.supervised import SupervisedRecipe
+from quartet.models.loading import load_trained
 from quartet.observe.progress import Progress
-from quartet.text.tokenizer import TextCodec, check_vocabulary
-from quartet.train.engine import Objective, TrainEngine
+from quartet.schedule.compute_thread import ComputeThread
+from quartet.schedule.role_group import LocalGroup, RoleGroup
+from quartet.trainers import checkpoints
 from quartet.trainers.arguments import ModelLike, TokenizerLike, check_recipe, with_names
-from quartet.trainers.devices import compute_device, precision_on, resolved
+from quartet.trainers.devices import compute_device, resolved
+from quartet.trainers.event_loop import run_async
 from quartet.trainers.resuming import Resume, output_path
-from quartet.trainers.run import RunDirectory, use_threads
-from quartet.trainers.sources import context_length, resolve_model, resolve_scalar_model, resolve_tokenizer
-from quartet.trainers.supervised import SupervisedLoop, run_supervised
-
-
-@dataclass(frozen=True)
-class SupervisedResult:
-    """Where the run is, the trained model (a Hugging Face object) and what ``summary.json`` holds."""
-
-    path: Path
-    model: PreTrainedModel
-    summary: dict[str, Any]
-
-
-class Rows(Protocol):
-    """Tokenised data."""
-
-    @property
-    def remarks(self) -> Sequence[str]:
-        """What was left out or converted, in words."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
-        """The rows of a step."""
-
-
-class Answered(Protocol):
-    @property
-    def parts(self) -> Sequence[Sequence[int]]:
-        """The tokens of a prompt and of its answers."""
-
-
-class AnsweredRows(Rows, Protocol):
-    @property
-    def items(self) -> Sequence[Answered]: ...
-
+from quartet.trainers.run import RunDirectory, Stopwatch, software_versions, use_threads
+from quartet.trainers.supervised import SupervisedLoop
+from quartet.trainers.supervised_processes import SupervisedProcesses
+from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedWorker
 
 R = TypeVar("R", bound=SupervisedRecipe)
-D = TypeVar("D", bound=Rows)
-A = TypeVar("A", bound=AnsweredRows)
-P = TypeVar("P", bound=PackedModel)
+W = TypeVar("W", bound=SupervisedWorker[Any, Any, Any])
 
 
-class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
-    """A job without sampling: takes the objects of the run together, trains, evaluates, exports.
+class SupervisedResult:
+    """Where the run is, and what ``summary.json`` holds.
 
-    A job says what it reads, what it minimises and what it measures; whether it trains a causal LM or a scalar head is
-    said by ``CausalTrainer`` and ``ScalarTrainer``.
+    Args:
+        trained: gives the trained model.
+    """
+
+    def __init__(self, path: Path, summary: dict[str, Any], trained: Callable[[], PreTrainedModel]) -> None:
+        self.path = path
+        self.summary = summary
+        self._trained = trained
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The trained model: the object trained in this process, or what a worker wrote, loaded when first asked for.
+
+        Raises:
+            UserError: what a worker wrote is not there any more, or only its adapters were saved.
+        """
+        return self._trained()
+
+
+class SupervisedTrainer(Generic[R, W]):
+    """A job without sampling: trains, evaluates, exports.
 
     Args:
         recipe: the run. What it leaves out comes as objects:
-        model, tokenizer: what is trained, in place, and its tokenizer; objects, or paths or hub names. An object stays
-            on its device unless the recipe names another.
+        model, tokenizer: what is trained, in place (on Ray copies are), and its tokenizer; objects, or paths or hub
+            names. An object stays on its device unless the recipe names another.
         rows, evaluation_rows: mappings, with the columns that the job reads from files.
         resume: go on with the run in ``recipe.output_dir``; ``auto``: or start it, without a word.
 
     Raises:
-        UserError: the recipe, the data or the objects do not fit together; nothing has been written then.
+        UserError: the recipe, the data or the objects do not fit together; nothing has been written then. On Ray
+            ``train`` raises it, once workers have loaded them.
     """
 
     recipe_class: ClassVar[type[SupervisedRecipe]]
+    worker_class: ClassVar[type[SupervisedWorker[Any, Any, Any]]]
+    _held_out_figure: ClassVar[str] = "eval/accuracy"
+    """Shown beside the progress bar."""
+    _reference: PreTrainedModel | None = None
+    """To compare with, where the job does."""
 
     def __init__(
         self,
@@ -117,81 +94,41 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
         use_threads(recipe.threads)
         recipe, passed, own = with_names(recipe, model, tokenizer)
         self.recipe = recipe
-        self.device = compute_device(recipe, passed)
         self.path = output_path(recipe.output_dir, recipe.job, resume)
         self.progress = progress if progress is not None else Progress()
-        record = resolved(recipe, self.device)
+        device = compute_device(recipe, passed)
+        record = resolved(recipe, device)
         self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print, resolved=record)
-        text = resolve_tokenizer(recipe.model, own)
-        found, generation = self._resolve(passed)
-        check_vocabulary(text, vocabulary_size(found))
-        self.codec = TextCodec.of(text, generation)
-        context = context_length(found)
-        self.data = self._read("data", recipe.data, rows, context)
-        self.evaluation: D | None = None
-        if recipe.evaluation_data is not None or evaluation_rows is not None:
-            self.evaluation = self._read("evaluation_data", recipe.evaluation_data, evaluation_rows, context)
-        self.steps = recipe.steps or steps_for(recipe.epochs, len(self.data), self._rows_per_step)
-        train = recipe.train
-        with contextlib.ExitStack() as taken:
-            # Where something does not fit after all, the model is given back as it was.
-            self.packed = self._pack(
-                found.to(self.device),
-                precision=precision_on(self.device, train.precision),
-                activation_checkpointing=train.activation_checkpointing,
-                lora=train.lora,
-                seed=recipe.seed,
+        given = Given(passed, own, rows, evaluation_rows, self._reference)
+        self._worker: W | None = None
+        self._processes: SupervisedProcesses | None = None
+        if recipe.cluster.type == "ray":
+            self._processes = SupervisedProcesses(self.worker_class, recipe, given)
+        else:
+            self._worker = cast(W, self.worker_class(recipe, given, device))
+
+    @property
+    def worker(self) -> W:
+        """What trains, where that is this process.
+
+        Raises:
+            UserError: it is in processes of Ray.
+        """
+        if self._worker is None:
+            raise UserError(
+                "the model and the rows of this run are in its workers",
+                found=f"cluster.type: {self.recipe.cluster.type}",
+                remedy="set cluster.type: local, or read what the run writes: metrics.jsonl, model/",
             )
-            taken.callback(self.packed.release)
-            self._check_budgets()
-            self.engine = TrainEngine(self.packed, train, total_steps=self.steps)
-            taken.pop_all()
+        return self._worker
 
-    # What a job says ---------------------------------------------------------------------------------------
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the held-out rows, as they are logged.
 
-    _held_out_figure: ClassVar[str] = "eval/accuracy"
-    """Shown beside the progress bar."""
-
-    @property
-    @abc.abstractmethod
-    def objective(self) -> Objective:
-        """What every update minimises."""
-
-    @property
-    @abc.abstractmethod
-    def _rows_per_step(self) -> int: ...
-
-    @abc.abstractmethod
-    def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> D:
-        """The rows of ``key`` in the recipe, or those passed, as tokens."""
-
-    @abc.abstractmethod
-    def _check_budgets(self) -> None:
-        """Refuses budgets that are too small for the data."""
-
-    @abc.abstractmethod
-    def _measure(self, data: D) -> dict[str, float]:
-        """Figures of held-out rows, ``eval/…``."""
-
-    def _batch(self, step: int) -> RaggedBatch:
-        return self.data.batch(step, self._rows_per_step, self.recipe.seed)
-
-    def _prepare(self, run: RunDirectory, progress: Progress) -> None:
-        """What has to be done before the first step; see ``SupervisedLoop``."""
-
-    # What a kind of model says -------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
-        """The model to train, and the generation config that names its end-of-text ids, where there is one."""
-
-    @abc.abstractmethod
-    def _pack(self, model: PreTrainedModel, **options: Any) -> P:
-        """The model, taken over for packed runs."""
-
-    @abc.abstractmethod
-    def _export(self, path: Path) -> str | None:
-        """Writes the model directory; returns a warning or None."""
+        Raises:
+            UserError: there are none, or they are in processes of Ray.
+        """
+        return self.worker.evaluate()
 
     # The run -----------------------------------------------------------------------------------------------
 
@@ -200,78 +137,63 @@ class SupervisedTrainer(abc.ABC, Generic[R, D, P]):
 
         Raises:
             Interrupted: Ctrl-C, SIGTERM or SIGUSR1; saved, and resumable.
+            UserError: a worker died, the disk is full, …; ``resume`` goes on from the last checkpoint.
         """
+        watch = Stopwatch()
+        with contextlib.ExitStack() as started:
+            group = self._start(started)
+            about = run_async(group.call(SupervisedWorker.describe))
+            for remark in about.remarks:
+                self.progress.print(remark)
+            with self.run.stoppable(), self.run:
+                summary = run_async(self._train(group, about, watch))
+        return SupervisedResult(self.path, summary, self._trained)
+
+    def _start(self, started: contextlib.ExitStack) -> RoleGroup[W]:
+        """The workers, until ``started`` closes."""
+        if self._processes is None:
+            compute = ComputeThread()
+            started.callback(self.worker.release)
+            started.callback(compute.close)
+            return LocalGroup(self.worker, compute)
+        started.callback(self._processes.close)
+        self.progress.print(f"starting {self.recipe.processes * self.recipe.nodes} workers")
+        return run_async(asyncio.to_thread(self._processes.start))
+
+    async def _train(self, group: RoleGroup[W], about: SupervisedDescription, watch: Stopwatch) -> dict[str, Any]:
         name = self.recipe.job.replace("-", "_")
-        loop = SupervisedLoop(
-            name=name,
-            engine=self.engine,
-            objective=self.objective,
-            batch=self._batch,
-            steps=self.steps,
-            evaluate=self.evaluate if self.evaluation is not None else None,
-            evaluate_every=self.recipe.evaluate_every_steps,
-            num_rows=len(self.data),
-            rows_per_step=self._rows_per_step,
-            figures={"loss": f"loss/{name}", "accuracy": f"{name}/accuracy", "held-out": self._held_out_figure},
-            prepare=self._prepare,
-        )
-        remarks = [f"data: {remark}" for remark in self.data.remarks]
-        if self.evaluation is not None:
-            remarks += [f"held-out data: {remark}" for remark in self.evaluation.remarks]
-        summary = run_supervised(loop, self.run, self.progress, remarks, self._export)
-        return SupervisedResult(self.path, self.packed.model, summary)
+        figures = {"loss": f"loss/{name}", "accuracy": f"{name}/accuracy", "held-out": self._held_out_figure}
+        loop = SupervisedLoop(name, group, about, self.recipe.evaluate_every_steps, figures)
+        try:
+            await checkpoints.check_storage(self.run, {"model": group})
+            await self._prepare(group)
+            metrics = await loop.run(self.run, self.progress)
+            warning = await group.call(SupervisedWorker.write_model, self._path_of_workers / "model")
+        except ClusterError as error:
+            self.run.check_stop(None)  # a signal that went to all processes ended them
+            assert self._processes is not None
+            raise self._processes.explained(error) from error
+        summary = {
+            "job": self.run.job,
+            "seed": self.recipe.seed,
+            "versions": software_versions(),
+            "stages": [{"name": name, "seconds": round(watch.seconds, 3), "metrics": metrics}],
+            "notes": [*about.remarks, *self.run.remarks, *([warning] if warning else [])],
+        }
+        self.run.finish(summary)
+        return summary
 
-    def evaluate(self) -> dict[str, float]:
-        """Figures of the held-out rows, as they are logged.
+    async def _prepare(self, group: RoleGroup[W]) -> None:
+        """Does what goes before the first step, while the model is still as it was given, also where a checkpoint then
+        takes its place."""
 
-        Raises:
-            UserError: there are none.
-        """
-        if self.evaluation is None:
-            raise UserError(
-                "there is no evaluation data",
-                found="neither evaluation_data nor evaluation_rows",
-                remedy="set evaluation_data.path, or pass evaluation_rows",
-            )
-        return self._measure(self.evaluation)
+    @property
+    def _path_of_workers(self) -> Path:
+        """The run's directory; one in another process may be in another directory itself."""
+        return self.path if self._worker is not None else self.path.absolute()
 
-
-class CausalTrainer(SupervisedTrainer[R, D, PackedCausalLM]):
-    """Trains a causal LM, in place."""
-
-    def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
-        found = resolve_model(self.recipe.model, model, load_causal_lm, "model")
-        return found, found.generation_config
-
-    def _pack(self, model: PreTrainedModel, **options: Any) -> PackedCausalLM:
-        return packed_causal_lm(model, **options)
-
-    def _export(self, path: Path) -> str | None:
-        return save_causal_lm(self.packed, self.codec.tokenizer, path)
-
-
-class ScalarTrainer(SupervisedTrainer[R, A, PackedScalarModel]):
-    """Trains a scalar head on a causal LM's body, which is copied, or goes on with a sequence-classification model with
-    one label, in place.
-    """
-
-    def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
-        return resolve_scalar_model(self.recipe.model, model, seed=self.recipe.seed)
-
-    def _pack(self, model: PreTrainedModel, **options: Any) -> PackedScalarModel:
-        return packed_scalar_model(model, **options)
-
-    def _export(self, path: Path) -> str | None:
-        codec = self.codec
-        return save_scalar_model(self.packed, codec.tokenizer, path, seen=self._seen(), eos_ids=codec.eos_ids)
-
-    def _seen(self) -> torch.Tensor:
-        """``[V]`` bool: the tokens that occur in the data."""
-        parts = [self.data] + ([self.evaluation] if self.evaluation is not None else [])
-        ids = (torch.tensor(ids) for data in parts for item in data.items for ids in item.parts)
-        return seen_tokens(vocabulary_size(self.packed.model), ids)
-
-
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """Rows of the embedding: one more than the largest id that the model can read."""
-    return int(model.get_input_embeddings().weight.shape[0])
+    def _trained(self) -> PreTrainedModel:
+        if self._worker is not None:
+            found: PreTrainedModel = self._worker.packed.model
+            return found
+        return load_trained(self.path / "model", self.worker_class.load_written)

@@ -163,8 +163,9 @@ def test_a_users_error_from_anywhere_is_printed_whole(run: Run, monkeypatch: pyt
     assert run("rl", "a.yaml")[2] == "error: it broke\n  found: pieces\n  do: glue\n"
 
 
+@pytest.mark.parametrize("job", ["rl", "sft", "reward-model", "process-reward", "preference"])
 def test_under_torchrun_the_command_is_run_once_more_on_the_allocations_cluster(
-    monkeypatch: pytest.MonkeyPatch,
+    job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quartet.cluster import allocation
 
@@ -175,9 +176,9 @@ def test_under_torchrun_the_command_is_run_once_more_on_the_allocations_cluster(
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setattr(allocation, "run_in_allocation", lambda command, seat: seen.append((command, seat.rank)) or 7)
-    monkeypatch.setattr(sys, "argv", ["quartet", "rl", "recipe.yaml", "seed=3", "--resume"])
+    monkeypatch.setattr(sys, "argv", ["quartet", job, "recipe.yaml", "seed=3", "--resume"])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 7
-    ours = [sys.executable, "-m", "quartet", "rl", "recipe.yaml", "seed=3", "--resume"]
+    ours = [sys.executable, "-m", "quartet", job, "recipe.yaml", "seed=3", "--resume"]
     assert seen == [([*ours, "cluster.type=ray", "cluster.address=null"], 0)]

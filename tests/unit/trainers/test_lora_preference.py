@@ -68,11 +68,11 @@ def learn(packed: Any) -> None:
 
 def test_the_reference_is_the_model_without_its_adapters(train: Any, causal_lm: Any) -> None:
     trainer = train()
-    learn(trainer.packed)
-    reference, batch = trainer._tables._reference, trainer.data.select(range(len(trainer.data)))
+    learn(trainer.worker.packed)
+    reference, batch = trainer.worker._tables._reference, trainer.worker.data.select(range(len(trainer.worker.data)))
     found = answer_logprobs(reference.logprobs(batch), batch)[0].view(-1, 2)
-    learned = answer_logprobs(trainer.engine.forward(batch, Needs(logprobs=True)).token["logprobs"], batch)[0]
-    torch.testing.assert_close(found, answers(causal_lm(), trainer.data), **EQUAL)
+    learned = answer_logprobs(trainer.worker.engine.forward(batch, Needs(logprobs=True)).token["logprobs"], batch)[0]
+    torch.testing.assert_close(found, answers(causal_lm(), trainer.worker.data), **EQUAL)
     assert float((learned.view(-1, 2) - found).abs().max()) > 0.1, "adapters that do something"
     assert reference.digest() == weights_digest(causal_lm(), precision="fp32")
 
@@ -82,7 +82,7 @@ def test_figures_are_those_of_the_base_and_the_merged_model(train: Any, causal_l
     result = trainer.train()
     rows = rows_of(trainer.path)
     assert rows[0]["loss/preference"] == pytest.approx(math.log(2), abs=1e-5), "the policy starts as its reference"
-    base, merged = (answers(model, trainer.data) for model in (causal_lm(), result.model))
+    base, merged = (answers(model, trainer.worker.data) for model in (causal_lm(), result.model))
     (table,) = (load_file(path) for path in (trainer.path / "reference").glob("*.safetensors"))
     torch.testing.assert_close(table["answers"], base, **EQUAL)
     chosen, rejected = (0.3 * (merged - base)).unbind(1)
@@ -103,7 +103,7 @@ def test_the_tables_are_those_of_training_all_weights(train: Any, tmp_path: Path
     train("all", train=TrainConfig(), reference=cache, steps=1).train()
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
     adapted = train("adapters", reference=cache, steps=1)
-    learn(adapted.packed)
+    learn(adapted.worker.packed)
     adapted.train()
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == before
     assert before
@@ -113,14 +113,14 @@ def test_the_tables_are_those_of_training_all_weights(train: Any, tmp_path: Path
 def test_a_run_that_breaks_off_ends_with_the_same_bits(loss: Any, train: Any) -> None:
     whole = train("whole", loss=loss).train()
     broken = train("broken", loss=loss)
-    step = broken.engine.train_step
+    step = broken.worker.engine.train_step
 
     def breaks(*arguments: Any) -> Any:
-        if broken.engine.num_updates == 3:
+        if broken.worker.engine.num_updates == 3:
             raise Stopped
         return step(*arguments)
 
-    broken.engine.train_step = breaks
+    broken.worker.engine.train_step = breaks
     with pytest.raises(Stopped):
         broken.train()
     resumed = train("broken", loss=loss, resume=True).train()

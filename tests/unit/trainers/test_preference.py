@@ -115,8 +115,8 @@ def test_figures_are_those_of_unmodified_models(train: Any, causal_lm: Any) -> N
     result = trainer.train()
     reference = causal_lm()
     losses, chosen_rewards = [], []
-    assert trainer.evaluation is not None
-    for item in trainer.evaluation.items:
+    assert trainer.worker.evaluation is not None
+    for item in trainer.worker.evaluation.items:
         ratios = [
             total_logprob(result.model, item.prompt_ids, ids) - total_logprob(reference, item.prompt_ids, ids)
             for ids in (item.chosen_ids, item.rejected_ids)
@@ -133,7 +133,7 @@ def test_figures_are_those_of_unmodified_models(train: Any, causal_lm: Any) -> N
 def test_another_reference(train: Any, causal_lm: Any) -> None:
     other = causal_lm(seed=4)
     trainer = train(other=other, steps=1)
-    item = trainer.data.items[3]
+    item = trainer.worker.data.items[3]
     metrics = trainer.train()
     tables = load_file(next((metrics.path / "reference").glob("*.safetensors")))
     assert tables["answers"].shape == (12, 2)
@@ -155,7 +155,7 @@ def test_kto_takes_answers_judged_one_by_one(train: Any, pairs: Any) -> None:
 
 def test_the_reference_point_of_kto_is_the_one_of_unmodified_models(train: Any, causal_lm: Any) -> None:
     trainer = train(loss=KTOLoss(), model=causal_lm(seed=8), other=causal_lm(seed=4), steps=1)
-    policy, reference, data = causal_lm(seed=8), causal_lm(seed=4), trainer.data
+    policy, reference, data = causal_lm(seed=8), causal_lm(seed=4), trainer.worker.data
     rows = data.batch(0, 4, trainer.recipe.seed).sequence["row"].tolist()[::2]
     trainer.train()
     ratios = []
@@ -174,14 +174,14 @@ def test_the_reference_point_of_kto_is_the_one_of_unmodified_models(train: Any, 
 
 def counted(trainer: PreferenceTrainer) -> list[int]:
     """The rows of which the reference computes log-probabilities from now on, each once per answer."""
-    assert trainer._tables is not None and trainer._tables._reference is not None
-    reference, seen = trainer._tables._reference, []
+    assert trainer.worker._tables is not None and trainer.worker._tables._reference is not None
+    reference, seen = trainer.worker._tables._reference, []
 
     def logprobs(batch: Any) -> Any:
         seen.extend(batch.sequence["row"].tolist())
         return reference.logprobs(batch)
 
-    trainer._tables._reference = replace(reference, logprobs=logprobs)
+    trainer.worker._tables._reference = replace(reference, logprobs=logprobs)
     return seen
 
 
@@ -262,14 +262,14 @@ def test_a_damaged_note_of_the_reference_is_refused(content: str | None, train: 
 def test_a_run_that_breaks_off_goes_on_with_the_reference_it_began_with(train: Any, causal_lm: Any) -> None:
     whole = train("whole").train()
     broken = train("broken")
-    step = broken.engine.train_step
+    step = broken.worker.engine.train_step
 
     def breaks(*arguments: Any) -> Any:
-        if broken.engine.num_updates == 3:
+        if broken.worker.engine.num_updates == 3:
             raise Stopped
         return step(*arguments)
 
-    broken.engine.train_step = breaks
+    broken.worker.engine.train_step = breaks
     with pytest.raises(Stopped):
         broken.train()
     # The weights given are not those the run began with: model and reference come from the run's own files.
@@ -284,14 +284,14 @@ def test_a_run_that_breaks_off_goes_on_with_the_reference_it_began_with(train: A
 def test_what_a_resumed_run_finds_changed(train: Any, causal_lm: Any, pairs: Any, tmp_path: Path) -> None:
     def interrupted(path: str, **changes: Any) -> None:
         trainer = train(path, **changes)
-        step = trainer.engine.train_step
+        step = trainer.worker.engine.train_step
 
         def breaks(*arguments: Any) -> Any:
-            if trainer.engine.num_updates == 2:
+            if trainer.worker.engine.num_updates == 2:
                 raise Stopped
             return step(*arguments)
 
-        trainer.engine.train_step = breaks
+        trainer.worker.engine.train_step = breaks
         with pytest.raises(Stopped):
             trainer.train()
 
@@ -313,8 +313,8 @@ def test_what_a_resumed_run_finds_changed(train: Any, causal_lm: Any, pairs: Any
 
 def test_a_reference_without_finite_numbers_stops_the_run(train: Any) -> None:
     trainer = train()
-    reference = trainer._tables._reference
-    trainer._tables._reference = replace(reference, logprobs=lambda batch: reference.logprobs(batch) / 0)
+    reference = trainer.worker._tables._reference
+    trainer.worker._tables._reference = replace(reference, logprobs=lambda batch: reference.logprobs(batch) / 0)
     with pytest.raises(UserError, match="finite"):
         trainer.train()
     assert not (trainer.path / "reference").exists()

@@ -76,7 +76,7 @@ def test_it_learns_to_tell_steps_apart_and_reports_what_the_model_alone_computes
     assert after["eval/accuracy"] > 0.95 > before["eval/accuracy"]
     assert after["eval/loss"] < 0.25 < before["eval/loss"]
     assert after["process_reward/accuracy"] > 0.95
-    items = made.evaluation.items
+    items = made.worker.evaluation.items
     logits = torch.tensor([x for item in items for x in plain_logits(result.model, item)], dtype=torch.float64)
     labels = torch.tensor([label for item in items for label in item.labels], dtype=torch.float64)
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
@@ -89,14 +89,14 @@ def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
 ) -> None:
     whole = trainer(tmp_path / "whole", causal_lm(), tokenizer, rows).train()
     broken = trainer(tmp_path / "broken", causal_lm(), tokenizer, rows)
-    step = broken.engine.train_step
+    step = broken.worker.engine.train_step
 
     def breaks(*arguments: Any) -> Any:
-        if broken.engine.num_updates == 3:
+        if broken.worker.engine.num_updates == 3:
             raise Stopped
         return step(*arguments)
 
-    broken.engine.train_step = breaks
+    broken.worker.engine.train_step = breaks
     with pytest.raises(Stopped):
         broken.train()
     resumed = trainer(tmp_path / "broken", causal_lm(seed=9), tokenizer, rows, resume=True).train()
@@ -124,9 +124,9 @@ def test_what_is_saved_loads_with_from_pretrained_and_says_how_steps_end(
     path = tmp_path / "run" / "model"
     plain = AutoModelForSequenceClassification.from_pretrained(path).eval()
     assert plain.config.num_labels == 1
-    for item in made.data.items[:4]:
+    for item in made.worker.data.items[:4]:
         assert plain_logits(plain, item) == pytest.approx(plain_logits(result.model, item), abs=1e-6)
-    item = made.data.items[0]
+    item = made.worker.data.items[0]
     with torch.no_grad():
         pooled = plain(torch.tensor([item.prompt_ids + item.completion_ids])).logits.item()
     assert pooled == pytest.approx(plain_logits(plain, item)[-1], abs=1e-6), "its own pooling is the last step's score"
@@ -145,8 +145,8 @@ def test_a_reward_model_is_trained_on_in_place(scalar_model: Any, tokenizer: Any
 
 def test_steps_follow_from_epochs(causal_lm: Any, tokenizer: Any, rows: Any, tmp_path: Path) -> None:
     made = trainer(tmp_path / "run", causal_lm(), tokenizer, rows, steps=None, epochs=2, answers_per_step=20)
-    made.packed.release()
-    assert made.steps == 5, "48 rows, twice, 20 at a time, rounded up"
+    made.worker.packed.release()
+    assert made.worker.steps == 5, "48 rows, twice, 20 at a time, rounded up"
 
 
 def test_bad_rows_stop_the_run_before_anything_is_written(
@@ -167,7 +167,7 @@ def test_without_held_out_data_there_is_nothing_to_evaluate(
 ) -> None:
     recipe = ProcessRewardRecipe(output_dir=str(tmp_path / "run"), separator=";", threads=1)
     made = ProcessRewardTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, rows=rows)
-    made.packed.release()
+    made.worker.packed.release()
     with pytest.raises(UserError, match="no evaluation data"):
         made.evaluate()
 

@@ -83,7 +83,7 @@ def test_a_reward_model_learns_from_dialogues_as_published(
     model = causal_lm(vocab_size=len(letters), eos_token_id=letters.eos_token_id, max_position_embeddings=256)
     trainer = RewardModelTrainer(recipe, model=model, tokenizer=letters)
     head = "u|Is 0 so?\na|Why?\nu|Just say.\na|" if turns == "messages" else dialogues(1)[0]["chosen"][:-6]
-    first = trainer.data.items[0]
+    first = trainer.worker.data.items[0]
     assert letters.decode(first.prompt_ids) == head
     assert letters.decode(first.chosen_ids[:-1]) == ("yes!!\n" if turns == "messages" else " yes!!")
     result = trainer.train()
@@ -180,14 +180,14 @@ def test_a_mixture_goes_on_to_the_bit(
             **COMMON, data=DataConfig(sources=sources), output_dir=str(tmp_path / name), steps=7, examples_per_step=6
         )
         trainer = SFTTrainer(recipe, model=causal_lm(seed=seed), tokenizer=tokenizer, resume=resume)
-        step = trainer.engine.train_step
+        step = trainer.worker.engine.train_step
 
         def breaks(*arguments: Any) -> Any:
-            if trainer.engine.num_updates == stop_at:
+            if trainer.worker.engine.num_updates == stop_at:
                 raise RuntimeError("breaks off")
             return step(*arguments)
 
-        trainer.engine.train_step = breaks  # type: ignore[method-assign]
+        trainer.worker.engine.train_step = breaks  # type: ignore[method-assign]
         return trainer.train()
 
     whole = run("whole", 0)

@@ -15,7 +15,8 @@ from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, RewardModelRecipe, SFTRecipe
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.reward_model import RewardModelTrainer
-from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.sft import SFTTrainer, SFTWorker
+from quartet.trainers.supervised_worker import Given
 
 COMMON: dict[str, Any] = {
     "threads": 1,
@@ -59,14 +60,14 @@ def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
     make, rows = (sft, demonstrations) if job == "sft" else (reward_model, pairs)
     whole = make(tmp_path / "whole", causal_lm(), tokenizer, rows).train()
     broken: Any = make(tmp_path / "broken", causal_lm(), tokenizer, rows)
-    step = broken.engine.train_step
+    step = broken.worker.engine.train_step
 
     def breaks(*arguments: Any) -> Any:
-        if broken.engine.num_updates == 3:
+        if broken.worker.engine.num_updates == 3:
             raise Stopped
         return step(*arguments)
 
-    broken.engine.train_step = breaks
+    broken.worker.engine.train_step = breaks
     with pytest.raises(Stopped):
         broken.train()
     assert len(untimed(tmp_path / "broken")) == 3, "one row more than the checkpoint"
@@ -92,14 +93,14 @@ def test_sft_figures_are_those_of_transformers_own_loss(
     rows = demonstrations[:4]
     trainer = sft(tmp_path / "run", causal_lm(), tokenizer, rows)
     found = trainer.evaluate()
-    trainer.packed.release()
+    trainer.worker.packed.release()
     total = count = 0.0
     for row in rows:
         head = tokenizer(row["prompt"])["input_ids"]
         tail = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
         with torch.no_grad():
             labels = torch.tensor([[-100] * len(head) + tail])
-            loss = trainer.packed.model(torch.tensor([head + tail]), labels=labels).loss
+            loss = trainer.worker.packed.model(torch.tensor([head + tail]), labels=labels).loss
         total, count = total + float(loss) * len(tail), count + len(tail)
     assert found["eval/loss"] == pytest.approx(total / count, rel=1e-5)
     assert found["sft/perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
@@ -116,8 +117,8 @@ def test_evaluation_runs_on_its_cadence_and_at_the_end(
 
 def test_steps_follow_from_epochs(causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path) -> None:
     trainer = sft(tmp_path / "run", causal_lm(), tokenizer, demonstrations, steps=None, epochs=3, examples_per_step=10)
-    trainer.packed.release()
-    assert trainer.steps == 8, "24 rows, three times, ten at a time, rounded up"
+    trainer.worker.packed.release()
+    assert trainer.worker.steps == 8, "24 rows, three times, ten at a time, rounded up"
 
 
 def test_a_reward_model_learns_to_prefer_and_reports_it(
@@ -129,12 +130,12 @@ def test_a_reward_model_learns_to_prefer_and_reports_it(
     after = result.summary["stages"][0]["metrics"]
     assert after["eval/accuracy"] > max(0.8, before["eval/accuracy"])
     assert after["eval/margin"] > before["eval/margin"]
-    assert trainer.evaluation is not None
+    assert trainer.worker.evaluation is not None
     with torch.no_grad():
         margins = [
             result.model(torch.tensor([item.prompt_ids + item.chosen_ids])).logits.item()
             - result.model(torch.tensor([item.prompt_ids + item.rejected_ids])).logits.item()
-            for item in trainer.evaluation.items
+            for item in trainer.worker.evaluation.items
         ]
     assert after["eval/accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
     assert after["eval/margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-4)
@@ -176,3 +177,34 @@ def test_without_model_or_data_there_is_nothing_to_do(tokenizer: Any, causal_lm:
     with pytest.raises(UserError, match="no data"):
         SFTTrainer(bare, tokenizer=tokenizer, model=causal_lm())
     assert not (tmp_path / "run").exists()
+
+
+class OtherRank:
+    """A second rank that is always where this one is; keeps what it is told."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def gather(self, report: Any) -> list[Any]:
+        self.told.append(report)
+        return [report, report]
+
+
+def test_a_rank_that_cannot_make_its_batch_says_so_to_the_others(
+    causal_lm: Any, tokenizer: Any, demonstrations: Any
+) -> None:
+    """They are in the update already, and would wait for it."""
+    other: Any = OtherRank()
+    given = Given(causal_lm(), tokenizer, demonstrations)
+    worker = SFTWorker(SFTRecipe(steps=2), given, torch.device("cpu"), other)
+
+    def broken(step: int) -> Any:
+        raise Stopped(f"no rows of step {step}")
+
+    worker._batch = broken  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        worker.step(1)
+    assert [report.failure for report in other.told] == ["Stopped: no rows of step 1"]
+    worker.release()

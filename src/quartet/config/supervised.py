@@ -1,0 +1,38 @@
+"""What every recipe has that trains one model on rows."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from quartet.config.cluster import ClusterConfig, LocalCluster, device_misfit
+from quartet.config.common import DataConfig, ModelConfig, Recipe, TrainConfig
+from quartet.config.units import Processes
+
+
+class SupervisedRecipe(Recipe):
+    """What every job has that trains one model on rows."""
+
+    job: str
+    model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
+    data: DataConfig | None = Field(None, description="Rows to train on; left out where Python passes them.")
+    evaluation_data: DataConfig | None = Field(None, description="Held-out rows; no evaluation when left out.")
+    evaluate_every_steps: int = Field(50, ge=1, description="Steps between evaluations; one more at the end.")
+    train: TrainConfig = TrainConfig()
+    steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
+    epochs: int = Field(1, ge=1, description="Passes over the data where steps is left out.")
+    cluster: ClusterConfig = Field(LocalCluster(), description="Where the processes of the run are.")
+    processes: Processes = Field(
+        1, ge=1, description="Processes on each node; each has a copy of the model and a share of every update."
+    )
+    nodes: int = Field(1, ge=1, description="Machines.")
+
+    @model_validator(mode="after")
+    def _has_its_processes(self) -> SupervisedRecipe:
+        if self.cluster.type == "local" and self.processes * self.nodes > 1:
+            raise ValueError(
+                f"processes {self.processes} on nodes {self.nodes}, but cluster.type local has one process: set "
+                "cluster.type: ray, or leave processes and nodes out"
+            )
+        if (reason := device_misfit(self.cluster, self.device)) is not None:
+            raise ValueError(reason)
+        return self
