@@ -521,7 +521,7 @@ def test_a_receiver_that_hangs_is_named_and_keeps_no_call_of_the_sender(
     open_ends: Open, patience_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where another one gets tired of waiting before the sender does."""
-    monkeypatch.setattr(control, "GRACE_S", 0.5)
+    monkeypatch.setattr(control, "GRACE_S", 1.5)
     quick, slow = TensorSink(ends.empty_like(weights()).items()), Slow(ends.empty_like(weights()).items())
     transport = open_ends(quick, slow, timeout_s=1.0, receiver_timeout_s=patience_s)
     transport.sync(source_of(weights(1)), 1)

@@ -251,9 +251,11 @@ def test_an_engine_that_stands_still_is_named_after_the_time_limit(
         sync.run(source_of(1), 1)
         pid = engines[1].pid
         # A thread waits for the answer that does not come; it must not keep the driver's loop from ending.
-        threading.Timer(6.0, os.kill, (pid, signal.SIGCONT)).start()
+        go_on = threading.Timer(6.0, os.kill, (pid, signal.SIGCONT))
+        go_on.start()
         with pytest.raises(WeightSyncTimeout, match=r"rank 1 .*did nothing for 1.5 s") as caught:
             sync.run(Interrupted(2, lambda: os.kill(pid, signal.SIGSTOP)), 2)
+        go_on.cancel()  # it must not wake an engine that the next test stops
         os.kill(pid, signal.SIGCONT)
         assert caught.value.rank == 1 and caught.value.tensor in ends.fused_weights()
         for engine in engines:

@@ -5,16 +5,18 @@ Both ends make the same plan from the announced tensors, so a bucket needs no de
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from quartet.weights.digest import bytes_of
 from quartet.weights.manifest import TensorSpec
 from quartet.weights.progress import Progress
 from quartet.weights.sink import TensorSink
+from quartet.weights.transport import SendTransport
 
+NUM_BUFFERS = 2
 ALIGNMENT = 16
 """Bytes; every dtype can then be viewed where its span begins."""
 
@@ -86,26 +88,40 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
     return tuple(buckets)
 
 
-class Packer:
-    """Lays tensors into the buckets of a plan as they come."""
+class BucketSend(SendTransport):
+    """Lays tensors into buckets as they come, in two buffers by turns."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._places: Iterator[tuple[Bucket, Span, bool]] = (
-            (bucket, span, span is bucket.spans[-1]) for bucket in buckets for span in bucket.spans
-        )
+    _bucket_bytes: int
+    _buffers: list[Tensor]
 
-    def spans_of(self, spec: TensorSpec) -> Iterator[tuple[Bucket, Span, bool]]:
-        """The pieces of the next tensor; the last value says whether a piece completes its bucket."""
-        left = spec.num_elements
-        while left:
-            bucket, span, completes = next(self._places)
-            assert span.spec == spec, f"{spec.name} came where {span.spec.name} was planned"
-            left -= span.count
-            yield bucket, span, completes
+    def send(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
+        assert self._progress is not None
+        buckets, digests = plan_buckets(specs, self._bucket_bytes), []
+        places = ((bucket, span) for bucket in buckets for span in bucket.spans)
+        for index, spec in enumerate(specs):
+            self._progress.note(tensor=index)
+            tensor, left = next(tensors), spec.num_elements
+            while left:
+                bucket, span = next(places)
+                buffer = self._buffers[bucket.number % NUM_BUFFERS]
+                if span is bucket.spans[0]:
+                    self._wait_until_free(bucket.number - NUM_BUFFERS)
+                span.view(buffer).copy_(tensor.view(-1)[span.start : span.start + span.count])
+                if span is bucket.spans[-1]:
+                    self._ship(bucket, buffer[: bucket.num_bytes])
+                left -= span.count
+            digests.append(self._hasher.digest(tensor))
+        self._finish()
+        self._progress.wait(len(buckets))
+        return digests
 
+    @abstractmethod
+    def _wait_until_free(self, number: int) -> None:
+        """The buffer of the bucket with this number, if there is one, may be filled again."""
 
-def fill(span: Span, tensor: Tensor, buffer: Tensor) -> None:
-    """Copies a piece of ``tensor`` (contiguous) to its place in ``buffer``."""
-    size = span.spec.torch_dtype.itemsize
-    piece = bytes_of(tensor)[span.start * size : (span.start + span.count) * size]
-    buffer[span.offset : span.offset + span.num_bytes].copy_(piece)
+    @abstractmethod
+    def _ship(self, bucket: Bucket, data: Tensor) -> None:
+        """The bucket is full. Notes that; whether the receivers have it is seen later."""
+
+    def _finish(self) -> None:
+        """All buckets are shipped."""

@@ -18,16 +18,14 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from quartet.weights.buckets import Bucket, Packer, fill, plan_buckets
-from quartet.weights.digest import Hasher
+from quartet.weights.buckets import NUM_BUFFERS, Bucket, BucketSend, plan_buckets
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec
 from quartet.weights.messages import Announcement, Offer
-from quartet.weights.progress import SENDER, Progress, StoreBoard
+from quartet.weights.progress import Progress, StoreBoard
 from quartet.weights.sink import TensorSink
-from quartet.weights.transport import ReceiveTransport, SendTransport
+from quartet.weights.transport import ReceiveTransport
 
-NUM_BUFFERS = 2
 _LONG = timedelta(days=1)
 """The group's own limit, never reached: waiting is ours. Its error could not say who is behind."""
 
@@ -47,11 +45,14 @@ class _Group:
             # Its threads end with the broadcast they are in, so here the limit is ours as well.
             self._backend = c10d.ProcessGroupGloo(store, rank, size, limit)
 
-    def broadcast(self, buffer: Tensor) -> Any:
+    def broadcast(self, buffer: Tensor, progress: Progress) -> Any:
         """Starts a broadcast from rank 0; the result has ``is_completed`` and ``wait``."""
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        return self._backend.broadcast([buffer], options)
+        try:
+            return self._backend.broadcast([buffer], options)
+        except RuntimeError as error:
+            raise progress.broke(error) from error
 
     def abort(self) -> None:
         if isinstance(self._backend, c10d.ProcessGroupGloo):
@@ -75,38 +76,23 @@ def _came(rank: int) -> str:
 _numbers = itertools.count(1)
 
 
-class CollectiveSend(SendTransport):
+class CollectiveSend(BucketSend):
     """
     Args:
-        host: where receivers reach this machine.
         timeout_s: how long a receiver may stand still; with gloo also how long one bucket may take.
         device: of the buffers; its type chooses the back end.
         bucket_bytes: of each of the two buffers, on every end.
     """
 
     kind = "collective"
+    _store: Any
+    _group: _Group | None = None
+    _under_way: dict[int, Any]
 
-    def __init__(
-        self,
-        num_receivers: int = 1,
-        *,
-        host: str = "127.0.0.1",
-        timeout_s: float = 120.0,
-        device: torch.device | str = "cpu",
-        bucket_bytes: int = 2**26,
-        hasher: Hasher | None = None,
-    ) -> None:
-        self._num_receivers = num_receivers
-        self._host = host
-        self._timeout_s = timeout_s
-        self._device = torch.device(device)
+    def __init__(self, num_receivers: int = 1, *, bucket_bytes: int = 2**26, **common: Any) -> None:
+        super().__init__(num_receivers, **common)
         self._bucket_bytes = bucket_bytes
-        self._hasher = hasher or Hasher()
-        self._buffers: list[Tensor] = []
-        self._under_way: dict[int, Any] = {}
-        self._store: Any = None
-        self._group: _Group | None = None
-        self._progress: Progress | None = None
+        self._drop()
 
     def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
         size = 1 + self._num_receivers
@@ -116,7 +102,7 @@ class CollectiveSend(SendTransport):
             self._number = next(_numbers)
         board = StoreBoard(self._store)
         board.clear(size)
-        self._progress = Progress(board, SENDER, range(1, size), specs, self._timeout_s)
+        self._watch_receivers(board, specs)
         self._under_way = {}
         return {
             "group": self._number,
@@ -128,25 +114,9 @@ class CollectiveSend(SendTransport):
         }
 
     def send(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
-        assert self._progress is not None
         if self._group is None:
             self._form()
-        buckets, digests = plan_buckets(specs, self._bucket_bytes), []
-        packer = Packer(buckets)
-        for index, spec in enumerate(specs):
-            self._progress.note(tensor=index)
-            tensor = next(tensors)
-            for bucket, span, completes in packer.spans_of(spec):
-                if span is bucket.spans[0]:
-                    self._wait(bucket.number - NUM_BUFFERS)
-                fill(span, tensor, self._buffers[bucket.number % NUM_BUFFERS])
-                if completes:
-                    self._ship(bucket)
-            digests.append(self._hasher.digest(tensor))
-        for number in sorted(self._under_way):
-            self._wait(number)
-        self._progress.wait(len(buckets))
-        return digests
+        return super().send(specs, tensors)
 
     def _form(self) -> None:
         try:
@@ -157,35 +127,26 @@ class CollectiveSend(SendTransport):
             raise _not_formed(found, away[0] if away else None) from error
         self._buffers = _buffers(self._bucket_bytes, self._device)
 
-    def _ship(self, bucket: Bucket) -> None:
+    def _ship(self, bucket: Bucket, data: Tensor) -> None:
         assert self._group is not None and self._progress is not None
         self._progress.note(step=bucket.number + 1)
-        buffer = self._buffers[bucket.number % NUM_BUFFERS]
-        try:
-            self._under_way[bucket.number] = self._group.broadcast(buffer[: bucket.num_bytes])
-        except RuntimeError as error:
-            raise self._progress.broke(error) from error
+        self._under_way[bucket.number] = self._group.broadcast(data, self._progress)
 
-    def _wait(self, number: int) -> None:
-        """Until the bucket's buffer may be used again."""
+    def _wait_until_free(self, number: int) -> None:
         work = self._under_way.pop(number, None)
         if work is not None:
             assert self._progress is not None
             _finish(work, self._progress, number + 1)
 
-    def fail(self, error: BaseException) -> None:
-        if self._progress is not None:
-            self._progress.fail(error)
-        self._drop()
+    def _finish(self) -> None:
+        for number in sorted(self._under_way):
+            self._wait_until_free(number)
 
     def _drop(self) -> None:
         if self._group is not None:
             self._group.abort()
-        self._group, self._store, self._progress, self._under_way, self._buffers = None, None, None, {}, []
-
-    def close(self) -> None:
-        self._drop()
-        self._hasher.close()
+        self._group = self._store = self._progress = None
+        self._under_way, self._buffers = {}, []
 
 
 class CollectiveReceive(ReceiveTransport):
@@ -196,16 +157,10 @@ class CollectiveReceive(ReceiveTransport):
     """
 
     kind = "collective"
-
-    def __init__(self, rank: int = 0, *, timeout_s: float = 120.0, device: torch.device | str = "cpu") -> None:
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self._device = torch.device(device)
-        self._offer: Offer = {}
-        self._store: Any = None
-        self._group: _Group | None = None
-        self._buffers: list[Tensor] = []
-        self._progress: Progress | None = None
+    _store: Any
+    _group: _Group | None = None
+    _offer: Offer | None = None
+    _buffers: list[Tensor]
 
     def open(self, announcement: Announcement, sink: TensorSink) -> None:
         offer = announcement.offer
@@ -222,12 +177,14 @@ class CollectiveReceive(ReceiveTransport):
         offer, specs = announcement.offer, announcement.tensors
         if self._group is None:
             self._form(offer)
-        self._progress = Progress(StoreBoard(self._store), 1 + self._rank, [SENDER], specs, self._timeout_s)
+        self._watch_sender(StoreBoard(self._store), specs)
+        assert self._group is not None and self._progress is not None
         index = {spec.name: number for number, spec in enumerate(specs)}
         before: tuple[Bucket, Any] | None = None
         for bucket in plan_buckets(specs, int(offer["bucket_bytes"])):
             # While this one is received the one before is unpacked.
-            under_way = bucket, self._broadcast(bucket, self._progress)
+            buffer = self._buffers[bucket.number % NUM_BUFFERS]
+            under_way = bucket, self._group.broadcast(buffer[: bucket.num_bytes], self._progress)
             if before is not None:
                 self._unpack(*before, sink, self._progress, index)
             before = under_way
@@ -245,30 +202,16 @@ class CollectiveReceive(ReceiveTransport):
             raise _not_formed(f"{host}:{port}: {error}") from error
         self._buffers, self._offer = _buffers(int(offer["bucket_bytes"]), self._device), offer
 
-    def _broadcast(self, bucket: Bucket, progress: Progress) -> Any:
-        assert self._group is not None
-        try:
-            return self._group.broadcast(self._buffers[bucket.number % NUM_BUFFERS][: bucket.num_bytes])
-        except RuntimeError as error:
-            raise progress.broke(error) from error
-
     def _unpack(self, bucket: Bucket, work: Any, sink: TensorSink, progress: Progress, index: dict[str, int]) -> None:
         _finish(work, progress, bucket.number + 1)
         bucket.unpack(self._buffers[bucket.number % NUM_BUFFERS], sink, progress, index)
         progress.note(step=bucket.number + 1)
 
-    def fail(self, error: BaseException) -> None:
-        if self._progress is not None:
-            self._progress.fail(error)
-        self._drop()
-
     def _drop(self) -> None:
         if self._group is not None:
             self._group.abort()
-        self._offer, self._group, self._store, self._progress, self._buffers = {}, None, None, None, []
-
-    def close(self) -> None:
-        self._drop()
+        self._offer = self._group = self._store = self._progress = None
+        self._buffers = []
 
 
 def _buffers(num_bytes: int, device: torch.device) -> list[Tensor]:

@@ -10,23 +10,19 @@ What the handles are is behind ``Handles``; everything else runs, and is tested,
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from quartet.weights.buckets import Packer, fill, plan_buckets
-from quartet.weights.digest import Hasher
+from quartet.weights.buckets import NUM_BUFFERS, Bucket, BucketSend, plan_buckets
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec
 from quartet.weights.messages import Announcement, Offer
-from quartet.weights.progress import SENDER, PageBoard, Progress
-from quartet.weights.shared_memory import not_reached
+from quartet.weights.progress import PageBoard
 from quartet.weights.sink import TensorSink
-from quartet.weights.transport import ReceiveTransport, SendTransport
-
-NUM_BUFFERS = 2
+from quartet.weights.transport import ReceiveTransport
 
 
 class Handles(Protocol):
@@ -84,33 +80,27 @@ class CudaHandles:
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
 
-class CudaIpcSend(SendTransport):
+class CudaIpcSend(BucketSend):
     """
     Args:
-        timeout_s: how long a receiver may stand still.
         bucket_bytes: of each of the two buffers, of which the GPU holds one set for all receivers.
     """
 
     kind = "cuda_ipc"
+    _exported: dict[str, list[Mapping[str, Any]]]
 
     def __init__(
         self,
         num_receivers: int = 1,
         *,
-        timeout_s: float = 120.0,
         handles: Handles | None = None,
         bucket_bytes: int = 2**28,
-        hasher: Hasher | None = None,
+        **common: Any,
     ) -> None:
-        self._num_receivers = num_receivers
-        self._timeout_s = timeout_s
-        self._handles = handles or CudaHandles()
+        super().__init__(num_receivers, **common)
+        self._handles = handles or CudaHandles(self._device)
         self._bucket_bytes = bucket_bytes
-        self._hasher = hasher or Hasher()
-        self._buffers: list[Tensor] = []
-        self._exported: dict[str, list[Mapping[str, Any]]] = {}
-        self._board: PageBoard | None = None
-        self._progress: Progress | None = None
+        self._drop()
 
     def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
         if not self._buffers:
@@ -118,66 +108,38 @@ class CudaIpcSend(SendTransport):
             # torch counts the users of an exported buffer: one handle for each.
             ranks = range(self._num_receivers)
             self._exported = {str(rank): [self._handles.export(b) for b in self._buffers] for rank in ranks}
-        if self._board is not None:
-            self._board.close()
-        self._board = PageBoard.create(1 + self._num_receivers)
-        others = range(1, 1 + self._num_receivers)
-        self._progress = Progress(self._board, SENDER, others, specs, self._timeout_s)
-        return {"bucket_bytes": self._bucket_bytes, "buffers": self._exported, "board": self._board.path}
+        board = PageBoard.create(1 + self._num_receivers)
+        self._watch_receivers(board, specs)
+        return {"bucket_bytes": self._bucket_bytes, "buffers": self._exported, "board": board.path}
 
-    def send(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
+    def _wait_until_free(self, number: int) -> None:
         assert self._progress is not None
-        buckets, digests = plan_buckets(specs, self._bucket_bytes), []
-        packer = Packer(buckets)
-        for index, spec in enumerate(specs):
-            self._progress.note(tensor=index)
-            tensor = next(tensors)
-            for bucket, span, completes in packer.spans_of(spec):
-                if span is bucket.spans[0]:
-                    self._progress.wait(bucket.number + 1 - NUM_BUFFERS)
-                fill(span, tensor, self._buffers[bucket.number % NUM_BUFFERS])
-                if completes:
-                    self._handles.synchronize()
-                    self._progress.note(step=bucket.number + 1)
-            digests.append(self._hasher.digest(tensor))
-        self._progress.wait(len(buckets))
-        return digests
+        self._progress.wait(number + 1)
 
-    def fail(self, error: BaseException) -> None:
-        if self._progress is not None:
-            self._progress.fail(error)
+    def _ship(self, bucket: Bucket, data: Tensor) -> None:
+        assert self._progress is not None
+        self._handles.synchronize()
+        self._progress.note(step=bucket.number + 1)
+
+    def _drop(self) -> None:
         # A receiver may be reading still: these buffers are not written again, torch frees them with their last user.
-        self._buffers, self._exported = [], {}
-
-    def close(self) -> None:
-        self._buffers, self._exported = [], {}
-        if self._board is not None:
-            self._board.close()
-            self._board = self._progress = None
-        self._hasher.close()
+        self._buffers = []
+        self._exported = {}
 
 
 class CudaIpcReceive(ReceiveTransport):
     kind = "cuda_ipc"
+    _offered: list[Mapping[str, Any]]
+    _buffers: list[Tensor]
 
-    def __init__(self, rank: int = 0, *, timeout_s: float = 120.0, handles: Handles | None = None) -> None:
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self._handles = handles or CudaHandles()
-        self._offered: list[Mapping[str, Any]] = []
-        self._buffers: list[Tensor] = []
-        self._board: PageBoard | None = None
-        self._progress: Progress | None = None
+    def __init__(self, rank: int = 0, *, handles: Handles | None = None, **common: Any) -> None:
+        super().__init__(rank, **common)
+        self._handles = handles or CudaHandles(self._device)
+        self._drop()
 
     def open(self, announcement: Announcement, sink: TensorSink) -> None:
         offer = announcement.offer
-        try:
-            board = PageBoard.open(str(offer["board"]))
-        except OSError as error:
-            raise not_reached(error) from error
-        self._close_board()
-        self._board = board
-        self._progress = Progress(board, 1 + self._rank, [SENDER], announcement.tensors, self._timeout_s)
+        self._watch_sender(PageBoard.open(offer["board"]), announcement.tensors)
         offered = offer["buffers"][str(self._rank)]
         if offered != self._offered:
             self._buffers = [self._handles.open(handle) for handle in offered]
@@ -192,16 +154,5 @@ class CudaIpcReceive(ReceiveTransport):
             self._handles.synchronize()
             self._progress.note(step=bucket.number + 1)
 
-    def fail(self, error: BaseException) -> None:
-        if self._progress is not None:
-            self._progress.fail(error)
+    def _drop(self) -> None:
         self._offered, self._buffers = [], []
-
-    def close(self) -> None:
-        self._offered, self._buffers = [], []
-        self._close_board()
-
-    def _close_board(self) -> None:
-        if self._board is not None:
-            self._board.close()
-            self._board = self._progress = None

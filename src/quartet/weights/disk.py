@@ -17,7 +17,7 @@ from typing import BinaryIO
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quartet.weights.digest import Hasher, bytes_of
+from quartet.weights.digest import bytes_of
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import Manifest, TensorSpec
 from quartet.weights.messages import Announcement, Offer
@@ -42,15 +42,13 @@ class DiskSend(SendTransport):
 
     kind = "disk"
 
-    def __init__(
-        self, folder: Path, *, template: Path | None = None, keep: int = 2, hasher: Hasher | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *, template: Path | None = None, keep: int = 2) -> None:
+        super().__init__()
         if keep < 1:
             raise ValueError(f"keep = {keep}; at least the newest version stays")
         self._folder = folder.resolve()
         self._template = template
         self._keep = keep
-        self._hasher = hasher or Hasher()
         self._draft: Path | None = None
         self._file: BinaryIO | None = None
         self._offsets: dict[str, int] = {}
@@ -100,19 +98,12 @@ class DiskSend(SendTransport):
         for old in published(self._folder)[: -self._keep]:
             shutil.rmtree(old)
 
-    def fail(self, error: BaseException) -> None:
-        self._drop()
-
     def _drop(self) -> None:
         if self._file is not None:
             self._file.close()
         if self._draft is not None:
             shutil.rmtree(self._draft)
             self._draft = None
-
-    def close(self) -> None:
-        self._drop()
-        self._hasher.close()
 
 
 class DiskReceive(ReceiveTransport):
@@ -123,12 +114,6 @@ class DiskReceive(ReceiveTransport):
 
     def receive(self, announcement: Announcement, sink: TensorSink) -> None:
         _bring(Path(announcement.offer["path"]), announcement.tensors, sink)
-
-    def fail(self, error: BaseException) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def publish(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quartet.weights.collective import CollectiveReceive, CollectiveSend
-from quartet.weights.cuda_ipc import CudaHandles, CudaIpcReceive, CudaIpcSend
+from quartet.weights.cuda_ipc import CudaIpcReceive, CudaIpcSend
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import DTYPES, Manifest, dtype_name
 from quartet.weights.messages import (
@@ -35,6 +35,7 @@ from quartet.weights.messages import (
     Pieces,
     Prepare,
     Sealed,
+    Transport,
     Verify,
 )
 from quartet.weights.progress import machine_id
@@ -43,6 +44,20 @@ from quartet.weights.shared_memory import SharedMemoryReceive, SharedMemorySend
 from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource, WeightSource, take_part
 from quartet.weights.transport import ReceiveTransport, SendTransport
+
+TRANSPORTS: dict[Transport, tuple[type[SendTransport], type[ReceiveTransport]]] = {
+    "shared": (SharedSend, SharedReceive),
+    "shared_memory": (SharedMemorySend, SharedMemoryReceive),
+    "cuda_ipc": (CudaIpcSend, CudaIpcReceive),
+    "collective": (CollectiveSend, CollectiveReceive),
+}
+"""Both halves of what ends can be connected by; ``disk`` needs a folder, see ``WeightSender.use``."""
+
+
+def _halves(message: ConnectSender | ConnectReceiver) -> tuple[type[SendTransport], type[ReceiveTransport]]:
+    if message.transport not in TRANSPORTS:
+        raise unexpected(message, "an end without a folder")
+    return TRANSPORTS[message.transport]
 
 
 def describe(device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None) -> Endpoint:
@@ -123,15 +138,7 @@ class WeightSender:
     def _connect(self, message: ConnectSender) -> None:
         dtypes = {name: DTYPES[dtype] for name, dtype in message.dtypes.items()}
         source, num, limit_s = NamedSource(self._named, like=dtypes), message.num_receivers, message.timeout_s
-        transports: dict[str, Callable[[], SendTransport]] = {
-            "shared": lambda: SharedSend(num),
-            "shared_memory": lambda: SharedMemorySend(num, timeout_s=limit_s),
-            "cuda_ipc": lambda: CudaIpcSend(num, timeout_s=limit_s, handles=CudaHandles(self._device)),
-            "collective": lambda: CollectiveSend(num, host=message.host, timeout_s=limit_s, device=self._device),
-        }
-        if message.transport not in transports:
-            raise unexpected(message, "a sender")
-        self.use(transports[message.transport](), source)
+        self.use(_halves(message)[0](num, timeout_s=limit_s, device=self._device, host=message.host), source)
 
     def _prepare(self, version: int) -> Announcement:
         if self._transport is None:
@@ -226,16 +233,8 @@ class WeightReceiver:
         return Done()
 
     def _connect(self, message: ConnectReceiver) -> None:
-        rank, limit_s, device = message.rank, message.timeout_s, self._sink.device
-        transports: dict[str, Callable[[], ReceiveTransport]] = {
-            "shared": lambda: SharedReceive(rank),
-            "shared_memory": lambda: SharedMemoryReceive(rank, timeout_s=limit_s),
-            "cuda_ipc": lambda: CudaIpcReceive(rank, timeout_s=limit_s, handles=CudaHandles(device)),
-            "collective": lambda: CollectiveReceive(rank, timeout_s=limit_s, device=device),
-        }
-        if message.transport not in transports:
-            raise unexpected(message, "a receiver")
-        self.use(transports[message.transport]())
+        half = _halves(message)[1]
+        self.use(half(message.rank, timeout_s=message.timeout_s, device=self._sink.device))
 
     def _prepare(self, announcement: Announcement) -> None:
         if self._announced is not None:

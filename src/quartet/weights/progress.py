@@ -67,6 +67,9 @@ class Board(ABC):
     @abstractmethod
     def write(self, end: int, position: Position) -> None: ...
 
+    def close(self) -> None:  # noqa: B027 (a store is closed by its owner)
+        pass
+
 
 class PageBoard(Board):
     """In nameless shared memory, which other processes of the machine open by ``path``.
@@ -91,13 +94,13 @@ class PageBoard(Board):
     def open(cls, path: str) -> PageBoard:
         """
         Raises:
-            OSError: it is not within reach.
+            WeightSyncError: it is not within reach.
         """
-        return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        return cls(open_shared(path, os.O_RDWR))
 
     @property
     def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return path_of(self._descriptor)
 
     def read(self, end: int) -> Position:
         row = os.pread(self._descriptor, self._ROW.size, end * self._ROW.size)
@@ -238,8 +241,8 @@ class Progress:
             tensor=name,
         )
 
-    def _without_board(self, error: BoardGone) -> OtherEndFailed:
-        return _gone(SENDER, Position(), self._name(self._mine), str(error))
+    def _without_board(self, error: BoardGone) -> WeightSyncError:
+        return self._gone(SENDER, Position(tensor=self._mine.tensor), str(error))
 
     def _check_states(self, found: dict[int, Position], step: int) -> None:
         for end, position in found.items():
@@ -253,51 +256,57 @@ class Progress:
                 if behind:
                     raise self._late(behind[0], found[behind[0]])
             if position.state is not State.RUNNING:
-                raise self._failed(end, position)
+                at, remedy = f"step {position.step} of the data", "see its own error or log; the next sync starts anew"
+                raise self._blamed(OtherEndFailed, end, position, "gave up the weight sync", at, remedy)
         now_s = time.monotonic()
         if now_s - self._looked_s > _LIFE_S:
             self._looked_s = now_s
             for end, position in found.items():
                 if position.pid and not _lives(position.pid):
-                    raise _gone(end, position, self._name(position), "its process has ended")
+                    raise self._gone(end, position, "its process has ended")
 
     def _name(self, position: Position) -> str | None:
         return self._names[position.tensor] if position.tensor < len(self._names) else None
 
-    def _late(self, end: int, position: Position) -> WeightSyncTimeout:
+    def _late(self, end: int, position: Position) -> WeightSyncError:
+        did, found = f"did nothing for {self._timeout_s:g} s", f"it stands at step {position.step} of the data"
+        remedy = "see its log; start it again, or raise weight_sync.timeout_s if it only needs longer"
+        return self._blamed(WeightSyncTimeout, end, position, did, found, remedy)
+
+    def _gone(self, end: int, position: Position, found: str) -> WeightSyncError:
+        remedy = "see its log for the reason, start it again and connect the weights anew"
+        return self._blamed(OtherEndFailed, end, position, "is gone", found, remedy)
+
+    def _blamed(
+        self, kind: type[WeightSyncError], end: int, position: Position, did: str, found: str, remedy: str
+    ) -> WeightSyncError:
+        who = "the sender of weights" if end == SENDER else f"the receiver of weights of rank {end - 1}"
+        process = f" (process {position.pid})" if position.pid else ""
         name = self._name(position)
-        return WeightSyncTimeout(
-            f"{_who(end, position)} did nothing for {self._timeout_s:g} s",
-            found=f"it stands at step {position.step} of the data{at_tensor(name)}",
-            remedy="see its log; start it again, or raise weight_sync.timeout_s if it only needs longer",
-            rank=None if end == SENDER else end - 1,
-            tensor=name,
-        )
-
-    def _failed(self, end: int, position: Position) -> OtherEndFailed:
-        name = self._name(position)
-        return OtherEndFailed(
-            f"{_who(end, position)} gave up the weight sync",
-            found=f"step {position.step} of the data{at_tensor(name)}",
-            remedy="see its own error or log; the next sync starts anew",
-            rank=None if end == SENDER else end - 1,
-            tensor=name,
-        )
+        rank = None if end == SENDER else end - 1
+        return kind(f"{who}{process} {did}", found=f"{found}{at_tensor(name)}", remedy=remedy, rank=rank, tensor=name)
 
 
-def _who(end: int, position: Position) -> str:
-    who = "the sender of weights" if end == SENDER else f"the receiver of weights of rank {end - 1}"
-    return f"{who} (process {position.pid})" if position.pid else who
+def path_of(descriptor: int) -> str:
+    """By which other processes of this machine open nameless memory."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def _gone(end: int, position: Position, tensor: str | None, found: str) -> OtherEndFailed:
-    return OtherEndFailed(
-        f"{_who(end, position)} is gone",
-        found=f"{found}{at_tensor(tensor)}",
-        remedy="see its log for the reason, start it again and connect the weights anew",
-        rank=None if end == SENDER else end - 1,
-        tensor=tensor,
-    )
+def open_shared(path: str, flags: int) -> int:
+    """A descriptor of another process's nameless memory.
+
+    Raises:
+        WeightSyncError: it is not within reach.
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightSyncError(
+            "the sender's shared memory cannot be opened",
+            found=str(error),
+            remedy="run both ends on one machine, as one user and in one process namespace; between containers "
+            "use the transport collective or disk",
+        ) from error
 
 
 def machine_id() -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -29,8 +30,8 @@ _numbers = itertools.count()
 class SharedSend(SendTransport):
     kind = "shared"
 
-    def __init__(self, num_receivers: int, *, hasher: Hasher | None = None) -> None:
-        self._hasher = hasher or Hasher()
+    def __init__(self, num_receivers: int = 1, **common: Any) -> None:
+        super().__init__(num_receivers, **common)
         self._key = f"process {os.getpid()}, sender {next(_numbers)}"
         self._sinks: list[TensorSink | None] = [None] * num_receivers
 
@@ -53,19 +54,12 @@ class SharedSend(SendTransport):
             )
         return move([sink for sink in self._sinks if sink is not None], specs, tensors, self._hasher)
 
-    def fail(self, error: BaseException) -> None:
+    def _drop(self) -> None:
         _open.pop(self._key, None)
-
-    def close(self) -> None:
-        _open.pop(self._key, None)
-        self._hasher.close()
 
 
 class SharedReceive(ReceiveTransport):
     kind = "shared"
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
 
     def open(self, announcement: Announcement, sink: TensorSink) -> None:
         sender = _open.get(str(announcement.offer["key"]))
@@ -79,12 +73,6 @@ class SharedReceive(ReceiveTransport):
 
     def receive(self, announcement: Announcement, sink: TensorSink) -> None:
         pass  # the sender has brought everything
-
-    def fail(self, error: BaseException) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def move(

@@ -6,17 +6,74 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from quartet.weights.digest import Hasher
 from quartet.weights.manifest import TensorSpec
 from quartet.weights.messages import Announcement, Offer, Transport
+from quartet.weights.progress import SENDER, Board, Progress
 from quartet.weights.sink import TensorSink
 
 
-class SendTransport(ABC):
-    """The sender's half."""
+class _Half(ABC):
+    """What both have in common: how they watch the other ends, fail and are closed."""
 
     kind: ClassVar[Transport]
+    _board: Board | None = None
+    _progress: Progress | None = None
+
+    def __init__(self, timeout_s: float, device: torch.device | str) -> None:
+        self._timeout_s = timeout_s
+        self._device = torch.device(device)
+
+    def _watch(self, board: Board, end: int, others: Sequence[int], specs: Sequence[TensorSpec]) -> None:
+        """The positions of this sync stand on ``board``, which is closed with the next one."""
+        self._close_board()
+        self._board, self._progress = board, Progress(board, end, others, specs, self._timeout_s)
+
+    def fail(self, error: BaseException) -> None:
+        """The sync failed; ends that wait for this one are told, and the next sync begins with ``open``."""
+        if self._progress is not None:
+            self._progress.fail(error)
+            self._progress = None
+        self._drop()
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._drop()
+        self._close_board()
+
+    def _close_board(self) -> None:
+        if self._board is not None:
+            self._board.close()
+        self._board = self._progress = None
+
+    def _drop(self) -> None:  # noqa: B027 (not every transport holds something)
+        """Lets go of what the data stand in."""
+
+
+class SendTransport(_Half):
+    """The sender's half.
+
+    Args:
+        timeout_s: how long a receiver may stand still.
+        device: where the sender computes.
+        host: where receivers reach its machine.
+    """
+
+    def __init__(
+        self,
+        num_receivers: int = 1,
+        *,
+        timeout_s: float = 120.0,
+        device: torch.device | str = "cpu",
+        host: str = "127.0.0.1",
+    ) -> None:
+        super().__init__(timeout_s, device)
+        self._num_receivers = num_receivers
+        self._host = host
+        self._hasher = Hasher()
 
     @abstractmethod
     def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
@@ -33,19 +90,25 @@ class SendTransport(ABC):
             WeightSyncError: a receiver failed, is gone or is late; it is named.
         """
 
-    @abstractmethod
-    def fail(self, error: BaseException) -> None:
-        """The sync failed; receivers that wait for data are told, and the next sync begins with ``open``."""
-
-    @abstractmethod
     def close(self) -> None:
-        """Gives everything back."""
+        super().close()
+        self._hasher.close()
+
+    def _watch_receivers(self, board: Board, specs: Sequence[TensorSpec]) -> None:
+        self._watch(board, SENDER, range(1, 1 + self._num_receivers), specs)
 
 
-class ReceiveTransport(ABC):
-    """A receiver's half."""
+class ReceiveTransport(_Half):
+    """A receiver's half.
 
-    kind: ClassVar[Transport]
+    Args:
+        timeout_s: how long the sender may stand still.
+        device: where the engine computes.
+    """
+
+    def __init__(self, rank: int = 0, *, timeout_s: float = 120.0, device: torch.device | str = "cpu") -> None:
+        super().__init__(timeout_s, device)
+        self._rank = rank
 
     @abstractmethod
     def open(self, announcement: Announcement, sink: TensorSink) -> None:
@@ -59,10 +122,5 @@ class ReceiveTransport(ABC):
             WeightSyncError: the sender failed, is gone or is late.
         """
 
-    @abstractmethod
-    def fail(self, error: BaseException) -> None:
-        """The sync failed; a sender that waits for this receiver is told, and the next sync begins with ``open``."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Gives everything back."""
+    def _watch_sender(self, board: Board, specs: Sequence[TensorSpec]) -> None:
+        self._watch(board, 1 + self._rank, [SENDER], specs)

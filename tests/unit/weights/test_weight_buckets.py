@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -10,11 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
+from torch.distributed import HashStore
 
 from quartet.weights import CudaIpcSend, TensorSpec
-from quartet.weights.buckets import ALIGNMENT, Packer, fill, plan_buckets
+from quartet.weights.buckets import ALIGNMENT, Bucket, BucketSend, plan_buckets
 from quartet.weights.digest import bytes_of
 from quartet.weights.manifest import DTYPES
+from quartet.weights.messages import Offer
+from quartet.weights.progress import StoreBoard
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 specs_of = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=8).map(
@@ -40,21 +43,42 @@ def test_every_element_has_one_place(specs: list[TensorSpec], bucket_bytes: int)
         assert (edges[-1][1] if edges else 0) == spec.num_elements
 
 
+class Packing(BucketSend):
+    """Unpacks every bucket where it is shipped."""
+
+    kind = "cuda_ipc"
+
+    def __init__(self, bucket_bytes: int, found: dict[str, Tensor]) -> None:
+        super().__init__(0)
+        self._bucket_bytes = bucket_bytes
+        self._buffers = [torch.zeros(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._found = found
+        self.freed: list[int] = []
+        self.shipped: list[int] = []
+
+    def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
+        self._watch_receivers(StoreBoard(HashStore()), specs)
+        return {}
+
+    def _wait_until_free(self, number: int) -> None:
+        self.freed.append(number)
+
+    def _ship(self, bucket: Bucket, data: Tensor) -> None:
+        assert data.numel() == bucket.num_bytes
+        self.shipped.append(bucket.number)
+        for piece in bucket.spans:
+            self._found[piece.spec.name].view(-1)[piece.start : piece.start + piece.count] = piece.view(data)
+
+
 @given(specs_of, st.integers(ALIGNMENT, 200))
 def test_what_is_packed_comes_out_again(specs: list[TensorSpec], bucket_bytes: int) -> None:
     tensors = {s.name: torch.randint(0, 2, s.shape).to(s.torch_dtype) for s in specs}
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    packer = Packer(plan_buckets(specs, bucket_bytes))
-    buffer = torch.zeros(bucket_bytes, dtype=torch.uint8)
-    completed = []
-    for spec in specs:
-        for bucket, span, completes in packer.spans_of(spec):
-            fill(span, tensors[spec.name], buffer)
-            if completes:
-                completed.append(bucket.number)
-                for piece in bucket.spans:
-                    found[piece.spec.name].view(-1)[piece.start : piece.start + piece.count] = piece.view(buffer)
-    assert completed == list(range(len(plan_buckets(specs, bucket_bytes))))
+    packing = Packing(bucket_bytes, found)
+    packing.open(specs, 1)
+    packing.send(specs, iter(tensors.values()))
+    assert packing.shipped == list(range(len(plan_buckets(specs, bucket_bytes))))
+    assert packing.freed == [number - 2 for number in packing.shipped]
     assert all(torch.equal(bytes_of(found[name]), bytes_of(tensors[name])) for name in tensors)
 
 
