@@ -607,5 +607,5 @@ def test_a_sync_that_another_engine_refuses_takes_nothing_from_one_that_adopted(
 def test_messages_that_are_none_are_refused(open_ends: Open) -> None:
     assert from_json({"type": "Prepare", "version": 3}) == Prepare(3)
     for wrong in ({"type": "Prepare"}, {"type": "Explode"}, {"type": "Pieces", "sync": 1, "more": 2}, {}):
-        with pytest.raises(WeightSyncError, match="no message of a weight sync"):
+        with pytest.raises(WeightSyncError, match="a message of the weights cannot be read"):
             from_json(wrong)

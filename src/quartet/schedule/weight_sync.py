@@ -13,17 +13,17 @@ machine, else a collective.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 from quartet.rollout.protocol import RolloutEngine
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.worker import drained
 from quartet.train.engine import TrainEngine
 from quartet.weights import Answer, Message, Transport, WeightReceiver, WeightSender, connect, disconnect, sync
-from quartet.weights.control import Ask
+from quartet.weights.control import TIMEOUT_S, Ask
 
-TIMEOUT_S = 120.0
+W = TypeVar("W")
 
 
 class SendsWeights:
@@ -115,17 +115,13 @@ async def close_weight_sync(trainer: RoleGroup[SendsWeights], engines: Sequence[
 
 
 def _ends(trainer: RoleGroup[SendsWeights], engines: Sequence[RoleGroup[TakesWeights]]) -> tuple[Ask, list[Ask]]:
-    async def ask_trainer(message: Message) -> Answer:
-        if isinstance(trainer, LocalGroup):
-            await asyncio.sleep(0)  # it may compute at once: calls to other processes go before
-        return await trainer.call(SendsWeights.send_weights, message)
+    def ask(group: RoleGroup[W], method: Callable[[W, Message], Answer]) -> Ask:
+        async def asked(message: Message) -> Answer:
+            if isinstance(group, LocalGroup):
+                await asyncio.sleep(0)  # it may compute at once: calls to other processes go before
+            return await group.call(method, message)
 
-    def ask_engine(engine: RoleGroup[TakesWeights]) -> Ask:
-        async def ask(message: Message) -> Answer:
-            if isinstance(engine, LocalGroup):
-                await asyncio.sleep(0)
-            return await engine.call(TakesWeights.receive_weights, message)
+        return asked
 
-        return ask
-
-    return ask_trainer, [ask_engine(engine) for engine in engines]
+    receivers = [ask(engine, TakesWeights.receive_weights) for engine in engines]
+    return ask(trainer, SendsWeights.send_weights), receivers

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from quartet.config import UserError
 from quartet.weights.errors import (
@@ -21,6 +21,7 @@ from quartet.weights.errors import (
     WeightsUnusable,
     WeightSyncError,
     WeightSyncTimeout,
+    at_tensor,
 )
 from quartet.weights.manifest import Manifest
 from quartet.weights.messages import (
@@ -45,6 +46,8 @@ from quartet.weights.messages import (
 
 Ask = Callable[[Message], Awaitable[Answer]]
 """Gives an end a message, and its answer back."""
+End = tuple[int | None, Ask]
+"""A receiver's rank, or None for the sender, and how it is reached."""
 TIMEOUT_S = 120.0
 GRACE_S = 5.0
 """Beyond its own limit an end gets so much to say how it ended."""
@@ -71,7 +74,7 @@ async def connect(
         WeightSyncError: an end failed.
     """
     await disconnect(sender, receivers, timeout_s=timeout_s)
-    found = await _together(sender, receivers, Describe(), Describe(), timeout_s)
+    found = await _tell(_ends(sender, receivers), Describe(), timeout_s)
     ends = [end for end in found if isinstance(end, Endpoint)]
     chosen = choose_transport(ends[0], ends[1:]) if transport == "auto" else transport
     _check_reach(chosen, ends[0], ends[1:])
@@ -79,11 +82,9 @@ async def connect(
     if host is None:
         host = "127.0.0.1" if len({end.machine for end in ends}) == 1 else ends[0].address
     told = ConnectSender(chosen, len(receivers), host, timeout_s, _wanted(ends[1:]))
-    await _together(sender, [], told, None, timeout_s)
-    limit_s = timeout_s + GRACE_S
-    await _all(
-        [(rank, ask(ConnectReceiver(chosen, rank, timeout_s))) for rank, ask in enumerate(receivers)], limit_s, 0.0
-    )
+    await _tell([(None, sender)], told, timeout_s)
+    for rank, receiver in enumerate(receivers):
+        await _tell([(rank, receiver)], ConnectReceiver(chosen, rank, timeout_s), timeout_s)
     return chosen
 
 
@@ -100,35 +101,37 @@ async def sync(sender: Ask, receivers: Sequence[Ask], version: int, *, timeout_s
         WeightSyncError: of all that the ends report the one that says most; where a worker died it is the cause.
             Every receiver serves the old version as a whole, or is unusable.
     """
-    (announcement,) = await _together(sender, [], Prepare(version), None, timeout_s)
+    ends = (to_sender, *to_receivers) = _ends(sender, receivers)
+    (announcement,) = await _tell([to_sender], Prepare(version), timeout_s)
     assert isinstance(announcement, Announcement)
     number, has_begun = announcement.sync, False
     try:
-        await _together(None, receivers, None, announcement, timeout_s)
+        await _tell(to_receivers, announcement, timeout_s)
         pieces, has_begun = Pieces(number), True
         # The ends watch each other while the data move, and an end that gives up may wait as long again for its
         # connections to close; this limit is for the case that all of them stand still.
-        limit_s = 2 * timeout_s + announcement.num_bytes / SLOWEST_BYTES_PER_S
+        limit_s = 2 * timeout_s + sum(spec.num_bytes for spec in announcement.tensors) / SLOWEST_BYTES_PER_S
         if announcement.transport in SEQUENTIAL:
-            (sealed,) = await _together(sender, [], pieces, None, limit_s)
-            await _together(None, receivers, None, pieces, limit_s)
+            (sealed,) = await _tell([to_sender], pieces, limit_s)
+            await _tell(to_receivers, pieces, limit_s)
         else:
-            sealed, *_ = await _together(sender, receivers, pieces, pieces, limit_s, silence_s=2 * timeout_s)
+            sealed, *_ = await _tell(ends, pieces, limit_s, silence_s=2 * timeout_s)
         assert isinstance(sealed, Sealed)
-        await _together(None, receivers, None, Verify(number, sealed.manifest), timeout_s)
-        await _together(None, receivers, None, Commit(number), timeout_s)
+        await _tell(to_receivers, Verify(number, sealed.manifest), timeout_s)
+        await _tell(to_receivers, Commit(number), timeout_s)
     except BaseException as error:
         reason = f"{error.problem}: {error.found}" if isinstance(error, UserError) else str(error) or repr(error)
         abort = Abort(number, reason, has_begun)
-        calls = [_quiet(ask(abort)) for ask in (sender, *receivers)]
-        await asyncio.wait([asyncio.ensure_future(call) for call in calls], timeout=GRACE_S)
+        # An end that cannot be told has failed already, which is being raised.
+        calls = asyncio.gather(*(ask(abort) for _, ask in ends), return_exceptions=True)
+        await asyncio.wait([calls], timeout=GRACE_S)
         raise
     return sealed.manifest
 
 
 async def disconnect(sender: Ask, receivers: Sequence[Ask], *, timeout_s: float = TIMEOUT_S) -> None:
     """Lets all ends go; engines keep what they have."""
-    await _together(sender, receivers, Disconnect(), Disconnect(), timeout_s)
+    await _tell(_ends(sender, receivers), Disconnect(), timeout_s)
 
 
 def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transport:
@@ -172,24 +175,21 @@ def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[End
 
 def _check_releases(transport: Transport, ends: Sequence[Endpoint]) -> None:
     def release(end: Endpoint) -> str:
-        return ".".join(end.torch.split("+")[0].split(".")[:2])
+        # The data of these pass through torch at both ends.
+        needed = transport in ("collective", "cuda_ipc")
+        return ".".join(end.torch.split("+")[0].split(".")[:2]) if needed else ""
 
     sender, *receivers = ends
     for rank, end in enumerate(receivers):
-        differing = {
-            "protocol": (sender.protocol != end.protocol, f"{sender.protocol}, engine {rank} has {end.protocol}"),
-            "byte order": (sender.byte_order != end.byte_order, f"{sender.byte_order}, engine {rank} {end.byte_order}"),
-            # Their data pass through torch at both ends.
-            "torch release": (
-                transport in ("collective", "cuda_ipc") and release(sender) != release(end),
-                f"{sender.torch} (needed alike by {transport}), engine {rank} {end.torch}",
-            ),
-        }
-        for what, (differs, found) in differing.items():
+        for what, here, there, differs in (
+            ("protocol", sender.protocol, end.protocol, sender.protocol != end.protocol),
+            ("byte order", sender.byte_order, end.byte_order, sender.byte_order != end.byte_order),
+            ("torch release", sender.torch, end.torch, release(sender) != release(end)),
+        ):
             if differs:
                 raise WeightSyncError(
                     f"the two ends of the weight sync differ in their {what}",
-                    found=f"the trainer has {found}",
+                    found=f"the trainer has {here}, engine {rank} has {there} (transport {transport})",
                     remedy="install the same releases on both ends, or use the transport shared_memory",
                     rank=rank,
                 )
@@ -207,25 +207,13 @@ def _wanted(receivers: Sequence[Endpoint]) -> dict[str, str]:
     return wanted[0] if wanted else {}
 
 
-async def _together(
-    sender: Ask | None,
-    receivers: Sequence[Ask],
-    to_sender: Message | None,
-    to_receivers: Message | None,
-    limit_s: float,
-    silence_s: float = 0.0,
-) -> list[Answer]:
-    """Messages to the ends side by side, the sender's first; answers in this order."""
-    calls: list[tuple[int | None, Awaitable[Answer]]] = []
-    if sender is not None and to_sender is not None:
-        calls.append((None, sender(to_sender)))
-    if to_receivers is not None:
-        calls += [(rank, ask(to_receivers)) for rank, ask in enumerate(receivers)]
-    return await _all(calls, limit_s + GRACE_S, silence_s)
+def _ends(sender: Ask, receivers: Sequence[Ask]) -> list[End]:
+    return [(None, sender), *enumerate(receivers)]
 
 
-async def _all(calls: Sequence[tuple[int | None, Awaitable[Answer]]], limit_s: float, silence_s: float) -> list[Answer]:
-    """
+async def _tell(ends: Sequence[End], message: Message, limit_s: float, silence_s: float = 0.0) -> list[Answer]:
+    """A message to several ends side by side, and their answers.
+
     Args:
         limit_s: for all of them.
         silence_s: how long the others take to notice that one has failed.
@@ -233,16 +221,16 @@ async def _all(calls: Sequence[tuple[int | None, Awaitable[Answer]]], limit_s: f
     Raises:
         WeightSyncError: an end failed, or has not answered.
     """
-    if not calls:
+    if not ends:
         return []
-    ranks = [rank for rank, _ in calls]
-    tasks = [asyncio.ensure_future(_asked(rank, call)) for rank, call in calls]
+    limit_s += GRACE_S
+    tasks = [asyncio.ensure_future(_asked(rank, ask(message))) for rank, ask in ends]
     _, waiting = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
     if waiting and any(task.done() and task.exception() is not None for task in tasks):
         # The others notice that one has failed by themselves; one that stands still must not keep the driver.
         await asyncio.wait(tasks, timeout=silence_s + GRACE_S)
     errors: list[tuple[int | None, BaseException]] = []
-    for rank, task in zip(ranks, tasks, strict=True):
+    for (rank, _), task in zip(ends, tasks, strict=True):
         if not task.done():
             task.add_done_callback(lambda late: late.cancelled() or late.exception())
             errors.append((rank, _silent(rank, limit_s)))
@@ -260,10 +248,13 @@ async def _asked(rank: int | None, call: Awaitable[Answer]) -> Answer:
     return answer
 
 
+def _who(rank: int | None) -> str:
+    return "the trainer" if rank is None else f"the engine of rank {rank}"
+
+
 def _silent(rank: int | None, limit_s: float) -> WeightSyncTimeout:
-    who = "the trainer" if rank is None else f"the engine of rank {rank}"
     return WeightSyncTimeout(
-        f"{who} did not answer in a weight sync within {limit_s:g} s",
+        f"{_who(rank)} did not answer in a weight sync within {limit_s:g} s",
         found="a call that does not end",
         remedy="see its log; start it again, or raise weight_sync.timeout_s if it only needs longer",
         rank=rank,
@@ -290,19 +281,11 @@ def _raise_best(errors: Sequence[tuple[int | None, BaseException]]) -> None:
         raise best[0][1] from cause
     if not isinstance(cause, Exception):
         raise cause
-    who = "the trainer" if rank is None else f"the engine of rank {rank}"
     tensor = next((error.tensor for _, error in best if error.tensor is not None), None)
     raise WeightSyncError(
-        f"{who} failed in a weight sync",
-        found=f"{type(cause).__name__}: {cause}" + ("" if tensor is None else f", at tensor {tensor!r}"),
+        f"{_who(rank)} failed in a weight sync",
+        found=f"{type(cause).__name__}: {cause}{at_tensor(tensor)}",
         remedy="see its log for the reason; the next sync starts anew, with a dead worker replaced",
         rank=rank,
         tensor=tensor,
     ) from cause
-
-
-async def _quiet(call: Awaitable[Any]) -> None:
-    try:
-        await call
-    except Exception:  # an end that cannot be told has failed already, which is being raised
-        return

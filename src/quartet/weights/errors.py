@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from quartet.config import UserError
@@ -24,10 +25,11 @@ class WeightSyncError(UserError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """So that it can be sent from a worker as it is."""
-        return _rebuilt, (type(self), dict(vars(self)))
+        return rebuilt, (type(self), dict(vars(self)))
 
 
-def _rebuilt(kind: type[WeightSyncError], fields: dict[str, Any]) -> WeightSyncError:
+def rebuilt(kind: type[WeightSyncError], fields: Mapping[str, Any]) -> WeightSyncError:
+    """An error of this kind with these attributes."""
     error = kind.__new__(kind)
     UserError.__init__(error, fields["problem"], found=fields["found"], remedy=fields["remedy"])
     vars(error).update(fields)
@@ -53,29 +55,20 @@ class WeightMismatch(WeightSyncError):
         sent, arrived: the two digests.
     """
 
-    def __init__(self, name: str, *, sent: str, arrived: str, version: int, rank: int | None = None) -> None:
+    def __init__(self, name: str, *, sent: str, arrived: str, version: int) -> None:
         self.sent = sent
         self.arrived = arrived
-        self.version = version
-        where = "" if rank is None else f" at rank {rank}"
         super().__init__(
-            f"the weights of version {version} did not arrive{where} as they were sent",
+            f"the weights of version {version} did not arrive as they were sent",
             found=f"{name!r} with the digest {arrived}, sent with {sent}",
             remedy="sync again; if it comes back, something writes into the weights while they are sent or served, "
             "or the memory or the network is faulty",
-            rank=rank,
             tensor=name,
         )
 
 
 class WeightsUnusable(WeightSyncError):
     """Weights are asked for that are not whole, or not of the version that is wanted."""
-
-
-def error_types() -> dict[str, type[WeightSyncError]]:
-    """The classes of this module by their names."""
-    kinds = (WeightSyncError, WeightSyncTimeout, OtherEndFailed, WeightsRefused, WeightMismatch, WeightsUnusable)
-    return {kind.__name__: kind for kind in kinds}
 
 
 def at_tensor(name: str | None) -> str:

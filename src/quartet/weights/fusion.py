@@ -48,7 +48,7 @@ class FusedProjection:
             )
         sizes = [share * rows // shares for share in self.shares]
         for part, view in zip(self.parts, tensor.split(sizes), strict=True):
-            yield _renamed(name, self.whole, part), view
+            yield ".".join(part if component == self.whole else component for component in name.split(".")), view
 
 
 GATE_UP = FusedProjection("gate_up_proj", ("gate_proj", "up_proj"), (1, 1))
@@ -67,7 +67,3 @@ def split_fused(named: Iterable[tuple[str, Tensor]], fused: Sequence[FusedProjec
             yield name, tensor
         else:
             yield from rule.split(name, tensor)
-
-
-def _renamed(name: str, whole: str, part: str) -> str:
-    return ".".join(part if component == whole else component for component in name.split("."))

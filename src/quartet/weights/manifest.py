@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -59,6 +59,10 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES or min(self.shape, default=0) < 0:
+            raise _malformed(f"the tensor {self.name!r} of {self.dtype} {list(self.shape)}")
+
     @classmethod
     def of(cls, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
         """Of ``tensor``, unsharded if it is a DTensor, cast to ``dtype``.
@@ -87,22 +91,6 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return self.num_elements * self.torch_dtype.itemsize
-
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> TensorSpec:
-        """
-        Raises:
-            WeightSyncError: not what ``to_json`` gives.
-        """
-        name, dtype, shape = value.get("name"), value.get("dtype"), value.get("shape")
-        sizes_fit = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
-        if not isinstance(name, str) or dtype not in DTYPES or not sizes_fit:
-            raise _malformed(f"the tensor {value!r:.200}")
-        assert isinstance(dtype, str) and isinstance(shape, list)
-        return cls(name, dtype, tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -136,9 +124,7 @@ class Manifest:
         return sum(spec.num_bytes for spec in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
-        tensors = [
-            {**spec.to_json(), "digest": digest} for spec, digest in zip(self.tensors, self.digests, strict=True)
-        ]
+        tensors = [asdict(spec) | {"digest": digest} for spec, digest in zip(self.tensors, self.digests, strict=True)]
         return {"wire_format": WIRE_FORMAT, "version": self.version, "digest": self.digest, "tensors": tensors}
 
     @classmethod
@@ -148,44 +134,38 @@ class Manifest:
             WeightSyncError: another wire format, not a manifest, or one whose digest is not that of its lines.
         """
         if value.get("wire_format") != WIRE_FORMAT:
-            raise other_wire_format(value.get("wire_format"))
-        rows, version = value.get("tensors"), value.get("version")
-        if not isinstance(rows, list) or type(version) is not int:
-            raise _malformed(f"version {version!r}, tensors of type {type(rows).__name__}")
+            raise _malformed(f"wire format {value.get('wire_format')!r}, here {WIRE_FORMAT}")
+        rows = from_plain(tuple[dict[str, Any], ...], value.get("tensors"), "tensors")
         digests = [row.get("digest") for row in rows]
-        if not all(isinstance(digest, str) for digest in digests):
-            raise _malformed("a tensor without a digest")
-        manifest = cls(version, tuple(TensorSpec.from_json(row) for row in rows), tuple(digests))
+        tensors = [{name: item for name, item in row.items() if name != "digest"} for row in rows]
+        fields = {"version": value.get("version"), "tensors": tensors, "digests": digests}
+        manifest: Manifest = from_plain(cls, fields, "manifest")
         if manifest.digest != value.get("digest"):
             raise _malformed(f"the digest {value.get('digest')!r} of lines that give {manifest.digest!r}")
         return manifest
 
 
-def tensors_from_json(rows: Any) -> tuple[TensorSpec, ...]:
-    """
+def from_plain(kind: Any, value: Any, name: str) -> Any:
+    """A dataclass from what ``asdict`` and JSON made of it; ``name`` says in errors where ``value`` stands.
+
     Raises:
-        WeightSyncError: not a list of tensors.
+        WeightSyncError: other fields, or of other types.
     """
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise _malformed(f"tensors of type {type(rows).__name__}")
-    return tuple(TensorSpec.from_json(row) for row in rows)
-
-
-def num_bytes_of(specs: Sequence[TensorSpec]) -> int:
-    return sum(spec.num_bytes for spec in specs)
-
-
-def other_wire_format(found: object) -> WeightSyncError:
-    return WeightSyncError(
-        "the other end of the weight sync speaks another wire format",
-        found=f"wire format {found!r}, here {WIRE_FORMAT}",
-        remedy="install the same release of quartet on both ends",
-    )
+    origin: Any = get_origin(kind) or kind
+    if isinstance(origin, type) and is_dataclass(origin) and isinstance(value, Mapping):
+        types = get_type_hints(origin)
+        if types.keys() == value.keys():
+            return kind(**{field: from_plain(types[field], item, field) for field, item in value.items()})
+    elif origin is tuple and isinstance(value, list | tuple):
+        return tuple(from_plain(get_args(kind)[0], item, f"one of {name}") for item in value)
+    elif origin not in (tuple, int, str, dict, None) or type(value) is origin:
+        return value
+    raise _malformed(f"{name} {value!r:.200}")
 
 
 def _malformed(found: str) -> WeightSyncError:
     return WeightSyncError(
-        "the manifest of the weights cannot be read",
+        "the manifest or a message of the weights cannot be read",
         found=found,
         remedy="install the same release of quartet on both ends",
     )

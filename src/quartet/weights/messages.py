@@ -21,16 +21,15 @@ the sync under way is refused by its number.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from quartet.weights.errors import WeightMismatch, WeightSyncError, error_types
-from quartet.weights.manifest import Manifest, TensorSpec, num_bytes_of, tensors_from_json
+from quartet.weights.errors import WeightSyncError, rebuilt
+from quartet.weights.manifest import Manifest, TensorSpec, from_plain
 
 PROTOCOL = 1
-"""Counts changes of these messages."""
+"""Counts changes of these messages and of the manifest's ``WIRE_FORMAT``."""
 Transport = Literal["shared", "shared_memory", "cuda_ipc", "collective", "disk"]
 SEQUENTIAL: frozenset[Transport] = frozenset({"shared", "disk"})
 """Transports whose sender moves everything before a receiver takes it."""
@@ -107,10 +106,6 @@ class Announcement:
     tensors: tuple[TensorSpec, ...]
     offer: Offer
 
-    @property
-    def num_bytes(self) -> int:
-        return num_bytes_of(self.tensors)
-
 
 @dataclass(frozen=True)
 class Pieces:
@@ -161,37 +156,25 @@ class Failed:
 
     Attributes:
         error: the name of its class.
-        details: its other attributes.
+        fields: its attributes.
     """
 
     error: str
-    problem: str
-    found: str
-    remedy: str
-    details: Mapping[str, Any]
+    fields: Mapping[str, Any]
 
     @classmethod
     def of(cls, error: WeightSyncError) -> Failed:
-        details = {name: value for name, value in vars(error).items() if name not in ("problem", "found", "remedy")}
-        return cls(type(error).__name__, error.problem, error.found, error.remedy, details)
+        return cls(type(error).__name__, vars(error))
 
     def as_error(self, rank: int | None) -> WeightSyncError:
         """The error again. ``rank``: of the receiver that answered, where the error names none; None: the sender."""
-        kind = error_types().get(self.error, WeightSyncError)
-        if kind is WeightMismatch:
-            return WeightMismatch(
-                self.details["tensor"],
-                sent=self.details["sent"],
-                arrived=self.details["arrived"],
-                version=self.details["version"],
-                rank=rank,
-            )
-        found, named = self.found, self.details.get("rank")
-        if rank is not None and named is None and f"rank {rank}" not in f"{self.problem} {found}":
-            found = f"{found} (at rank {rank})"
-        tensor = self.details.get("tensor")
-        named = rank if named is None else named
-        return kind(self.problem, found=found, remedy=self.remedy, rank=named, tensor=tensor)
+        kinds = {kind.__name__: kind for kind in WeightSyncError.__subclasses__()}
+        fields = dict(self.fields)
+        if rank is not None and fields["rank"] is None:
+            fields["rank"] = rank
+            if f"rank {rank}" not in f"{fields['problem']} {fields['found']}":
+                fields["found"] += f" (at rank {rank})"
+        return rebuilt(kinds.get(self.error, WeightSyncError), fields)
 
 
 Message = (
@@ -203,12 +186,7 @@ _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*Message.__args__, *A
 
 def to_json(message: Message | Answer) -> dict[str, Any]:
     """For ``json.dumps``; ``from_json`` gives the message back."""
-    fields = {field.name: getattr(message, field.name) for field in dataclasses.fields(message)}
-    if "tensors" in fields:
-        fields["tensors"] = [spec.to_json() for spec in fields["tensors"]]
-    if "manifest" in fields:
-        fields["manifest"] = fields["manifest"].to_json()
-    return {"type": type(message).__name__, **fields}
+    return {"type": type(message).__name__, **asdict(message)}
 
 
 def from_json(value: Mapping[str, Any]) -> Any:
@@ -217,16 +195,4 @@ def from_json(value: Mapping[str, Any]) -> Any:
         WeightSyncError: not what ``to_json`` gives.
     """
     fields = dict(value)
-    kind = _KINDS.get(fields.pop("type", None))
-    if "tensors" in fields:
-        fields["tensors"] = tensors_from_json(fields["tensors"])
-    if "manifest" in fields:
-        fields["manifest"] = Manifest.from_json(fields["manifest"])
-    names = {field.name for field in dataclasses.fields(kind)} if kind is not None else set()
-    if kind is None or names != fields.keys():
-        raise WeightSyncError(
-            "this is no message of a weight sync",
-            found=f"type {value.get('type')!r} with {', '.join(sorted(fields)) or 'no fields'}",
-            remedy="install the same release of quartet on both ends",
-        )
-    return kind(**fields)
+    return from_plain(_KINDS.get(fields.pop("type", "")), fields, "a message with")

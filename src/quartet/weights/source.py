@@ -112,7 +112,6 @@ class GatherWatch:
         self._timeout_s = timeout_s
         self._round = 0
         self._step = 0
-        self._worker: _Worker | None = None
 
     def begin(self) -> None:
         """A new pass over the weights."""
@@ -126,9 +125,10 @@ class GatherWatch:
         """
         self._step += 1
         self._store.set(self._key(self._rank), f"{self._round} {self._step} {name}")
-        if self._worker is None:
-            self._worker = _Worker()
-        done = self._worker.submit(gather)
+        done: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        # What hangs in a daemon does not keep the process from ending.
+        threading.Thread(target=_gather, args=(gather, device, done), name="gather", daemon=True).start()
         try:
             result = done.get(timeout=self._timeout_s)
         except queue.Empty:
@@ -162,29 +162,12 @@ class GatherWatch:
         )
 
 
-class _Worker:
-    """One daemon thread: what hangs in it does not keep the process from ending."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Tensor], queue.SimpleQueue[Tensor | BaseException]]]
-        self._jobs = queue.SimpleQueue()
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        threading.Thread(target=self._work, name="gather", daemon=True).start()
-
-    def submit(self, call: Callable[[], Tensor]) -> queue.SimpleQueue[Tensor | BaseException]:
-        done: queue.SimpleQueue[Tensor | BaseException] = queue.SimpleQueue()
-        self._jobs.put((call, done))
-        return done
-
-    def _work(self) -> None:
-        # Device and gradient mode belong to a thread.
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
-        while True:
-            call, done = self._jobs.get()
-            try:
-                with torch.no_grad():
-                    result: Tensor | BaseException = call()
-            except BaseException as error:  # handed to the caller, who raises it
-                result = error
-            done.put(result)
+def _gather(call: Callable[[], Tensor], device: int | None, done: queue.SimpleQueue[Tensor | BaseException]) -> None:
+    # Device and gradient mode belong to a thread.
+    if device is not None:
+        torch.cuda.set_device(device)
+    try:
+        with torch.no_grad():
+            done.put(call())
+    except BaseException as error:  # handed to the caller, who raises it
+        done.put(error)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quartet.weights import Manifest, TensorSpec, WeightSyncError
-from quartet.weights.manifest import WIRE_FORMAT, num_bytes_of, tensors_from_json
+from quartet.weights.manifest import WIRE_FORMAT
 
 SPECS = (TensorSpec("a", "F32", (2, 3)), TensorSpec("b", "BF16", ()), TensorSpec("c", "BOOL", (0, 4)))
 MANIFEST = Manifest(3, SPECS, ("0" * 16, "1" * 16, "2" * 16))
@@ -18,7 +18,7 @@ MANIFEST = Manifest(3, SPECS, ("0" * 16, "1" * 16, "2" * 16))
 
 def test_specs_know_their_size_and_dtype() -> None:
     assert [spec.num_bytes for spec in SPECS] == [24, 2, 0]
-    assert num_bytes_of(SPECS) == MANIFEST.num_bytes == 26
+    assert MANIFEST.num_bytes == 26
     assert TensorSpec.of("b", torch.tensor(1.0), torch.bfloat16) == SPECS[1]
     with pytest.raises(WeightSyncError, match="complex64"):
         TensorSpec.of("z", torch.zeros(1, dtype=torch.complex64))
@@ -27,7 +27,6 @@ def test_specs_know_their_size_and_dtype() -> None:
 def test_json_there_and_back() -> None:
     text = json.dumps(MANIFEST.to_json())
     assert Manifest.from_json(json.loads(text)) == MANIFEST
-    assert tensors_from_json([spec.to_json() for spec in SPECS]) == SPECS
 
 
 def test_the_digest_of_all_is_of_contents_and_not_of_their_order() -> None:
@@ -47,7 +46,7 @@ def test_the_digest_of_all_is_of_contents_and_not_of_their_order() -> None:
     [
         ({"wire_format": WIRE_FORMAT + 1}, "wire format"),
         ({"version": "3"}, "version '3'"),
-        ({"tensors": None}, "tensors of type NoneType"),
+        ({"tensors": None}, "tensors None"),
         ({"digest": "0" * 32}, "the digest '000"),
     ],
 )
