@@ -1,6 +1,6 @@
 """Seconds of a weight sync over every transport that runs on a CPU, beside the machine's memory copy; and its parts.
 
-    python benchmarks/weight_sync.py [--threads 1] [--repeats 5] [--megabytes 500] [--cases shared_memory,collective]
+    python benchmarks/weight_sync.py [--threads 1] [--repeats 5] [--megabytes 200] [--cases shared_memory,collective]
 
 The sender is a thread of this process, the engine another process of the same machine. A sync is timed from the
 driver's first message to its last answer, when the engine has verified every digest and serves the new version; all
@@ -30,14 +30,9 @@ from common import arguments, markdown, write_results
 from torch import Tensor
 
 from quartet.weights import (
-    CollectiveReceive,
-    CollectiveSend,
-    DiskReceive,
-    DiskSend,
+    TRANSPORTS,
     Hasher,
     NamedSource,
-    SharedMemoryReceive,
-    SharedMemorySend,
     TensorSink,
     WeightReceiver,
     WeightSender,
@@ -45,6 +40,7 @@ from quartet.weights import (
     sync_in_process,
 )
 from quartet.weights.digest import BLOCK_BYTES
+from quartet.weights.disk import DiskReceive, DiskSend
 from quartet.weights.messages import Answer, Message
 from quartet.weights.transport import ReceiveTransport, SendTransport
 
@@ -58,16 +54,14 @@ CASES: dict[str, tuple[str, bool]] = {
     "disk": ("disk", False),
 }
 """Transport, and whether the sink adopts its memory."""
-SENDS: dict[str, Callable[[Path], SendTransport]] = {
-    "shared_memory": lambda folder: SharedMemorySend(timeout_s=300),
-    "collective": lambda folder: CollectiveSend(timeout_s=300),
-    "disk": lambda folder: DiskSend(folder, keep=1),
-}
-RECEIVES: dict[str, Callable[[], ReceiveTransport]] = {
-    "shared_memory": lambda: SharedMemoryReceive(timeout_s=300),
-    "collective": lambda: CollectiveReceive(timeout_s=300),
-    "disk": DiskReceive,
-}
+
+
+def send_transport(kind: str, folder: Path) -> SendTransport:
+    return DiskSend(folder, keep=1) if kind == "disk" else TRANSPORTS[kind][0](timeout_s=300)
+
+
+def receive_transport(kind: str) -> ReceiveTransport:
+    return DiskReceive() if kind == "disk" else TRANSPORTS[kind][1](timeout_s=300)
 
 
 def shapes(num_bytes: int) -> dict[str, tuple[int, ...]]:
@@ -133,7 +127,7 @@ def engine(kind: str, adopts: bool, num_bytes: int, threads: int, pipe: Connecti
     """The other process: answers messages until there are no more."""
     torch.set_num_threads(threads)
     receiver = WeightReceiver(TensorSink(zeros(num_bytes).items(), adopts=adopts))
-    receiver.use(RECEIVES[kind]())
+    receiver.use(receive_transport(kind))
     pipe.send(None)
     while (message := pipe.recv()) is not None:
         pipe.send(receiver.answer(message))
@@ -161,7 +155,7 @@ def sync_seconds(kind: str, adopts: bool, args: Any, num_bytes: int, folder: Pat
         sink = TensorSink(zeros(num_bytes).items(), adopts=adopts)
         return repeat(lambda version: sync_in_process(source, [sink], version))
     sender = WeightSender(lambda: weights.items(), device=torch.device("cpu"))
-    sender.use(SENDS[kind](folder), source)
+    sender.use(send_transport(kind, folder), source)
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     process = context.Process(target=engine, args=(kind, adopts, num_bytes, args.threads, other))
@@ -230,7 +224,7 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__, repeats=5)
-    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--cases", help="transports to measure, separated by commas; all when left out")
     args = parser.parse_args()
     found = measure(args)

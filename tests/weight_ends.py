@@ -23,25 +23,17 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from quartet.weights import (
     GATE_UP,
-    CollectiveReceive,
-    CollectiveSend,
-    CudaIpcReceive,
-    CudaIpcSend,
-    DiskReceive,
-    DiskSend,
+    TRANSPORTS,
     GatherWatch,
     Hasher,
     NamedSource,
-    SharedMemoryReceive,
-    SharedMemorySend,
-    SharedReceive,
-    SharedSend,
     TensorSink,
     WeightReceiver,
     WeightSender,
     WeightSyncError,
     qkv,
 )
+from quartet.weights.disk import DiskReceive, DiskSend
 from quartet.weights.messages import from_json, to_json
 from quartet.weights.shared_memory import Segment
 from quartet.weights.transport import ReceiveTransport, SendTransport
@@ -83,28 +75,19 @@ class SegmentHandles:
 def send_transport(
     kind: str, folder: Path, num_receivers: int = 1, timeout_s: float = 20.0, bucket_bytes: int = BUCKET_BYTES
 ) -> SendTransport:
-    small: dict[str, Any] = {"timeout_s": timeout_s, "bucket_bytes": bucket_bytes}
-    made: dict[str, Any] = {
-        "shared": lambda: SharedSend(num_receivers),
-        "shared_memory": lambda: SharedMemorySend(num_receivers, timeout_s=timeout_s),
-        "cuda_ipc": lambda: CudaIpcSend(num_receivers, handles=SegmentHandles(), **small),
-        "collective": lambda: CollectiveSend(num_receivers, **small),
-        "disk": lambda: DiskSend(folder / "published"),
-    }
-    result: SendTransport = made[kind]()
-    return result
+    if kind == "disk":
+        return DiskSend(folder / "published")
+    options: dict[str, Any] = {"handles": SegmentHandles()} if kind == "cuda_ipc" else {}
+    if kind in ("cuda_ipc", "collective"):
+        options["bucket_bytes"] = bucket_bytes
+    return TRANSPORTS[kind][0](num_receivers, timeout_s=timeout_s, **options)
 
 
 def receive_transport(kind: str, rank: int = 0, timeout_s: float = 20.0) -> ReceiveTransport:
-    made: dict[str, Any] = {
-        "shared": lambda: SharedReceive(rank),
-        "shared_memory": lambda: SharedMemoryReceive(rank, timeout_s=timeout_s),
-        "cuda_ipc": lambda: CudaIpcReceive(rank, timeout_s=timeout_s, handles=SegmentHandles()),
-        "collective": lambda: CollectiveReceive(rank, timeout_s=timeout_s),
-        "disk": DiskReceive,
-    }
-    result: ReceiveTransport = made[kind]()
-    return result
+    if kind == "disk":
+        return DiskReceive()
+    options: dict[str, Any] = {"handles": SegmentHandles()} if kind == "cuda_ipc" else {}
+    return TRANSPORTS[kind][1](rank, timeout_s=timeout_s, **options)
 
 
 def sender_of(weights: Mapping[str, Tensor]) -> WeightSender:

@@ -18,12 +18,10 @@ between them. ``manifest`` and ``digest`` say what was sent, ``source`` and ``si
 ``fusion`` is the change of layout between them, ``progress`` is how the ends watch each other while data move.
 """
 
-from quartet.weights.collective import CollectiveReceive, CollectiveSend
 from quartet.weights.control import choose_transport, connect, disconnect, sync
-from quartet.weights.cuda_ipc import CudaIpcReceive, CudaIpcSend
 from quartet.weights.digest import Hasher
-from quartet.weights.disk import DiskReceive, DiskSend, load_published, publish, published
-from quartet.weights.endpoint import WeightReceiver, WeightSender
+from quartet.weights.disk import load_published, publish, published
+from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
 from quartet.weights.errors import (
     OtherEndFailed,
     WeightMismatch,
@@ -32,23 +30,17 @@ from quartet.weights.errors import (
     WeightSyncError,
     WeightSyncTimeout,
 )
-from quartet.weights.fusion import GATE_UP, FusedProjection, qkv, split_fused
+from quartet.weights.fusion import GATE_UP, FusedProjection, qkv
 from quartet.weights.manifest import Manifest, TensorSpec
 from quartet.weights.messages import Answer, Endpoint, Message, Transport
-from quartet.weights.shared import SharedReceive, SharedSend, sync_in_process
-from quartet.weights.shared_memory import SharedMemoryReceive, SharedMemorySend
+from quartet.weights.shared import sync_in_process
 from quartet.weights.sink import Status, TensorSink
 from quartet.weights.source import GatherWatch, NamedSource, WeightSource, take_part
 
 __all__ = [
     "GATE_UP",
+    "TRANSPORTS",
     "Answer",
-    "CollectiveReceive",
-    "CollectiveSend",
-    "CudaIpcReceive",
-    "CudaIpcSend",
-    "DiskReceive",
-    "DiskSend",
     "Endpoint",
     "FusedProjection",
     "GatherWatch",
@@ -57,10 +49,6 @@ __all__ = [
     "Message",
     "NamedSource",
     "OtherEndFailed",
-    "SharedMemoryReceive",
-    "SharedMemorySend",
-    "SharedReceive",
-    "SharedSend",
     "Status",
     "TensorSink",
     "TensorSpec",
@@ -80,7 +68,6 @@ __all__ = [
     "publish",
     "published",
     "qkv",
-    "split_fused",
     "sync",
     "sync_in_process",
     "take_part",

@@ -35,7 +35,6 @@ from quartet.weights.messages import (
     Pieces,
     Prepare,
     Sealed,
-    Transport,
     Verify,
 )
 from quartet.weights.progress import machine_id
@@ -45,7 +44,7 @@ from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource, WeightSource, take_part
 from quartet.weights.transport import ReceiveTransport, SendTransport
 
-TRANSPORTS: dict[Transport, tuple[type[SendTransport], type[ReceiveTransport]]] = {
+TRANSPORTS: dict[str, tuple[type[SendTransport], type[ReceiveTransport]]] = {
     "shared": (SharedSend, SharedReceive),
     "shared_memory": (SharedMemorySend, SharedMemoryReceive),
     "cuda_ipc": (CudaIpcSend, CudaIpcReceive),

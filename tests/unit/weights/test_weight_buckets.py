@@ -12,8 +12,9 @@ from hypothesis import given
 from torch import Tensor
 from torch.distributed import HashStore
 
-from quartet.weights import CudaIpcSend, TensorSpec
+from quartet.weights import TensorSpec
 from quartet.weights.buckets import ALIGNMENT, Bucket, BucketSend, plan_buckets
+from quartet.weights.cuda_ipc import CudaIpcSend
 from quartet.weights.digest import bytes_of
 from quartet.weights.manifest import DTYPES
 from quartet.weights.messages import Offer
