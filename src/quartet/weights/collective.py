@@ -26,6 +26,7 @@ from quartet.weights.progress import Progress, StoreBoard
 from quartet.weights.sink import TensorSink
 from quartet.weights.transport import ReceiveTransport
 
+_LATER = timedelta(seconds=1)
 _LONG = timedelta(days=1)
 """The group's own limit, never reached: waiting is ours. Its error could not say who is behind."""
 
@@ -42,8 +43,9 @@ class _Group:
             options._timeout = _LONG
             self._backend = c10d.ProcessGroupNCCL(store, rank, size, options)
         else:
-            # Its threads end with the broadcast they are in, so here the limit is ours as well.
-            self._backend = c10d.ProcessGroupGloo(store, rank, size, limit)
+            # Its threads end with the broadcast they are in, so the limit is about ours; later, since only ours says who
+            # is behind.
+            self._backend = c10d.ProcessGroupGloo(store, rank, size, limit + _LATER)
 
     def broadcast(self, buffer: Tensor, progress: Progress) -> Any:
         """Starts a broadcast from rank 0; the result has ``is_completed`` and ``wait``."""
