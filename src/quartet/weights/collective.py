@@ -43,8 +43,8 @@ class _Group:
             options._timeout = _LONG
             self._backend = c10d.ProcessGroupNCCL(store, rank, size, options)
         else:
-            # Its threads end with the broadcast they are in, so the limit is about ours; later, since only ours says who
-            # is behind.
+            # Its threads end with the broadcast they are in, so its limit is little later than ours, which says who is
+            # behind.
             self._backend = c10d.ProcessGroupGloo(store, rank, size, limit + _LATER)
 
     def broadcast(self, buffer: Tensor, progress: Progress) -> Any:
