@@ -28,6 +28,7 @@ from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.devices import FrozenModels
 from quartet.trainers.process_roles import ProcessModelRole, process_models, steps_of
 
 NO_KL = KLConfig(coef=0.0)
@@ -70,7 +71,7 @@ def role_of(
         if trained_with is not None:
             save_process_settings(ProcessSettings(trained_with), path)
         config = ProcessModelReward(path=str(path), tokenizer=str(tmp_path / "tokenizer"), **changes)
-        (role,) = process_models([config], codec)
+        (role,) = process_models([config], codec, FrozenModels())
         return role
 
     return make
@@ -276,7 +277,7 @@ def test_the_recipes_separator_stands_in_for_a_missing_one(
 ) -> None:
     scalar_model().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    (role,) = process_models([ProcessModelReward(path=str(tmp_path), separator="=")], codec)
+    (role,) = process_models([ProcessModelReward(path=str(tmp_path), separator="=")], codec, FrozenModels())
     assert (role.separator, role.own_separator, role.codec) == ("=", "=", None)
 
 
