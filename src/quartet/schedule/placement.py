@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from quartet.config.placement import ResolvedPlacement
+from quartet.config.placement import ResolvedPlacement, ResolvedPool
 from quartet.schedule.leases import Arbiter, Mode, Mover, PoolSpec, RoleSpec
 from quartet.schedule.stream import AdmissionRule
+
+LOCAL_POOL = "local"
+
+
+def local_placement(roles: Iterable[str]) -> ResolvedPlacement:
+    """What a run without a placement has: one pool with one slot, on which all roles take turns and nothing moves."""
+    names = list(roles)
+    pool = ResolvedPool(LOCAL_POOL, processes=1, nodes=1, slots=1, budget_bytes=None)
+    return ResolvedPlacement("local", (pool,), dict.fromkeys(names, LOCAL_POOL), dict.fromkeys(names, 1))
 
 
 def states_of(roles: Iterable[RoleSpec]) -> list[str]:
@@ -40,6 +49,11 @@ def placed_arbiter(
     for _, name, mode in sorted(needs, key=lambda need: -need[0]):
         arbiter.check_possible(name, mode)
     return arbiter
+
+
+def local_arbiter(sizes: Mapping[str, Mapping[Mode, int]], *, version: int) -> Arbiter:
+    """The arbiter of ``local_placement``; ``sizes``: role → mode → bytes."""
+    return placed_arbiter(local_placement(sizes), sizes, version=version)
 
 
 def admission_rule(placement: ResolvedPlacement, prompts_per_step: int) -> AdmissionRule:

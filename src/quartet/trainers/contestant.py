@@ -19,7 +19,7 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, RolloutEngine
 from quartet.schedule.groups import Group, answered
-from quartet.schedule.local import local_arbiter
+from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec, check_vocabulary

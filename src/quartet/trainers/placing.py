@@ -9,7 +9,7 @@ from quartet.config.algorithms import reads_reference
 from quartet.config.placement import AsynchronousPlacement, ResolvedPlacement, Role, resolve
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
-from quartet.schedule.local import local_placement
+from quartet.schedule.placement import local_placement
 from quartet.trainers.loader import Passed, Rewards
 from quartet.trainers.reward_roles import passed_names
 

@@ -34,7 +34,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
-from quartet.schedule.local import local_arbiter
+from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker

@@ -23,7 +23,7 @@ from quartet.data.datasets import PromptItem
 from quartet.models.process_files import ProcessSettings, save_process_settings
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.local import local_arbiter
+from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
