@@ -25,12 +25,15 @@ class Link:
     wait_s: float
 
 
-def critical_path(spans: Iterable[Span], is_cause: IsCause, *, tolerance_s: float = 1e-6) -> list[Link]:
+_TOLERANCE_S = 1e-6
+"""By how much a cause may end after its effect began and still count as before it."""
+
+
+def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[Link]:
     """The path to the span that ends last, in order of time.
 
     Args:
         is_cause: ``(earlier, later)`` → whether ``later`` may have waited for ``earlier``; times are not its business.
-        tolerance_s: by how much a cause may end after its effect began and still count as before it.
     """
     rest = sorted(spans, key=lambda span: (span.end_s, span.start_s))
     if not rest:
@@ -38,7 +41,7 @@ def critical_path(spans: Iterable[Span], is_cause: IsCause, *, tolerance_s: floa
     first_s = min(span.start_s for span in rest)
     current, path = rest.pop(), []
     while True:
-        rest = [span for span in rest if span.end_s <= current.start_s + tolerance_s]
+        rest = [span for span in rest if span.end_s <= current.start_s + _TOLERANCE_S]
         causes = [span for span in rest if is_cause(span, current)]
         if not causes:
             path.append(Link(current, current.start_s - first_s))

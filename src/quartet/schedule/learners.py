@@ -66,7 +66,7 @@ class Learner:
     """Trains one role.
 
     Args:
-        objective: ``(step, is_first) → Objective``; ``is_first`` for the first mini-batch of a step.
+        objective: ``is_first → Objective``, of a mini-batch that is the first of its step, or is not.
         prefix: names this role's gradient norm, ``<prefix>/grad_norm``.
         warmup_steps: first steps in which the role rests (critic-first warm-up); its version advances all the same.
         learned: the batch to learn from, of the step's experience.
@@ -78,7 +78,7 @@ class Learner:
     role: str
     model: RoleGroup[TrainWorker]
     plan: UpdatePlan
-    objective: Callable[[int, bool], Objective]
+    objective: Callable[[bool], Objective]
     prefix: str
     warmup_steps: int = 0
     also: Callable[[int], Sequence[LossTerm]] | None = None
@@ -98,7 +98,7 @@ class Learner:
     def _updates(self, experience: RaggedBatch, step: int) -> list[Update]:
         first = step * self.plan.updates_per_step
         return [
-            Update(picked, self.objective(step, i == 0), self.also(first + i) if self.also is not None else ())
+            Update(picked, self.objective(i == 0), self.also(first + i) if self.also is not None else ())
             for i, picked in enumerate(self.plan.selections(experience, step))
         ]
 

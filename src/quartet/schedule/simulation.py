@@ -225,7 +225,7 @@ def _seconds(stage: StageCost, batch: RaggedBatch, *_: Any) -> float:
     return stage.cost.seconds(batch.parents.count(-1))
 
 
-def _no_objective(step: int, is_first: bool) -> Any:
+def _no_objective(is_first: bool) -> Any:
     """Timed models compute no loss."""
     return None
 

@@ -120,7 +120,6 @@ class GroupStream(Generic[G]):
         max_attempts: int | None = None,
         refill: Literal["at_once", "in_rounds"] = "at_once",
         shortage: Callable[[Shortage], UserError] = too_few,
-        next_index: int = 0,
     ) -> None:
         if chunk_size < 1:
             raise UserError("a chunk needs groups", found=f"chunk_size={chunk_size}", remedy="use at least 1")
@@ -140,8 +139,8 @@ class GroupStream(Generic[G]):
         self._running: dict[int, asyncio.Task[G | _Rejected]] = {}
         self._decided: dict[int, G | _Rejected] = {}  # produced, but not yet passed by the cursor
         self._passed: dict[int, G | _Rejected] = {}  # passed by it since the last whole step
-        self._cursor = next_index  # every index below it is consumed or rejected
-        self._next_launch = next_index
+        self._cursor = 0  # every index below it is consumed or rejected
+        self._next_launch = 0
         self._consumed = 0
         self._rejected = 0  # below the cursor
         self._ahead = 0  # accepted, at or beyond the cursor

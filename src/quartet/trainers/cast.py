@@ -26,7 +26,6 @@ from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk, Scorer
-from quartet.schedule.leases import Mode
 from quartet.schedule.model_worker import Described, ModelStats, ModelWorker, TrainWorker
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
@@ -81,10 +80,6 @@ class Cast:
     def __post_init__(self) -> None:
         self.groups = {name: LocalGroup(worker) for name, worker in self.workers.items()}
         self.described = {name: worker.describe() for name, worker in self.workers.items()}
-
-    def sizes(self) -> dict[str, dict[Mode, int]]:
-        """Role → mode → bytes that must be on its device, with an engine that shares the actor's weights."""
-        return {"rollout": {"generate": 0}, **{name: worker.sizes() for name, worker in self.workers.items()}}
 
     async def stats(self) -> dict[str, ModelStats]:
         """Of every role with a model."""
@@ -255,10 +250,6 @@ class Cast:
         return EpisodePlayer(
             self.environment, config, completer, self.codec, limits, run_seed=recipe.seed, on_played=on_played
         )
-
-    def scorers(self, worker: Worker) -> list[Scorer[RaggedBatch, ColumnSet]]:
-        """Rewards and columns."""
-        return [*self.reward_scorers(worker), *self.column_scorers(worker)]
 
     def column_scorers(self, worker: Worker) -> list[ModelScorer]:
         """The columns that this recipe's algorithm really reads, beside the rewards."""

@@ -62,17 +62,11 @@ class Reference:
     release: Callable[[], object] = lambda: None
 
 
-def weights_digest(model: PreTrainedModel, *, precision: str, skip: Callable[[str], bool] | None = None) -> str:
-    """SHA-256 of what a model computes: its config, its parameters, the compute dtype.
-
-    Args:
-        skip: parameters that take no part, by name (adapters that are off).
-    """
+def weights_digest(model: PreTrainedModel, *, precision: str) -> str:
+    """SHA-256 of what a model computes: its config, its parameters, the compute dtype."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSTABLE}
     state = hashlib.sha256(json.dumps([config, precision], sort_keys=True, default=str).encode())
     for name, parameter in sorted(model.named_parameters()):
-        if skip is not None and skip(name):
-            continue
         values = parameter.detach().cpu().contiguous()
         state.update(f"{name}|{values.dtype}|{tuple(values.shape)}".encode())
         state.update(values.flatten().view(torch.uint8).numpy())

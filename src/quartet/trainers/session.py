@@ -215,7 +215,7 @@ class Session:
         if cast.critic is not None and algorithm.name == "ppo":
             ppo = algorithm
 
-            def value(step: int, is_first: bool) -> Objective:
+            def value(is_first: bool) -> Objective:
                 return ValueObjective(ppo, num_trajectories)
 
             critic = cast.trained_group("critic")
@@ -231,7 +231,7 @@ class Session:
         algorithm = self.recipe.algorithm
         return learned_from(algorithm, experience.batch) if isinstance(algorithm, Selection) else experience.batch
 
-    def _policy(self, step: int, is_first: bool) -> Objective:
+    def _policy(self, is_first: bool) -> Objective:
         recipe, algorithm = self.recipe, self.recipe.algorithm
         num_trajectories = recipe.prompts_per_step * recipe.responses_per_prompt
         turns = recipe.environment.max_turns if recipe.environment is not None else 1

@@ -49,7 +49,6 @@ class TensorSink:
         on_begin: Callable[[], None] | None = None,
         on_commit: Callable[[int], None] | None = None,
         version: int | None = None,
-        hasher: Hasher | None = None,
     ) -> None:
         # Not their memory: an engine that sleeps gives it back, and gets other memory when it wakes.
         self._owners = dict(destinations)
@@ -65,7 +64,7 @@ class TensorSink:
         self._sums: dict[str, tuple[int, int]] = {}
         self._on_begin = on_begin
         self._on_commit = on_commit
-        self._hasher = hasher or Hasher()
+        self._hasher = Hasher()
         self._specs: tuple[TensorSpec, ...] = ()
         self._incoming: int | None = None
         self._touched = False

@@ -76,11 +76,11 @@ def test_only_what_the_method_reads_is_loaded(
 ) -> None:
     used = recipe(algorithm, **changes)
     cast = cast_of(used)
-    assert cast.sizes().keys() == roles
+    assert {*cast.workers, "rollout"} == roles
     assert (cast.critic is None) == ("critic" not in roles)
     assert (cast.reference is None) == ("reference" not in roles)
     assert len(cast.models()) == len(roles) - 1, "the rollout engine shares the actor"
-    scorers: list[Any] = cast.scorers(None)
+    scorers: list[Any] = [*cast.reward_scorers(None), *cast.column_scorers(None)]
     assert [scorer.column for scorer in scorers if hasattr(scorer, "column")] == columns
     assert needs_old_logprobs(used) == ("old_logprobs" in columns)
 

@@ -162,7 +162,7 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
         found.groups += groups
         return cast.collect(step, index, groups)
 
-    def policy(step: int, is_first: bool) -> PolicyObjective:
+    def policy(is_first: bool) -> PolicyObjective:
         found.staleness.append(staleness_metrics(experiences[step].batch, step)["staleness/max"])
         return PolicyObjective(ALGORITHM, 8, 1.0, 0.0, is_first, 14)
 

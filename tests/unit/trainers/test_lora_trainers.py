@@ -34,6 +34,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
+from quartet.schedule.leases import Mode
 from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.rollout import Rollout
@@ -112,9 +113,14 @@ def test_the_reference_is_the_actor_without_its_adapters(cast_of: Any, causal_lm
     assert not elsewhere.shares_reference and len(elsewhere.models()) == 2
 
 
+def sizes_of(cast: Cast) -> dict[str, dict[Mode, int]]:
+    """Role → mode → bytes, with an engine that shares the actor's weights."""
+    return {"rollout": {"generate": 0}, **{name: worker.sizes() for name, worker in cast.workers.items()}}
+
+
 def test_roles_keep_no_states_of_what_is_frozen(cast_of: Any) -> None:
     cast = cast_of(rl(PPO(kl=KL)))
-    sizes = cast.sizes()
+    sizes = sizes_of(cast)
     for name, engine in cast.engines().items():
         whole = sum(p.nbytes for p in engine.packed.model.parameters())
         learning = sum(p.nbytes for p in engine.packed.adapters.trained.values())
@@ -162,9 +168,9 @@ async def rolled_out(
     cast: Cast, scored: bool, recorder: SpanRecorder
 ) -> tuple[list[Trajectory], RaggedBatch, list[Tensor]]:
     """Trajectories of two groups, a first chunk, and the reference's columns of it, again and again meanwhile."""
-    worker = Worker(local_arbiter(cast.sizes(), version=0), recorder)
+    worker = Worker(local_arbiter(sizes_of(cast), version=0), recorder)
     rollout = rollout_of(cast, worker)
-    reference: Any = next(s for s in cast.scorers(worker) if getattr(s, "role", "") == "reference")
+    reference: Any = next(s for s in cast.column_scorers(worker) if getattr(s, "role", "") == "reference")
     chunk = cast.collect(0, 0, [await rollout.generate(0)])
     running = asyncio.gather(*(rollout.generate(index) for index in (1, 2)))
     columns = []
@@ -203,9 +209,9 @@ def test_the_reference_reads_the_actor_so_nobody_trains_it_meanwhile(cast_of: An
     order: list[str] = []
 
     async def run() -> None:
-        arbiter = local_arbiter(cast.sizes(), version=0)
+        arbiter = local_arbiter(sizes_of(cast), version=0)
         worker = Worker(arbiter, SpanRecorder(tmp_path / "spans.jsonl"))
-        reference: Any = next(s for s in cast.scorers(worker) if getattr(s, "role", "") == "reference")
+        reference: Any = next(s for s in cast.column_scorers(worker) if getattr(s, "role", "") == "reference")
         assert dict(reference.reads) == {"actor": None}
         async with arbiter.lease("reference", "forward", reads=reference.reads):
             training = asyncio.create_task(train(arbiter))
@@ -290,7 +296,7 @@ def test_a_canary_hears_adapters_that_were_not_sent(cast_of: Any, causal_lm: Any
     sent: dict[str, Any] = {"source": lambda: list(cast.actor.weights())}
 
     async def publish(version: int) -> dict[str, float]:
-        worker = Worker(local_arbiter(cast.sizes(), version=version), SpanRecorder(tmp_path / f"{version}.jsonl"))
+        worker = Worker(local_arbiter(sizes_of(cast), version=version), SpanRecorder(tmp_path / f"{version}.jsonl"))
         engine = NativeEngine(own, owns_weights=True, version=version - 1)
 
         async def deliver(version: int) -> int:
