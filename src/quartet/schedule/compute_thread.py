@@ -50,8 +50,11 @@ class ComputeThread:
         if self._num_threads > 1:
             if torch.get_num_threads() != self._num_threads:
                 torch.set_num_threads(self._num_threads)
-            with EXCLUSIVE:
-                return work()
+            try:
+                with EXCLUSIVE:
+                    return work()
+            except (StopIteration, asyncio.CancelledError) as error:
+                raise _presentable(error) from error
         if self._thread is None:
             # A daemon: a program that is stopped at once does not wait for a call that takes minutes.
             self._thread = threading.Thread(target=self._work, name="quartet-compute", daemon=True)
@@ -114,12 +117,17 @@ def _settle(done: asyncio.Future[Any], outcome: Any, error: BaseException | None
         return
     if isinstance(error, _Stopped):
         done.cancel()
-    elif isinstance(error, (StopIteration, asyncio.CancelledError)):
-        # No future takes the one, and the other would look as if somebody had cancelled what waits.
-        wrapped = RuntimeError(f"a computation raised {type(error).__name__}")
-        wrapped.__cause__ = error
-        done.set_exception(wrapped)
     elif error is not None:
-        done.set_exception(error)
+        done.set_exception(_presentable(error))
     else:
         done.set_result(outcome)
+
+
+def _presentable(error: BaseException) -> BaseException:
+    """The error as a future takes it: ``StopIteration`` is refused by futures, and ``CancelledError`` would look as if
+    the caller had been cancelled, so both come out as the cause of a ``RuntimeError``."""
+    if not isinstance(error, (StopIteration, asyncio.CancelledError)):
+        return error
+    wrapped = RuntimeError(f"a computation raised {type(error).__name__}")
+    wrapped.__cause__ = error
+    return wrapped

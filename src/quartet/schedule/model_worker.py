@@ -209,7 +209,7 @@ class TrainWorker(SendsWeights, ModelWorker):
             seen, eos_ids: as for ``save_scalar_model``; a causal LM needs neither.
 
         Returns:
-            None, or what somebody who loads the directory has to know.
+            None, or a warning for users who load the directory.
 
         Raises:
             UserError: it could not be written.
@@ -229,7 +229,7 @@ class TrainWorker(SendsWeights, ModelWorker):
 
 
 class AdapterlessWorker(ScoreWorker):
-    """A model without its adapters, which somebody else trains meanwhile: the reference of a LoRA actor."""
+    """The reference of a LoRA actor: the actor's own model with adapters switched off."""
 
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         with self.packed.without_adapters():
@@ -239,4 +239,4 @@ class AdapterlessWorker(ScoreWorker):
         return {"forward": 0}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        raise RuntimeError("this model's weights are somebody else's")
+        raise RuntimeError("the reference shares the actor's weights and takes none of its own")

@@ -144,9 +144,10 @@ def _raises(error: BaseException) -> None:
     raise error
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("reason", [StopIteration("next of nothing"), asyncio.CancelledError("own")])
-def test_errors_that_mean_something_to_coroutines_come_out_as_errors(reason: BaseException) -> None:
-    compute = ComputeThread()
+def test_errors_that_mean_something_to_coroutines_come_out_as_errors(reason: BaseException, threads: int) -> None:
+    compute = ComputeThread(threads)
     with pytest.raises(RuntimeError, match=type(reason).__name__) as found:
         asyncio.run(asyncio.wait_for(compute.run(partial(_raises, reason)), 10))
     assert found.value.__cause__ is reason
