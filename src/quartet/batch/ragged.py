@@ -12,6 +12,9 @@ its chain of ancestors. Two responses to the prompt ``[5, 6]`` are three segment
 Every token field has one entry per *stored* token and belongs to that token: ``logprobs[t]`` is the
 log-probability of token t given everything before it. Ancestor tokens are shared, so they carry no loss of
 their own: their masks are 0.
+
+An *outline* is a batch without its token ids: it has everything else, ``input_ids`` is -1 everywhere, and ``elsewhere``
+refers to batches that have the ids.
 """
 
 from __future__ import annotations
@@ -70,6 +73,9 @@ class RaggedBatch:
         objects: per-sequence Python objects, each a tuple of length S.
         attachments: features by sequence, by reference.
         meta: anything else; immutable.
+        elsewhere: references to batches that together have the token ids of all sequences, where this one has none.
+            Only the cluster layer knows what such a reference is. With references ``input_ids`` becomes -1, which no
+            embedding takes, as a view of one element.
     """
 
     input_ids: Tensor
@@ -82,19 +88,25 @@ class RaggedBatch:
     objects: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     attachments: Mapping[str, Attachment] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
+    elsewhere: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("segment_lengths", "parents", "leaves", "ids"):
+        for name in ("segment_lengths", "parents", "leaves", "ids", "elsewhere"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "objects", {name: tuple(column) for name, column in self.objects.items()})
         for name in ("token", "sequence", "objects", "attachments", "meta"):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
+        if self.elsewhere:
+            unknown = torch.full((1,), -1, device=self.input_ids.device)
+            object.__setattr__(self, "input_ids", unknown.expand(sum(self.segment_lengths)))
         self._validate()
 
     def __reduce__(self) -> tuple[type[RaggedBatch], tuple[Any, ...]]:
         # A mapping proxy cannot be pickled, and batches travel between processes.
-        values = (getattr(self, f.name) for f in fields(self))
-        return RaggedBatch, tuple(dict(v) if isinstance(v, MappingProxyType) else v for v in values)
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.elsewhere:
+            held["input_ids"] = self.input_ids[:1]
+        return RaggedBatch, tuple(dict(v) if isinstance(v, MappingProxyType) else v for v in held.values())
 
     def _validate(self) -> None:
         num_tokens = sum(self.segment_lengths)
@@ -129,6 +141,10 @@ class RaggedBatch:
             if len(attachment.offsets) != len(self.leaves) + 1:
                 raise ValueError(f"attachment {name!r} needs {len(self) + 1} offsets")
 
+    def _check_has_ids(self) -> None:
+        if not self.has_ids:
+            raise ValueError(f"the token ids of this batch of {len(self)} sequences are elsewhere; fill it before")
+
     # Sizes -----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -138,6 +154,11 @@ class RaggedBatch:
     def num_tokens(self) -> int:
         """Stored tokens: a shared prompt counts once."""
         return int(self.input_ids.shape[0])
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the token ids are here; False for an outline."""
+        return not self.elsewhere
 
     @property
     def device(self) -> torch.device:
@@ -180,7 +201,12 @@ class RaggedBatch:
         return sent(per_segment.repeat_interleave(lengths), self.device)
 
     def token_ids(self, s: int) -> list[int]:
-        """All token ids of sequence ``s``, ancestors included."""
+        """All token ids of sequence ``s``, ancestors included.
+
+        Raises:
+            ValueError: an outline has none.
+        """
+        self._check_has_ids()
         offsets = self.segment_offsets
         return [token for k in self.chain(s) for token in self.input_ids[offsets[k] : offsets[k + 1]].tolist()]
 
@@ -246,6 +272,10 @@ class RaggedBatch:
         """The same for whoever only computes: texts and prompts need not travel."""
         return replace(self, objects={})
 
+    def bare(self) -> RaggedBatch:
+        """Segments, sequences and token ids, without any field."""
+        return replace(self, token={}, sequence={}, objects={}, attachments={}, meta={})
+
     def pop(self, name: str) -> tuple[RaggedBatch, Any]:
         """The batch without token, sequence, object or attachment field ``name``, and that field."""
         for family in ("token", "sequence", "objects", "attachments"):
@@ -282,7 +312,7 @@ class RaggedBatch:
             rows = torch.zeros(0, dtype=torch.int64, device=self.device)
         picked = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
         return RaggedBatch(
-            input_ids=self.input_ids[rows],
+            input_ids=self.input_ids[rows] if self.has_ids else self.input_ids[:0],
             segment_lengths=tuple(self.segment_lengths[k] for k in kept),
             parents=tuple(kept[self.parents[k]] if self.parents[k] >= 0 else -1 for k in kept),
             leaves=tuple(kept[self.leaves[s]] for s in indices),
@@ -292,6 +322,7 @@ class RaggedBatch:
             objects={name: tuple(values[s] for s in indices) for name, values in self.objects.items()},
             attachments={name: _select_attachment(a, indices) for name, a in self.attachments.items()},
             meta=self.meta,
+            elsewhere=self.elsewhere,
         )
 
     def split(self, parts: Sequence[Sequence[int]]) -> list[RaggedBatch]:
@@ -303,7 +334,11 @@ class RaggedBatch:
 
     @classmethod
     def concat(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:
-        """Joins batches that have the same fields; meta is the first one's. Prompts are not merged."""
+        """Joins batches that have the same fields; meta is the first one's. Prompts are not merged.
+
+        Raises:
+            ValueError: there is none, fields differ, or some are outlines and others are not.
+        """
         if not batches:
             raise ValueError("nothing to concatenate")
         first = batches[0]
@@ -312,6 +347,8 @@ class RaggedBatch:
                 ours, theirs = sorted(getattr(first, family)), sorted(getattr(other, family))
                 if ours != theirs:
                     raise ValueError(f"{family} fields differ: {ours} and {theirs}")
+            if other.has_ids != first.has_ids:
+                raise ValueError("an outline cannot be joined with a batch that has its token ids; fill it before")
         parents: list[int] = []
         leaves: list[int] = []
         for batch in batches:
@@ -319,7 +356,7 @@ class RaggedBatch:
             leaves.extend(base + leaf for leaf in batch.leaves)
             parents.extend(base + parent if parent >= 0 else -1 for parent in batch.parents)
         return cls(
-            input_ids=torch.cat([b.input_ids for b in batches]),
+            input_ids=torch.cat([b.input_ids for b in batches]) if first.has_ids else first.input_ids[:0],
             segment_lengths=tuple(n for b in batches for n in b.segment_lengths),
             parents=tuple(parents),
             leaves=tuple(leaves),
@@ -331,7 +368,46 @@ class RaggedBatch:
                 name: _concat_attachments([b.attachments[name] for b in batches]) for name in first.attachments
             },
             meta=first.meta,
+            elsewhere=tuple({id(ref): ref for b in batches for ref in b.elsewhere}.values()),
         )
+
+    def outline(self, elsewhere: Sequence[Any]) -> RaggedBatch:
+        """The batch without its token ids, which the batches referred to by ``elsewhere`` have."""
+        if not elsewhere:
+            raise ValueError("an outline refers to where its token ids are, found no reference")
+        return replace(self, elsewhere=tuple(elsewhere))
+
+    def filled(self, sources: Sequence[RaggedBatch]) -> RaggedBatch:
+        """An outline with the token ids of ``sources``, which may hold more sequences; a batch with ids as it is.
+
+        A sequence is found by its id, in the first source that has it. Segments that no sequence needs keep -1.
+
+        Raises:
+            ValueError: no source has a sequence, or there it is cut into other segments, or a source is an outline.
+        """
+        if self.has_ids:
+            return self
+        at = {name: (b, s) for b in reversed(range(len(sources))) for s, name in enumerate(sources[b].ids)}
+        pieces: dict[int, Sequence[Tensor]] = {}
+        found: list[Tensor | None] = [None] * len(self.parents)
+        for s, name in enumerate(self.ids):
+            if name not in at:
+                raise ValueError(f"no source has the token ids of sequence {name!r}")
+            b, there = at[name]
+            if b not in pieces:
+                sources[b]._check_has_ids()
+                pieces[b] = sources[b].input_ids.split(sources[b].segment_lengths)
+            own, other = self.chain(s), sources[b].chain(there)
+            lengths = [self.segment_lengths[k] for k in own]
+            lengths_there = [sources[b].segment_lengths[k] for k in other]
+            if lengths != lengths_there:
+                raise ValueError(f"sequence {name!r} has segments of {lengths} tokens, in its source {lengths_there}")
+            for k, k_there in zip(own, other, strict=True):
+                found[k] = pieces[b][k_there] if found[k] is None else found[k]
+        unknown = self.input_ids.cpu().split(self.segment_lengths) if None in found else ()
+        parts = [unknown[k] if ids is None else ids for k, ids in enumerate(found)]
+        input_ids = torch.cat(parts) if parts else self.input_ids
+        return replace(self, input_ids=sent(input_ids, self.device), elsewhere=())
 
     def unshare(self) -> tuple[RaggedBatch, Tensor]:
         """Every sequence as one root segment, and where each leaf token went.
@@ -341,7 +417,11 @@ class RaggedBatch:
 
         Returns:
             The flat batch with ``T'`` tokens, and ``[T']`` the stored token each of its tokens came from.
+
+        Raises:
+            ValueError: an outline has no tokens to copy.
         """
+        self._check_has_ids()
         offsets = self.segment_offsets
         rows: list[Tensor] = []
         own: list[Tensor] = []

@@ -30,8 +30,11 @@ def save_batch(batch: RaggedBatch, path: str | os.PathLike[str]) -> None:
     Raises:
         TypeError: an object or a meta value is not a JSON value (None, bool, int, finite float, str, list,
             dict with str keys; a tuple would come back as a list, so it is none).
+        ValueError: the batch is an outline.
         OSError: the file cannot be written; what was at ``path`` before is still there.
     """
+    if not batch.has_ids:
+        raise ValueError("an outline cannot be saved: its token ids are elsewhere; fill it before")
     for name, column in batch.objects.items():
         for s, value in enumerate(column):
             _check_json(value, f"objects[{name!r}][{s}]")

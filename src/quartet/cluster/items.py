@@ -207,7 +207,7 @@ def _assemble(
     if order is not None:
         rest = rest.select(order)
     return RaggedBatch(
-        input_ids=tokens("input_ids", [b.input_ids for b in batches]),
+        input_ids=tokens("input_ids", [b.input_ids for b in batches]) if rest.has_ids else rest.input_ids,
         segment_lengths=table.lengths,
         parents=table.parents,
         leaves=table.leaves,
@@ -217,6 +217,7 @@ def _assemble(
         objects=rest.objects,
         attachments=rest.attachments,
         meta=batches[0].meta,
+        elsewhere=rest.elsewhere,
     )
 
 
@@ -231,6 +232,7 @@ def _without_tokens(batch: RaggedBatch) -> RaggedBatch:
         sequence=batch.sequence,
         objects=batch.objects,
         attachments=batch.attachments,
+        elsewhere=batch.elsewhere,
     )
 
 

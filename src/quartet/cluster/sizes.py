@@ -28,7 +28,9 @@ def num_bytes(value: Any, depth: int = _DEPTH) -> int:
     if isinstance(value, (bytes, bytearray, str)):
         return len(value)
     if isinstance(value, RaggedBatch):
-        fields = [value.input_ids, *value.token.values(), *value.sequence.values()]
+        # Ids that are elsewhere are a view of one element.
+        fields = [value.input_ids if value.has_ids else value.input_ids[:1]]
+        fields += [*value.token.values(), *value.sequence.values()]
         return sum(f.nbytes for f in fields) + sum(a.values.nbytes for a in value.attachments.values())
     if isinstance(value, ColumnSet):
         return sum(f.nbytes for f in (*value.token.values(), *value.sequence.values()))
