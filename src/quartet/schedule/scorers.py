@@ -27,7 +27,7 @@ class ModelScorer:
         column: what the pass's one field is called from then on.
         beside: names of other token columns by the pass's own name for them.
         trains: the role's weights change: the columns are those of its weights as the step began.
-        render: gives the batch that a scorer with another tokenizer reads; its scores stay keyed by the same sequences.
+        reads_text: the worker reads prompts and completions as text, so they are sent along.
         reads: other states whose tensors the pass reads, so that nobody trains them meanwhile.
     """
 
@@ -38,11 +38,11 @@ class ModelScorer:
     column: str
     beside: Mapping[str, str] = field(default_factory=dict)
     trains: bool = False
-    render: Callable[[RaggedBatch], RaggedBatch] | None = None
+    reads_text: bool = False
     reads: Mapping[str, int | None] = field(default_factory=dict)
 
     async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
-        batch = chunk.data if self.render is None else self.render(chunk.data)
+        batch = chunk.data
         reads = {**self.reads, self.role: chunk.step} if self.trains else self.reads
         turn = self.worker.turn(
             self.role,
@@ -53,7 +53,7 @@ class ModelScorer:
             tokens=batch.num_tokens,
             reads=reads,
         )
-        read = batch.without_objects()
+        read = _with_texts(batch) if self.reads_text else batch.without_objects()
         async with turn:
             found = await self.model.call(ModelWorker.forward, read, self.needs)
         columns = self._named(found)
@@ -81,6 +81,12 @@ class ModelScorer:
                 found=f"{wrong} of {len(values)} {self.column}",
                 remedy="check that model's weights; the run stopped before the update and can be resumed",
             )
+
+
+def _with_texts(batch: RaggedBatch) -> RaggedBatch:
+    """The batch with objects ``prompt`` and ``completion``, both as text; other columns of a data row do not travel."""
+    prompts = [item.prompt for item in batch.objects["prompt"]]
+    return batch.without_objects().with_objects(prompt=prompts, completion=batch.objects["completion"])
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,16 @@
 
 Shapes: T stored tokens, S sequences, N trajectories, M steps.
 
-A scorer finds the steps in the policy's own tokens and reads the model at the last token of each. A model with another
+A worker finds the steps in the policy's own tokens and reads the model at the last token of each. A model with another
 tokenizer, or one trained with another separator, reads the same steps rendered anew; its k-th step is the policy's
-k-th. Either way a score comes to stand on the policy's token that ends the step.
+k-th. Either way a score comes to stand on the policy's token that ends the step. Rewards of trajectories are computed
+from these columns: their sequences may have been read by different workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from quartet.config.rewards import ProcessModelReward, RewardConfig
 from quartet.models.loading import load_scalar_model
 from quartet.models.process_files import load_process_settings
 from quartet.schedule.iteration import Chunk
-from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.model_worker import ModelWorker, ScoreWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.worker import Worker
@@ -34,13 +35,12 @@ from quartet.text.loading import load_generation_config, load_tokenizer, reads_t
 from quartet.text.steps import Step, answer_pieces, join_steps, last_tokens, split_steps
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget
+from quartet.train.engine import Needs
 from quartet.train.process_objectives import STEP_NEEDS
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.process_metrics import STEP_SCORE_PREFIX
-from quartet.trainers.reward_roles import RewardModelRole
+from quartet.trainers.reward_roles import RewardModelRole, cut_unended
 from quartet.trainers.trajectories import Trajectories
-
-_COLUMN = "step_scores"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,9 @@ class ProcessModelRole(RewardModelRole):
     policy_codec: TextCodec
     separator: str
     own_separator: str
+
+    def worker(self) -> ProcessScoreWorker:
+        return ProcessScoreWorker(self)
 
     def scorer(self, worker: Worker, model: RoleGroup[ModelWorker]) -> ProcessScorer:
         return ProcessScorer(worker, self, model)
@@ -152,14 +155,12 @@ def _runs(mask: Tensor) -> list[tuple[int, int]]:
 class Reading:
     """What the model reads, and where its answers belong.
 
-    ``rows [M]`` are tokens of ``batch``, ``targets [M]`` the policy's tokens, each once. ``lost`` names sequences whose
-    steps the model's tokenizer does not give back.
+    ``rows [M]`` are tokens of ``batch``, ``targets [M]`` the policy's tokens, each once.
     """
 
     batch: RaggedBatch
     rows: Tensor
     targets: Tensor
-    lost: frozenset[int] = frozenset()
 
 
 def read_own(batch: RaggedBatch, turns: Sequence[Sequence[AnswerSteps]]) -> Reading:
@@ -172,7 +173,7 @@ def read_own(batch: RaggedBatch, turns: Sequence[Sequence[AnswerSteps]]) -> Read
 def read_rendered(
     batch: RaggedBatch, turns: Sequence[Sequence[AnswerSteps]], codec: TextCodec, separator: str
 ) -> Reading:
-    """The same steps under the model's tokenizer and separator.
+    """The same steps under the model's tokenizer and separator; sequences whose steps it does not give back have none.
 
     Raises:
         UserError: an answer of several turns: what stood between them would be missing.
@@ -187,10 +188,8 @@ def read_rendered(
                 remedy="use a model with the policy's tokenizer and separator",
             )
         steps = sequence[0].steps if sequence else (Step("", None),)
-        item, text = batch.objects["prompt"][s], join_steps(steps, separator)
-        prompt_ids, answer_ids = codec.encode_completion(item.prompt, text)
-        ended = bool(batch.sequence["ended"][s])
-        answer_ids = answer_ids if ended or len(answer_ids) == 1 else answer_ids[:-1]
+        prompt_ids, answer_ids = codec.encode_completion(batch.objects["prompt"][s], join_steps(steps, separator))
+        answer_ids = cut_unended(answer_ids, ended=bool(batch.sequence["ended"][s]))
         pieces = answer_pieces(codec, prompt_ids, answer_ids)
         ends = last_tokens(pieces, split_steps("".join(pieces), separator))
         if len(ends) != len(steps):
@@ -206,7 +205,7 @@ def read_rendered(
             begin, _ = rendered.leaf_span(s)
             pairs.update(zip(sequence[0].tokens, (begin + end for end in places[s]), strict=True))
     targets, rows = torch.tensor(list(pairs.items()), dtype=torch.int64).view(-1, 2).unbind(1)
-    return Reading(_marked(rendered, rows), rows, targets, frozenset(lost))
+    return Reading(_marked(rendered, rows), rows, targets)
 
 
 def _marked(batch: RaggedBatch, rows: Tensor) -> RaggedBatch:
@@ -216,6 +215,35 @@ def _marked(batch: RaggedBatch, rows: Tensor) -> RaggedBatch:
 
 
 # Scores --------------------------------------------------------------------------------------------------
+
+
+class ProcessScoreWorker(ScoreWorker):
+    """A process reward model that finds the steps itself.
+
+    ``forward`` gives columns on the policy's tokens: ``step_scores`` (the logit at each token that ends a step, 0 on
+    others) and ``step_mask`` (which those are).
+    """
+
+    def __init__(self, role: ProcessModelRole) -> None:
+        super().__init__(role.model, role.budget)
+        self._role = role
+
+    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+        if not len(batch):
+            return ColumnSet(())
+        reading = self._reading(batch)
+        found = super().forward(reading.batch, needs).token["step_scores"]
+        logits_T = found.new_zeros(batch.num_tokens).index_put((reading.targets,), found[reading.rows])
+        mask_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        mask_T[reading.targets] = True
+        return ColumnSet(batch.ids, {"step_scores": logits_T, "step_mask": mask_T})
+
+    def _reading(self, batch: RaggedBatch) -> Reading:
+        role = self._role
+        turns = [steps_of(batch, s, role.policy_codec, role.separator) for s in range(len(batch))]
+        if role.codec is None:
+            return read_own(batch, turns)
+        return read_rendered(batch, turns, role.codec, role.own_separator)
 
 
 class ProcessScorer:
@@ -228,32 +256,30 @@ class ProcessScorer:
 
     def __init__(self, worker: Worker, role: ProcessModelRole, model: RoleGroup[ModelWorker]) -> None:
         self.role = role
-        self._worker = worker
-        self._model = ModelScorer(worker, role.name, model, STEP_NEEDS, _COLUMN)
+        beside, reads_text = {"step_mask": "step_mask"}, role.codec is not None
+        self._model = ModelScorer(
+            worker, role.name, model, STEP_NEEDS, "step_scores", beside=beside, reads_text=reads_text
+        )
 
     async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
-        role, batch = self.role, chunk.data
-        with self._worker.recorder.span("find_steps", step=chunk.step, role=role.name, chunk=chunk.index):
-            turns = [steps_of(batch, s, role.policy_codec, role.separator) for s in range(len(batch))]
-            if role.codec is None:
-                reading = read_own(batch, turns)
-            else:
-                reading = read_rendered(batch, turns, role.codec, role.own_separator)
-        read = replace(chunk, num_tokens=reading.batch.num_tokens, data=reading.batch)
-        found = await self._model.score(read)
-        logits_M = found.token[_COLUMN][reading.rows]
-        return self._columns(batch, reading, step_scores(logits_M, role.config.score))
+        found = await self._model.score(chunk)
+        return self._columns(chunk.data, found.token["step_scores"], found.token["step_mask"])
 
-    def _columns(self, batch: RaggedBatch, reading: Reading, scores_M: Tensor) -> ColumnSet:
+    def _columns(self, batch: RaggedBatch, logits_T: Tensor, mask_T: Tensor) -> ColumnSet:
         name, combine = self.role.name, self.role.config.combine
         gamma = combine.gamma if isinstance(combine, DiscountedSteps) else 1.0
-        scores_T = scores_M.new_full((batch.num_tokens,), float("nan")).index_put((reading.targets,), scores_M)
+        scores_M = step_scores(logits_T[mask_T], self.role.config.score)
+        scores_T = logits_T.new_full((batch.num_tokens,), float("nan")).index_put((mask_T,), scores_M)
         trajectories = Trajectories.of(batch)
         sequence_T = batch.sequence_index()
         owner_T = torch.where(sequence_T >= 0, trajectories.owner_S[sequence_T.clamp(min=0)], -1)
+        # What was emitted has at least one step, unless the model's tokenizer does not give its steps back.
+        is_lost_S = torch.zeros(len(batch), dtype=torch.bool)
+        is_lost_S[sequence_T[batch.token["action_mask"]]] = True
+        is_lost_S[sequence_T[mask_T]] = False
         lost_N = torch.zeros(len(trajectories), dtype=torch.bool)
-        lost_N[trajectories.owner_S[sorted(reading.lost)]] = True
-        mask_T = ~scores_T.isnan() & ~gather_owner(lost_N.long(), owner_T).bool()
+        lost_N[trajectories.owner_S[is_lost_S]] = True
+        mask_T = mask_T & ~gather_owner(lost_N.long(), owner_T).bool()
         reward_N = process_rewards(scores_T, mask_T, owner_T, len(trajectories), combine.name, gamma)
         # Nothing was emitted where there is no step.
         lost_N |= segment_count(torch.where(mask_T, owner_T, -1), len(trajectories)) == 0

@@ -49,12 +49,44 @@ class RewardModelRole:
     gate: GateConfig | None = None
 
     def worker(self) -> ScoreWorker:
-        return ScoreWorker(self.model, self.budget)
+        if self.codec is None:
+            return ScoreWorker(self.model, self.budget)
+        return TextScoreWorker(self.model, self.budget, self.codec)
 
     def scorer(self, worker: Worker, model: RoleGroup[ModelWorker]) -> Scorer[RaggedBatch, ColumnSet]:
         """What scores a chunk with this model, where ``model`` has it."""
-        render = _renderer(self.codec) if self.codec is not None else None
-        return ModelScorer(worker, self.name, model, Needs(scores=True), REWARD_PREFIX + self.name, render=render)
+        column, reads_text = REWARD_PREFIX + self.name, self.codec is not None
+        return ModelScorer(worker, self.name, model, Needs(scores=True), column, reads_text=reads_text)
+
+
+class TextScoreWorker(ScoreWorker):
+    """A reward model with another tokenizer than the policy's: reads the text of prompts and completions, for scores.
+
+    Args:
+        codec: of the model's own tokenizer.
+    """
+
+    def __init__(self, packed: PackedScalarModel, budget: TokenBudget, codec: TextCodec) -> None:
+        super().__init__(packed, budget)
+        self._codec = codec
+
+    def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
+        return super().forward(self._rendered(batch), needs)
+
+    def _rendered(self, batch: RaggedBatch) -> RaggedBatch:
+        """The same sequences in the model's tokens, from the objects ``prompt`` and ``completion``."""
+        prompts, responses = [], []
+        texts = zip(batch.objects["prompt"], batch.objects["completion"], strict=True)
+        for (prompt, text), ended in zip(texts, batch.sequence["ended"].tolist(), strict=True):
+            prompt_ids, completion_ids = self._codec.encode_completion(prompt, text)
+            prompts.append(prompt_ids)
+            responses.append([cut_unended(completion_ids, ended=ended)])
+        return RaggedBatch.from_groups(prompts, responses, batch.ids)
+
+
+def cut_unended(completion_ids: list[int], *, ended: bool) -> list[int]:
+    """Without the end-of-text that encoding adds where the completion did not end; one token always stays."""
+    return completion_ids if ended or len(completion_ids) == 1 else completion_ids[:-1]
 
 
 @dataclass(frozen=True)
@@ -117,25 +149,6 @@ def reward_scorers(
     """``groups`` have the models, by the roles' names."""
     scorers = [role.scorer(worker, groups[role.name]) for role in models]
     return [*scorers, *(FunctionScorer(worker, role.reward) for role in functions)]
-
-
-def _renderer(codec: TextCodec) -> Callable[[RaggedBatch], RaggedBatch]:
-    """Text for a scorer with another tokenizer: rendered anew, for scores only."""
-
-    def render(batch: RaggedBatch) -> RaggedBatch:
-        prompts, responses = [], []
-        for item, text, ended in zip(
-            batch.objects["prompt"],
-            batch.objects["completion"],
-            batch.sequence["ended"].tolist(),
-            strict=True,
-        ):
-            prompt_ids, completion_ids = codec.encode_completion(item.prompt, text)
-            prompts.append(prompt_ids)
-            responses.append([completion_ids if ended or len(completion_ids) == 1 else completion_ids[:-1]])
-        return RaggedBatch.from_groups(prompts, responses, batch.ids)
-
-    return render
 
 
 def reward_functions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.process_roles import ProcessModelRole, process_models, steps_of
+from split_workers import SplitWorkers, without_ids
 
 NO_KL = KLConfig(coef=0.0)
 ANSWERS = [["1;2;3", "12;"], ["4", "1;;2;"]]
@@ -262,6 +264,27 @@ def test_a_trajectory_of_two_sequences_has_one_process_reward(role_of: Any, code
     assert float(rewards[1]) == float(values[~values.isnan()].min())
     credits = found.token["step_reward/process_reward"][(owner == 0) | (owner == 1)]
     assert float(credits.sum()) == pytest.approx(float(rewards[1]), abs=1e-6)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize("renders", [False, True])
+def test_only_workers_read_token_ids_however_many_there_are(
+    role_of: Any, codec: TextCodec, renders: bool, num_workers: int
+) -> None:
+    """The two sequences of a trajectory come to different workers, and with five of them one has nothing to read."""
+    role = role_of(merging_tokenizer() if renders else None, combine=MinSteps())
+    chunk = chunk_with(codec)
+    batch = chunk.data.pop("response")[0].with_sequence(response=torch.tensor([0, 0, 0, 1]))
+    expected = score(role, replace(chunk, data=batch))
+    worker = Worker(local_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
+    group = SplitWorkers([role.worker() for _ in range(num_workers)], batch)
+    found = asyncio.run(role.scorer(worker, group).score(replace(chunk, data=without_ids(batch))))
+    for ours, theirs in ((found.token, expected.token), (found.sequence, expected.sequence)):
+        assert ours.keys() == theirs.keys()
+        for name, values in ours.items():
+            assert torch.equal(values.isnan(), theirs[name].isnan()), name
+            assert values.nan_to_num().tolist() == pytest.approx(theirs[name].nan_to_num().tolist(), abs=1e-6), name
+    assert int((~found.token["step_score/process_reward"].isnan()).sum()) == 7
 
 
 # Loading -------------------------------------------------------------------------------------------------

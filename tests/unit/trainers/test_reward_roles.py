@@ -19,13 +19,21 @@ from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import FunctionReward, GateConfig, HTTPReward, LengthReward, RegexReward, RetryConfig
+from quartet.data.datasets import PromptItem
+from quartet.models.packed import PackedScalarModel
+from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rewards.combine import RewardWeights
 from quartet.rewards.source import GuardedReward
 from quartet.schedule.iteration import Chunk
+from quartet.schedule.placement import local_arbiter
+from quartet.schedule.worker import Worker
+from quartet.text.tokenizer import TextCodec
+from quartet.train.budget import TokenBudget
 from quartet.trainers.advantages import Assembler
-from quartet.trainers.reward_roles import RewardFunctionRole, reward_functions, reward_weights
+from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole, reward_functions, reward_weights
 from quartet.trainers.rl import RLTrainer
+from split_workers import SplitWorkers, without_ids
 
 Train = Callable[..., tuple[RLTrainer, list[dict[str, Any]]]]
 
@@ -131,6 +139,42 @@ def test_python_functions_may_be_gates_too(digits: Any) -> None:
     roles: list[RewardFunctionRole] = reward_functions([gated], [digits])
     weights = reward_weights([], roles)
     assert weights == {"length": 3.0, "share_of_digits": 1.0} and set(weights.gates) == {"length"}
+
+
+# Another tokenizer -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_workers_render_what_a_model_with_another_tokenizer_reads(
+    scalar_model: Any, tokenizer: Any, num_workers: int
+) -> None:
+    """Ids reversed, so that reading the policy's would show; the driver has neither these nor those."""
+    codec = TextCodec(tokenizer)
+
+    class Reversed(TextCodec):
+        def encode_completion(self, prompt: Any, completion: str) -> tuple[list[int], list[int]]:
+            prompt_ids, ids = super().encode_completion(prompt, completion)
+            return prompt_ids[::-1], ids[::-1]
+
+    model, own = scalar_model(), Reversed(tokenizer)
+    texts, ended = ["123", "4", "56"], [True, False, True]
+    expected = []
+    for text, has_end in zip(texts, ended, strict=True):
+        prompt_ids, ids = own.encode_completion("1+1=", text)
+        read = torch.tensor([[*prompt_ids, *(ids if has_end or len(ids) == 1 else ids[:-1])]])
+        with torch.no_grad():
+            expected.append(float(model.score(model.model(read).last_hidden_state)[0, -1]))
+    role = RewardModelRole("judge", PackedScalarModel(model), TokenBudget(64, "budget"), own, 1.0)
+    items = [PromptItem("p0", tuple(codec.encode_prompt("1+1=")), "1+1=", {"answer": object()}, "")] * 3
+    responses = [[codec.tokenizer(text)["input_ids"] for text in texts]]
+    batch = RaggedBatch.from_groups([items[0].token_ids], responses, "abc")
+    batch = batch.with_sequence(ended=torch.tensor(ended)).with_objects(prompt=items, completion=texts)
+    workers = [role.worker() for _ in range(num_workers)]
+    worker = Worker(local_arbiter({role.name: workers[0].sizes()}, version=0), SpanRecorder())
+    scorer = role.scorer(worker, SplitWorkers(workers, batch))
+    found = asyncio.run(scorer.score(Chunk(0, 0, batch.num_tokens, without_ids(batch))))
+    assert found.ids == ("a", "b", "c")
+    assert found.sequence["reward/judge"].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 # Failures --------------------------------------------------------------------------------------------------
