@@ -93,6 +93,10 @@ class BatchFuture:
         """The result of one rank, as an argument."""
         return Gather((self.parts[rank],))
 
+    def reference(self, rank: int = 0) -> Gather:
+        """The batch that an answering rank returned, for ``RaggedBatch.outline``; it does not keep the manifest."""
+        return Gather((PartRefs(None, self.parts[rank].chunks),))
+
 
 def _one(manifest: Manifest, pieces: Sequence[Any]) -> Any:
     """One rank's result, whole."""

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet.cluster.errors import Failure, Lost
-from quartet.cluster.manifests import Gather, Upstream, divide, fetch_manifests, fetch_part, fetch_whole, share_of
+from quartet.cluster.manifests import (
+    Gather,
+    Upstream,
+    divide,
+    fetch_manifests,
+    fetch_part,
+    fetch_whole,
+    share_of,
+    with_ids,
+)
 from quartet.cluster.structure import Structure
 from quartet.cluster.worker import reserved_port
 
@@ -165,7 +174,7 @@ class Host:
         """Arguments with what they refer to, the positions of this part's items, and their segment table."""
         gathers = [value for value in values if isinstance(value, Gather)]
         if not gathers:
-            return values, positions, table
+            return with_ids(self._fetch, values), positions, table
         manifests = fetch_manifests(self._fetch, gathers)
         # The first that is split decides who gets what, the others follow.
         for gather, of_gather in zip(gathers, manifests, strict=True):
@@ -180,7 +189,7 @@ class Host:
                     values[i] = fetch_whole(self._fetch, value, of_value)
                 else:
                     values[i] = fetch_part(self._fetch, value, of_value, positions, table)
-        return values, positions, table
+        return with_ids(self._fetch, values), positions, table
 
     def _failure(self, error: BaseException, where: str) -> Failure:
         sys.stdout.flush()

@@ -4,14 +4,18 @@ A non-blocking call leaves each part of its result in the object store as one re
 says where the items stand. An argument made of such a result is a ``Gather``: the worker that receives it reads the
 manifests and fetches only the chunks that it needs. Planning is a function of the manifests, so all workers of a group
 agree on it without asking anybody, and the driver need not wait for the first call before it makes the next.
+
+Of a batch only the token ids may stay behind: an outline (``RaggedBatch.elsewhere``) holds ``Gather``s of batches that
+have them, and the worker that receives it as an argument puts them in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.items import Part, Positions, arrange, cut, is_items, num_items, placed
@@ -36,12 +40,14 @@ class Manifest:
         given: positions of the items that the worker was given.
         table: the segment table of the batch that it was given.
         is_small: the part has so few bytes that it travels with this manifest.
+        note: what the worker says of a ``Noted`` result.
     """
 
     chunks: tuple[ChunkInfo, ...]
     given: Positions = ()
     table: Structure | None = None
     is_small: bool = False
+    note: Any = None
 
     @property
     def num_items(self) -> int:
@@ -49,8 +55,16 @@ class Manifest:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """A worker's result that stays where it was made, and what the driver is told of it with the manifest."""
+
+    value: Any
+    note: Any
+
+
+@dataclass(frozen=True)
 class PartRefs:
-    """References to one part: its manifest and its chunks."""
+    """References to one part: its manifest (None where only the chunks are read) and its chunks."""
 
     manifest: Any
     chunks: tuple[Any, ...]
@@ -99,6 +113,9 @@ def divide(
     Raises:
         ValueError: the result of a split call holds items whose number is no multiple of those given.
     """
+    if isinstance(value, Noted):
+        manifest, pieces = divide(value.value, given, table, chunks, origin)
+        return replace(manifest, note=value.note), pieces
     empty = [None] * (chunks - 1)
     is_small = not is_large(value)
     if not is_items(value):
@@ -195,6 +212,44 @@ def fetch_part(
             f"{sum(len(part.positions) for part in parts)} of them found"
         )
     return arrange(parts, table, gather.origin)
+
+
+def with_ids(fetch: Fetch, values: Sequence[Any]) -> list[Any]:
+    """Arguments, with their token ids in all outlines among them, also in lists and tuples of batches.
+
+    Raises:
+        Upstream: the call that should have made the ids failed.
+        ValueError: a sequence's ids are not where its batch says, or a reference is not to batches.
+    """
+    gathers: dict[int, Gather] = {}
+    for batch in (batch for value in values for batch in _batches(value)):
+        for gather in batch.elsewhere:
+            if not isinstance(gather, Gather):
+                raise ValueError(f"the token ids of a batch are in results of calls, not in a {type(gather).__name__}")
+            gathers[id(gather)] = gather
+    if not gathers:
+        return list(values)
+    refs = {key: [ref for part in gather.parts for ref in part.chunks] for key, gather in gathers.items()}
+    found = iter(checked(fetch([ref for of_gather in refs.values() for ref in of_gather])))
+    sources = {key: [next(found) for _ in of_gather] for key, of_gather in refs.items()}
+    for source in (source for of_gather in sources.values() for source in of_gather):
+        if not isinstance(source, RaggedBatch):
+            raise ValueError(f"the token ids of a batch are in other batches, not in a {type(source).__name__}")
+
+    def fill(batch: RaggedBatch) -> RaggedBatch:
+        return batch.filled([source for gather in batch.elsewhere for source in sources[id(gather)]])
+
+    return [
+        fill(value) if isinstance(value, RaggedBatch) else type(value)(map(fill, value)) if _batches(value) else value
+        for value in values
+    ]
+
+
+def _batches(value: Any) -> Sequence[RaggedBatch]:
+    if isinstance(value, RaggedBatch):
+        return [value]
+    is_plain = type(value) in (list, tuple)
+    return value if is_plain and all(isinstance(item, RaggedBatch) for item in value) else ()
 
 
 def _chunks(fetch: Fetch, gather: Gather, manifests: Sequence[Manifest], positions: Sequence[int] | None) -> list[Part]:

@@ -33,7 +33,9 @@ def to_wire(tensor: Tensor) -> Any:
         torch.save(tensor.detach().cpu(), file)
         return file.getvalue()
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    array = dense.reshape(-1).view(torch.uint8).numpy()
+    # A single element counts as contiguous with any stride, but only with 1 can its bytes be viewed.
+    flat = dense.as_strided((dense.numel(),), (1,))
+    array = flat.view(torch.uint8).numpy()
     return array, tensor.dtype, tuple(tensor.shape), tensor.requires_grad
 
 

@@ -15,8 +15,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import BROADCAST, Mode, OneRank, Split, marks_of
+from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup
+from quartet.cluster.manifests import Noted
 from quartet.cluster.worker import Worker
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.worker import drained
@@ -50,6 +53,17 @@ class RoleGroup(ABC, Generic[W_co]):
         """
         await to.call(taken_by, await self.call(method))
 
+    async def leave(
+        self, method: Callable[Concatenate[W_co, P], RaggedBatch], *args: P.args, **kwargs: P.kwargs
+    ) -> RaggedBatch:
+        """The batch that one worker's method makes (of several workers, rank 0's), its token ids left where they are.
+
+        From a worker in this process that is the batch itself; from one elsewhere an outline with all of the batch's
+        fields. As an argument of a call it reaches a method with its ids, whatever was selected or joined in between.
+        They are freed with the last outline that refers to them. Raises as ``call``.
+        """
+        return await self.call(method, *args, **kwargs)
+
 
 class LocalGroup(RoleGroup[W_co]):
     """One worker in this process.
@@ -77,6 +91,11 @@ class RolesWorker(Worker):
     def run_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """A method of a role's worker."""
         return getattr(self.roles[role], method)(*args, **kwargs)
+
+    def leave_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Noted:
+        """The segments and token ids of the batch that a role's method makes, noted with the batch's outline."""
+        made: RaggedBatch = self.run_role(role, method, *args, **kwargs)
+        return Noted(made.bare(), made.outline([role]))  # the caller knows the reference
 
 
 class RemoteGroup(RoleGroup[W_co]):
@@ -113,6 +132,19 @@ class RemoteGroup(RoleGroup[W_co]):
         sent = self.group.call(RolesWorker.run_role, self.role, method.__name__, mode=first, blocking=False)
         name, mode = taken_by.__name__, to._mode(taken_by.__name__)
         await drained(to.group.call(RolesWorker.run_role, to.role, name, sent, mode=mode, blocking=False))
+
+    async def leave(
+        self, method: Callable[Concatenate[W_co, P], RaggedBatch], *args: P.args, **kwargs: P.kwargs
+    ) -> RaggedBatch:
+        # One call with two results: this process reads the first. Ray carries small ones with its own messages, as
+        # bytes that nothing here unpickles, and larger ones not at all.
+        name, mode = method.__name__, OneRank(self.rank or 0)
+        future: BatchFuture = self.group.call(
+            RolesWorker.leave_role, self.role, name, *args, mode=mode, blocking=False, **kwargs
+        )
+        (manifest,) = await drained(future.finished())
+        outline: RaggedBatch = manifest.note
+        return outline.outline([future.reference()])
 
     def _mode(self, name: str) -> Mode:
         if self.rank is not None:

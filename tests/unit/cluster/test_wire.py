@@ -37,6 +37,13 @@ def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> No
     assert torch.equal(found, tensor)
 
 
+def test_one_element_of_any_stride() -> None:
+    expanded = torch.tensor([3]).expand(1_000)
+    found, num_bytes = there_and_back(expanded[5:6])
+    assert found.tolist() == [3] and num_bytes < 500
+    assert there_and_back(expanded)[0].tolist() == [3] * 1_000
+
+
 def test_a_view_takes_only_its_own_bytes() -> None:
     whole = torch.arange(100_000.0).reshape(1000, 100)
     for view in (whole[10:20], whole[:, 3], whole.t()[5:6]):

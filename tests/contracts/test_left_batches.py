@@ -1,0 +1,243 @@
+"""Batches whose token ids stay in the workers that made them: the same for workers here, ``local`` and on ``ray``."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quartet.batch import ColumnSet, RaggedBatch, join
+from quartet.cluster import RANK_ZERO, SPLIT, BatchFuture, ResourcePool, WorkerError, WorkerGroup, connect, dispatch
+from quartet.cluster.backend import Backend
+from quartet.schedule.role_group import LocalGroup, RemoteGroup, RolesWorker
+
+TINY = {"cpus": 0.01}
+
+
+def batch_of(step: int, num_groups: int = 5, length: int = 40) -> RaggedBatch:
+    """Groups of three responses of growing lengths; ids and columns say where a token stands."""
+    prompts = [[step * 1000 + g] * (g + 1) for g in range(num_groups)]
+    responses = [[[step * 1000 + 100 * g + r] * (length + 7 * g + r) for r in range(3)] for g in range(num_groups)]
+    ids = [f"{step}.{g}.{r}" for g in range(num_groups) for r in range(3)]
+    batch = RaggedBatch.from_groups(prompts, responses, ids)
+    batch = batch.with_token(logprobs=-torch.arange(float(batch.num_tokens)))
+    return batch.with_sequence(score=torch.arange(float(len(batch)))).with_objects(text=[f"text {i}" for i in ids])
+
+
+class Rollout:
+    def make(self, step: int, *, num_groups: int = 5, length: int = 40) -> RaggedBatch:
+        if step < 0:
+            raise RuntimeError(f"there is no step {step}")
+        return batch_of(step, num_groups, length)
+
+
+class Model:
+    """Reads token ids."""
+
+    @dispatch(SPLIT, blocking=False)
+    def forward(self, batch: RaggedBatch, factor: float = 2.0) -> ColumnSet:
+        return ColumnSet(
+            batch.ids, {"values": batch.input_ids * factor}, {"part": torch.full((len(batch),), len(batch))}
+        )
+
+    def sums(self, batches: Any, *, also: RaggedBatch | None = None) -> list[int]:
+        given = [*batches, also] if also is not None else batches
+        assert all(batch.has_ids for batch in given)
+        return [int(batch.input_ids.sum()) for batch in given]
+
+    @dispatch(RANK_ZERO)
+    def tokens(self, batch: RaggedBatch, delay_s: float = 0.0) -> Tensor:
+        time.sleep(delay_s)
+        return batch.input_ids
+
+    def rest(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return 0
+
+
+class Process(RolesWorker):
+    def __init__(self) -> None:
+        self.roles = {"rollout": Rollout(), "model": Model()}
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    if request.param == "local":
+        with connect("local") as made:
+            yield made
+        return
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'quartet-rl[ray]'")
+    import ray
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no module that a worker could import
+    with connect("ray", num_cpus=4, log_to_driver=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def processes(backend: Backend) -> WorkerGroup:
+    return WorkerGroup(ResourcePool([2], **TINY), Process, name="two")
+
+
+@pytest.fixture(scope="module")
+def rollout(processes: WorkerGroup) -> RemoteGroup[Rollout]:
+    return RemoteGroup(processes, "rollout", Rollout, rank=1)
+
+
+@pytest.fixture(scope="module")
+def model(processes: WorkerGroup) -> RemoteGroup[Model]:
+    """Of both workers."""
+    return RemoteGroup(processes, "model", Model)
+
+
+@pytest.fixture
+def made_here(monkeypatch: pytest.MonkeyPatch) -> list[RaggedBatch]:
+    """Every batch that is made in this process."""
+    made: list[RaggedBatch] = []
+    check = RaggedBatch._validate
+
+    def noted(batch: RaggedBatch) -> None:
+        made.append(batch)
+        check(batch)
+
+    monkeypatch.setattr(RaggedBatch, "_validate", noted)
+    return made
+
+
+def tokens_of(model: RemoteGroup[Model], batch: RaggedBatch) -> Tensor:
+    return asyncio.run(RemoteGroup(model.group, "model", Model, rank=0).call(Model.tokens, batch))
+
+
+def test_a_worker_in_this_process_leaves_nothing() -> None:
+    batch = asyncio.run(LocalGroup(Rollout()).leave(Rollout.make, 1, num_groups=2))
+    assert batch.has_ids and torch.equal(batch.input_ids, batch_of(1, 2).input_ids)
+
+
+@pytest.mark.parametrize("length", [40, 4000], ids=["small", "large"])
+def test_an_outline_has_everything_but_the_ids(
+    rollout: RemoteGroup[Rollout], model: RemoteGroup[Model], length: int
+) -> None:
+    outline = asyncio.run(rollout.leave(Rollout.make, 1, num_groups=4, length=length))
+    full = batch_of(1, 4, length)
+    assert not outline.has_ids and bool((outline.input_ids == -1).all())
+    assert (outline.ids, outline.segment_lengths, outline.parents) == (full.ids, full.segment_lengths, full.parents)
+    assert torch.equal(outline.token["logprobs"], full.token["logprobs"])
+    assert torch.equal(outline.sequence["score"], full.sequence["score"])
+    assert dict(outline.objects) == dict(full.objects)
+    assert torch.equal(tokens_of(model, outline), full.input_ids)
+
+
+def test_what_is_left_is_split_over_ranks_selected_and_joined(
+    backend: Backend, rollout: RemoteGroup[Rollout], model: RemoteGroup[Model], made_here: list[RaggedBatch]
+) -> None:
+    """The driver joins two steps, drops sequences and has the rest scored by two workers, without ever holding ids."""
+
+    async def run() -> tuple[RaggedBatch, ColumnSet]:
+        outlines = [await rollout.leave(Rollout.make, step) for step in (1, 2)]
+        experience = RaggedBatch.concat([outlines[0].select([7, 3, 2, 11]), outlines[1]])
+        return experience, await model.call(Model.forward, experience, 3.0)
+
+    experience, columns = asyncio.run(run())
+    if type(backend).__name__ == "RayBackend":
+        assert made_here and not any(batch.has_ids for batch in made_here)
+    full = RaggedBatch.concat([batch_of(1).select([7, 3, 2, 11]), batch_of(2)])
+    assert torch.equal(columns.token["values"], full.input_ids * 3.0)
+    assert columns.sequence["part"].max() < len(full), "each worker had a part"
+    assert join(experience, columns).elsewhere == experience.elsewhere and len(experience.elsewhere) == 2
+
+
+def test_outlines_in_lists_tuples_and_by_keyword(rollout: RemoteGroup[Rollout], model: RemoteGroup[Model]) -> None:
+    one = RemoteGroup(model.group, "model", Model, rank=0)
+
+    async def run() -> list[list[int]]:
+        a, b = [await rollout.leave(Rollout.make, step) for step in (1, 2)]
+        called = [await one.call(Model.sums, kind([a, b, batch_of(3)]), also=a.select([4])) for kind in (list, tuple)]
+        return [*called, await one.call(Model.sums, [])]
+
+    expected = [int(batch.input_ids.sum()) for batch in (*map(batch_of, (1, 2, 3)), batch_of(1).select([4]))]
+    assert asyncio.run(run()) == [expected, expected, []]
+
+
+def test_an_outline_may_be_dropped_as_soon_as_the_call_is_made(
+    processes: WorkerGroup, rollout: RemoteGroup[Rollout]
+) -> None:
+    outline: RaggedBatch | None = asyncio.run(rollout.leave(Rollout.make, 1, num_groups=9, length=5000))
+    busy = processes.call(RolesWorker.run_role, "model", "rest", 0.5, blocking=False)
+    future: BatchFuture = processes.call(
+        RolesWorker.run_role, "model", "tokens", outline, mode=RANK_ZERO, blocking=False
+    )
+    outline = None
+    gc.collect()
+    assert torch.equal(future.result(), batch_of(1, 9, 5000).input_ids)
+    assert busy.result() == [0, 0]
+
+
+def test_the_last_outline_frees_the_ids(backend: Backend, rollout: RemoteGroup[Rollout]) -> None:
+    if type(backend).__name__ != "RayBackend":
+        pytest.skip("objects of this process are freed as any others")
+    import ray
+
+    def held() -> set[Any]:
+        counts: dict[Any, Any] = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
+        return set(counts)
+
+    before = held()
+    outline = asyncio.run(rollout.leave(Rollout.make, 1, num_groups=9, length=5000))
+    (chunk,) = outline.elsewhere[0].parts[0].chunks
+    name = chunk.hex().encode()
+    del chunk
+    part = outline.select([0])
+    del outline
+    gc.collect()
+    assert held() - before == {name}, "a part of it is still there; the manifest, with its columns, is not"
+    del part
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while held() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not held() - before, "neither the ids nor the manifest"
+
+
+def test_what_cannot_be_made_is_not_left(rollout: RemoteGroup[Rollout]) -> None:
+    with pytest.raises(WorkerError, match="there is no step -1") as caught:
+        asyncio.run(rollout.leave(Rollout.make, -1))
+    assert str(caught.value).count("Traceback (most recent call last)") == 1
+
+
+def test_ids_that_were_never_made_fail_what_reads_them(processes: WorkerGroup, model: RemoteGroup[Model]) -> None:
+    failed = processes.call(RolesWorker.leave_role, "rollout", "make", -1, mode=RANK_ZERO, blocking=False)
+    outline = batch_of(1).outline([failed.reference()])
+    for method in (Model.forward, Model.tokens):
+        with pytest.raises(WorkerError, match="there is no step -1") as caught:
+            asyncio.run(model.call(method, outline))
+        assert str(caught.value).count("Traceback (most recent call last)") == 1
+
+
+def test_ids_that_are_not_where_they_should_be_are_named(
+    processes: WorkerGroup, rollout: RemoteGroup[Rollout], model: RemoteGroup[Model]
+) -> None:
+    left = asyncio.run(rollout.leave(Rollout.make, 2))
+    number = processes.call(RolesWorker.run_role, "model", "rest", 0.0, mode=RANK_ZERO, blocking=False)
+    for elsewhere, message in (
+        (left.elsewhere, "no source has the token ids of sequence '1.0.0'"),
+        ([number.reference()], "are in other batches, not in a int"),
+        (["the other machine"], "are in results of calls, not in a str"),
+    ):
+        with pytest.raises(WorkerError, match=message):
+            tokens_of(model, batch_of(1).outline(elsewhere))
+
+
+def test_ids_outlive_the_worker_that_made_them(backend: Backend, model: RemoteGroup[Model]) -> None:
+    group = WorkerGroup(ResourcePool([1], **TINY), Process, name="short-lived")
+    outline = asyncio.run(RemoteGroup(group, "rollout", Rollout).leave(Rollout.make, 4, length=5000))
+    group.stop()
+    assert torch.equal(tokens_of(model, outline), batch_of(4, length=5000).input_ids)
