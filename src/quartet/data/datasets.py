@@ -49,7 +49,11 @@ def joined(sources: Sequence[D], weights: Sequence[float] | None) -> D:
     items = tuple(item for source in sources for item in source.items)
     remarks = tuple(remark for source in sources for remark in source.remarks)
     mixture = None if weights is None else Mixture(tuple(len(source.items) for source in sources), tuple(weights))
-    return replace(sources[0], items=items, remarks=remarks, mixture=mixture)
+    first = sources[0]
+    if isinstance(first, PromptData):
+        seen = [source.seen for source in sources if isinstance(source, PromptData)]
+        first = replace(first, seen=frozenset().union(*seen))
+    return replace(first, items=items, remarks=remarks, mixture=mixture)
 
 
 @dataclass(frozen=True)
@@ -122,11 +126,12 @@ class SFTData(Ordered):
 
 @dataclass(frozen=True)
 class PromptData(Ordered):
-    """Prompts as token ids, with the columns their rewards receive."""
+    """Prompts as token ids, with the columns their rewards receive; ``seen`` are the ids that occur in any of them."""
 
     items: tuple[PromptItem, ...]
     remarks: tuple[str, ...] = field(default=())
     mixture: Mixture | None = None
+    seen: frozenset[int] = frozenset()
 
     @classmethod
     def build(
@@ -146,7 +151,8 @@ class PromptData(Ordered):
             encoded.append(PromptItem(f"{prefix}{index}", ids, row.prompt, row.columns, row.place))
         lengths = [len(item.token_ids) for item in encoded]
         kept, remark = fitting(encoded, lengths, [i.place for i in encoded], max_tokens, overlong, "prompt", section)
-        return cls(tuple(kept), (*parsed.report(), *remark))
+        seen = frozenset(token for item in kept for token in item.token_ids)
+        return cls(tuple(kept), (*parsed.report(), *remark), seen=seen)
 
     def __iter__(self) -> Iterator[PromptItem]:
         return iter(self.items)

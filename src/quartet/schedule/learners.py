@@ -92,7 +92,7 @@ class Learner:
         read = batch.without_objects()
         turn = self.worker.turn(self.role, "train", f"train_{self.role}", step=step, tokens=tokens, writes=self.role)
         async with turn:
-            rows = await self.model.call(TrainWorker.update, read, updates) if updates else []
+            rows = [] if rests else await self.model.call(TrainWorker.update, read, updates)
         return self._merge(rows)
 
     def _updates(self, experience: RaggedBatch, step: int) -> list[Update]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,8 @@ from quartet.train.engine import LossTerm, Needs, Objective, TrainEngine, forwar
 from quartet.train.offload import Offload, Store
 from quartet.train.old_checkpoint import model_state, training_state
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
+
+_SEEN = "seen_token_ids"
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class ScoreWorker(ModelWorker):
 
 
 class TrainWorker(SendsWeights, ModelWorker):
-    """A model that trains: the actor, the critic."""
+    """A model that trains: the actor, or with more to do the critic."""
 
     def __init__(self, engine: TrainEngine[Any]) -> None:
         self.engine = engine
@@ -201,12 +204,13 @@ class TrainWorker(SendsWeights, ModelWorker):
 
     @dispatch(RANK_ZERO)
     def export(
-        self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Tensor, eos_ids: Collection[int]
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Collection[int], eos_ids: Collection[int]
     ) -> str | None:
         """Writes the model and its tokenizer as a Hugging Face directory.
 
         Args:
-            seen, eos_ids: as for ``save_scalar_model``; a causal LM needs neither.
+            seen: token ids that occur in data, where not all of it was trained on.
+            eos_ids: as for ``save_scalar_model``. A causal LM needs neither.
 
         Returns:
             None, or a warning for users who load the directory.
@@ -214,18 +218,55 @@ class TrainWorker(SendsWeights, ModelWorker):
         Raises:
             UserError: it could not be written.
         """
-        packed = self.engine.packed
         self.check_sees(path.parent)
         try:
             with self.present():
-                if isinstance(packed, PackedScalarModel):
-                    return save_scalar_model(packed, tokenizer, path, seen=seen, eos_ids=eos_ids)
-                return save_causal_lm(packed, tokenizer, path)
+                return self._write(path, tokenizer, seen, eos_ids)
         except (OSError, SafetensorError) as error:
             raise write_error(path, error) from error
 
+    def _write(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Collection[int], eos_ids: Collection[int]
+    ) -> str | None:
+        return save_causal_lm(self.engine.packed, tokenizer, path)
+
     def _offload(self, store: Store) -> Offload:
         return self.engine.offloading(store)
+
+
+class CriticWorker(TrainWorker):
+    """A scalar model that trains. It notes which token ids it is given, since a pad token must be none of them."""
+
+    def __init__(self, engine: TrainEngine[PackedScalarModel]) -> None:
+        super().__init__(engine)
+        num_ids = int(engine.packed.model.get_input_embeddings().weight.shape[0])
+        self._seen = torch.zeros(num_ids, dtype=torch.bool)
+
+    def update(self, experience: RaggedBatch, updates: Sequence[Update]) -> list[dict[str, float]]:
+        self._seen[experience.input_ids] = True
+        return super().update(experience, updates)
+
+    def note_seen(self, seen: Tensor) -> None:
+        """Takes up ``seen`` ``[V]`` bool from a checkpoint of an earlier version, where the driver had it."""
+        num = min(len(seen), len(self._seen))
+        self._seen[:num] |= seen[:num]
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        state = super().checkpoint_state()
+        return {**state, REST: {**state[REST], _SEEN: self._seen}}
+
+    @contextmanager
+    def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+        with super().loading(saved, rest) as live:
+            yield live
+        self._seen = rest[_SEEN] if _SEEN in rest else torch.zeros_like(self._seen)
+
+    def _write(
+        self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Collection[int], eos_ids: Collection[int]
+    ) -> str | None:
+        all_seen = self._seen.clone()
+        all_seen[list(seen)] = True
+        return save_scalar_model(self.engine.packed, tokenizer, path, seen=all_seen, eos_ids=eos_ids)
 
 
 class AdapterlessWorker(ScoreWorker):

@@ -5,9 +5,9 @@
     {
       "format": "quartet-checkpoint-2",
       "step": 50,
-      "parts": ["emitted"],                                      files of the driver's
+      "parts": ["ahead"],                                        files of the driver's
       "shares": ["actor"],                                       directories that workers wrote
-      "files": {"actor/.metadata": {"bytes": 1234, "sha256": "…"}, "emitted.pt": …, …},
+      "files": {"actor/.metadata": {"bytes": 1234, "sha256": "…"}, "ahead.pt": …, …},
       "sha256": "…"                                              of this text without its last key
     }
 

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from torch import Tensor
-
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import TrajectorySequence
@@ -26,7 +24,7 @@ from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk, Scorer
-from quartet.schedule.model_worker import Described, ModelStats, ModelWorker, TrainWorker
+from quartet.schedule.model_worker import CriticWorker, Described, ModelStats, ModelWorker, TrainWorker
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe
@@ -52,7 +50,6 @@ class Cast:
 
     Args:
         workers: of the models in this process, by role.
-        emitted: ``[V]`` bool, collects the token ids that the policy has produced.
         evaluation_models, evaluation_functions, evaluation_weights: sources that are asked about held-out answers only.
     """
 
@@ -67,7 +64,6 @@ class Cast:
     reward_models: list[RewardModelRole]
     reward_functions: list[RewardFunctionRole]
     reward_weights: dict[str, float]
-    emitted: Tensor
     evaluation_models: list[RewardModelRole] = field(default_factory=list)
     evaluation_functions: list[RewardFunctionRole] = field(default_factory=list)
     evaluation_weights: dict[str, float] = field(default_factory=dict)
@@ -88,6 +84,9 @@ class Cast:
     def trained_group(self, name: str) -> RoleGroup[TrainWorker]:
         """The group of a role that trains: ``actor`` or ``critic``."""
         return cast(RoleGroup[TrainWorker], self.groups[name])
+
+    def critic_group(self) -> RoleGroup[CriticWorker]:
+        return cast(RoleGroup[CriticWorker], self.groups["critic"])
 
     async def describe(self) -> None:
         """Has the workers say anew what is to be said of their models.
@@ -200,9 +199,6 @@ class Cast:
 
     def collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
         return chunk_of(step, index, groups, self.completion_text)
-
-    def note_emitted(self, batch: RaggedBatch) -> None:
-        self.emitted[batch.input_ids] = True
 
     # Who plays -------------------------------------------------------------------------------------------
 

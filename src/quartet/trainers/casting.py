@@ -92,7 +92,6 @@ def build_cast(
         reward_models=loader.reward_models,
         reward_functions=functions,
         reward_weights=weights,
-        emitted=torch.zeros(loader.actor.vocab_size, dtype=torch.bool),
         evaluation_models=only_models,
         evaluation_functions=only_functions,
         evaluation_weights=reward_weights(only_models, only_functions),

@@ -25,7 +25,7 @@ from quartet.models.loading import (
     scalar_model_from,
 )
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.schedule.model_worker import AdapterlessWorker, ScoreWorker, TrainWorker
+from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, ScoreWorker, TrainWorker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.data_parallel import Peers
 from quartet.train.engine import TrainEngine
@@ -252,9 +252,10 @@ class Loader:
 
     def worker(self, role: str) -> ScoreWorker | TrainWorker:
         """What computes with the model of a role, in this process."""
-        engine = {"actor": lambda: self.actor_engine, "critic": lambda: self.critic_engine}.get(role)
-        if engine is not None:
-            return TrainWorker(_there(engine(), role))
+        if role == "actor":
+            return TrainWorker(self.actor_engine)
+        if role == "critic":
+            return CriticWorker(_there(self.critic_engine, role))
         if role != "reference":
             return next(
                 source.worker() for source in self.reward_models + self.evaluation_models if source.name == role

@@ -11,21 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from quartet.algorithms.controllers import adaptive_kl_coef
 from quartet.cluster import ClusterError, WorkerDied
 from quartet.config.algorithms import OnlineDPO, kl_term
 from quartet.config.recipe import EvaluationConfig, RLRecipe
-from quartet.data.datasets import PromptItem
 from quartet.envs.protocol import Environment
-from quartet.models.loading import seen_tokens
 from quartet.observe.progress import Progress, Stage
 from quartet.observe.rollouts import RolloutWriter
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.groups import ahead_from_state, ahead_state, staleness_metrics
 from quartet.schedule.iteration import run_iteration
-from quartet.schedule.model_worker import TrainWorker
+from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.stream import Ahead
 from quartet.train.objectives import trajectory_index
@@ -365,11 +362,10 @@ class RLTrainer:
         """Has who holds the role's model write it; returns what is to be said of it."""
         cast, path = self.cast, self.path / EXPORTED[role]
         model = cast.engines()[role].packed.model
-        seen = _joined(seen_tokens(_vocabulary(model), map(_ids, cast.prompts.items)), cast.emitted)
         if model.device.type == "meta":  # the worker may be in another directory
             path = path.absolute()
         tokenizer, eos_ids = cast.codec.tokenizer, cast.codec.eos_ids
-        remark = await cast.trained_group(role).call(TrainWorker.export, path, tokenizer, seen, eos_ids)
+        remark = await cast.trained_group(role).call(TrainWorker.export, path, tokenizer, cast.prompts.seen, eos_ids)
         return [f"{path.name}: {remark}"] if remark else []
 
     def _held_out(self) -> HeldOut | None:
@@ -423,21 +419,21 @@ class RLTrainer:
     async def _restore(self) -> _Beginning:
         """From the newest checkpoint; without one the models are as the run began."""
         await checkpoints.check_storage(self.run, self._saved)
-        found = self.run.latest(list(self._saved), ("emitted",), ("kl_coef", "stream"))
+        found = self.run.latest(list(self._saved), counters=("kl_coef", "stream"))
         self.kl_coef = kl_term(self.recipe.algorithm).coef if found is None else found.info["kl_coef"]
         if self.held_out is not None:
             self.held_out.restore(found.info.get("alarm") if found is not None else None)
         if found is None:
-            self.cast.emitted.zero_()
             return _Beginning(0)
         await checkpoints.load(self._saved, found)
-        self.cast.emitted = found.parts["emitted"]
+        if self.cast.critic is not None and "emitted" in found.parts:  # of earlier versions, whose driver noted ids
+            await self.cast.critic_group().call(CriticWorker.note_seen, found.parts["emitted"])
         ahead = ahead_from_state(found.parts["ahead"], self.cast.item) if "ahead" in found.parts else None
         return _Beginning(found.step, found.info["stream"], ahead)
 
     async def _save(self, at: _Beginning) -> None:
         """Saves the state of ``at``, which is the present one."""
-        parts: dict[str, Any] = {"emitted": self.cast.emitted}
+        parts: dict[str, Any] = {}
         if at.ahead is not None and (ahead := ahead_state(at.ahead)) is not None:
             parts["ahead"] = ahead
         alarm = self.held_out.state() if self.held_out is not None else None
@@ -470,17 +466,3 @@ def _shuffled(seed: int) -> Callable[[int, int], Tensor]:
         return torch.randperm(num, generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
 
     return permutation
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])
-
-
-def _ids(item: PromptItem) -> Tensor:
-    return torch.tensor(item.token_ids)
-
-
-def _joined(seen: Tensor, others: Tensor) -> Tensor:
-    """Ids seen in either; ``others`` may belong to a smaller vocabulary."""
-    seen[: len(others)] |= others
-    return seen

@@ -202,7 +202,6 @@ class Session:
     async def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
         with self.play.recorder.span("advantages", step=chunks[0][0].step):
             experience = await self.play.company.compute.run(partial(self._assembler, chunks))
-        self.cast.note_emitted(experience.batch)
         self.generated = self._sampled  # chunks of coming steps are collected from here on
         self.is_learning = True
         return experience

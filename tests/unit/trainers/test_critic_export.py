@@ -1,0 +1,132 @@
+"""The critic as a run writes it: it pads with a token that the policy has not produced, also before a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.config import UserError
+from quartet.config.algorithms import PPO, KLConfig
+from quartet.config.common import OptimConfig, TrainConfig
+from quartet.config.recipe import CriticConfig
+from quartet.models.packed import PackedScalarModel
+from quartet.observe.rollouts import list_steps, read_step
+from quartet.schedule.model_worker import CriticWorker, TrainWorker
+from quartet.train.engine import TrainEngine
+from quartet.trainers import checkpoints
+from quartet.trainers.rl import RLTrainer
+
+VALUES: dict[str, Any] = {
+    "algorithm": PPO(kl=KLConfig(coef=0.0)),
+    "critic": CriticConfig(train=TrainConfig(optim=OptimConfig(lr=2e-2))),
+    "steps": 2,
+    "prompts_per_step": 4,
+    "responses_per_prompt": 4,
+}
+
+
+@pytest.fixture
+def worker(scalar_model: Callable[..., Any]) -> Callable[[], CriticWorker]:
+    def make() -> CriticWorker:
+        return CriticWorker(TrainEngine(PackedScalarModel(scalar_model()), TrainConfig(), total_steps=1))
+
+    return make
+
+
+def pad_of(path: Path) -> int:
+    return int(AutoConfig.from_pretrained(path).pad_token_id)
+
+
+def sampled_ids(path: Path) -> set[int]:
+    return {i for step in list_steps(path) for record in read_step(path, step) for i in record.response_ids}
+
+
+def half(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text) > 2) for text in completions]
+
+
+def half_until(num_calls: int) -> Callable[..., list[float]]:
+    """``half``, whose server is gone after so many calls."""
+    calls = 0
+
+    def failing(completions: list[str], **_: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls > num_calls:
+            raise ConnectionError("the server is gone")
+        return half(completions)
+
+    failing.__name__ = "half"
+    return failing
+
+
+def test_a_token_that_the_policy_has_produced_pads_nothing(
+    tmp_path: Path, tiny_rl: Callable[..., RLTrainer], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays so after a resume, where the worker knows of the steps before from its checkpoint alone."""
+    with pytest.raises(UserError, match="server is gone"):
+        tiny_rl(tmp_path / "run", half_until(4), chunk_size=1, **VALUES).train()
+    assert tokenizer.pad_token_id in sampled_ids(tmp_path / "run" / "rollouts"), "else this shows nothing"
+    monkeypatch.setattr(CriticWorker, "update", TrainWorker.update)
+    tiny_rl(tmp_path / "run", half, resume=True, chunk_size=1, **VALUES).train()
+    assert pad_of(tmp_path / "run" / "critic") == len(tokenizer)
+
+
+def test_the_pad_token_stays_where_neither_data_nor_policy_have_it(
+    tmp_path: Path, worker: Callable[[], CriticWorker], tokenizer: Any
+) -> None:
+    used, pad = worker(), tokenizer.pad_token_id
+    used.update(RaggedBatch.from_sequences([[i for i in range(len(tokenizer)) if i != pad]]), [])
+    used.export(tmp_path / "clean", tokenizer, frozenset(), ())
+    used.export(tmp_path / "in_prompts", tokenizer, frozenset({pad}), ())
+    assert (pad_of(tmp_path / "clean"), pad_of(tmp_path / "in_prompts")) == (pad, len(tokenizer))
+    # What only an export was told is not remembered; what was trained on is.
+    used.save_checkpoint(tmp_path / "before", background=False)
+    used.update(RaggedBatch.from_sequences([[pad]]), [])
+    used.save_checkpoint(tmp_path / "after", background=True)
+    other = worker()
+    for name, expected in (("before", pad), ("after", len(tokenizer)), ("before", pad)):
+        while used.finish_checkpoint(tmp_path / "after") is None:
+            pass
+        other.load_checkpoint(tmp_path / name)
+        other.export(tmp_path / f"{name}_again", tokenizer, frozenset(), ())
+        assert pad_of(tmp_path / f"{name}_again") == expected
+
+
+@pytest.mark.parametrize("num_ids", [3, 500])
+def test_what_the_driver_had_noted_in_earlier_versions_counts(
+    tmp_path: Path, worker: Callable[[], CriticWorker], tokenizer: Any, num_ids: int
+) -> None:
+    """``[V]`` of the actor's vocabulary, which may be smaller or larger than the critic's."""
+    used, seen = worker(), torch.zeros(num_ids, dtype=torch.bool)
+    seen[min(tokenizer.pad_token_id, num_ids - 1)] = True
+    used.note_seen(seen)
+    used.export(tmp_path / "critic", tokenizer, frozenset(), ())
+    is_noted = tokenizer.pad_token_id < num_ids
+    assert pad_of(tmp_path / "critic") == (len(tokenizer) if is_noted else tokenizer.pad_token_id)
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_what_its_driver_had_noted(
+    tmp_path: Path, tiny_rl: Callable[..., RLTrainer], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoints have a part ``emitted``, and nothing of it in the critic's share."""
+    plain = checkpoints.save
+
+    async def save(run: Any, workers: Any, step: int, parts: Any, info: Any) -> None:
+        emitted = torch.ones(len(tokenizer), dtype=torch.bool)
+        await plain(run, workers, step, {**parts, "emitted": emitted}, info)
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(checkpoints, "save", save)
+        earlier.setattr(CriticWorker, "checkpoint_state", TrainWorker.checkpoint_state)
+        with pytest.raises(UserError, match="server is gone"):
+            tiny_rl(tmp_path / "run", half_until(1), **VALUES).train()
+    monkeypatch.setattr(CriticWorker, "update", TrainWorker.update)
+    tiny_rl(tmp_path / "run", half, resume=True, **VALUES).train()
+    assert pad_of(tmp_path / "run" / "critic") == len(tokenizer)
