@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One thread: equal sums on every run, and no waiting at barriers on a machine that others use, too.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-# Processes that share the files of a long run; the tests of a file stay together, as what they set up does.
+# Processes that share the files of a long run, the longest first (tests/longest.py); the tests of a file stay together,
+# as what they set up does.
 WORKERS ?= 2
-TOGETHER := -n $(WORKERS) --dist loadfile
+TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: quickstart test test-avx2 processor test-fast test-slow test-gpu fuzz lint format types reference wheel clean
 

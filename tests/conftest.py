@@ -3,7 +3,8 @@
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,40 @@ import torch.nn.functional as F
 hypothesis.settings.register_profile("quartet", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("quartet")
 
+SHARED_RAY = pytest.StashKey[Any]()
+RAY_FILES = pytest.StashKey[set[Path]]()
+
 
 def pytest_report_header() -> str:
     """What decides the order of sums here; a failure on another processor begins with this line."""
     from quartet.observe.processor import in_words
 
     return f"processor: {in_words()}"
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.split("::")[0]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Several processes begin with the longest files, so that none works at one when the others have ended."""
+    config.stash[RAY_FILES] = {item.path for item in items if "shared_ray" in getattr(item, "fixturenames", ())}
+    if hasattr(config, "workerinput"):
+        longest: Sequence[str] = _beside("longest").FILES
+        rank = {file: number for number, file in enumerate(longest)}
+        items.sort(key=lambda item: rank.get(_file(item.nodeid), len(rank)))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The files that took longest, in the form in which ``longest.py`` lists them."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            seconds[_file(getattr(report, "nodeid", ""))] += getattr(report, "duration", 0.0)
+    if config.option.durations and len(seconds) > 1:
+        terminalreporter.section(f"slowest {config.option.durations} files")
+        for file, took in seconds.most_common(config.option.durations):
+            terminalreporter.line(f'    "{file}",  # {took:.0f} s')
 
 
 def _beside(name: str) -> Any:
@@ -53,6 +82,33 @@ def serve() -> Iterator[Callable[[Callable[[Any], Any]], Any]]:
     """``serve(answer)`` starts a server of JSON; see ``json_server.py``."""
     with contextlib.ExitStack() as stack:
         yield lambda answer: stack.enter_context(_beside("json_server").served(answer))
+
+
+@pytest.fixture(scope="session")
+def shared_ray(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """See ``SharedRay`` in ``ray_forks.py``. It ends with the last of several files in a row that ask for it."""
+    made = request.config.stash[SHARED_RAY] = _beside("ray_forks").SharedRay()
+    with contextlib.closing(made):
+        yield made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Tests of other files find no Ray."""
+    yield
+    made = item.config.stash.get(SHARED_RAY, None)
+    if made is not None and (nextitem is None or nextitem.path not in item.config.stash[RAY_FILES]):
+        made.stop()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(shared_ray: Any) -> Iterator[Any]:
+    """A connection to a Ray of this machine, which other files use before and after; what it starts ends with it."""
+    from quartet.cluster import connect
+
+    shared_ray.start()
+    with connect("ray") as connected:
+        yield connected
 
 
 @pytest.fixture(scope="session")

@@ -8,14 +8,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 
-from quartet.cluster import SPLIT, ResourcePool, Worker, WorkerDied, WorkerError, WorkerGroup, connect, dispatch
+from quartet.cluster import SPLIT, ResourcePool, Worker, WorkerDied, WorkerError, WorkerGroup, dispatch
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 SOON_S = 10.0
@@ -56,13 +55,12 @@ class Reader(Worker):
 
 
 @pytest.fixture(scope="module")
-def groups() -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+def groups(ray_cluster: Any) -> tuple[WorkerGroup, WorkerGroup]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with connect("ray", num_cpus=4, log_to_driver=False):
-        yield (
-            WorkerGroup(ResourcePool([2], **TINY), Trainer, name="trainer", max_restarts=9),
-            WorkerGroup(ResourcePool([1], **TINY), Reader, name="reader"),
-        )
+    return (
+        WorkerGroup(ResourcePool([2], **TINY), Trainer, name="trainer", max_restarts=9),
+        WorkerGroup(ResourcePool([1], **TINY), Reader, name="reader"),
+    )
 
 
 @pytest.fixture

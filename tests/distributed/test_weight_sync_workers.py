@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster import ResourcePool, WorkerDied, WorkerGroup, connect
+from quartet.cluster import ResourcePool, WorkerDied, WorkerGroup
 from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.models.loading import packed_causal_lm
@@ -129,10 +128,9 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def whole() -> Iterator[Stage]:
+def whole(ray_cluster: Any) -> Stage:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with connect("ray", num_cpus=4, log_to_driver=False):
-        yield Stage()
+    return Stage()
 
 
 @pytest.fixture

@@ -17,8 +17,12 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import preload
 from quartet.cli.main import main
 from quartet.observe.trackers import JsonlTracker
 from quartet.rollout.engine import NativeEngine
@@ -105,6 +109,7 @@ def run(command: dict[str, Any]) -> int:
     return 0
 
 
+preload.load()
 for line in sys.stdin:
     request = json.loads(line)
     if "wait" in request:

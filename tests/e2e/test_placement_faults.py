@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quartet.cluster import WorkerGroup, connect
+from quartet.cluster import WorkerGroup
 from quartet.schedule.role_group import RolesWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
@@ -86,12 +86,6 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Death]], Killer]:
     return install
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with connect("ray", num_cpus=4, log_to_driver=False):
-        yield
-
-
 def recipe_of(recipes: Any, name: str, *, max_restarts: int) -> dict[str, Any]:
     cluster = {"type": "ray", "cpus_per_process": 0.1, "max_restarts": max_restarts}
     content: dict[str, Any] = recipes["rl"](output_dir=name, placement=PLACEMENT, cluster=cluster)
@@ -99,7 +93,7 @@ def recipe_of(recipes: Any, name: str, *, max_restarts: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def undisturbed(cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any]) -> Path:
+def undisturbed(ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any]) -> Path:
     path = Path("undisturbed")
     if not path.exists():
         found = quartet("rl", world.recipe("undisturbed", recipe_of(recipes, "undisturbed", max_restarts=0)))

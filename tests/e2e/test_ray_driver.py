@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, StableLmConfig
 
-from quartet.cluster import connect
 from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
 from quartet.schedule.model_worker import ModelWorker
@@ -23,12 +22,6 @@ PLACED: dict[str, Any] = {
     "placement": {"type": "pipelined", "pools": {"policy": {"roles": ["rollout", "actor"]}}},
     "cluster": {"type": "ray", "cpus_per_process": 0.1},
 }
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with connect("ray", num_cpus=4, log_to_driver=False):
-        yield
 
 
 def _without_model(content: dict[str, Any]) -> RLRecipe:
@@ -43,7 +36,7 @@ def _grpo(recipes: Any, name: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_an_object_stays_as_it_is_and_the_result_is_loaded_when_asked(
-    cluster: None, world: Any, recipes: Any, same_run: Any
+    ray_cluster: Any, world: Any, recipes: Any, same_run: Any
 ) -> None:
     """Weights of the driver's models are looked for in every tensor that it can reach."""
     results = {}
@@ -73,7 +66,7 @@ def _saved(path: Path, config: Any) -> Path:
 
 
 def test_an_architecture_is_refused_before_workers_start(
-    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any]
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any]
 ) -> None:
     size = len(AutoTokenizer.from_pretrained("model"))
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -87,7 +80,7 @@ def test_an_architecture_is_refused_before_workers_start(
 
 
 def test_what_weights_alone_show_is_refused_by_a_worker_before_anything_is_written(
-    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any]
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any]
 ) -> None:
     AutoModelForCausalLM.from_pretrained("model").save_pretrained("broken")
     AutoTokenizer.from_pretrained("model").save_pretrained("broken")
@@ -103,7 +96,7 @@ def test_what_weights_alone_show_is_refused_by_a_worker_before_anything_is_writt
 
 
 def test_remarks_are_those_of_the_workers(
-    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
     """A tensor that belongs nowhere, and dropout: what is said is what one process says."""
     model = AutoModelForCausalLM.from_pretrained("model", attention_dropout=0.1)
@@ -123,7 +116,7 @@ def test_remarks_are_those_of_the_workers(
 
 
 def test_the_reference_takes_over_weights_between_workers(
-    cluster: None, world: Any, recipes: Any, same_run: Any, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: Any, world: Any, recipes: Any, same_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Iterative DPO with the reference in a pool of its own: nothing as large as a model comes to the driver."""
     pools = {"policy": {"roles": ["rollout", "actor"]}, "frozen": {"roles": ["reference"]}}
@@ -142,7 +135,7 @@ def test_the_reference_takes_over_weights_between_workers(
     same_run(Path("refresh-serial"), Path("refresh-ray"))
 
 
-def test_an_adapter_alone_says_how_to_load_it(cluster: None, world: Any, recipes: Any) -> None:
+def test_an_adapter_alone_says_how_to_load_it(ray_cluster: Any, world: Any, recipes: Any) -> None:
     content = _grpo(recipes, "adapter-ray", **PLACED)
     content["actor"]["train"]["lora"] = {"rank": 2, "export": "adapter"}
     result = RLTrainer(RLRecipe.model_validate(content)).train()

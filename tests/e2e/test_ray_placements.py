@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from quartet.cluster import connect
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 ROLES = ["actor", "critic", "reference", "reward", "rollout"]
@@ -28,20 +26,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """One Ray for all tests: a run joins what this process is connected to."""
-    with connect("ray", num_cpus=4, log_to_driver=False):
-        yield
-
-
-@pytest.fixture(scope="module")
 def serial(world_of_session: Any, recipes: Any) -> dict[str, Any]:
     return {"steps": 3, "checkpoint": {"every_steps": 1}}
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_workers_train_the_same_model(
-    name: str, cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, serial: Any
+    name: str, ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, serial: Any
 ) -> None:
     if not Path("ray-serial").exists():
         quartet("rl", world.recipe("ray-serial", recipes["rl"](output_dir="ray-serial", **serial)))
@@ -53,7 +44,7 @@ def test_workers_train_the_same_model(
 
 
 def test_adapters_come_home(
-    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any
 ) -> None:
     """A LoRA actor whose reference is in another pool: the driver's base model is whole when the adapters return."""
     pools = {"policy": {"roles": ["rollout", "actor"]}, "frozen": {"roles": ["reference"]}}
@@ -69,7 +60,7 @@ def test_adapters_come_home(
 
 
 def test_several_processes_play_one_role(
-    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any, serial: Any
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any, serial: Any
 ) -> None:
     """Two actors train as one, two engines generate: sums have another order, figures are the same to four digits."""
     placement = {
@@ -99,7 +90,7 @@ def begun_elsewhere(source: str, name: str, quartet: Callable[..., Any], recipe:
 
 
 def test_a_run_goes_on_under_another_placement_and_number_of_processes(
-    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, metrics_of: Any, serial: Any
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, metrics_of: Any, serial: Any
 ) -> None:
     """What one process has saved several take up, to the bit; what two replicas have saved one does."""
     if not Path("ray-serial").exists():
@@ -124,7 +115,7 @@ def test_a_run_goes_on_under_another_placement_and_number_of_processes(
 
 
 def test_a_pool_that_cannot_be_granted_is_refused_before_anything_is_loaded(
-    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any]
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any]
 ) -> None:
     placement = {"type": "full_offload", "pool": {"processes": 1000}}
     recipe = recipes["rl"](output_dir="ray-big", placement=placement, cluster={"type": "ray"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quartet.cluster import WorkerGroup, connect
+from quartet.cluster import WorkerGroup
 from quartet.config import UserError
 from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.schedule.role_group import RolesWorker
@@ -25,12 +25,6 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl
 RAY = {"type": "ray", "cpus_per_process": 0.1}
 TWO = {"cluster": RAY, "processes": 2}
 HELD_OUT = {"evaluation_data": {"path": "demonstrations.jsonl", "limit": 6}, "evaluate_every_steps": 3}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    with connect("ray", num_cpus=4, log_to_driver=False):
-        yield
 
 
 def agree(one: Path, many: Path, metrics_of: Callable[[Path], list[dict[str, float]]]) -> None:
@@ -61,7 +55,7 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_processes_train_as_one_and_a_death_can_be_resumed(
-    cluster: None,
+    ray_cluster: Any,
     world: Any,
     recipes: Any,
     quartet: Callable[..., Any],
@@ -88,7 +82,7 @@ def test_two_processes_train_as_one_and_a_death_can_be_resumed(
 
 
 def test_one_process_goes_on_with_what_two_have_saved(
-    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
     """And a recipe of the version before, which had no such keys, is the same recipe."""
     job = recipes["reward-model"](output_dir="ray-rm", checkpoint={"every_steps": 2, "keep": 9})
@@ -114,7 +108,7 @@ def test_one_process_goes_on_with_what_two_have_saved(
 
 
 def test_the_first_worker_computes_the_reference_for_all(
-    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
     """KTO reads answers to other prompts under policy and reference in every step."""
     job = recipes["reward-model"](loss={"name": "kto"}, steps=3)
@@ -125,7 +119,9 @@ def test_the_first_worker_computes_the_reference_for_all(
     agree(Path("ray-kto-one"), Path("ray-kto"), metrics_of)
 
 
-def test_objects_stay_as_they_are_and_the_result_is_loaded_when_asked(cluster: None, world: Any, same_run: Any) -> None:
+def test_objects_stay_as_they_are_and_the_result_is_loaded_when_asked(
+    ray_cluster: Any, world: Any, same_run: Any
+) -> None:
     rows = [{"prompt": f"{n}+1=", "steps": [f"{n}+1", f"={n + n % 2}"], "labels": [1, n % 2]} for n in range(2, 10)]
     results = {}
     for name in ("ray-process-one", "ray-process"):
@@ -148,7 +144,7 @@ def test_objects_stay_as_they_are_and_the_result_is_loaded_when_asked(cluster: N
 
 
 def test_what_a_worker_refuses_comes_before_anything_is_written(
-    cluster: None, world: Any, recipes: Any, quartet: Callable[..., Any]
+    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any]
 ) -> None:
     job = recipes["sft"](output_dir="ray-refused", data={"path": "nowhere.jsonl"}, cluster=RAY)
     quartet("sft", world.recipe("refused", job)).expect_user_error("nowhere.jsonl")
