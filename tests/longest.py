@@ -9,6 +9,7 @@ FILES = (
     "tests/e2e/test_ray_placements.py",
     "tests/e2e/test_ray_driver.py",
     "tests/contracts/test_cluster_backends.py",
+    "tests/contracts/test_left_batches.py",
     "tests/distributed/test_ray_faults.py",
     "tests/distributed/test_weight_sync_workers.py",
     "tests/e2e/test_bits_under_load.py",

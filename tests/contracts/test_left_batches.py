@@ -69,7 +69,7 @@ class Process(RolesWorker):
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest, shared_ray: Any) -> Iterator[Backend]:
     if request.param == "local":
         with connect("local") as made:
             yield made
@@ -79,8 +79,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     import ray
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no module that a worker could import
-    with connect("ray", num_cpus=4, log_to_driver=False) as made:
-        yield made
+    yield request.getfixturevalue("ray_cluster")
 
 
 @pytest.fixture(scope="module")
