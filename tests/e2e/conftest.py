@@ -180,6 +180,28 @@ def recipes() -> dict[str, Callable[..., dict[str, Any]]]:
 
 
 @pytest.fixture(scope="session")
+def read_by_workers(world_of_session: World) -> dict[str, Any]:
+    """Sections of a PPO recipe whose texts are tokenised where they are needed: demonstrations beside the reward, a
+    reward model with another tokenizer (its digits have each other's ids), and a process reward model."""
+    other = world_of_session.path / "other_tokenizer"
+    if not other.exists():
+        build_tokenizer().save_pretrained(other)
+        content = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        vocabulary.update({str(n): vocabulary[str(9 - n)] for n in range(10)})
+        (other / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    return {
+        "ptx": {"data": {"path": "demonstrations.jsonl"}, "coef": 0.5, "examples_per_minibatch": 3},
+        "rewards": [
+            {"type": "model", "path": "reward_model"},
+            {"type": "model", "path": "reward_model", "tokenizer": "other_tokenizer", "name": "foreign", "weight": 0.5},
+            {"type": "process_model", "path": "reward_model", "separator": "1", "weight": 0.5},
+            {"type": "function", "target": "rewards.py:digits", "weight": 2.0},
+        ],
+    }
+
+
+@pytest.fixture(scope="session")
 def world_of_session(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("world"))
 

@@ -86,17 +86,19 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Death]], Killer]:
     return install
 
 
-def recipe_of(recipes: Any, name: str, *, max_restarts: int) -> dict[str, Any]:
+def recipe_of(recipes: Any, name: str, *, max_restarts: int, **changes: Any) -> dict[str, Any]:
     cluster = {"type": "ray", "cpus_per_process": 0.1, "max_restarts": max_restarts}
-    content: dict[str, Any] = recipes["rl"](output_dir=name, placement=PLACEMENT, cluster=cluster)
+    content: dict[str, Any] = recipes["rl"](output_dir=name, placement=PLACEMENT, cluster=cluster, **changes)
     return content
 
 
 @pytest.fixture
-def undisturbed(ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any]) -> Path:
+def undisturbed(ray_cluster: Any, world: Any, recipes: Any, read_by_workers: Any, quartet: Callable[..., Any]) -> Path:
     path = Path("undisturbed")
     if not path.exists():
-        found = quartet("rl", world.recipe("undisturbed", recipe_of(recipes, "undisturbed", max_restarts=0)))
+        found = quartet(
+            "rl", world.recipe("undisturbed", recipe_of(recipes, "undisturbed", max_restarts=0, **read_by_workers))
+        )
         assert found.status == 0, found.err
     return path
 
@@ -115,10 +117,17 @@ SAVING = [
 
 
 def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
-    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, killer: Any
+    undisturbed: Path,
+    world: Any,
+    recipes: Any,
+    read_by_workers: Any,
+    quartet: Callable[..., Any],
+    same_run: Any,
+    killer: Any,
 ) -> None:
     deaths = killer(DEATHS)
-    found = quartet("rl", world.recipe("disturbed", recipe_of(recipes, "disturbed", max_restarts=len(DEATHS))))
+    recipe = recipe_of(recipes, "disturbed", max_restarts=len(DEATHS), **read_by_workers)
+    found = quartet("rl", world.recipe("disturbed", recipe))
     assert found.status == 0, found.err
     assert not deaths.left, "all of them died"
     said = " ".join((found.out + found.err).split())
@@ -128,10 +137,17 @@ def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
 
 
 def test_workers_killed_while_they_write_their_shares_leave_no_half_checkpoint(
-    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, killer: Any
+    undisturbed: Path,
+    world: Any,
+    recipes: Any,
+    read_by_workers: Any,
+    quartet: Callable[..., Any],
+    same_run: Any,
+    killer: Any,
 ) -> None:
     deaths = killer(SAVING)
-    found = quartet("rl", world.recipe("saving", recipe_of(recipes, "saving", max_restarts=len(SAVING))))
+    recipe = recipe_of(recipes, "saving", max_restarts=len(SAVING), **read_by_workers)
+    found = quartet("rl", world.recipe("saving", recipe))
     assert found.status == 0, found.err
     assert not deaths.left, "both of them died"
     assert sorted(path.name for path in Path("saving/checkpoints").iterdir()) == ["step_00000004", "step_00000005"]
@@ -139,7 +155,13 @@ def test_workers_killed_while_they_write_their_shares_leave_no_half_checkpoint(
 
 
 def test_more_deaths_than_allowed_end_a_run_that_can_be_resumed(
-    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, killer: Any
+    undisturbed: Path,
+    world: Any,
+    recipes: Any,
+    read_by_workers: Any,
+    quartet: Callable[..., Any],
+    same_run: Any,
+    killer: Any,
 ) -> None:
     killer([Death("actor", "update", after=3), Death("rollout", "burst", after=1)])
     recipe = world.recipe("mortal", recipe_of(recipes, "mortal", max_restarts=1))

@@ -26,13 +26,20 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def serial(world_of_session: Any, recipes: Any) -> dict[str, Any]:
-    return {"steps": 3, "checkpoint": {"every_steps": 1}}
+def serial(read_by_workers: Any) -> dict[str, Any]:
+    return {"steps": 3, "checkpoint": {"every_steps": 1}, **read_by_workers}
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_workers_train_the_same_model(
-    name: str, ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, serial: Any
+    name: str,
+    ray_cluster: Any,
+    world: Any,
+    recipes: Any,
+    quartet: Callable[..., Any],
+    same_run: Any,
+    serial: Any,
+    metrics_of: Any,
 ) -> None:
     if not Path("ray-serial").exists():
         quartet("rl", world.recipe("ray-serial", recipes["rl"](output_dir="ray-serial", **serial)))
@@ -41,6 +48,8 @@ def test_workers_train_the_same_model(
     assert found.status == 0, found.err
     same_run(Path("ray-serial"), Path(f"ray-{name}"))
     assert "rl: 3/3" in found.out or "rl: 3/3" in found.err
+    last = metrics_of(Path(f"ray-{name}"))[-1]
+    assert last["loss/ptx"] > 0 and last["reward/foreign"] != last["reward/reward_model"]
 
 
 def test_adapters_come_home(

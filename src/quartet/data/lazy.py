@@ -11,9 +11,10 @@ import itertools
 import pickle
 import tempfile
 from array import array
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, BinaryIO, Protocol
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import DataConfig, SourceConfig
@@ -35,7 +36,10 @@ BYTES_PER_TOKEN = 9
 
 
 class StoredRows(Protocol):
-    """Rows that can be gone through once and then be read by their number, from 0."""
+    """Rows that can be gone through once and then be read by their number, from 0.
+
+    A pickled copy can be read at once, in a process that finds the data where they are here.
+    """
 
     def scan(self) -> Iterator[Row]: ...
 
@@ -75,9 +79,12 @@ class JsonLinesRows:
     def __init__(self, path: Path, config: SourceConfig) -> None:
         self._path = path
         self._config = config
-        self._file = path.open("rb")
+        self._file: BinaryIO | None = path.open("rb")
         self._offsets = array("Q")
         self._lines = array("Q")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
 
     def scan(self) -> Iterator[Row]:
         return itertools.islice(self._scan(), self._config.limit)
@@ -93,6 +100,9 @@ class JsonLinesRows:
                 offset += len(data)
 
     def read(self, number: int) -> Row:
+        if self._file is None:
+            with opened(self._path):  # for its error
+                self._file = self._path.open("rb")
         self._file.seek(self._offsets[number])
         return self._row(self._file.readline(), self._lines[number])
 
@@ -101,20 +111,30 @@ class JsonLinesRows:
 
 
 class SpooledRows:
-    """Rows of any other format, kept in a temporary file that vanishes with the process: 8 bytes of memory per row."""
+    """Rows of any other format, kept in a temporary file that vanishes with the process: 8 bytes of memory per row.
+
+    A pickled copy goes through the source again when it is first read.
+    """
 
     def __init__(self, config: SourceConfig) -> None:
         self._config = config
-        self._file = tempfile.TemporaryFile(prefix="quartet-rows-")  # noqa: SIM115 - held as long as the rows
+        self._file: BinaryIO | None = None
         self._offsets = array("Q")
 
+    def __reduce__(self) -> tuple[type[SpooledRows], tuple[Any, ...]]:
+        return SpooledRows, (self._config,)
+
     def scan(self) -> Iterator[Row]:
+        self._file = tempfile.TemporaryFile(prefix="quartet-rows-")  # noqa: SIM115 - held as long as the rows
         for row in iter_rows(self._config):
             self._offsets.append(self._file.tell())
             pickle.dump(row, self._file)
             yield row
 
     def read(self, number: int) -> Row:
+        if self._file is None:
+            deque(self.scan(), maxlen=0)
+        assert self._file is not None
         self._file.seek(self._offsets[number])
         row: Row = pickle.load(self._file)
         return row

@@ -16,7 +16,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.schedule.model_worker import TrainWorker, Update
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.worker import Worker
-from quartet.train.engine import LossTerm, Objective
+from quartet.train.engine import Objective
 
 _MAXIMA = {"policy/ratio_max", "agreement/logprob_diff_max"}
 
@@ -29,9 +29,10 @@ class UpdatePlan:
     epochs: int
     seed: int
 
-    @property
-    def updates_per_step(self) -> int:
-        return self.minibatches * self.epochs
+    def first_update(self, step: int) -> int:
+        """Number of the step's first update: a step has ``minibatches × epochs``, whether or not each has a token to
+        train."""
+        return step * self.minibatches * self.epochs
 
     def selections(self, experience: RaggedBatch, step: int) -> list[tuple[int, ...]]:
         """Sequences of each mini-batch, in the order of the updates; those without a trained token are left out."""
@@ -70,8 +71,6 @@ class Learner:
         prefix: names this role's gradient norm, ``<prefix>/grad_norm``.
         warmup_steps: first steps in which the role rests (critic-first warm-up); its version advances all the same.
         learned: the batch to learn from, of the step's experience.
-        also: ``number → losses`` that are added to update ``number`` of the run (a step has ``minibatches × epochs``
-            numbers, whether or not each has a token to train).
     """
 
     worker: Worker
@@ -81,7 +80,6 @@ class Learner:
     objective: Callable[[bool], Objective]
     prefix: str
     warmup_steps: int = 0
-    also: Callable[[int], Sequence[LossTerm]] | None = None
     learned: Callable[[Any], RaggedBatch] = _whole
 
     async def train(self, experience: Any, step: int) -> Mapping[str, float]:
@@ -96,11 +94,9 @@ class Learner:
         return self._merge(rows)
 
     def _updates(self, experience: RaggedBatch, step: int) -> list[Update]:
-        first = step * self.plan.updates_per_step
-        return [
-            Update(picked, self.objective(i == 0), self.also(first + i) if self.also is not None else ())
-            for i, picked in enumerate(self.plan.selections(experience, step))
-        ]
+        first = self.plan.first_update(step)
+        picks = enumerate(self.plan.selections(experience, step))
+        return [Update(picked, self.objective(i == 0), first + i) for i, picked in picks]
 
     def _merge(self, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Means over the updates, maxima where the metric is one; the learning rate is the last update's."""

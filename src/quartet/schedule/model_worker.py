@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -36,11 +36,21 @@ _SEEN = "seen_token_ids"
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update: which sequences of the experience, what is minimised, and losses that are added."""
+    """One optimizer update: which sequences of the experience, what is minimised, and its number in the run."""
 
     sequences: tuple[int, ...]
     objective: Objective
-    also: Sequence[LossTerm] = ()
+    number: int
+
+
+class AddedLosses(Protocol):
+    """Losses that are added to those of a run's updates."""
+
+    def start(self, number: int) -> None:
+        """Begins to prepare those of update ``number`` and of what follows it."""
+
+    def terms(self, number: int) -> Sequence[LossTerm]:
+        """Those of update ``number``, of which they are a function."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +165,15 @@ class ScoreWorker(ModelWorker):
 
 
 class TrainWorker(SendsWeights, ModelWorker):
-    """A model that trains: the actor, or with more to do the critic."""
+    """A model that trains: the actor, or with more to do the critic.
 
-    def __init__(self, engine: TrainEngine[Any]) -> None:
+    Args:
+        also: losses that this worker adds to its updates.
+    """
+
+    def __init__(self, engine: TrainEngine[Any], also: AddedLosses | None = None) -> None:
         self.engine = engine
+        self._also = also
 
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         return self.engine.forward(batch, needs)
@@ -168,8 +183,14 @@ class TrainWorker(SendsWeights, ModelWorker):
         results = []
         for update in updates:
             batch = experience.select(update.sequences)
-            results.append(self.engine.train_step(batch, update.objective, update.also))
+            also = self._also.terms(update.number) if self._also is not None else ()
+            results.append(self.engine.train_step(batch, update.objective, also))
         return results
+
+    def expect_update(self, number: int) -> None:
+        """Prepares, beside what is computed meanwhile, the losses added to update ``number`` of the run."""
+        if self._also is not None:
+            self._also.start(number)
 
     def stats(self) -> ModelStats:
         engine = self.engine

@@ -36,6 +36,7 @@ from quartet.trainers.episodes import EpisodePlayer
 from quartet.trainers.evaluation import Completer, sampling_params
 from quartet.trainers.generate import completion_text
 from quartet.trainers.process_roles import ProcessScorer
+from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole, reward_scorers
 from quartet.trainers.sources import UNLIMITED, check_budget, context_length, cut_short
 from quartet.trainers.trajectories import last_ones
@@ -51,6 +52,7 @@ class Cast:
     Args:
         workers: of the models in this process, by role.
         evaluation_models, evaluation_functions, evaluation_weights: sources that are asked about held-out answers only.
+        ptx: demonstrations that the actor's worker reads; here it is for figures and remarks, and for that worker.
     """
 
     recipe: RLRecipe
@@ -68,6 +70,7 @@ class Cast:
     evaluation_functions: list[RewardFunctionRole] = field(default_factory=list)
     evaluation_weights: dict[str, float] = field(default_factory=dict)
     environment: EnvironmentFactory | None = None
+    ptx: PTX | None = None
     groups: dict[str, RoleGroup[ModelWorker]] = field(init=False)
     """What computes each role's passes and updates, by its name; in this process unless somebody puts others there."""
     described: dict[str, Described] = field(init=False)
@@ -158,6 +161,8 @@ class Cast:
                 model.release()
             for function in self.reward_functions + self.evaluation_functions:
                 function.reward.close()
+            if self.ptx is not None:
+                self.ptx.close()
 
     # What is asked ---------------------------------------------------------------------------------------
 

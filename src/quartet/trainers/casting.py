@@ -18,6 +18,7 @@ from quartet.text.tokenizer import check_vocabulary
 from quartet.trainers.cast import Cast, check_pair_budget, longest_sequence
 from quartet.trainers.devices import CPU, EMPTY
 from quartet.trainers.loader import Loader, Passed
+from quartet.trainers.ptx import build_ptx
 from quartet.trainers.reward_roles import RewardFunctionRole, reward_functions, reward_weights
 from quartet.trainers.sources import check_budget, check_context, context_length, prompt_data
 
@@ -29,6 +30,7 @@ def build_cast(
     prompts: Sequence[Any] | None = None,
     evaluation_prompts: Sequence[Any] | None = None,
     environment: Callable[..., Environment] | None = None,
+    ptx_rows: Sequence[Any] | None = None,
     shares_reference: bool = True,
     computes: torch.device = CPU,
 ) -> Cast:
@@ -79,13 +81,14 @@ def build_cast(
             )
         if loader.critic_engine is not None:
             check_context(loader.critic_engine.packed.model, longest, "critic")
+        ptx = build_ptx(recipe, ptx_rows, codec, context)
         taken.pop_all()
     return Cast(
         recipe=recipe,
         codec=codec,
         prompts=data,
         evaluation_prompts=evaluation,
-        workers={name: loader.worker(name) for name in loader.roles()},
+        workers={name: loader.worker(name, ptx) for name in loader.roles()},
         actor=loader.actor_engine,
         critic=loader.critic_engine,
         reference=loader.reference,
@@ -96,6 +99,7 @@ def build_cast(
         evaluation_functions=only_functions,
         evaluation_weights=reward_weights(only_models, only_functions),
         environment=make,
+        ptx=ptx,
     )
 
 

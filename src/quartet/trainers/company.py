@@ -27,6 +27,7 @@ from quartet.trainers.cast import Cast
 from quartet.trainers.loader import Passed
 from quartet.trainers.placing import shares_actor, shares_reference
 from quartet.trainers.pool_worker import TRAINED, Part, PoolWorker, rollout_worker
+from quartet.trainers.ptx import PTX
 
 _PATIENCE_S = 5.0
 """So long a worker may take to say that it lives; one that is busy counts as living."""
@@ -90,8 +91,8 @@ class Company:
         """What is about to be started, in words; nothing where it is this process alone."""
         return ""
 
-    def start(self) -> None:
-        """Starts what computes; ``models`` and ``engines`` reach it afterwards."""
+    def start(self, ptx: PTX | None = None) -> None:
+        """Starts what computes; ``models`` and ``engines`` reach it afterwards. An actor elsewhere gets ``ptx``."""
 
     def close(self) -> None:
         """Ends it."""
@@ -175,14 +176,14 @@ class RayCompany(Company):
         ]
         return f"placement {self.placement.type}: starting workers for {'; '.join(of_pool)}"
 
-    def start(self) -> None:
+    def start(self, ptx: PTX | None = None) -> None:
         """Starts all workers side by side; each loads what it plays.
 
         Raises:
             UserError, WorkerError, WorkerDied: of the first pool that failed.
         """
         with ThreadPoolExecutor(len(self._pools)) as starting:
-            groups = {name: starting.submit(self._started, name) for name in self._pools}
+            groups = {name: starting.submit(self._started, name, ptx) for name in self._pools}
         self._groups = {name: group.result() for name, group in groups.items()}
         self._reach()
 
@@ -228,7 +229,7 @@ class RayCompany(Company):
             return [(actor, [engine]) for actor, engine in zip(actors, self.engines, strict=True)]
         return [(actors[0], self.engines)]
 
-    def _started(self, pool: str) -> WorkerGroup:
+    def _started(self, pool: str, ptx: PTX | None) -> WorkerGroup:
         part = self._part(pool)
         return WorkerGroup(
             self._pools[pool],
@@ -236,6 +237,7 @@ class RayCompany(Company):
             self.recipe,
             self._passed,
             part,
+            ptx if "actor" in part.roles else None,
             name=pool,
             backend=self._backend,
             max_restarts=2**31,

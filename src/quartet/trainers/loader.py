@@ -31,6 +31,7 @@ from quartet.train.data_parallel import Peers
 from quartet.train.engine import TrainEngine
 from quartet.trainers.devices import CPU, FrozenModels, precision_on
 from quartet.trainers.process_roles import process_models
+from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_roles import RewardModelRole, forward_budget, reward_models
 from quartet.trainers.sources import resolve_model, resolve_tokenizer
 
@@ -250,10 +251,10 @@ class Loader:
         found += ["reference"] if self.reference is not None else []
         return found + [role.name for role in self.reward_models + self.evaluation_models]
 
-    def worker(self, role: str) -> ScoreWorker | TrainWorker:
-        """What computes with the model of a role, in this process."""
+    def worker(self, role: str, ptx: PTX | None = None) -> ScoreWorker | TrainWorker:
+        """What computes with the model of a role, in this process; ``ptx`` adds to the actor's losses."""
         if role == "actor":
-            return TrainWorker(self.actor_engine)
+            return TrainWorker(self.actor_engine, ptx)
         if role == "critic":
             return CriticWorker(_there(self.critic_engine, role))
         if role != "reference":

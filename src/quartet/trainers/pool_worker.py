@@ -16,6 +16,7 @@ from quartet.text.tokenizer import TextCodec
 from quartet.train.data_parallel import Peers
 from quartet.trainers.devices import worker_device
 from quartet.trainers.loader import Loader, Passed
+from quartet.trainers.ptx import PTX
 from quartet.trainers.run import use_threads
 
 TRAINED = ("actor", "critic")
@@ -66,9 +67,13 @@ def _made_after(role: str) -> int:
 
 
 class PoolWorker(RolesWorker):
-    """All roles of one pool. Loads only their models (and, for a moment, what a critic starts from)."""
+    """All roles of one pool. Loads only their models (and, for a moment, what a critic starts from).
 
-    def __init__(self, recipe: RLRecipe, passed: Passed, part: Part) -> None:
+    Args:
+        ptx: the demonstrations, for the actor if it is placed here.
+    """
+
+    def __init__(self, recipe: RLRecipe, passed: Passed, part: Part, ptx: PTX | None = None) -> None:
         if os.path.isdir(part.directory):
             os.chdir(part.directory)
         use_threads(1 if recipe.numerics == "exact" else recipe.threads)
@@ -93,7 +98,7 @@ class PoolWorker(RolesWorker):
                     recipe, loader.actor, loader.codec, shares_actor=part.shares_actor, is_own=is_own
                 )
             else:
-                worker = loader.worker(role)
+                worker = loader.worker(role, ptx)
             if part.moves:
                 worker.make_movable(recipe.offload)
                 worker.offload()

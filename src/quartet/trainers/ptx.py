@@ -22,17 +22,23 @@ _ORDER = 7_919
 
 
 class PTX:
-    """The second data loader: the demonstrations of update ``number`` are a function of (seed, number)."""
+    """The second data loader: the demonstrations of update ``number`` are a function of (seed, number).
+
+    Copies in other processes read the rows themselves.
+    """
 
     def __init__(self, config: PTXConfig, data: LazyDemonstrations, seed: int) -> None:
         self.config = config
         self.data = data
-        self._seed = seed + _ORDER
+        self._seed = seed
         self._batches: Prefetcher[RaggedBatch] = Prefetcher(self.batch, ahead=config.prefetch)
+
+    def __reduce__(self) -> tuple[type[PTX], tuple[Any, ...]]:
+        return PTX, (self.config, self.data, self._seed)
 
     def batch(self, number: int) -> RaggedBatch:
         """The demonstrations of update ``number``."""
-        return self.data.batch(number, self.config.examples_per_minibatch, self._seed)
+        return self.data.batch(number, self.config.examples_per_minibatch, self._seed + _ORDER)
 
     def start(self, number: int) -> None:
         """Begins to prepare the batches of update ``number`` and those that follow."""

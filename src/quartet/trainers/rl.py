@@ -48,7 +48,6 @@ from quartet.trainers.greedy import greedy_metrics
 from quartet.trainers.held_out import HeldOut
 from quartet.trainers.loader import Passed
 from quartet.trainers.placing import placement_of, shares_reference
-from quartet.trainers.ptx import build_ptx
 from quartet.trainers.records import rollout_records
 from quartet.trainers.reference_refresh import ReferenceRefresh
 from quartet.trainers.resuming import Resume, output_path
@@ -62,7 +61,6 @@ from quartet.trainers.run import (
 )
 from quartet.trainers.session import Play, Session
 from quartet.trainers.signals import take_back_signals
-from quartet.trainers.sources import context_length
 from quartet.trainers.step_metrics import lengths, model_stats, timing
 from quartet.weights import WeightSyncError
 
@@ -144,13 +142,13 @@ class RLTrainer:
                 prompts=prompts,
                 evaluation_prompts=evaluation_prompts,
                 environment=environment,
+                ptx_rows=ptx_rows,
                 shares_reference=shares_reference(placement),
                 computes=device,
             )
             for owned in self.cast.models():
                 taken.callback(owned.release)
             self.held_out = self._held_out()
-            self.ptx = build_ptx(recipe, ptx_rows, self.cast.codec, context_length(self.cast.actor.packed.model))
             self._refresh = self._reference_refresh()
             self.company = company or LocalCompany(recipe, placement, self.cast)
             taken.pop_all()
@@ -171,24 +169,16 @@ class RLTrainer:
             UserError: a reward failed, the disk is full, …; the last complete step is saved.
         """
         watch = Stopwatch()
-        with self.cast.released_at_end(), contextlib.closing(self.company), self._ptx_closed():
+        with self.cast.released_at_end(), contextlib.closing(self.company):
             run_async(self._start())
             with self.run.stoppable(), self.run:
                 return run_async(self._train(watch))
-
-    @contextlib.contextmanager
-    def _ptx_closed(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            if self.ptx is not None:
-                self.ptx.close()
 
     async def _start(self) -> None:
         """Starts what computes. What only loaded models show is refused here, before anything is written."""
         if text := self.company.describe():
             self.progress.print(text)
-        await asyncio.to_thread(self.company.start)
+        await asyncio.to_thread(self.company.start, self.cast.ptx)
         self.cast.groups = self.company.models
         await self.cast.describe()
 
@@ -221,8 +211,9 @@ class RLTrainer:
         async with contextlib.aclosing(session), session.stream:
             if beginning.stream is not None:
                 session.stream.restore(beginning.stream, beginning.ahead)
-            if self.ptx is not None:
-                self.ptx.start(max(step, self._warmup_steps) * self.recipe.minibatches * self.recipe.epochs)
+            if self.cast.ptx is not None:
+                first = max(step, self._warmup_steps) * self.recipe.minibatches * self.recipe.epochs
+                await self.cast.trained_group("actor").call(TrainWorker.expect_update, first)
             writer = RolloutWriter(self.path / "rollouts")
             if step == 0:
                 if self.held_out is not None:
@@ -244,7 +235,6 @@ class RLTrainer:
             self.run.recorder,
             lambda: self.kl_coef,
             self._shuffle,
-            self.ptx,
             self._warmup_steps,
             self._on_finished,
             self.path,
@@ -376,7 +366,7 @@ class RLTrainer:
 
     def _remarks(self) -> list[str]:
         held_out = self.held_out.remarks() if self.held_out is not None else []
-        return self.cast.remarks() + (self.ptx.remarks if self.ptx is not None else []) + held_out
+        return self.cast.remarks() + (self.cast.ptx.remarks if self.cast.ptx is not None else []) + held_out
 
     def _reference_refresh(self) -> ReferenceRefresh | None:
         algorithm = self.recipe.algorithm
@@ -391,9 +381,9 @@ class RLTrainer:
 
     def _ptx_metrics(self, steps: int) -> dict[str, float]:
         trained = steps - self._warmup_steps
-        if self.ptx is None or trained <= 0:
+        if self.cast.ptx is None or trained <= 0:
             return {}
-        return self.ptx.metrics(trained * self.recipe.minibatches * self.recipe.epochs)
+        return self.cast.ptx.metrics(trained * self.recipe.minibatches * self.recipe.epochs)
 
     def _on_finished(self, finished: int) -> None:
         if self._rollout_bar is not None:

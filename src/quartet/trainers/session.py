@@ -35,7 +35,6 @@ from quartet.trainers.cast import Cast, needs_greedy
 from quartet.trainers.company import Company, PartsMover, Sizes
 from quartet.trainers.dynamic_sampling import DynamicSampling
 from quartet.trainers.greedy import sampled_and_greedy, sampled_only
-from quartet.trainers.ptx import PTX
 from quartet.trainers.run import writing
 from quartet.trainers.selection import learned_from, selection_objective
 
@@ -58,7 +57,6 @@ class Play:
     recorder: SpanRecorder
     kl_coef: Callable[[], float]
     shuffle: Callable[[int, int], Tensor] | None
-    ptx: PTX | None
     warmup_steps: int
     on_finished: Callable[[int], None]
     path: Path
@@ -219,11 +217,8 @@ class Session:
 
             critic = cast.trained_group("critic")
             learners.append(Learner(self.worker, "critic", critic, plan, value, "critic", learned=self._learned))
-        also = self.play.ptx.terms if self.play.ptx is not None else None
         actor, resting = cast.trained_group("actor"), self.play.warmup_steps
-        learners.append(
-            Learner(self.worker, "actor", actor, plan, self._policy, "policy", resting, also, self._learned)
-        )
+        learners.append(Learner(self.worker, "actor", actor, plan, self._policy, "policy", resting, self._learned))
         return [(learner.role, learner) for learner in learners]
 
     def _learned(self, experience: Experience) -> RaggedBatch:

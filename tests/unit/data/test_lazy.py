@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import pickle
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,30 @@ def test_batches_are_those_of_a_data_set_in_memory(
         assert ours.ids == theirs.ids and torch.equal(ours.input_ids, theirs.input_ids)
         assert torch.equal(ours.token["loss_mask"], theirs.token["loss_mask"])
         assert sum(len(b.input_ids) for b in [ours]) * 9 <= lazy.most_batch_bytes(4)
+
+
+@pytest.mark.parametrize("write", [_jsonl, _array, _csv, _parquet, None])
+def test_a_copy_in_another_process_reads_the_rows_itself(
+    write: Callable[..., Path] | None, tmp_path: Path, codec: TextCodec
+) -> None:
+    """It is sent what was found about the rows, not the rows, unless Python code holds them."""
+    rows = [{**row, "other": f"{n} " * 5000} for n, row in enumerate(ROWS)]
+    path = write(tmp_path, rows) if write is not None else None
+    stored = stored_rows(DataConfig(path=str(path), limit=9)) if path is not None else ListedRows(rows[:9], "mine")
+    lazy = LazyDemonstrations(stored, {}, codec, 9, "skip")
+    sent = pickle.dumps(lazy)
+    # Through a tokenizer of its own, as a process that was started fresh has it.
+    assert len(sent) < len(pickle.dumps(codec)) + (3000 if path is not None else 200_000)
+    copy = pickle.loads(sent)
+    assert 0 < len(copy) == len(lazy) < 9, "rows that were left out stay so"
+    for number in (5, 0, 5):
+        ours, theirs = copy.batch(number, 4, seed=2), lazy.batch(number, 4, seed=2)
+        assert ours.ids == theirs.ids and torch.equal(ours.input_ids, theirs.input_ids)
+    if path is not None:
+        elsewhere = pickle.loads(sent)
+        path.unlink()
+        with pytest.raises(UserError, match=r"cannot be read|is not there|no such|not found"):
+            elsewhere.batch(0, 4, seed=2)
 
 
 def test_rows_from_python_and_mapped_columns(codec: TextCodec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from quartet.config.recipe import (
     RolloutConfig,
 )
 from quartet.observe.trackers import read_metrics
+from quartet.schedule.model_worker import TrainWorker
 from quartet.train.engine import TrainEngine
 from quartet.trainers.rl import RLTrainer
 
@@ -80,15 +82,47 @@ def test_every_update_of_the_actor_sees_its_demonstrations(
 ) -> None:
     used = trainer(tmp_path / "run")
     used.train()
-    assert used.ptx is not None
+    assert used.cast.ptx is not None
     num = 3 * MINIBATCHES * EPOCHS
-    assert mixed == [used.ptx.batch(number).ids for number in range(num)]
+    assert mixed == [used.cast.ptx.batch(number).ids for number in range(num)]
     rows = [name.split("@")[0] for ids in mixed for name in ids]
     assert len(set(rows[:24])) == 24, "each of the 24 rows once per pass"
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["data/ptx_epoch"] for row in metrics[1:]] == [n * MINIBATCHES * EPOCHS * SIZE / 24 for n in (1, 2, 3)]
     assert metrics[-1]["loss/ptx"] < metrics[1]["loss/ptx"], "they are learned"
     assert "loss/sft" not in metrics[-1]
+
+
+def test_the_actors_worker_reads_them_and_the_driver_never(
+    tmp_path: Path, trainer: Callable[..., RLTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker has a copy, as it would in another process, and it is told numbers of updates only."""
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    used = trainer(tmp_path / "run")
+    drivers, worker = used.cast.ptx, used.cast.workers["actor"]
+    assert drivers is not None and isinstance(worker, TrainWorker)
+    own = pickle.loads(pickle.dumps(drivers))
+    monkeypatch.setattr(worker, "_also", own)
+
+    def forbidden(*_: Any) -> Any:
+        raise AssertionError("the driver reads demonstrations")
+
+    monkeypatch.setattr(drivers.data, "batch", forbidden)
+    told: list[tuple[int, bytes]] = []
+    update = worker.update
+    monkeypatch.setattr(
+        worker,
+        "update",
+        lambda experience, updates: (
+            told.extend((u.number, pickle.dumps(u)) for u in updates) or update(experience, updates)
+        ),
+    )
+    used.train()
+    own.close()
+    assert [number for number, _ in told] == list(range(3 * MINIBATCHES * EPOCHS))
+    assert not any(b"RaggedBatch" in sent for _, sent in told)
+    assert same_weights(used, whole)
 
 
 def test_what_is_prepared_ahead_changes_no_bit(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:
@@ -138,9 +172,9 @@ def test_a_resting_actor_sees_none_and_the_critic_never(
         critic=CriticConfig(train=train, warmup_steps=2),
     )
     used.train()
-    assert used.ptx is not None
+    assert used.cast.ptx is not None
     per_step = MINIBATCHES * EPOCHS
-    assert mixed == [used.ptx.batch(number).ids for number in range(2 * per_step, 3 * per_step)]
+    assert mixed == [used.cast.ptx.batch(number).ids for number in range(2 * per_step, 3 * per_step)]
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert ["loss/ptx" in row for row in rows] == [False, False, False, True]
     assert rows[-1]["data/ptx_epoch"] == per_step * SIZE / 24
