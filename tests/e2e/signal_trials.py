@@ -1,10 +1,10 @@
 """Signals at random moments and gaps, hundreds of times, on a machine that is busy: none may be without effect.
 
-``python tests/e2e/signal_trials.py [--trials 200] [--seed 0] [--jobs rl sft eval] [--load 1]`` runs tiny jobs without
-an end in processes of their own and sends each two SIGINT (or with ``--preempt`` SIGTERM, SIGUSR1 and others), at any
-moment from the first on. A trial fails where the process does not end within a few seconds, ends with another exit
-status, prints a traceback, or leaves ``run.json`` saying something else than ``interrupted``. Failures and their logs
-stay in ``--folder``. Not a test: ``test_requeue.py`` has a handful of these.
+``python tests/e2e/signal_trials.py [--trials 200] [--seed 0] [--jobs rl sft eval] [--load 1] [--threads 1]`` runs tiny
+jobs without an end in processes of their own and sends each two SIGINT (or with ``--preempt`` SIGTERM, SIGUSR1 and
+others), at any moment from the first on. A trial fails where the process does not end within a few seconds, ends with
+another exit status, prints a traceback, or leaves ``run.json`` saying something else than ``interrupted``. Failures and
+their logs stay in ``--folder``. Not a test: ``test_requeue.py`` has a handful of these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from conftest import Processes, World, rl_recipe, sft_recipe
 
 END_S = 20.0
 EVALUATION = {
-    "threads": 1,
     "model": {"path": "model"},
     "data": {"path": "prompts.jsonl"},
     "rewards": [{"type": "function", "target": "rewards.py:digits"}],
@@ -88,15 +87,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", nargs="+", default=["rl", "sft", "eval"], choices=["rl", "sft", "eval"])
     parser.add_argument("--load", type=int, default=1, help="processes that do nothing but compute")
+    parser.add_argument("--threads", type=int, default=1, help="of OpenMP in every job")
     parser.add_argument("--preempt", action="store_true")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="quartet-signals-"))
     folder.mkdir(parents=True, exist_ok=True)
     world, rng = World(folder), random.Random(arguments.seed)
-    world.recipe("endless-rl", rl_recipe(steps=100_000))
-    world.recipe("endless-sft", sft_recipe(steps=100_000))
-    world.recipe("endless-eval", EVALUATION)
+    threads = {"threads": arguments.threads}
+    world.recipe("endless-rl", rl_recipe(steps=100_000, **threads))
+    world.recipe("endless-sft", sft_recipe(steps=100_000, **threads))
+    world.recipe("endless-eval", EVALUATION | threads)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.load)]
     processes, failed = Processes(), Counter[str]()
     try:

@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from quartet.observe.openmp import end_pool
+
 T = TypeVar("T")
 
 
@@ -43,7 +45,7 @@ class Prefetcher(Generic[T]):
             self._waiting.pop(other).cancel()
         for one in wanted:
             if one not in self._waiting:
-                self._waiting[one] = self._thread.submit(self._make, one)
+                self._waiting[one] = self._thread.submit(self._made, one)
 
     def get(self, number: int) -> T:
         """``make(number)``; whatever it raised is raised here."""
@@ -55,6 +57,12 @@ class Prefetcher(Generic[T]):
             ready = self._waiting.pop(number)
         self.start(number + 1)
         return ready.result()
+
+    def _made(self, number: int) -> T:
+        try:
+            return self._make(number)
+        finally:
+            end_pool()  # one that idles here slows down what computes elsewhere
 
     def close(self) -> None:
         """Waits for the one in preparation and forgets the others. May be called again."""

@@ -1,4 +1,4 @@
-"""The one thread of a process that computes: with one OpenMP thread apart from the event loop, which stays free.
+"""The one thread of a process that computes, apart from the event loop, which stays free.
 
 All roles of a process share it. Calls run one at a time, in the order in which they were handed over: that in which
 the arbiter granted their leases. User code that runs in the event loop, a reward function or an environment passed from
@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 
 from quartet.observe.global_state import EXCLUSIVE
+from quartet.observe.openmp import end_pool
 from quartet.schedule.worker import drained
 
 T = TypeVar("T")
@@ -41,20 +42,8 @@ class ComputeThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns or raises. Who is cancelled meanwhile is held until it has ended.
-
-        With several OpenMP threads it computes in the calling thread, and the event loop waits: the caller has a pool
-        of its own from loading and evaluation, and where two pools have more threads than there are cores, libgomp
-        lets them sleep at every barrier (the quickstart took 166 s instead of 112 s on two cores).
-        """
-        if self._num_threads > 1:
-            if torch.get_num_threads() != self._num_threads:
-                torch.set_num_threads(self._num_threads)
-            try:
-                with EXCLUSIVE:
-                    return work()
-            except (StopIteration, asyncio.CancelledError) as error:
-                raise _presentable(error) from error
+        """What ``work`` returns or raises. Who is cancelled meanwhile is held until it has ended."""
+        end_pool()  # of what the calling thread has computed itself, or user code in it
         if self._thread is None:
             # A daemon: a program that is stopped at once does not wait for a call that takes minutes.
             self._thread = threading.Thread(target=self._work, name="quartet-compute", daemon=True)

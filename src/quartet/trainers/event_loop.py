@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from quartet.observe.openmp import end_pool
 from quartet.schedule.compute_thread import interrupt_computing
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         begun.set()
         return await task[0]
 
+    end_pool()  # of loading, say: what computes for ``work`` has one of its own
     context = contextvars.copy_context()
     with ThreadPoolExecutor(1, thread_name_prefix="quartet-loop") as pool:
         try:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -15,6 +18,13 @@ import torch
 from quartet.observe.global_state import GlobalStateGuard
 from quartet.schedule.compute_thread import ComputeThread, interrupt_computing
 from quartet.schedule.role_group import LocalGroup
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def compute(request: pytest.FixtureRequest) -> Iterator[ComputeThread]:
+    found = ComputeThread(request.param)
+    yield found
+    found.close()
 
 
 class Model:
@@ -39,8 +49,8 @@ class Derived(Model):
         return -super().pass_over(number, seconds=seconds)
 
 
-def test_calls_compute_in_their_order_on_one_thread_while_the_loop_is_free() -> None:
-    compute, first, second = ComputeThread(), Model(), Model()
+def test_calls_compute_in_their_order_on_one_thread_while_the_loop_is_free(compute: ComputeThread) -> None:
+    first, second = Model(), Model()
     groups = [LocalGroup(first, compute), LocalGroup(second, compute)]
 
     async def run() -> tuple[list[int], int]:
@@ -59,31 +69,27 @@ def test_calls_compute_in_their_order_on_one_thread_while_the_loop_is_free() -> 
         return found, turns
 
     found, turns = asyncio.run(run())
-    compute.close()
     assert found == [0, 2, 4, 6, 8, 10]
     assert (first.calls, second.calls) == ([0, 2, 4], [1, 3, 5])
     assert first.threads == second.threads and threading.get_ident() not in first.threads
     assert turns > 6, "the event loop goes on meanwhile"
 
 
-def test_the_worker_s_own_override_runs() -> None:
-    compute = ComputeThread()
+def test_the_worker_s_own_override_runs(compute: ComputeThread) -> None:
     assert asyncio.run(LocalGroup(Derived(), compute).call(Model.pass_over, 3)) == -6
     assert asyncio.run(LocalGroup(Derived()).call(Model.pass_over, 3)) == -6, "without a thread, too"
-    compute.close()
 
 
-def test_errors_come_out_as_they_are_and_the_thread_goes_on() -> None:
-    compute, model = ComputeThread(), Model()
+def test_errors_come_out_as_they_are_and_the_thread_goes_on(compute: ComputeThread) -> None:
+    model = Model()
     group = LocalGroup(model, compute)
     with pytest.raises(OSError, match="no memory"):
         asyncio.run(group.call(Model.fail))
     assert asyncio.run(group.call(Model.pass_over, 1)) == 2, "in another event loop"
-    compute.close()
 
 
-def test_a_cancelled_call_is_held_until_it_has_ended() -> None:
-    compute, model = ComputeThread(), Model()
+def test_a_cancelled_call_is_held_until_it_has_ended(compute: ComputeThread) -> None:
+    model = Model()
 
     async def run() -> float:
         task = asyncio.create_task(LocalGroup(model, compute).call(Model.pass_over, 1, seconds=0.3))
@@ -95,7 +101,6 @@ def test_a_cancelled_call_is_held_until_it_has_ended() -> None:
         return time.monotonic() - start
 
     assert asyncio.run(run()) > 0.2
-    compute.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -105,8 +110,7 @@ def test_it_has_its_own_number_of_threads(threads: int) -> None:
     compute.close()
 
 
-def test_nothing_of_a_call_lives_on() -> None:
-    compute = ComputeThread()
+def test_nothing_of_a_call_lives_on(compute: ComputeThread) -> None:
 
     class Big:
         pass
@@ -118,11 +122,9 @@ def test_nothing_of_a_call_lives_on() -> None:
     time.sleep(0.05)
     gc.collect()
     assert kept() is None
-    compute.close()
 
 
-def test_a_program_stopped_at_once_ends_what_computes() -> None:
-    compute = ComputeThread()
+def test_a_program_stopped_at_once_ends_what_computes(compute: ComputeThread) -> None:
 
     def endless() -> None:
         while True:
@@ -137,43 +139,37 @@ def test_a_program_stopped_at_once_ends_what_computes() -> None:
 
     asyncio.run(asyncio.wait_for(run(), 10))
     assert asyncio.run(compute.run(lambda: 5)) == 5
-    compute.close()
 
 
 def _raises(error: BaseException) -> None:
     raise error
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("reason", [StopIteration("next of nothing"), asyncio.CancelledError("own")])
-def test_errors_that_mean_something_to_coroutines_come_out_as_errors(reason: BaseException, threads: int) -> None:
-    compute = ComputeThread(threads)
+def test_errors_that_mean_something_to_coroutines_come_out_as_errors(
+    compute: ComputeThread, reason: BaseException
+) -> None:
     with pytest.raises(RuntimeError, match=type(reason).__name__) as found:
         asyncio.run(asyncio.wait_for(compute.run(partial(_raises, reason)), 10))
     assert found.value.__cause__ is reason
-    compute.close()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt("own"), SystemExit(3)])
-def test_what_ends_programs_comes_out_as_it_is(error: BaseException) -> None:
-    compute = ComputeThread()
+def test_what_ends_programs_comes_out_as_it_is(compute: ComputeThread, error: BaseException) -> None:
     with pytest.raises(type(error)):
         asyncio.run(compute.run(partial(_raises, error)))
     assert asyncio.run(compute.run(lambda: 5)) == 5
-    compute.close()
 
 
-def test_modes_of_the_thread_that_waits_are_not_those_of_what_computes() -> None:
-    compute = ComputeThread()
+def test_modes_of_the_thread_that_waits_are_not_those_of_what_computes(compute: ComputeThread) -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert asyncio.run(compute.run(torch.is_grad_enabled))
         assert not asyncio.run(compute.run(lambda: torch.is_autocast_enabled("cpu")))
-    compute.close()
 
 
-def test_user_code_and_what_computes_never_meet() -> None:
+def test_user_code_and_what_computes_never_meet(compute: ComputeThread) -> None:
     """The default dtype belongs to the process: what computes meanwhile would make its tensors of it."""
-    compute, guard = ComputeThread(), GlobalStateGuard("the reward 'x'")
+    guard = GlobalStateGuard("the reward 'x'")
 
     def dtypes() -> set[torch.dtype]:
         end_s, found = time.monotonic() + 0.2, set()
@@ -193,4 +189,58 @@ def test_user_code_and_what_computes_never_meet() -> None:
 
     assert asyncio.run(run()) == {torch.float32}
     assert guard.remarks()
+
+
+_POOLS = """
+import asyncio, os, threading, time
+import torch
+from quartet.data.prefetch import Prefetcher
+from quartet.schedule.compute_thread import ComputeThread
+from quartet.trainers.event_loop import run_async
+
+def parallel(number=0):
+    torch.ones(1 << 20).mul_(2)
+
+def num_workers():
+    "OpenMP's, and the same few others as long as the process lives."
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+def becomes(number):
+    "Threads that have ended are listed for a moment more."
+    end_s = time.monotonic() + 10
+    while num_workers() != number and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return num_workers() == number
+
+torch.set_num_threads(2)
+parallel()
+with_one = num_workers()
+
+def one_pool():
+    parallel()
+    return becomes(with_one)
+
+async def work(compute):
+    first = await compute.run(one_pool)
+    parallel()  # user code, or a large batch that is laid out
+    return first, await compute.run(one_pool)
+
+async def notebook(compute):
+    parallel()
+    return run_async(work(compute))
+
+for run in (lambda compute: run_async(work(compute)), lambda compute: asyncio.run(notebook(compute))):
+    compute = ComputeThread()
+    assert run(compute) == (True, True)
     compute.close()
+with Prefetcher(parallel, ahead=1) as batches:
+    batches.start(0)
+    batches._waiting[0].result()
+    assert becomes(with_one - 1), "no pool idles where batches are prepared"
+"""
+
+
+def test_openmp_has_one_pool() -> None:
+    """Also after the main thread has computed, as loading and evaluation do: idle pools slow down the others."""
+    done = subprocess.run([sys.executable, "-c", _POOLS], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
