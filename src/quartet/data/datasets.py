@@ -69,7 +69,8 @@ class SFTItem:
 class PromptItem:
     """A prompt to answer.
 
-    ``prompt_id`` names it in this data set, the same at every step.
+    ``prompt_id`` names it in this data set, the same at every step; ``num_tokens`` are its tokens, by default those of
+    ``token_ids``.
     """
 
     prompt_id: str
@@ -77,6 +78,11 @@ class PromptItem:
     prompt: PromptText
     columns: Mapping[str, Any]
     place: str
+    num_tokens: int = -1
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 0:
+            object.__setattr__(self, "num_tokens", len(self.token_ids))
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ class PromptData(Ordered):
             with placed(row.place):
                 ids = tuple(codec.encode_prompt(row.prompt))
             encoded.append(PromptItem(f"{prefix}{index}", ids, row.prompt, row.columns, row.place))
-        lengths = [len(item.token_ids) for item in encoded]
+        lengths = [item.num_tokens for item in encoded]
         kept, remark = fitting(encoded, lengths, [i.place for i in encoded], max_tokens, overlong, "prompt", section)
         seen = frozenset(token for item in kept for token in item.token_ids)
         return cls(tuple(kept), (*parsed.report(), *remark), seen=seen)

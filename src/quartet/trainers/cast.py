@@ -143,11 +143,11 @@ class Cast:
         if recipe.environment is not None:
             return []
         training = recipe.rollout.sampling.max_new_tokens
-        lengths = (len(item.token_ids) for item in self.prompts)
+        lengths = (item.num_tokens for item in self.prompts)
         found = cut_short(lengths, training, context, "rollout.sampling.max_new_tokens")
         if self.evaluation_prompts is not None and recipe.evaluation is not None:
             held_out = recipe.evaluation.sampling.max_new_tokens
-            lengths = (len(item.token_ids) for item in self.evaluation_prompts)
+            lengths = (item.num_tokens for item in self.evaluation_prompts)
             found += cut_short(lengths, held_out, context, "evaluation.sampling.max_new_tokens")
         return found
 
@@ -293,7 +293,7 @@ def check_pair_budget(recipe: RLRecipe, data: PromptData, context: int, shares_p
     share = shares_prefixes and recipe.actor.train.share_prefixes
     if not isinstance(recipe.algorithm, OnlineDPO):
         return
-    num_new, lengths = recipe.rollout.sampling.max_new_tokens, [len(item.token_ids) for item in data.items]
+    num_new, lengths = recipe.rollout.sampling.max_new_tokens, [item.num_tokens for item in data.items]
     both = [(1 if share else 2) * n + 2 * min(num_new, context - n) for n in lengths]
     check_budget(max(both), recipe.actor.train.token_budget, "actor.train.token_budget")
 

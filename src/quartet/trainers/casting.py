@@ -107,7 +107,7 @@ def _longest(recipe: RLRecipe, data: PromptData, context: int) -> int:
     """Tokens of the longest sequence that the run may make."""
     if recipe.environment is not None:
         return longest_sequence(recipe.environment, context)
-    return min(context, max(len(item.token_ids) for item in data.items) + recipe.rollout.sampling.max_new_tokens)
+    return min(context, max(item.num_tokens for item in data.items) + recipe.rollout.sampling.max_new_tokens)
 
 
 def _check_contexts(loader: Loader, longest: int) -> None:

@@ -122,7 +122,7 @@ class Contestant:
 
     def cut_short(self, sampling: SamplingConfig, key: str) -> list[str]:
         """What is to be said where ``key``'s answers end at the model's context."""
-        lengths = (len(item.token_ids) for item in self.prompts)
+        lengths = (item.num_tokens for item in self.prompts)
         return cut_short(lengths, sampling.max_new_tokens, context_length(self.packed.model), key)
 
     @property

@@ -121,7 +121,7 @@ def test_a_pair_of_responses_has_to_fit_the_budget(share: bool, trainer: Any) ->
         train = TrainConfig(token_budget=tokens, share_prefixes=share)
         return trainer(name, OnlineDPO(), actor=ActorConfig(train=train))
 
-    prompt = max(len(item.token_ids) for item in with_budget("large", 1000).cast.prompts.items)
+    prompt = max(item.num_tokens for item in with_budget("large", 1000).cast.prompts.items)
     needed = (1 if share else 2) * prompt + 2 * 5
     with pytest.raises(UserError, match="token_budget is too small") as caught:
         with_budget("small", needed - 1)
