@@ -28,7 +28,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS
 BITS := tests/unit/models/test_aligned_memory.py tests/unit/models/test_exact.py tests/unit/models/test_shared_prefixes.py \
 	tests/unit/rollout/test_agreement.py tests/unit/rollout/test_lora_rollout.py tests/unit/observe/test_processor.py \
 	tests/unit/trainers/test_placements.py tests/unit/trainers/test_whole_step.py tests/golden \
-	tests/e2e/test_ray_placements.py::test_workers_train_the_same_model \
+	"tests/e2e/test_ray_placements.py::test_workers_train_the_same_model[pipelined]" \
 	tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another
 test-avx2: $(VENV)/.installed-test
 	@if grep -qw avx512f /proc/cpuinfo 2>/dev/null; then \

@@ -42,7 +42,7 @@ def run(job: str, world: int, folder: Path) -> list[int]:
             process.wait()
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank found."""
     folder = tmp_path_factory.mktemp(f"world{request.param}")

@@ -62,7 +62,7 @@ def test_two_threads_end_with_the_same_bits_on_a_busy_machine(
     monkeypatch.setattr(TrainWorker, "update", noted)
 
     def run(path: str) -> tuple[dict[str, str], list[dict[str, float]]]:
-        changes: dict[str, Any] = {"threads": 2, "steps": 3, "output_dir": path, "chunk_size": 2}
+        changes: dict[str, Any] = {"threads": 2, "steps": 2, "output_dir": path, "chunk_size": 2}
         if job == "two turns":
             changes |= {"environment": {"max_turns": 2, "max_tokens": 64}, "rewards": []}
         content = recipes["rl"]("grpo", **changes)
