@@ -80,7 +80,9 @@ def _fork_server() -> Iterator[str]:
             listening.listen(64)
             descriptor = listening.fileno()
             command = [sys.executable, __file__, "serve", str(descriptor)]
-            server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor])
+            # numpy starts threads for as many cores as it finds, when it is imported.
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[descriptor], env=environment)
         try:
             yield path
         finally:
