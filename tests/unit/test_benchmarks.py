@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 from collections.abc import Iterator
@@ -28,6 +29,12 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Modules]:
         patch.setenv("QUARTET_BENCH_ROOT", str(tmp_path_factory.mktemp("bench")))
         patch.syspath_prepend(str(BENCHMARKS))
         yield Modules()
+
+
+def test_where_is_computed_has_three_sides(bench: Modules) -> None:
+    found = asyncio.run(bench.compute_thread.measured(1, 1, 1))
+    assert list(found) == ["event loop's thread", "compute thread", "beside a second pool", "a call, µs"]
+    assert min(found.values()) > 0
 
 
 # The floor -----------------------------------------------------------------------------------------------

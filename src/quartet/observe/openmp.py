@@ -16,8 +16,8 @@ def end_pool() -> None:
     """Ends the calling thread's pool, if it has one; its next parallel computation starts another (0.1 ms).
 
     GNU's runtime counts the threads of all pools of a process. With more than there are cores it lets threads sleep at
-    every barrier instead of spinning, and what takes 0.46 s with one pool takes 0.78 s beside a second, idle one (two
-    threads, two cores, products of 64 rows). Other runtimes, Intel's and LLVM's, are left as they are.
+    every barrier instead of spinning: what takes 0.35 s with one pool takes 0.55 s beside a second, idle one (two
+    threads, two cores; ``benchmarks/compute_thread.py``). Other runtimes, Intel's and LLVM's, are left as they are.
     """
     if (pause := _pause()) is not None:
         pause(_HARD)
