@@ -1,24 +1,26 @@
-"""Plays one episode: the policy acts, the environment answers, until it is done or may go no further."""
+"""Plays one episode: the policy acts, the environment answers, until it is done or may go no further.
+
+An episode deals in text. Its tokens are kept where the policy is (``transcript.Transcript``).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from quartet.batch.trajectory import Trajectory, TrajectoryEnd
+from quartet.batch.trajectory import TrajectoryEnd
 from quartet.config.errors import UserError
 from quartet.config.foreign import described, excerpt, raised_at
 from quartet.config.scores import as_score
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
-from quartet.envs.transcript import SOURCE, Action, Transcript
+from quartet.envs.transcript import EpisodeLimits, Seen, StateError
 from quartet.observe.global_state import GlobalStateGuard
 from quartet.text.examples import PromptText
-from quartet.text.tokenizer import TextCodec
 
 _T = TypeVar("_T")
 
@@ -27,52 +29,60 @@ class EpisodeError(UserError):
     """An environment failed. Raised before any update is made with its rewards, so the run can be resumed."""
 
 
-class Generate(Protocol):
-    """An engine, as an episode sees it."""
+class NoRoom(Exception):
+    """The state leaves no room for an action; it has so many tokens."""
 
-    async def __call__(self, token_ids: tuple[int, ...], turn: int, max_new_tokens: int) -> Action:
-        """An action after ``token_ids``, of at most ``max_new_tokens``: a function of the episode and the turn."""
+    def __init__(self, held: int) -> None:
+        self.held = held
+        super().__init__(held)
+
+
+class Act(Protocol):
+    """The policy, as an episode sees it."""
+
+    async def __call__(self, turn: int, seen: Seen) -> str:
+        """The text of an action: a function of the episode and the turn.
+
+        Raises:
+            NoRoom: the state leaves no room for one.
+            StateError: the state cannot be tokenised.
+        """
 
 
 @dataclass(frozen=True)
-class EpisodeLimits:
-    """How far an episode may go.
+class Played:
+    """How an episode ended.
 
     Attributes:
-        max_turns: actions.
-        max_sequence_tokens: tokens of a sequence, its prompt included.
-        max_tokens: tokens of all sequences together; None for no limit.
-        timeout_s: seconds that one call of the environment may take.
+        end: why.
+        score: sum over the turns that had a reward, NaN where none had.
+        last_reward: of the last action, None where it has none or the policy knows it already.
     """
 
-    max_turns: int
-    max_sequence_tokens: int
-    max_tokens: int | None = None
-    timeout_s: float = 60.0
+    end: TrajectoryEnd
+    score: float
+    last_reward: float | None
 
 
-async def play_episode(
-    make: EnvironmentFactory, item: Item, generate: Generate, codec: TextCodec, limits: EpisodeLimits
-) -> Trajectory:
-    """One episode with a fresh environment, which is closed at the end. Its score is the sum over the turns that had a
-    reward, NaN where none had.
+async def play_episode(make: EnvironmentFactory, item: Item, act: Act, limits: EpisodeLimits) -> Played:
+    """One episode with a fresh environment, which is closed at the end.
 
     Raises:
         EpisodeError: the environment raised, took too long, or returned something that is not what it should be, or
             that cannot be tokenised.
         UserError: its first state leaves no room for an action.
     """
-    player = _Player(item, generate, codec, limits, make.guard)
+    player = _Player(item, act, limits, make.guard)
     environment = await player.call("__init__", partial(_made, make))
     try:
-        episode = await player.play(environment)
+        played = await player.play(environment)
     except BaseException:
         # The first error is the one to report.
         with contextlib.suppress(EpisodeError):
             await player.close(environment)
         raise
     await player.close(environment)
-    return episode
+    return played
 
 
 async def _made(make: EnvironmentFactory) -> Any:
@@ -82,56 +92,44 @@ async def _made(make: EnvironmentFactory) -> Any:
 class _Player:
     """One episode's calls of its environment, each with a time limit and an error that says where it was."""
 
-    def __init__(
-        self, item: Item, generate: Generate, codec: TextCodec, limits: EpisodeLimits, guard: GlobalStateGuard
-    ) -> None:
+    def __init__(self, item: Item, act: Act, limits: EpisodeLimits, guard: GlobalStateGuard) -> None:
         self._item = item
-        self._generate = generate
-        self._codec = codec
+        self._act = act
         self._limits = limits
         self._guard = guard
         self._turn = 0
         self._action: str | None = None
 
-    async def play(self, environment: Any) -> Trajectory:
+    async def play(self, environment: Any) -> Played:
         first = _observation(await self.call("reset", lambda: environment.reset(self._item)))
         if first is None:
             raise self._error("reset", "returned no observation: text or messages are expected")
-        with self._placed():
-            transcript = Transcript(self._codec, first.content)
-        if self._room(transcript) < 1:
-            held, limit = len(transcript.token_ids), self._limits.max_sequence_tokens
-            raise UserError(
-                "the first state of an environment leaves no room for an action",
-                found=f"{held} tokens of at most {limit}; {self._place()}",
-                remedy="shorten the state, or raise environment.max_tokens where the model's context allows it",
-            )
         rewards: list[float] = []
-        end = TrajectoryEnd.MAX_TURNS
+        seen = Seen(Observation(first.content, rewrites=True))
         while True:
-            room = self._room(transcript)
-            if room < 1:
-                end = TrajectoryEnd.CONTEXT
-                break
-            action = await self._generate(transcript.token_ids, self._turn, room)
-            text = transcript.act(action)
-            self._action = text
-            result = self._checked(await self.call("step", partial(environment.step, text)))
-            if result.reward is not None:
-                rewards.append(result.reward)
-                transcript.earn(rewards[-1])
+            try:
+                self._action = await self._acted(seen)
+            except NoRoom as error:
+                if self._turn == 0:
+                    raise self._no_room(error.held) from None
+                return Played(TrajectoryEnd.CONTEXT, _total(rewards), None)
+            result = self._checked(await self.call("step", partial(environment.step, self._action)))
+            rewards += [] if result.reward is None else [result.reward]
             self._turn += 1
-            if result.done:
-                end = TrajectoryEnd.DONE
-                break
-            if self._turn == self._limits.max_turns:
-                break
+            if result.done or self._turn == self._limits.max_turns:
+                end = TrajectoryEnd.DONE if result.done else TrajectoryEnd.MAX_TURNS
+                return Played(end, _total(rewards), result.reward)
             observation = _observation(result.observation)
             if observation is None:
                 raise self._error("step", f"returned {excerpt(result.observation)} as observation and is not done")
-            with self._placed():
-                transcript.observe(observation)
-        return Trajectory(transcript.sequences(), end, {SOURCE: sum(rewards) if rewards else math.nan})
+            seen = Seen(observation, result.reward)
+
+    async def _acted(self, seen: Seen) -> str:
+        """A state that cannot be tokenised is reported with its episode."""
+        try:
+            return await self._act(self._turn, seen)
+        except StateError as error:
+            raise EpisodeError(error.problem, found=f"{error.found}; {self._place()}", remedy=error.remedy) from None
 
     async def close(self, environment: Any) -> None:
         close = getattr(environment, "close", None)
@@ -162,21 +160,12 @@ class _Player:
                 raise self._error(method, f"took longer than environment.timeout_s, {seconds:g} s") from error
             raise self._error(method, f"raised {described(error)}", raised_at(error)) from error
 
-    @contextlib.contextmanager
-    def _placed(self) -> Iterator[None]:
-        """A state that cannot be tokenised is reported with its episode."""
-        try:
-            yield
-        except UserError as error:
-            raise EpisodeError(error.problem, found=f"{error.found}; {self._place()}", remedy=error.remedy) from None
-
-    def _room(self, transcript: Transcript) -> int:
-        """Tokens that the next action may have."""
-        held, limits = len(transcript.token_ids), self._limits
-        room = limits.max_sequence_tokens - held
-        if limits.max_tokens is not None:
-            room = min(room, limits.max_tokens - transcript.num_closed_tokens - held)
-        return room
+    def _no_room(self, held: int) -> UserError:
+        return UserError(
+            "the first state of an environment leaves no room for an action",
+            found=f"{held} tokens of at most {self._limits.max_sequence_tokens}; {self._place()}",
+            remedy="shorten the state, or raise environment.max_tokens where the model's context allows it",
+        )
 
     def _checked(self, result: Any) -> StepResult:
         if not isinstance(result, StepResult):
@@ -199,6 +188,10 @@ class _Player:
         row = f" ({self._item.prompt_id})" if self._item.prompt_id else ""
         after = f", action {excerpt(self._action)}" if self._action is not None else ""
         return f"episode of prompt {excerpt(self._item.prompt)}{row}, turn {self._turn + 1}{after}"
+
+
+def _total(rewards: Sequence[float]) -> float:
+    return sum(rewards) if rewards else math.nan
 
 
 def _observation(value: Any) -> Observation | None:

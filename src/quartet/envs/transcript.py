@@ -25,6 +25,36 @@ SOURCE = "environment"
 """Name of the environment's own rewards among the sources of reward: each stands on the last token of its turn."""
 
 
+class StateError(UserError):
+    """The state of an environment that cannot be tokenised."""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """How far an episode may go.
+
+    Attributes:
+        max_turns: actions.
+        max_sequence_tokens: tokens of a sequence, its prompt included.
+        max_tokens: tokens of all sequences together; None for no limit.
+        timeout_s: seconds that one call of the environment may take.
+    """
+
+    max_turns: int
+    max_sequence_tokens: int
+    max_tokens: int | None = None
+    timeout_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the policy sees before an action: the observation, a whole state (``rewrites``) or what is added to it, and
+    the reward of the action before, None where that had none."""
+
+    observation: Observation
+    reward: float | None = None
+
+
 @dataclass(frozen=True)
 class Action:
     """What an engine generated in one turn; all per-token columns have equal lengths.
@@ -107,26 +137,48 @@ class _Open:
 
 
 class Transcript:
-    """The sequences of one episode, from its first state on.
+    """The sequences of one episode, which begin with the first thing seen."""
 
-    Raises:
-        UserError: a state without tokens, or messages that the chat template refuses.
-    """
-
-    def __init__(self, codec: TextCodec, state: PromptText) -> None:
+    def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._closed: list[TrajectorySequence] = []
-        self._open = self._begin(state)
+        self._last: _Open | None = None
+
+    @property
+    def _open(self) -> _Open:
+        assert self._last is not None, "nothing was seen"
+        return self._last
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """What the policy reads now."""
         return (*self._open.prompt_ids, *self._open.token_ids)
 
-    @property
-    def num_closed_tokens(self) -> int:
-        """Tokens of the sequences that have ended."""
-        return sum(len(sequence.prompt_ids) + len(sequence.token_ids) for sequence in self._closed)
+    def room(self, limits: EpisodeLimits) -> int:
+        """Tokens that the next action may have."""
+        held = len(self.token_ids)
+        room = limits.max_sequence_tokens - held
+        if limits.max_tokens is not None:
+            closed = sum(len(sequence.prompt_ids) + len(sequence.token_ids) for sequence in self._closed)
+            room = min(room, limits.max_tokens - closed - held)
+        return room
+
+    def see(self, seen: Seen) -> None:
+        """Books the reward of the action just appended, and goes on with the state after it.
+
+        Raises:
+            StateError: a state without tokens, messages that the chat template refuses, or text for a state of
+                messages or the other way round.
+        """
+        if seen.reward is not None:
+            self.earn(seen.reward)
+        try:
+            if self._last is None:
+                self._last = self._begin(seen.observation.content)
+            else:
+                self._observe(seen.observation)
+        except UserError as error:
+            raise StateError(error.problem, found=error.found, remedy=error.remedy) from None
 
     def sequences(self) -> tuple[TrajectorySequence, ...]:
         """All sequences in which the policy acted."""
@@ -153,12 +205,8 @@ class Transcript:
         """Books the reward of the action just appended."""
         self._open.rewards[-1] = float(reward)
 
-    def observe(self, observation: Observation) -> None:
-        """Goes on with the sequence where the new state extends it, else with another one.
-
-        Raises:
-            UserError: text for a state of messages, or the other way round.
-        """
+    def _observe(self, observation: Observation) -> None:
+        """Goes on with the sequence where the new state extends it, else with another one."""
         now, content = self._open, observation.content
         if observation.rewrites:
             state = content
@@ -174,7 +222,7 @@ class Transcript:
             ended = now.closed()
             if ended is not None:
                 self._closed.append(ended)
-            self._open = self._begin(state)
+            self._last = self._begin(state)
             return
         now.state, now.text = state, text
         now.append(added, (0.0,) * len(added), (-1,) * len(added), {}, is_action=False)

@@ -11,12 +11,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from quartet.rollout.protocol import Completion, EngineStats, GenerationError, Request
+from quartet.batch.ragged import RaggedBatch
+from quartet.rollout.protocol import EngineStats, GenerationError
 from quartet.schedule.clock import Waiting
 from quartet.schedule.journal import Diverged, Journal
 from quartet.schedule.leases import MissedVersion
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import Burst, CanaryProbe, RolloutWorker
+from quartet.schedule.sampled import Ended, PromptRequest, TurnRequest
 from quartet.schedule.worker import Worker
 
 
@@ -67,18 +69,22 @@ class Common:
 
 @dataclass(eq=False)
 class _Ask:
-    """Requests that are submitted together. ``index`` is their group's, ``passes``: also while admission is paused."""
+    """What is submitted together. ``index`` is the group's, ``passes``: also while admission is paused."""
 
-    requests: tuple[Request, ...]
+    asked: PromptRequest | TurnRequest
     index: int | None
     passes: bool
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return self.asked.request_ids
 
 
 class EnginePump:
     def __init__(self, engine: RoleGroup[RolloutWorker], common: Common) -> None:
-        self._engine = engine
+        self.engine = engine
         self._common = common
-        self._waiting: dict[str, asyncio.Future[Completion]] = {}
+        self._waiting: dict[str, asyncio.Future[Ended]] = {}
         self._asks: list[_Ask] = []  # not admitted
         self._outbox: list[_Ask] = []  # admitted, not sent
         self._running: set[str] = set()  # admitted, not ended
@@ -93,12 +99,12 @@ class EnginePump:
 
     async def begin(self) -> None:
         """Takes the engine over, which may have worked for somebody before."""
-        self.stats = await self._engine.call(RolloutWorker.begin)
+        self.stats = await self.engine.call(RolloutWorker.begin)
 
     async def complete(
-        self, requests: Sequence[Request], *, index: int | None = None, passes: bool = False
-    ) -> list[Completion]:
-        """Completions of the requests, in their order.
+        self, asked: PromptRequest | TurnRequest, *, index: int | None = None, passes: bool = False
+    ) -> list[Ended]:
+        """Returns when all of the requests have ended, in their order.
 
         Args:
             index: of the requests' group, for the journal.
@@ -109,12 +115,12 @@ class EnginePump:
             ClusterError: the engine's process is gone, or failed.
         """
         loop = asyncio.get_running_loop()
-        ids = [request.request_id for request in requests]
+        ids = asked.request_ids
         if len(set(ids)) < len(ids) or not self._waiting.keys().isdisjoint(ids):
             raise ValueError(f"requests {ids} are waited for already, or named alike")
-        futures: list[asyncio.Future[Completion]] = [loop.create_future() for _ in requests]
+        futures: list[asyncio.Future[Ended]] = [loop.create_future() for _ in ids]
         self._waiting.update(zip(ids, futures, strict=True))
-        ask = _Ask(tuple(requests), index, passes)
+        ask = _Ask(asked, index, passes)
         self._asks.append(ask)
         if self._pump is None or self._pump.done():
             self._pump = loop.create_task(self._run(), name="engine")
@@ -127,19 +133,18 @@ class EnginePump:
             self._abandon(ask)
             raise
 
-    async def run_to_end(self, requests: Sequence[Request]) -> list[Completion]:
+    async def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
         """All at once, by an engine that does nothing else; inside a lease."""
         await self._forget_cancelled()
-        burst = await self._engine.call(RolloutWorker.run_to_end, requests)
-        self.stats = burst.stats
-        return list(burst.completions)
+        batch = await self.engine.call(RolloutWorker.answers, requests, indices)
+        self.stats = await self.engine.call(RolloutWorker.stats)
+        return batch
 
-    async def sing(self, probe: CanaryProbe) -> Completion:
+    async def canary(self, probe: CanaryProbe, name: str) -> RaggedBatch:
         """What the engine makes of the canary's prompt; inside a lease."""
         await self._forget_cancelled()
-        heard, burst = await self._engine.call(RolloutWorker.sing, probe)
-        self._take(burst)
-        return heard
+        self._take(await self.engine.call(RolloutWorker.run_canary, probe, name))
+        return await self.engine.call(RolloutWorker.canary)
 
     async def close(self) -> None:
         """Stops and waits until the engine has stopped; who waits for completions is cancelled."""
@@ -181,12 +186,12 @@ class EnginePump:
                 if journal is None or ask.index is None or journal.admit([ask.index]):
                     self._asks.remove(ask)
                     self._outbox.append(ask)
-                    self._running.update(request.request_id for request in ask.requests)
+                    self._running.update(ask.request_ids)
                     goes_on = True
 
     def _has_room(self, ask: _Ask) -> bool:
         most = self._common.max_running
-        return most is None or not self._running or len(self._running) + len(ask.requests) < most
+        return most is None or not self._running or len(self._running) + len(ask.request_ids) < most
 
     async def _burst(self) -> None:
         common = self._common
@@ -215,14 +220,14 @@ class EnginePump:
         Completed groups are handed out as soon as they are there. What is asked for meanwhile waits for the last step:
         which requests decode together is a matter of step counts, never of time.
         """
-        submit, self._outbox = [ask.requests for ask in self._outbox], []
+        submit, self._outbox = [ask.asked for ask in self._outbox], []
         cancel, self._cancelled = self._cancelled, []
         sampled = 0
         while True:
-            burst = await self._engine.call(RolloutWorker.burst, submit, cancel, steps_left)
+            burst = await self.engine.call(RolloutWorker.burst, submit, cancel, steps_left)
             sampled += burst.sampled
             self._take(burst)
-            if burst.completions:
+            if burst.ended:
                 await _settled()
             steps_left, submit, cancel = burst.steps_left, [], []
             if not steps_left:
@@ -230,17 +235,17 @@ class EnginePump:
 
     def _take(self, burst: Burst) -> None:
         self.stats = burst.stats
-        for completion in burst.completions:
-            future = self._pop(completion.request_id)
+        for ended in burst.ended:
+            future = self._pop(ended.request_id)
             if future is not None:
-                future.set_result(completion)
+                future.set_result(ended)
         for refusal in burst.refused:
             self._fail(refusal.error(), refusal.request_ids)
         if burst.failure is not None:
             found, request_ids = burst.failure
             self._fail(GenerationError(found, request_ids), request_ids)
         if self._common.on_finished is not None:
-            self._common.on_finished(len(burst.completions))
+            self._common.on_finished(len(burst.ended))
         self._common.tell()
 
     def _fail(self, error: BaseException, request_ids: Iterable[str]) -> None:
@@ -249,7 +254,7 @@ class EnginePump:
             if future is not None:
                 future.set_exception(error)
 
-    def _pop(self, request_id: str) -> asyncio.Future[Completion] | None:
+    def _pop(self, request_id: str) -> asyncio.Future[Ended] | None:
         """Who waits for the request, which has ended."""
         self._running.discard(request_id)
         future = self._waiting.pop(request_id, None)
@@ -257,27 +262,28 @@ class EnginePump:
 
     def _abandon(self, ask: _Ask) -> None:
         """Nobody waits for these any more."""
-        left = [r.request_id for r in ask.requests if self._waiting.pop(r.request_id, None) is not None]
-        self._running.difference_update(left)
+        for request_id in ask.request_ids:
+            self._waiting.pop(request_id, None)
+            self._running.discard(request_id)
         if ask in self._asks:
             self._asks.remove(ask)
         elif ask in self._outbox:
             self._outbox.remove(ask)
         else:
-            self._cancelled += left
+            self._cancelled += ask.request_ids
         self._common.tell()
 
     async def _forget_cancelled(self) -> None:
         if self._cancelled:
             cancel, self._cancelled = self._cancelled, []
-            await self._engine.call(RolloutWorker.burst, (), cancel, 0)
+            await self.engine.call(RolloutWorker.burst, (), cancel, 0)
 
     def _pump_ended(self, pump: asyncio.Task[None]) -> None:
         """Whatever ended the pump early reaches everyone who waits for it."""
         error = asyncio.CancelledError() if pump.cancelled() else pump.exception()
         if error is None:
             return
-        unsent = {request.request_id for ask in self._outbox for request in ask.requests}
+        unsent = {request_id for ask in self._outbox for request_id in ask.request_ids}
         self._cancelled += sorted(self._running - unsent)
         self._asks.clear()
         self._outbox.clear()

@@ -13,19 +13,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import InFlight
-from quartet.rollout.protocol import Completion, EngineStats, Request
+from quartet.rollout.protocol import EngineStats
 from quartet.schedule.engine_pump import Common, EnginePump
-from quartet.schedule.groups import Group, answered
+from quartet.schedule.groups import Group, by_group
 from quartet.schedule.journal import Journal
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
+from quartet.schedule.sampled import Ended, Ending, PromptRequest, TurnRequest
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs
 
@@ -37,8 +37,8 @@ class Rollout:
 
     Args:
         engines: one worker each. A group goes to that of its index modulo their number.
-        requests: ``(stream index) → (prompt item, prompt ids, requests)``; the same index gives the same requests.
-            Rollouts that are trained on are sampled, so a greedy request among them is the group's baseline.
+        requests: ``(stream index) → (prompt item, request)``; the same index gives the same request. Responses that are
+            trained on are sampled, so a greedy one among them is the group's baseline.
         steps_per_lease: decode steps per lease.
         version: of the weights that the engines have.
         trainer: the actor, which the canary is compared with.
@@ -60,7 +60,7 @@ class Rollout:
         self,
         worker: Worker,
         engines: Sequence[RoleGroup[RolloutWorker]],
-        requests: Callable[[int], tuple[Any, tuple[int, ...], Sequence[Request]]],
+        requests: Callable[[int], tuple[Any, PromptRequest]],
         *,
         steps_per_lease: int,
         version: int,
@@ -123,26 +123,30 @@ class Rollout:
 
     async def generate(self, index: int) -> Group:
         """The group at ``index`` of the stream."""
-        prompt, prompt_ids, requests = self._requests(index)
-        completions = await self._pumps[index % len(self._pumps)].complete(requests, index=index)
-        pairs = [(request, answered(prompt_ids, made)) for request, made in zip(requests, completions, strict=True)]
-        sampled = tuple(trajectory for request, trajectory in pairs if not request.sampling.greedy)
-        greedy = next((trajectory for request, trajectory in pairs if request.sampling.greedy), None)
-        return Group(index, prompt, sampled, greedy)
+        prompt, request = self._requests(index)
+        pump = self._pump_of(index)
+        await pump.complete(request, index=index)
+        sampled = [sample.request_id for sample in request.samples if not sample.sampling.greedy]
+        greedy = next((sample.request_id for sample in request.samples if sample.sampling.greedy), None)
+        return Group.of(index, prompt, await pump.engine.call(RolloutWorker.responses, index, sampled, greedy))
 
-    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Completions of requests of one group, in their order: a turn of an episode, say.
+    async def act(self, index: int, request: TurnRequest) -> Ended:
+        """The next action of an episode of the group ``index``."""
+        return await self._act(index, request, passes=False)
 
-        Where there are several engines the group's name begins with its index: ``7`` or ``7.0.2``.
-        """
-        return await self._complete(requests, passes=False)
-
-    async def _complete(self, requests: Sequence[Request], *, passes: bool) -> list[Completion]:
+    async def _act(self, index: int, request: TurnRequest, *, passes: bool) -> Ended:
         if self._journal is not None:
             raise _no_journal("episodes of several turns", "leave the environment out")
-        num = len(self._pumps)
-        place = 0 if num == 1 else int(requests[0].group.partition(".")[0]) % num
-        return await self._pumps[place].complete(requests, passes=passes)
+        (ended,) = await self._pump_of(index).complete(request, passes=passes)
+        return ended
+
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[Ending]) -> Group:
+        """The group ``index`` of episodes that have ended."""
+        batch = await self._pump_of(index).engine.call(RolloutWorker.episodes, index, endings)
+        return Group.of(index, prompt, batch)
+
+    def _pump_of(self, index: int) -> EnginePump:
+        return self._pumps[index % len(self._pumps)]
 
     @contextlib.contextmanager
     def spans_of(self, name: str, step: int) -> Iterator[None]:
@@ -168,21 +172,24 @@ class Rollout:
         async with self._weights_stay, self._paused(self.version):
             yield Quiet(self)
 
-    async def evaluate(self, requests: Sequence[Request], step: int) -> list[Completion]:
-        """Completions in order, each engine's in one lease; the requests of a prompt go to one engine."""
+    async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[Group]:
+        """Groups of all responses to the prompts, by their places; each engine's share in one lease."""
         if any(pump.is_running for pump in self._pumps):
             raise RuntimeError("groups are being generated: evaluate inside of quiet()")
-        places = {group: i % len(self._pumps) for i, group in enumerate(dict.fromkeys(r.group for r in requests))}
-        shares = [[r for r in requests if places[r.group] == i] for i in range(len(self._pumps))]
-        answered = await _each(
+        num = len(self._pumps)
+        shares = [[(i, request) for i, (_, request) in enumerate(prompts) if i % num == p] for p in range(num)]
+        made = await _each(
             [self._evaluate_on(pump, share, step) for pump, share in zip(self._pumps, shares, strict=True) if share]
         )
-        found = {completion.request_id: completion for completions in answered for completion in completions}
-        return [found[request.request_id] for request in requests]
+        batches = {i: one for batch in made for i, one in by_group(batch).items()}
+        return [Group.of(i, item, batches[i]) for i, (item, _) in enumerate(prompts)]
 
-    async def _evaluate_on(self, pump: EnginePump, requests: Sequence[Request], step: int) -> list[Completion]:
+    async def _evaluate_on(
+        self, pump: EnginePump, share: Sequence[tuple[int, PromptRequest]], step: int
+    ) -> RaggedBatch:
+        indices, requests = zip(*share, strict=True)
         async with self._worker.turn("rollout", "generate", "evaluate", step=step, reads=self._common.reads()):
-            return await pump.run_to_end(requests)
+            return await pump.answers(requests, indices)
 
     # Weights ---------------------------------------------------------------------------------------------
 
@@ -199,8 +206,8 @@ class Rollout:
             with arbiter.reserve("actor", version, "rollout"), arbiter.reserve("actor", version, "actor"):
                 await arbiter.until("actor", version)
                 async with self._weights_stay:
-                    heard = await self._swapped_in(version)
-                difference = await self._difference(heard, version)
+                    probed = await self._swapped_in(version)
+                difference = await self._difference(probed, version)
         finally:
             self._common.num_publishing -= 1
         if not difference <= self._canary.tolerance:
@@ -213,13 +220,13 @@ class Rollout:
             )
         return {"agreement/canary_diff": difference, "policy_version": float(version)}
 
-    async def _swapped_in(self, version: int) -> list[Completion]:
+    async def _swapped_in(self, version: int) -> list[RaggedBatch]:
         if self._in_flight == "pick_up":
             return await self._swap(version)
         async with self._paused(version):
             return await self._swap(version)
 
-    async def _swap(self, version: int) -> list[Completion]:
+    async def _swap(self, version: int) -> list[RaggedBatch]:
         """Brings the weights between two bursts; returns what each engine makes of the canary's prompt with them."""
         common, journal = self._common, self._journal
         if journal is not None:
@@ -231,10 +238,12 @@ class Rollout:
             span.nbytes = await self._deliver(version)
             if journal is not None:
                 journal.note("swap", version)
-            heard = await _each([pump.sing(self._canary) for pump in self._pumps])
+            names = [f"canary.{i}" for i in range(len(self._pumps))]
+            works = [pump.canary(self._canary, name) for pump, name in zip(self._pumps, names, strict=True)]
+            probed = await _each(works)
             common.version = version
         common.tell()
-        return heard
+        return probed
 
     @contextlib.asynccontextmanager
     async def _paused(self, version: int) -> AsyncIterator[None]:
@@ -253,21 +262,15 @@ class Rollout:
             common.num_pauses -= 1
             common.tell()
 
-    async def _difference(self, heard: Sequence[Completion], version: int) -> float:
+    async def _difference(self, probed: Sequence[RaggedBatch], version: int) -> float:
         """The largest between the engines' log-probabilities of the canary's tokens and the trainer's."""
+        batch = RaggedBatch.concat(probed)
         turn = self._worker.turn("actor", "forward", "canary", step=version - 1, reads={"actor": version})
         async with turn:
-            expected = await self._expected(heard)
-        found = torch.tensor([logprob for one in heard for logprob in one.logprobs], dtype=torch.float64)
-        return float((found - expected.double()).abs().max())
-
-    async def _expected(self, heard: Sequence[Completion]) -> Tensor:
-        names = [f"canary.{i}" for i in range(len(heard))]
-        batch = RaggedBatch.from_groups([self._canary.prompt_ids], [[one.token_ids for one in heard]], names)
-        mask = batch.sequence_index() >= 0
-        columns = await self._trainer.call(ModelWorker.forward, batch.with_token(loss_mask=mask), Needs(logprobs=True))
+            columns = await self._trainer.call(ModelWorker.forward, batch, Needs(logprobs=True))
+        mask = batch.token["loss_mask"]
         expected: Tensor = columns.token["logprobs"][mask]
-        return expected
+        return float((batch.token["rollout_logprobs"][mask] - expected.double()).abs().max())
 
 
 @dataclass(frozen=True)
@@ -276,9 +279,12 @@ class Quiet:
 
     rollout: Rollout
 
-    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """As ``Rollout.complete``, which would wait for the quiet to end."""
-        return await self.rollout._complete(requests, passes=True)
+    async def act(self, index: int, request: TurnRequest) -> Ended:
+        """As ``Rollout.act``, which would wait for the quiet to end."""
+        return await self.rollout._act(index, request, passes=True)
+
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[Ending]) -> Group:
+        return await self.rollout.episodes(index, prompt, endings)
 
 
 async def _each(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:

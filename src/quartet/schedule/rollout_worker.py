@@ -1,6 +1,6 @@
-"""The worker of the rollout role: drives an engine in its process.
+"""The worker of the rollout role: drives an engine in its process and keeps the tokens that it makes.
 
-Everything that goes in and comes out is plain data, so that a worker can be anywhere.
+It is asked in text, and what it says of ended requests is plain data, so that a worker can be anywhere.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.observe.memory import held_bytes
 from quartet.rollout.engine import NativeEngine
@@ -23,7 +26,10 @@ from quartet.rollout.protocol import (
 from quartet.rollout.weights import num_bytes_of
 from quartet.schedule.leases import Mode
 from quartet.schedule.movable import Movable
+from quartet.schedule.sampled import Ended, Ending, PromptRequest, Sampled, TurnRequest
 from quartet.schedule.weight_sync import TakesWeights
+from quartet.text.examples import PromptText
+from quartet.text.tokenizer import TextCodec
 from quartet.train.offload import Moved, Offload, Store
 
 CANARY = "canary"
@@ -33,22 +39,23 @@ CANARY = "canary"
 class CanaryProbe:
     """A fixed prompt whose log-probabilities engine and trainer must agree on after every weight update."""
 
-    prompt_ids: tuple[int, ...]
+    prompt: PromptText
     num_tokens: int
     tolerance: float
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Requests that the engine did not take, and the three parts of its ``UserError``."""
+    """Requests that were not taken, and the kind and the three parts of the error."""
 
     request_ids: tuple[str, ...]
+    kind: type[UserError]
     problem: str
     found: str
     remedy: str
 
     def error(self) -> UserError:
-        return UserError(self.problem, found=self.found, remedy=self.remedy)
+        return self.kind(self.problem, found=self.found, remedy=self.remedy)
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Burst:
     """What came of some engine steps.
 
     Args:
-        completions: in the order in which they ended; without cancelled ones.
+        ended: requests in the order in which they ended; without cancelled ones.
         steps_left: of those asked for; 0 when they were made, or nothing is left to do.
         sampled: tokens.
         stats: as it ended.
@@ -64,7 +71,7 @@ class Burst:
         failure: ``(found, request ids)`` of the ``GenerationError`` that ended it early.
     """
 
-    completions: tuple[Completion, ...]
+    ended: tuple[Ended, ...]
     sampled: int
     stats: EngineStats
     steps_left: int = 0
@@ -73,85 +80,140 @@ class Burst:
 
 
 class RolloutWorker(TakesWeights):
-    """Calls the engine for a driver that may be in another process."""
+    """Calls the engine for a driver that may be in another process, and keeps the tokens that it makes."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
+    def __init__(self, engine: RolloutEngine, codec: TextCodec) -> None:
         self.engine = engine
+        self._codec = codec
+        self._sampled = Sampled(codec)
         self._asked: dict[str, str] = {}  # submitted, not ended: request id → group
 
     def begin(self) -> EngineStats:
-        """The counts so far, for a new driver; what a former one left unfinished is given up."""
+        """The counts so far, for a new driver; what a former one left is given up."""
         self.engine.cancel(tuple(self._asked))
         self._asked.clear()
+        self._sampled.clear()
         return self.engine.stats()
 
-    def burst(self, submit: Sequence[Sequence[Request]], cancel: Sequence[str], num_steps: int) -> Burst:
+    def burst(self, submit: Sequence[PromptRequest | TurnRequest], cancel: Sequence[str], num_steps: int) -> Burst:
         """Cancels, submits, then at most ``num_steps`` engine steps, as long as there is work.
 
         It returns early when the last request of a group has ended, so that the group is scored at once.
 
         Args:
-            submit: requests that are taken or refused together.
+            submit: what is taken or refused together.
+            cancel: requests that are not waited for any more, or have ended and are not made a group of.
         """
         self.engine.cancel(cancel)
+        self._sampled.forget(cancel)
         for request_id in cancel:
             self._asked.pop(request_id, None)
-        refused = tuple(refusal for requests in submit if (refusal := self._submit(requests)) is not None)
+        ended: list[Ended] = []
+        refused: list[Refusal] = []
+        for asked in submit:
+            outcome = self._submit(asked)
+            refused += [outcome] if isinstance(outcome, Refusal) else []
+            ended += [outcome] if isinstance(outcome, Ended) else []
         before = self.engine.stats().generated_tokens
-        completions: list[Completion] = []
         failure: tuple[str, tuple[str, ...]] | None = None
         steps_left = num_steps
         while steps_left and self.engine.has_work and failure is None:
             try:
-                ended = self.engine.step()
+                made = self._ended(self.engine.step())
             except GenerationError as error:
                 failure = error.found, error.request_ids
                 break
-            completions += ended
+            ended += [self._sampled.ended(completion) for completion in made]
             steps_left -= 1
-            if self._completes_a_group(ended):
+            if self._completes_a_group(made):
                 break
-        burst = self._burst(completions, before, refused, failure)
-        return replace(burst, steps_left=steps_left if self.engine.has_work and failure is None else 0)
+        if failure is not None:
+            self._drop(failure[1])
+        stats = self.engine.stats()
+        steps_left = steps_left if self.engine.has_work and failure is None else 0
+        return Burst(tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(refused), failure)
+
+    def _submit(self, asked: PromptRequest | TurnRequest) -> Refusal | Ended | None:
+        try:
+            requests = self._sampled.engine_requests(asked)
+            if isinstance(requests, Ended):
+                return requests
+            self.engine.submit(requests)
+        except UserError as error:
+            self._sampled.forget(asked.request_ids)
+            return Refusal(asked.request_ids, type(error), error.problem, error.found, error.remedy)
+        self._asked.update((request.request_id, request.group) for request in requests)
+        return None
+
+    def _ended(self, completions: Sequence[Completion]) -> list[Completion]:
+        # A request that was cancelled may have been asked for again under its name.
+        return [made for made in completions if made.finish_reason is not FinishReason.CANCELLED]
 
     def _completes_a_group(self, ended: Sequence[Completion]) -> bool:
-        # A request that was cancelled may have been asked for again under its name.
-        own = [c for c in ended if c.finish_reason is not FinishReason.CANCELLED]
-        groups = {group for c in own if (group := self._asked.pop(c.request_id, None)) is not None}
+        groups = {group for made in ended if (group := self._asked.pop(made.request_id, None)) is not None}
         return bool(groups.difference(self._asked.values()))
 
-    def run_to_end(self, requests: Sequence[Request]) -> Burst:
-        """The completions of ``requests`` in their order, while nobody else uses the engine.
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        self._sampled.forget(request_ids)
+        for request_id in request_ids:
+            self._asked.pop(request_id, None)
+
+    def responses(self, index: int, request_ids: Sequence[str], greedy: str | None = None) -> RaggedBatch:
+        """The batch of a group whose requests have all ended: see ``group_batch``; ``greedy`` is the baseline's."""
+        return self._sampled.responses(index, request_ids, greedy)
+
+    def episodes(self, index: int, endings: Sequence[Ending]) -> RaggedBatch:
+        """The batch of a group of episodes that have ended."""
+        return self._sampled.episodes(index, endings)
+
+    def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
+        """The groups of these requests under these indices, one after the other, by an engine that does nothing else.
 
         Raises:
             UserError: the engine refuses a request.
             GenerationError: logits that are not finite.
         """
-        before = self.engine.stats().generated_tokens
-        self.engine.submit(requests)
-        found: dict[str, Completion] = {}
+        submitted: list[Request] = []
+        for asked in requests:
+            of_prompt = self._sampled.engine_requests(asked)
+            assert not isinstance(of_prompt, Ended), "only an episode's state may leave no room"
+            submitted += of_prompt
+        self.engine.submit(submitted)
         while self.engine.has_work:
-            found.update({completion.request_id: completion for completion in self.engine.step()})
-        return self._burst([found[request.request_id] for request in requests], before)
+            for completion in self._ended(self.engine.step()):
+                self._sampled.ended(completion)
+        pairs = zip(indices, requests, strict=True)
+        return RaggedBatch.concat([self._sampled.responses(index, asked.request_ids) for index, asked in pairs])
 
     def share(self, version: int) -> None:
         """The trainer's tensors, which this engine computes with, have become those of ``version``."""
         self.engine.update_weights(None, version)
 
-    def sing(self, probe: CanaryProbe) -> tuple[Completion, Burst]:
-        """The greedy continuation of the probe, and what else ended while it was computed."""
+    def run_canary(self, probe: CanaryProbe, name: str) -> Burst:
+        """Generates the greedy continuation of the probe, for ``canary``; returns what else ended meanwhile."""
         before = self.engine.stats().generated_tokens
+        ids = tuple(self._codec.encode_prompt(probe.prompt))
         sampling = SamplingParams(temperature=0.0, max_new_tokens=probe.num_tokens)
-        self.engine.submit([Request(CANARY, CANARY, probe.prompt_ids, sampling)])
-        others: list[Completion] = []
-        heard: Completion | None = None
-        while heard is None:
-            for completion in self.engine.step():
-                if completion.request_id == CANARY:
-                    heard = completion
+        self.engine.submit([Request(CANARY, CANARY, ids, sampling)])
+        others: list[Ended] = []
+        own: Completion | None = None
+        while own is None:
+            for made in self._ended(self.engine.step()):
+                if made.request_id == CANARY:
+                    own = made
                 else:
-                    others.append(completion)
-        return heard, self._burst(others, before)
+                    self._asked.pop(made.request_id, None)
+                    others.append(self._sampled.ended(made))
+        batch = RaggedBatch.from_groups([ids], [[own.token_ids]], [name])
+        mask, logprobs = batch.sequence_index() >= 0, torch.zeros(batch.num_tokens, dtype=torch.float64)
+        logprobs[mask] = torch.tensor(own.logprobs, dtype=torch.float64)
+        self._canary = batch.with_token(loss_mask=mask, rollout_logprobs=logprobs)
+        stats = self.engine.stats()
+        return Burst(tuple(others), stats.generated_tokens - before, stats)
+
+    def canary(self) -> RaggedBatch:
+        """What ``run_canary`` made of its probe: ``loss_mask`` and ``rollout_logprobs`` (fp64) of its tokens."""
+        return self._canary
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -162,34 +224,12 @@ class RolloutWorker(TakesWeights):
     def wake(self) -> None:
         self.engine.wake()
 
-    def _submit(self, requests: Sequence[Request]) -> Refusal | None:
-        try:
-            self.engine.submit(requests)
-        except UserError as error:
-            ids = tuple(request.request_id for request in requests)
-            return Refusal(ids, error.problem, error.found, error.remedy)
-        self._asked.update((request.request_id, request.group) for request in requests)
-        return None
-
-    def _burst(
-        self,
-        completions: Sequence[Completion],
-        generated_before: int,
-        refused: tuple[Refusal, ...] = (),
-        failure: tuple[str, tuple[str, ...]] | None = None,
-    ) -> Burst:
-        stats = self.engine.stats()
-        ended = tuple(c for c in completions if c.finish_reason is not FinishReason.CANCELLED)
-        for request_id in (*(c.request_id for c in ended), *(failure[1] if failure is not None else ())):
-            self._asked.pop(request_id, None)
-        return Burst(ended, stats.generated_tokens - generated_before, stats, 0, refused, failure)
-
 
 class NativeRolloutWorker(RolloutWorker, Movable):
     """An engine under a placement: it takes weights of its own, and gives up cache and weights while others work."""
 
-    def __init__(self, engine: NativeEngine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: NativeEngine, codec: TextCodec) -> None:
+        super().__init__(engine, codec)
         self.engine: NativeEngine = engine
 
     def sizes(self) -> dict[Mode, int]:

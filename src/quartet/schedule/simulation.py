@@ -20,7 +20,7 @@ from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
-from quartet.rollout.protocol import Request, RolloutEngine, SamplingParams
+from quartet.rollout.protocol import RolloutEngine, SamplingParams
 from quartet.schedule.ahead import ScoringAhead
 from quartet.schedule.barriers import Barriers
 from quartet.schedule.clock import now
@@ -33,16 +33,18 @@ from quartet.schedule.leases import ArbiterStats, HandOver, Mover
 from quartet.schedule.placement import admission_rule, placed_arbiter
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
+from quartet.schedule.sampled import PromptRequest, Sample
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.stream import GroupStream
-from quartet.schedule.timed_workers import TimedEngine, TimedGroup, TimedModel, TimedMover, TimedWeights
+from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedGroup, TimedModel, TimedMover, TimedWeights
 from quartet.schedule.worker import Worker, drained
+from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import Needs
 
 Sleep = Callable[[str, float], Awaitable[None]]
 """``(role, seconds)``: the role's workers sleep so long."""
 
-_PROBE = CanaryProbe(prompt_ids=(0,), num_tokens=1, tolerance=0.0)
+_PROBE = CanaryProbe(prompt="", num_tokens=1, tolerance=0.0)
 _LOGPROBS = Needs(logprobs=True)
 
 
@@ -149,7 +151,7 @@ class Simulation:
         # What runs ahead leaves the canary a place.
         max_running = generation.max_running + 1 if runs_ahead else generation.max_running
         self.engine = TimedEngine(generation.step, max_running, TimedWeights())
-        host = RolloutWorker(cast(RolloutEngine, self.engine))
+        host = RolloutWorker(cast(RolloutEngine, self.engine), cast(TextCodec, TimedCodec()))
         return Rollout(
             self.worker,
             [self._timed("rollout", "generate", host, lambda *args: self.engine.take_seconds())],
@@ -165,13 +167,11 @@ class Simulation:
             journal=self.journal,
         )
 
-    def _requests(self, index: int) -> tuple[Any, tuple[int, ...], Sequence[Request]]:
-        generation, prompt_ids = self.costs.generation, (0,)
-        requests = [
-            Request(f"{index}.{r}", str(index), prompt_ids, SamplingParams(max_new_tokens=generation.tokens(index, r)))
-            for r in range(generation.responses)
-        ]
-        return None, prompt_ids, requests
+    def _requests(self, index: int) -> tuple[None, PromptRequest]:
+        generation = self.costs.generation
+        lengths = [generation.tokens(index, r) for r in range(generation.responses)]
+        samples = [Sample(f"{index}.{r}", SamplingParams(max_new_tokens=length)) for r, length in enumerate(lengths)]
+        return None, PromptRequest(str(index), "", tuple(samples))
 
     async def _deliver(self, version: int) -> int:
         """The engine gets the weights that the actor has when they have come over."""
@@ -202,7 +202,7 @@ class Simulation:
         if index == 0:
             self.steps.append([])
         self.steps[-1] += consumed
-        return chunk_of(step, index, groups, lambda sequence: "")
+        return chunk_of(step, index, groups)
 
     def _scorer(self, stage: StageCost) -> ModelScorer:
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))

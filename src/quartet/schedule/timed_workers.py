@@ -121,6 +121,16 @@ class TimedEngine:
         self._finished.append(Completion(request.request_id, request.group, *columns, reason))
 
 
+class TimedCodec:
+    """As much of a ``TextCodec`` as a rollout worker calls, for prompts and answers without text."""
+
+    def encode_prompt(self, prompt: Any) -> list[int]:
+        return [0]
+
+    def decode_completion(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+        return ""
+
+
 class TimedGroup(RoleGroup[Any]):
     """A worker in this process; what a call gives comes when the call's seconds have passed.
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import TrajectorySequence
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, OnlineDPO, ReMax, Selection, keeps_trajectories_whole, kl_term
 from quartet.config.environments import EnvironmentConfig
@@ -20,21 +19,20 @@ from quartet.data.order import draw
 from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import EnvironmentFactory
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
-from quartet.schedule.groups import Group, chunk_of
-from quartet.schedule.iteration import Chunk, Scorer
+from quartet.schedule.groups import Group
+from quartet.schedule.iteration import Scorer
 from quartet.schedule.model_worker import CriticWorker, Described, ModelStats, ModelWorker, TrainWorker
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe
+from quartet.schedule.sampled import PromptRequest, Sample
 from quartet.schedule.scorers import ModelScorer, PartScorer
 from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import Needs, TrainEngine
-from quartet.trainers.episodes import EpisodePlayer
-from quartet.trainers.evaluation import Completer, sampling_params
-from quartet.trainers.generate import completion_text
+from quartet.trainers.episodes import EpisodePlayer, Policy
+from quartet.trainers.evaluation import sampling_params
 from quartet.trainers.process_roles import ProcessScorer
 from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole, reward_scorers
@@ -171,48 +169,29 @@ class Cast:
         row, _ = draw(self.recipe.seed, index, self.prompts.order)
         return self.prompts.item(row)
 
-    def requests(self, index: int) -> tuple[PromptItem, tuple[int, ...], list[Request]]:
-        """The prompt of stream index ``index``, its ids, and one request per response; a greedy one follows where it
-        is the method's baseline."""
-        item, sampling = self.item(index), self.recipe.rollout.sampling
-        ids = tuple(item.token_ids)
-        requests = [
-            Request(
-                f"{index}.{r}",
-                str(index),
-                ids,
-                SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    min_p=sampling.min_p,
-                    max_new_tokens=sampling.max_new_tokens,
-                    stop_token_ids=tuple(sorted(self.codec.eos_ids)),
-                    stop_strings=sampling.stop_strings,
-                    seed=sample_seed(self.recipe.seed, index, item.prompt_id, r),
-                ),
-            )
+    def requests(self, index: int) -> tuple[PromptItem, PromptRequest]:
+        """The prompt of stream index ``index``, and what is asked for it: a sample per response; a greedy one follows
+        where it is the method's baseline."""
+        item = self.item(index)
+        limits = sampling_params(self.recipe.rollout.sampling, self.codec, 0)
+        samples = [
+            Sample(f"{index}.{r}", replace(limits, seed=sample_seed(self.recipe.seed, index, item.prompt_id, r)))
             for r in range(self.recipe.responses_per_prompt)
         ]
         if needs_greedy(self.recipe):
-            limits = replace(requests[0].sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-            requests.append(Request(f"{index}.greedy", str(index), ids, limits))
-        return item, ids, requests
-
-    def completion_text(self, sequence: TrajectorySequence) -> str:
-        return completion_text(self.codec, sequence.prompt_ids, sequence)
-
-    def collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
-        return chunk_of(step, index, groups, self.completion_text)
+            samples.append(
+                Sample(f"{index}.greedy", replace(samples[0].sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))
+            )
+        return item, PromptRequest(str(index), item.prompt, tuple(samples))
 
     # Who plays -------------------------------------------------------------------------------------------
 
     def canary(self) -> CanaryProbe:
         """What engines and trainer must agree on after every weight update."""
         tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.actor.packed.precision]
-        prompt_ids = tuple(self.prompts.item(0).token_ids)
-        room = max(1, min(CANARY_TOKENS, context_length(self.actor.packed.model) - len(prompt_ids)))
-        return CanaryProbe(prompt_ids, room, tolerance)
+        item = self.prompts.item(0)
+        room = max(1, min(CANARY_TOKENS, context_length(self.actor.packed.model) - len(item.token_ids)))
+        return CanaryProbe(item.prompt, room, tolerance)
 
     def reward_scorers(self, worker: Worker) -> list[Scorer[RaggedBatch, ColumnSet]]:
         scorers = reward_scorers(worker, self.reward_models, self.reward_functions, self.groups)
@@ -238,7 +217,7 @@ class Cast:
         sampling = sampling_params(recipe.rollout.sampling, self.codec, 0)
         return lambda index: player.group(index, self.item(index), sampling, recipe.responses_per_prompt)
 
-    def episode_player(self, completer: Completer, on_played: Callable[[int], None] | None = None) -> EpisodePlayer:
+    def episode_player(self, policy: Policy, on_played: Callable[[int], None] | None = None) -> EpisodePlayer:
         recipe, config = self.recipe, self.recipe.environment
         if config is None or self.environment is None:
             raise ValueError("the recipe has no environment")
@@ -248,9 +227,7 @@ class Cast:
             recipe.actor.train.token_budget if keeps_trajectories_whole(recipe.algorithm) else None,
             config.timeout_s,
         )
-        return EpisodePlayer(
-            self.environment, config, completer, self.codec, limits, run_seed=recipe.seed, on_played=on_played
-        )
+        return EpisodePlayer(self.environment, config, policy, limits, run_seed=recipe.seed, on_played=on_played)
 
     def column_scorers(self, worker: Worker) -> list[ModelScorer]:
         """The columns that this recipe's algorithm really reads, beside the rewards."""

@@ -9,16 +9,18 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from quartet.batch.trajectory import Trajectory
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
 from quartet.config.rewards import RewardConfig
-from quartet.data.datasets import PromptData
+from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_remarks
 from quartet.models.loading import load_causal_lm
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, RolloutEngine
-from quartet.schedule.groups import Group, answered
+from quartet.schedule.group_batch import answered, group_batch
+from quartet.schedule.groups import Group
 from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.worker import Worker
@@ -169,17 +171,15 @@ class Contestant:
         items = [item for item in self.prompts if item.prompt_id in samples]
         # As long as what was sampled; the text is the stored one.
         answers = [
-            Group(
-                i,
-                item,
-                tuple(
-                    answered(item.token_ids, as_completion(self.codec, item, a.text, a.finish_reason), a.text)
-                    for a in sorted(samples[item.prompt_id], key=lambda answer: answer.sample)
-                ),
-            )
+            Group.of(i, item, group_batch(i, self._stored(item, samples[item.prompt_id])))
             for i, item in enumerate(items)
         ]
         return await score_groups(answers, self._scorers(recorder), step=0, finished=finished)
+
+    def _stored(self, item: PromptItem, answers: Sequence[StoredAnswer]) -> list[Trajectory]:
+        in_order = sorted(answers, key=lambda answer: answer.sample)
+        made = [(as_completion(self.codec, item, a.text, a.finish_reason), a.text) for a in in_order]
+        return [answered(item.token_ids, completion, text) for completion, text in made]
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[RewardScorer]:
         workers = {role.name: role.worker() for role in self.models}

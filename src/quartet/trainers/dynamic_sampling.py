@@ -16,8 +16,8 @@ from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import DynamicSamplingConfig
-from quartet.schedule.groups import Group
-from quartet.schedule.iteration import Collect, Scorer, score_all
+from quartet.schedule.groups import Group, chunk_of
+from quartet.schedule.iteration import Scorer, score_all
 from quartet.schedule.stream import AdmissionRule, GroupStream, Shortage
 from quartet.trainers.advantages import Judgement
 
@@ -36,7 +36,6 @@ class DynamicSampling:
 
     Args:
         source: ``index → group``.
-        collect: ``(step, index, groups) → chunk``.
         version: that of the weights now in force, which is also the number of the step.
         scorers: the reward sources.
         judge: scores of a batch with its reward columns.
@@ -46,14 +45,12 @@ class DynamicSampling:
         self,
         config: DynamicSamplingConfig,
         source: Callable[[int], Awaitable[Group]],
-        collect: Collect[Group, RaggedBatch],
         version: Callable[[], int],
         scorers: Sequence[Scorer[RaggedBatch, ColumnSet]],
         judge: Callable[[RaggedBatch], Judgement],
     ) -> None:
         self.config = config
         self._source = source
-        self._collect = collect
         self._version = version
         self._scorers = scorers
         self._judge = judge
@@ -75,7 +72,7 @@ class DynamicSampling:
     async def produce(self, index: int) -> Group:
         """The group at ``index`` with its reward columns."""
         group = await self._source(index)
-        chunk = self._collect(self._version(), index, [group])
+        chunk = chunk_of(self._version(), index, [group])
         columns = tuple(await score_all(self._scorers, chunk))
         judged = self._judge(join(chunk.data, *columns))
         values = judged.shaped_N[judged.applies_N]

@@ -9,23 +9,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import CUT_OFF, Trajectory
+from quartet.batch.trajectory import CUT_OFF
 from quartet.config.environments import EnvironmentConfig
 from quartet.data.datasets import PromptItem
-from quartet.envs.episode import EpisodeLimits, play_episode
+from quartet.envs.episode import NoRoom, play_episode
 from quartet.envs.protocol import EnvironmentFactory, Item
-from quartet.envs.transcript import SOURCE, Action
-from quartet.rollout.protocol import Completion, Request, SamplingParams
+from quartet.envs.transcript import SOURCE, EpisodeLimits, Seen
+from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group
-from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluation import Completer
+from quartet.schedule.sampled import Ended, Ending, TurnRequest
 from quartet.trainers.trajectories import Trajectories
 
 _T = TypeVar("_T")
+
+
+class Policy(Protocol):
+    """Who acts in episodes and keeps their tokens: the rollout."""
+
+    async def act(self, index: int, request: TurnRequest) -> Ended: ...
+
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[Ending]) -> Group: ...
 
 
 class EpisodePlayer:
@@ -33,7 +40,7 @@ class EpisodePlayer:
 
     Args:
         make: a fresh environment.
-        completer: generates each turn's action.
+        policy: generates each turn's action.
         limits: how far an episode may go.
     """
 
@@ -41,8 +48,7 @@ class EpisodePlayer:
         self,
         make: EnvironmentFactory,
         config: EnvironmentConfig,
-        completer: Completer,
-        codec: TextCodec,
+        policy: Policy,
         limits: EpisodeLimits,
         *,
         run_seed: int,
@@ -50,8 +56,7 @@ class EpisodePlayer:
     ) -> None:
         self._make = make
         self._slots = asyncio.Semaphore(config.max_environments)
-        self._completer = completer
-        self._codec = codec
+        self._policy = policy
         self._limits = limits
         self._run_seed = run_seed
         self._on_played = on_played
@@ -67,40 +72,28 @@ class EpisodePlayer:
             draw: what is sampled depends on it, the prompt's id, the episode and the turn; ``index`` when left out.
         """
         drawn = index if draw is None else draw
-        played = [self._episode(f"{index}.{r}", drawn, item, r, sampling) for r in range(num_episodes)]
-        return Group(index, item, tuple(await together(played)))
+        endings = await together([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
+        return await self._policy.episodes(index, item, endings)
 
     async def _episode(
-        self, name: str, draw: int, item: PromptItem, response: int, sampling: SamplingParams
-    ) -> Trajectory:
+        self, index: int, draw: int, item: PromptItem, response: int, sampling: SamplingParams
+    ) -> Ending:
+        name = f"{index}.{response}"
 
-        async def generate(token_ids: tuple[int, ...], turn: int, max_new_tokens: int) -> Action:
-            params = replace(
-                sampling,
-                max_new_tokens=min(sampling.max_new_tokens, max_new_tokens),
-                seed=sample_seed(self._run_seed, draw, item.prompt_id, response, turn),
-            )
-            request = Request(f"{name}.{turn}", f"{name}.{turn}", token_ids, params)
-            return _action((await self._completer.complete([request]))[0])
+        async def act(turn: int, seen: Seen) -> str:
+            params = replace(sampling, seed=sample_seed(self._run_seed, draw, item.prompt_id, response, turn))
+            ended = await self._policy.act(index, TurnRequest(f"{name}.{turn}", name, seen, params, self._limits))
+            if ended.text is None:
+                raise NoRoom(ended.held or 0)
+            return ended.text
 
         seed = sample_seed(self._run_seed, draw, f"{SOURCE}\x1f{item.prompt_id}", 0)
         about = Item(item.prompt, item.columns, item.prompt_id, seed, response)
         async with self._slots:
-            episode = await play_episode(self._make, about, generate, self._codec, self._limits)
+            played = await play_episode(self._make, about, act, self._limits)
         if self._on_played is not None:
             self._on_played(1)
-        return episode
-
-
-def _action(completion: Completion) -> Action:
-    return Action(
-        completion.token_ids,
-        completion.logprobs,
-        completion.versions,
-        completion.finish_reason.value,
-        completion.text_end,
-        completion.columns,
-    )
+        return Ending(name, played.end, played.score, played.last_reward)
 
 
 async def together(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:

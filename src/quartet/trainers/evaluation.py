@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,12 +16,13 @@ from quartet.data.datasets import PromptData, PromptItem
 from quartet.rewards.combine import LEFT_OUT_PREFIX, combine
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
-from quartet.schedule.groups import Group, answered, chunk_of
+from quartet.schedule.group_batch import answered, group_batch
+from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import score_all
+from quartet.schedule.sampled import PromptRequest, Sample, completion_text
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.finished import Finished
-from quartet.trainers.generate import completion_text
-from quartet.trainers.trajectories import Trajectories
+from quartet.trainers.trajectories import Trajectories, num_emitted
 
 CHUNK = 64
 """Answers that are scored together."""
@@ -80,30 +81,43 @@ async def answer_prompts(
         step: the step that the spans of scoring belong to.
         finished: what is there already, and where scores are kept.
     """
-    items, params = list(prompts), sampling_params(sampling, codec, 0)
+    asked = prompt_requests(prompts, codec, sampling, seed=seed, samples=samples)
     requests = [
-        Request(
-            _name(i, r),
-            f"eval.{i}",
-            tuple(item.token_ids),
-            replace(params, seed=sample_seed(seed, -1, item.prompt_id, r)),
-        )
-        for i, item in enumerate(items)
-        for r in range(samples)
+        Request(sample.request_id, request.group, tuple(item.token_ids), sample.sampling)
+        for item, request in asked
+        for sample in request.samples
     ]
     known = dict(finished.completions) if finished is not None else {}
     missing = [request for request in requests if request.request_id not in known]
     made = await completer.complete(missing) if missing else []
     known.update({request.request_id: completion for request, completion in zip(missing, made, strict=True)})
-    made_of = iter(known[request.request_id] for request in requests)
-    groups = [answers_of(codec, i, item, [next(made_of) for _ in range(samples)]) for i, item in enumerate(items)]
+    groups = [
+        answers_of(codec, i, item, [known[request_id] for request_id in request.request_ids])
+        for i, (item, request) in enumerate(asked)
+    ]
     return await score_groups(groups, scorers, step=step, finished=finished)
+
+
+def prompt_requests(
+    prompts: PromptData, codec: TextCodec, sampling: SamplingConfig, *, seed: int, samples: int
+) -> list[tuple[PromptItem, PromptRequest]]:
+    """What is asked for each prompt: a sample depends on ``seed``, its prompt's id and its place alone."""
+    params = sampling_params(sampling, codec, 0)
+
+    def sample(i: int, r: int, item: PromptItem) -> Sample:
+        return Sample(_name(i, r), replace(params, seed=sample_seed(seed, -1, item.prompt_id, r)))
+
+    return [
+        (item, PromptRequest(f"eval.{i}", item.prompt, tuple(sample(i, r, item) for r in range(samples))))
+        for i, item in enumerate(prompts)
+    ]
 
 
 def answers_of(codec: TextCodec, index: int, item: PromptItem, completions: Sequence[Completion]) -> Group:
     """Completions of one prompt as trajectories of one turn, with their texts."""
     ids = item.token_ids
-    return Group(index, item, tuple(answered(ids, made, completion_text(codec, ids, made)) for made in completions))
+    made = [answered(ids, one, completion_text(codec, ids, one)) for one in completions]
+    return Group.of(index, item, group_batch(index, made))
 
 
 async def score_groups(
@@ -116,10 +130,11 @@ async def score_groups(
         finished: samples that it has scores of are not scored again; those of the others are kept there.
     """
     rewards: dict[tuple[int, int], dict[str, float]] = {}
-    per_chunk = max(1, CHUNK // max(1, max((len(group.trajectories) for group in groups), default=1)))
+    num_answers = [len(Trajectories.of(group.batch)) for group in groups]
+    per_chunk = max(1, CHUNK // max(1, max(num_answers, default=1)))
     for number, start in enumerate(range(0, len(groups), per_chunk)):
         places = range(start, min(start + per_chunk, len(groups)))
-        members = [(i, r) for i in places for r in range(len(groups[i].trajectories))]
+        members = [(i, r) for i in places for r in range(num_answers[i])]
         if finished is not None:
             rewards |= {m: finished.rewards[_name(*m)] for m in members if _name(*m) in finished.rewards}
             members = [member for member in members if member not in rewards]
@@ -129,19 +144,17 @@ async def score_groups(
             for member, (scores, is_whole) in found.items():
                 if finished is not None and is_whole:
                     finished.keep_rewards(_name(*member), scores)
-    return [
-        Answer(
-            group.prompt,
-            trajectory.sequences[-1].completion or "",
-            # Cut off is cut off, by whichever limit.
-            "length" if trajectory.finish_reason in CUT_OFF else trajectory.finish_reason,
-            rewards[i, r],
-            r,
-            trajectory.num_emitted,
-        )
-        for i, group in enumerate(groups)
-        for r, trajectory in enumerate(group.trajectories)
-    ]
+    return [answer for i, group in enumerate(groups) for answer in _answers(i, group, rewards)]
+
+
+def _answers(i: int, group: Group, rewards: Mapping[tuple[int, int], dict[str, float]]) -> Iterator[Answer]:
+    batch, trajectories = group.batch, Trajectories.of(group.batch)
+    lengths = num_emitted(batch, trajectories).tolist()
+    for r, (last, length) in enumerate(zip(trajectories.final_N.tolist(), lengths, strict=True)):
+        reason = batch.objects["finish_reason"][last]
+        # Cut off is cut off, by whichever limit.
+        reason = "length" if reason in CUT_OFF else reason
+        yield Answer(group.prompt, batch.objects["completion"][last], reason, rewards[i, r], r, int(length))
 
 
 async def _scored(
@@ -153,10 +166,7 @@ async def _scored(
     number: int,
 ) -> dict[tuple[int, int], tuple[dict[str, float], bool]]:
     """Scores by source of some samples, as (place of the prompt, sample); and whether no source left the sample out."""
-    picked = [
-        replace(groups[i], trajectories=tuple(groups[i].trajectories[r] for j, r in members if j == i))
-        for i in dict.fromkeys(i for i, _ in members)
-    ]
+    picked = [_only(groups[i], [r for j, r in members if j == i]) for i in dict.fromkeys(i for i, _ in members)]
     chunk = chunk_of(step, number, picked)
     batch = join(chunk.data, *await score_all(scorers, chunk))
     final_N = Trajectories.of(batch).final_N
@@ -167,6 +177,12 @@ async def _scored(
         member: ({name: float(found[k]) for name, found in scores.items()}, not any(found[k] for found in left_out))
         for k, member in enumerate(members)
     }
+
+
+def _only(group: Group, responses: Sequence[int]) -> Group:
+    """The group with some of its trajectories."""
+    wanted = torch.isin(group.batch.sequence["response"], torch.tensor(responses))
+    return replace(group, batch=group.batch.select(wanted.nonzero().squeeze(1).tolist()))
 
 
 def _name(place: int, sample: int) -> str:

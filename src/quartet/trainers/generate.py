@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from quartet.batch.trajectory import TrajectorySequence
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from quartet.rollout.seeds import sample_seed
+from quartet.schedule.sampled import completion_text
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 
@@ -78,9 +78,3 @@ def run_to_end(
 
 def _generated(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion) -> Generated:
     return Generated(completion_text(codec, prompt_ids, completion), completion.finish_reason.value, completion)
-
-
-def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion | TrajectorySequence) -> str:
-    """What the completion adds to its prompt, up to a stop string and without special tokens."""
-    text = codec.decode_completion(prompt_ids, completion.token_ids)
-    return text if completion.text_end is None else text[: completion.text_end]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,16 @@ from quartet.observe.jsonl import RowAppender
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
 from quartet.observe.report.alarms import read_alarms
-from quartet.rollout.protocol import Completion, Request
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.worker import Worker
 from quartet.text.examples import PromptText
 from quartet.trainers.answers import StoredAnswer, drop_after, read_answers, step_path, write_answers
 from quartet.trainers.cast import Cast
 from quartet.trainers.episodes import together
-from quartet.trainers.evaluation import Answer, answer_prompts, sampling_params, score_groups, weighted_scores
+from quartet.trainers.evaluation import Answer, prompt_requests, sampling_params, score_groups, weighted_scores
 from quartet.trainers.measures import check_graded, measure, metrics_of, prompt_means, standard_error
 from quartet.trainers.reward_roles import reward_scorers
 from quartet.trainers.run import writing
-
-
-@dataclass(frozen=True)
-class _EvaluationTurn:
-    """The rollout engines, while no group is in flight."""
-
-    rollout: Rollout
-    step: int
-
-    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        async with self.rollout.quiet():
-            return await self.rollout.evaluate(requests, self.step)
 
 
 class HeldOut:
@@ -169,16 +156,16 @@ class HeldOut:
                 # Negative indices: no group of the stream has one.
                 played = [player.group(-1 - i, item, sampling, num, draw=-1) for i, item in enumerate(items)]
                 return await score_groups(await together(played), scorers, step=step)
-        return await answer_prompts(
-            _EvaluationTurn(rollout, step),
+        asked = prompt_requests(
             cast.evaluation_prompts,
             cast.codec,
             config.sampling,
-            scorers,
             seed=cast.recipe.seed,
-            step=step,
             samples=config.samples_per_prompt,
         )
+        async with rollout.quiet():
+            groups = await rollout.evaluate(asked, step)
+        return await score_groups(groups, scorers, step=step)
 
     # The alarm ---------------------------------------------------------------------------------------------
 

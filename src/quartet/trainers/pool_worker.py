@@ -41,7 +41,7 @@ def rollout_worker(
         cache_tokens=config.cache_tokens,
         decode=codec.decode,
     )
-    return NativeRolloutWorker(engine)
+    return NativeRolloutWorker(engine, codec)
 
 
 @dataclass(frozen=True)

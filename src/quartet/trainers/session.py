@@ -18,7 +18,7 @@ from quartet.config.placement import AsynchronousPlacement
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.ahead import ScoringAhead
 from quartet.schedule.barriers import Barriers
-from quartet.schedule.groups import Group
+from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk, Collect, Roles, Scorer
 from quartet.schedule.iteration import Learner as AnyLearner
 from quartet.schedule.journal import Journal
@@ -145,7 +145,6 @@ class Session:
         return DynamicSampling(
             algorithm.dynamic_sampling,
             source,
-            self.cast.collect,
             lambda: self.rollout.version,
             rewards,
             self._assembler.judge,
@@ -180,7 +179,7 @@ class Session:
                 journal.consume(step, index, [group.consumed() for group in groups])
             # Now, not when all is scored: how far an engine elsewhere has come by then is a matter of time.
             self._sampled = self.rollout.stats()
-            return self.cast.collect(step, index, groups)
+            return chunk_of(step, index, groups)
 
         return collect
 

@@ -1,0 +1,159 @@
+"""What rollout workers are asked for, in text, and the tokens that they keep of what came of it.
+
+Token ids stay in a rollout worker's process until their group is complete: prompts are tokenised here, completions
+decoded, and the transcripts of episodes kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import Trajectory, TrajectoryEnd, TrajectorySequence
+from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
+from quartet.rollout.protocol import Completion, Request, SamplingParams
+from quartet.schedule.group_batch import answered, group_batch
+from quartet.text.examples import PromptText
+from quartet.text.tokenizer import TextCodec
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response."""
+
+    request_id: str
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """Responses to one prompt, which are submitted together. ``group`` names them in the engine."""
+
+    group: str
+    prompt: PromptText
+    samples: tuple[Sample, ...]
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(sample.request_id for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """The next action of an episode, after what its policy has ``seen``."""
+
+    request_id: str
+    episode: str
+    seen: Seen
+    sampling: SamplingParams
+    limits: EpisodeLimits
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return (self.request_id,)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the driver is told of a request that has ended.
+
+    Args:
+        text: of an episode's action; of other requests None, as their text comes with their group.
+        held: of an action that the state leaves no room for, the tokens that the state has; else None.
+    """
+
+    request_id: str
+    text: str | None = None
+    held: int | None = None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an episode ended; ``reward`` of its last action, where the transcript does not have that yet."""
+
+    episode: str
+    end: TrajectoryEnd
+    score: float
+    reward: float | None
+
+
+def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion | TrajectorySequence) -> str:
+    """What the completion adds to its prompt, up to a stop string and without special tokens."""
+    text = codec.decode_completion(prompt_ids, completion.token_ids)
+    return text if completion.text_end is None else text[: completion.text_end]
+
+
+class Sampled:
+    """Prompts, completions and transcripts of one rollout worker, until their groups are made."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._prompts: dict[str, tuple[int, ...]] = {}  # by request
+        self._completions: dict[str, Completion] = {}
+        self._episodes: dict[str, str] = {}  # by request
+        self._transcripts: dict[str, Transcript] = {}
+
+    def engine_requests(self, asked: PromptRequest | TurnRequest) -> list[Request] | Ended:
+        """What the engine is to do; at once an end where the state leaves no room for an action.
+
+        Raises:
+            StateError: a state that cannot be tokenised.
+            UserError: a prompt that cannot.
+        """
+        if isinstance(asked, TurnRequest):
+            return self._turn(asked)
+        ids = tuple(self._codec.encode_prompt(asked.prompt))
+        self._prompts.update((sample.request_id, ids) for sample in asked.samples)
+        return [Request(sample.request_id, asked.group, ids, sample.sampling) for sample in asked.samples]
+
+    def _turn(self, asked: TurnRequest) -> list[Request] | Ended:
+        transcript = self._transcripts.setdefault(asked.episode, Transcript(self._codec))
+        transcript.see(asked.seen)
+        room, ids = transcript.room(asked.limits), transcript.token_ids
+        if room < 1:
+            return Ended(asked.request_id, held=len(ids))
+        self._episodes[asked.request_id] = asked.episode
+        sampling = replace(asked.sampling, max_new_tokens=min(asked.sampling.max_new_tokens, room))
+        return [Request(asked.request_id, asked.request_id, ids, sampling)]
+
+    def ended(self, made: Completion) -> Ended:
+        """Keeps a completion until its group is made; an action joins its transcript."""
+        episode = self._episodes.pop(made.request_id, None)
+        if episode is None:
+            self._completions[made.request_id] = made
+            return Ended(made.request_id)
+        columns = made.token_ids, made.logprobs, made.versions
+        action = Action(*columns, made.finish_reason.value, made.text_end, made.columns)
+        return Ended(made.request_id, text=self._transcripts[episode].act(action))
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests that are not waited for any more, and the episodes that they belong to."""
+        for request_id in request_ids:
+            self._prompts.pop(request_id, None)
+            self._completions.pop(request_id, None)
+            if (episode := self._episodes.pop(request_id, None)) is not None:
+                self._transcripts.pop(episode, None)
+
+    def clear(self) -> None:
+        for held in (self._prompts, self._completions, self._episodes, self._transcripts):
+            held.clear()
+
+    def responses(self, index: int, request_ids: Sequence[str], greedy: str | None = None) -> RaggedBatch:
+        """The group of these completions, which are not kept any longer; ``greedy`` is the baseline's."""
+        made = tuple(self._response(request_id) for request_id in request_ids)
+        return group_batch(index, made, None if greedy is None else self._response(greedy))
+
+    def _response(self, request_id: str) -> Trajectory:
+        ids, made = self._prompts.pop(request_id), self._completions.pop(request_id)
+        return answered(ids, made, completion_text(self._codec, ids, made))
+
+    def episodes(self, index: int, endings: Sequence[Ending]) -> RaggedBatch:
+        """The group of these episodes, which are not kept any longer."""
+        played = []
+        for ending in endings:
+            transcript = self._transcripts.pop(ending.episode)
+            if ending.reward is not None:
+                transcript.earn(ending.reward)
+            played.append(Trajectory(transcript.sequences(), ending.end, {SOURCE: ending.score}))
+        return group_batch(index, played)
