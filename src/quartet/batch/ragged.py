@@ -295,16 +295,21 @@ class RaggedBatch:
             attachments={k: Attachment(sent(a.values, device), a.offsets) for k, a in self.attachments.items()},
         )
 
-    def select(self, indices: Sequence[int]) -> RaggedBatch:
+    def select(self, indices: Sequence[int], *, keep_order: bool = False) -> RaggedBatch:
         """The sequences ``indices`` in that order, with the ancestors they need, each stored once.
 
         Negative indices count from the end; an index twice is refused, as ids are unique.
+
+        Args:
+            keep_order: of the segments, which else are stored in the order in which the sequences need them.
         """
         indices = [range(len(self))[s] for s in indices]
         kept: dict[int, int] = {}
         for s in indices:
             for k in self.chain(s):
                 kept.setdefault(k, len(kept))
+        if keep_order:
+            kept = {k: place for place, k in enumerate(sorted(kept))}
         offsets = self.segment_offsets
         if kept:
             rows = torch.cat([torch.arange(offsets[k], offsets[k + 1], device=self.device) for k in kept])

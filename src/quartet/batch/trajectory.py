@@ -21,6 +21,8 @@ REWARD_PREFIX = "reward/"
 """Sequence columns of reward sources, read at a trajectory's last sequence: NaN where a source does not apply."""
 STEP_PREFIX = "step_reward/"
 """Token columns of sources whose score is a sum of rewards earned on the way: what each action token earned."""
+STEP_SCORE_PREFIX = "step_score/"
+"""Token columns of process reward models: a step's score on its last token, NaN elsewhere."""
 
 
 @dataclass(frozen=True)

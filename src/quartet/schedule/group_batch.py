@@ -20,6 +20,8 @@ _ENDED = (FinishReason.STOP.value, FinishReason.STOP_STRING.value)
 
 GREEDY = "greedy"
 """Sequence field (bool), and the last part of the name, of trajectories that serve as a baseline only."""
+TEXT_END = "text_end"
+"""Sequence field: characters of the last action's text before its stop string, -1 where there is none."""
 STATE = "state"
 """Object of each sequence: what its last action answers, as text or messages; None for the data set's prompt."""
 
@@ -51,8 +53,8 @@ def group_batch(
     Token fields ``action_mask``, ``loss_mask`` (bool), ``rollout_logprobs``, ``policy_version`` (of the weights that
     sampled the token, -1 where none have) and the sequences' own ``columns`` (0 elsewhere); sequence fields ``group``
     (place in the stream), ``response`` (the trajectory in its group), ``ended`` (the trajectory's last action ended by
-    itself), ``version`` (the first token's, the oldest); objects ``state``, ``completion`` (text of the last action)
-    and ``finish_reason``.
+    itself), ``version`` (the first token's, the oldest), ``text_end``; objects ``state``, ``completion`` (text of the
+    last action) and ``finish_reason``.
 
     Trajectories of an environment have ``observation_mask`` (bool ``[T]``: tokens of a leaf that the policy only read),
     ``part`` (the sequence in its trajectory), ``num_turns`` and ``reward/<source>`` (on the last sequence, NaN on the
@@ -148,6 +150,7 @@ def _with_columns(batch: RaggedBatch, rows: Sequence[_Row]) -> RaggedBatch:
         response=torch.tensor([row.response for row in rows]),
         ended=torch.tensor([row.finish_reason in _ENDED for row in rows]),
         version=torch.tensor([s.versions[0] for s in sequences]),
+        **{TEXT_END: torch.tensor([-1 if s.text_end is None else s.text_end for s in sequences])},
     )
     if any(row.is_greedy for row in rows):
         batch = batch.with_sequence(**{GREEDY: torch.tensor([row.is_greedy for row in rows])})

@@ -90,15 +90,7 @@ async def run_iteration(step: int, roles: Roles[Group, Data, Columns, Experience
     try:
         if roles.ahead is not None:
             await roles.ahead.pause()
-        async with asyncio.TaskGroup() as tasks:
-            pending: list[tuple[Chunk[Data], list[asyncio.Task[Columns]]]] = []
-            async for groups in roles.stream.chunks(step):
-                begun = roles.ahead.take(step, len(pending)) if roles.ahead is not None else None
-                chunk = begun.chunk if begun is not None else roles.collect(step, len(pending), groups)
-                scores = [tasks.create_task(_score(scorer, chunk, begun)) for scorer in roles.scorers]
-                pending.append((chunk, scores))
-        scored = [(chunk, [task.result() for task in scores]) for chunk, scores in pending]
-        experience = await roles.assemble(scored)
+        experience = await roles.assemble(await _scored_chunks(step, roles))  # no texts live on beside it
         async with asyncio.TaskGroup() as tasks:
             updates = [tasks.create_task(learner.train(experience, step)) for learner in roles.learners]
             updates.append(tasks.create_task(_publish(roles, step + 1)))
@@ -108,6 +100,17 @@ async def run_iteration(step: int, roles: Roles[Group, Data, Columns, Experience
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
     return StepResult(experience, metrics)
+
+
+async def _scored_chunks(step: int, roles: Roles[Group, Data, Columns, Any]) -> list[tuple[Chunk[Data], list[Columns]]]:
+    async with asyncio.TaskGroup() as tasks:
+        pending: list[tuple[Chunk[Data], list[asyncio.Task[Columns]]]] = []
+        async for groups in roles.stream.chunks(step):
+            begun = roles.ahead.take(step, len(pending)) if roles.ahead is not None else None
+            chunk = begun.chunk if begun is not None else roles.collect(step, len(pending), groups)
+            scores = [tasks.create_task(_score(scorer, chunk, begun)) for scorer in roles.scorers]
+            pending.append((chunk, scores))
+    return [(chunk, [task.result() for task in scores]) for chunk, scores in pending]
 
 
 async def score_all(scorers: Sequence[Scorer[Data, Columns]], chunk: Chunk[Data]) -> list[Columns]:

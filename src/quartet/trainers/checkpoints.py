@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from quartet.cluster.errors import ClusterError
+from quartet.cluster.errors import WorkerDied
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.role_group import RoleGroup
 from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
 from quartet.trainers.run import RunDirectory, writing
 
+T = TypeVar("T")
 Workers = Mapping[str, RoleGroup[Checkpointed]]
 _POLL_S, _LONGEST_POLL_S = 0.005, 0.25
 
@@ -84,14 +85,19 @@ async def _written(workers: Workers, draft: Path) -> Shares | None:
     """Digests of all shares once they are written; None where one never will be."""
     try:
         found = await _all({role: _files(worker, draft / role) for role, worker in workers.items()})
-    except ClusterError:
+    except WorkerDied:
         return None
     return found if all(found.values()) else None
 
 
 async def _files(worker: RoleGroup[Checkpointed], directory: Path) -> Any:
+    return await told(lambda: worker.call(Checkpointed.finish_checkpoint, directory))
+
+
+async def told(ask: Callable[[], Awaitable[T | None]]) -> T:
+    """What ``ask`` tells, asked again and again until it is something."""
     pause_s = _POLL_S
-    while (found := await worker.call(Checkpointed.finish_checkpoint, directory)) is None:
+    while (found := await ask()) is None:
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_POLL_S)
     return found

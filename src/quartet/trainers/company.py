@@ -23,10 +23,11 @@ from quartet.schedule.movable import Movable
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup
 from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
+from quartet.schedule.writer import Writer
 from quartet.trainers.cast import Cast
 from quartet.trainers.loader import Passed
 from quartet.trainers.placing import shares_actor, shares_reference
-from quartet.trainers.pool_worker import TRAINED, Part, PoolWorker, rollout_worker
+from quartet.trainers.pool_worker import TRAINED, WRITER, Part, PoolWorker, rollout_worker
 from quartet.trainers.ptx import PTX
 
 _PATIENCE_S = 5.0
@@ -47,6 +48,7 @@ class Company:
     Attributes:
         compute: this process's compute thread: of the workers that are here, and of the advantages.
         models: role → its group.
+        writer: of token ids, in the process of the actor's first worker.
         engines: a group of each engine.
     """
 
@@ -57,6 +59,7 @@ class Company:
         self.compute = ComputeThread()
         self.models: dict[str, RoleGroup[ModelWorker]] = {}
         self.engines: list[RoleGroup[NativeRolloutWorker]] = []
+        self.writer: RoleGroup[Writer]
 
     def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[NativeRolloutWorker]]]]:
         """Whose weights come to which engines."""
@@ -136,6 +139,7 @@ class LocalCompany(Company):
             workers[role].make_movable(recipe.offload)
         self.models = {name: LocalGroup(worker, self.compute) for name, worker in cast.workers.items()}
         self.engines = [LocalGroup(engine, self.compute)]
+        self.writer = LocalGroup(Writer(cast.codec), self.compute)
         self._workers = list(cast.workers.values())
 
     def close(self) -> None:
@@ -255,6 +259,7 @@ class RayCompany(Company):
             if role != "rollout":
                 kind: type[ModelWorker] = TrainWorker if role in TRAINED else ScoreWorker
                 self.models[role] = RemoteGroup(self._groups[home[role]], role, kind)
+        self.writer = RemoteGroup(self._groups[home["actor"]], WRITER, Writer, 0)
         group = self._groups[home["rollout"]]
         self.engines = [RemoteGroup(group, "rollout", NativeRolloutWorker, rank) for rank in range(group.world_size)]
 

@@ -73,13 +73,13 @@ class DynamicSampling:
         """The group at ``index`` with its reward columns."""
         group = await self._source(index)
         chunk = chunk_of(self._version(), index, [group])
-        columns = tuple(await score_all(self._scorers, chunk))
-        judged = self._judge(join(chunk.data, *columns))
+        scored = join(chunk.data, *await score_all(self._scorers, chunk))
+        judged = self._judge(scored)
         values = judged.shaped_N[judged.applies_N]
         varies = len(values) > 1 and bool((values != values[0]).any())
         scores = judged.scores_N[judged.applies_N].to(torch.float64)
         self._outcomes[index] = _Outcome(varies, float(scores.sum()), len(scores))
-        return replace(group, rewards=columns)
+        return replace(group, batch=scored)
 
     def accept(self, group: Group) -> bool:
         return self._outcomes[group.index].has_variance

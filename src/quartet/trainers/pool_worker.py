@@ -12,6 +12,7 @@ from quartet.rollout.weights import own_copy
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RolesWorker
 from quartet.schedule.rollout_worker import NativeRolloutWorker
+from quartet.schedule.writer import Writer
 from quartet.text.tokenizer import TextCodec
 from quartet.train.data_parallel import Peers
 from quartet.trainers.devices import worker_device
@@ -20,6 +21,7 @@ from quartet.trainers.ptx import PTX
 from quartet.trainers.run import use_threads
 
 TRAINED = ("actor", "critic")
+WRITER = "writer"
 
 
 def rollout_worker(
@@ -88,7 +90,7 @@ class PoolWorker(RolesWorker):
             shares_reference=part.shares_reference,
             peers=Peers.of_world() if self.world_size > 1 and trains else None,
         )
-        self.roles: dict[str, ModelWorker | NativeRolloutWorker] = {}
+        self.roles: dict[str, ModelWorker | NativeRolloutWorker | Writer] = {}
         # Each leaves before the next one comes; those that others start from come last.
         for role in sorted(part.roles, key=_made_after):
             worker: ModelWorker | NativeRolloutWorker
@@ -103,3 +105,5 @@ class PoolWorker(RolesWorker):
                 worker.make_movable(recipe.offload)
                 worker.offload()
             self.roles[role] = worker
+        if "actor" in part.roles:
+            self.roles[WRITER] = Writer(loader.codec)

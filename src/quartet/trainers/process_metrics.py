@@ -12,9 +12,7 @@ from torch import Tensor
 
 from quartet.algorithms.process import mean_gap, right_answers
 from quartet.batch.ragged import RaggedBatch
-
-STEP_SCORE_PREFIX = "step_score/"
-"""Token columns of process reward models: a step's score on its last token, NaN elsewhere."""
+from quartet.batch.trajectory import STEP_SCORE_PREFIX
 
 
 def process_metrics(

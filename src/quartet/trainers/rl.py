@@ -18,9 +18,8 @@ from quartet.config.algorithms import OnlineDPO, kl_term
 from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.envs.protocol import Environment
 from quartet.observe.progress import Progress, Stage
-from quartet.observe.rollouts import RolloutWriter
 from quartet.schedule.checkpointed import Checkpointed
-from quartet.schedule.groups import ahead_from_state, ahead_state, staleness_metrics
+from quartet.schedule.groups import staleness_metrics
 from quartet.schedule.iteration import run_iteration
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
@@ -48,10 +47,10 @@ from quartet.trainers.greedy import greedy_metrics
 from quartet.trainers.held_out import HeldOut
 from quartet.trainers.loader import Passed
 from quartet.trainers.placing import placement_of, shares_reference
-from quartet.trainers.records import rollout_records
 from quartet.trainers.reference_refresh import ReferenceRefresh
 from quartet.trainers.resuming import Resume, output_path
 from quartet.trainers.rl_result import EXPORTED, RLResult, trained_model
+from quartet.trainers.rollout_files import AHEAD, hold_ahead, restored_ahead, write_rollouts
 from quartet.trainers.run import (
     RunDirectory,
     Stopwatch,
@@ -214,7 +213,6 @@ class RLTrainer:
             if self.cast.ptx is not None:
                 first = max(step, self._warmup_steps) * self.recipe.minibatches * self.recipe.epochs
                 await self.cast.trained_group("actor").call(TrainWorker.expect_update, first)
-            writer = RolloutWriter(self.path / "rollouts")
             if step == 0:
                 if self.held_out is not None:
                     self.held_out.restore(None)
@@ -222,7 +220,7 @@ class RLTrainer:
                 self.run.recorder.drop_through(0)
             while step < self.recipe.steps:
                 self._at = _Beginning(step, session.stream.state(), session.stream.ahead())
-                step = await self._step(step, session, writer)
+                step = await self._step(step, session)
 
     async def _open_session(self, step: int) -> Session:
         sizes = await self.company.sizes()
@@ -267,7 +265,7 @@ class RLTrainer:
                 self.run.rewind(beginning.step)
                 return beginning
 
-    async def _step(self, step: int, session: Session, writer: RolloutWriter) -> int:
+    async def _step(self, step: int, session: Session) -> int:
         """One iteration and everything that follows it; returns the number of complete steps."""
         watch = Stopwatch()
         recipe, before = self.recipe, session.rollout.stats()
@@ -295,11 +293,7 @@ class RLTrainer:
         }
         self._adapt_kl(result.experience, step)
         if step % recipe.log.rollouts_every == 0 or done == recipe.steps:
-            greedy = result.experience.greedy
-            records = [
-                r for part in (batch, greedy) if part is not None for r in rollout_records(part, self.cast.codec)
-            ]
-            self.run.write_later("write_rollouts", done, lambda: writer.write(done, records))
+            await write_rollouts(self.run, self.company.writer, done, result.experience)
         if self.held_out is not None:
             self.held_out.note_training(done, metrics)
             metrics.update(await self._evaluate(session, done) if self.held_out.due(done) else {})
@@ -418,17 +412,17 @@ class RLTrainer:
         await checkpoints.load(self._saved, found)
         if self.cast.critic is not None and "emitted" in found.parts:  # of earlier versions, whose driver noted ids
             await self.cast.critic_group().call(CriticWorker.note_seen, found.parts["emitted"])
-        ahead = ahead_from_state(found.parts["ahead"], self.cast.item) if "ahead" in found.parts else None
+        ahead = await restored_ahead(self.company.writer, found, self.cast.item)
         return _Beginning(found.step, found.info["stream"], ahead)
 
     async def _save(self, at: _Beginning) -> None:
         """Saves the state of ``at``, which is the present one."""
-        parts: dict[str, Any] = {}
-        if at.ahead is not None and (ahead := ahead_state(at.ahead)) is not None:
-            parts["ahead"] = ahead
+        workers, writer = self._saved, self.company.writer
+        if at.ahead is not None and await hold_ahead(writer, at.ahead):
+            workers = {**workers, AHEAD: writer}
         alarm = self.held_out.state() if self.held_out is not None else None
         info = {"kl_coef": self.kl_coef, "stream": dict(at.stream or {}), "alarm": alarm}
-        await checkpoints.save(self.run, self._saved, at.step, parts, info)
+        await checkpoints.save(self.run, workers, at.step, {}, info)
 
     @contextlib.asynccontextmanager
     async def _saved_if_clean(self, session: Session) -> AsyncIterator[None]:

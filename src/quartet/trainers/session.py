@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from quartet.config.placement import AsynchronousPlacement
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.ahead import ScoringAhead
 from quartet.schedule.barriers import Barriers
-from quartet.schedule.groups import Group, chunk_of
+from quartet.schedule.groups import Group, chunk_of, without_texts
 from quartet.schedule.iteration import Chunk, Collect, Roles, Scorer
 from quartet.schedule.iteration import Learner as AnyLearner
 from quartet.schedule.journal import Journal
@@ -199,6 +199,7 @@ class Session:
     async def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
         with self.play.recorder.span("advantages", step=chunks[0][0].step):
             experience = await self.play.company.compute.run(partial(self._assembler, chunks))
+        experience = _without_texts(experience)
         self.generated = self._sampled  # chunks of coming steps are collected from here on
         self.is_learning = True
         return experience
@@ -241,3 +242,8 @@ class Session:
         await self.rollout.close()
         if self.journal is not None:
             self.journal.close()
+
+
+def _without_texts(experience: Experience) -> Experience:
+    greedy = without_texts(experience.greedy) if experience.greedy is not None else None
+    return replace(experience, batch=without_texts(experience.batch), greedy=greedy)
