@@ -109,22 +109,22 @@ class Writer(Checkpointed):
         indices = self._ahead["sequence.group"].tolist() if "input_ids" in self._ahead else []
         return list(dict.fromkeys(indices)), self._ahead[REST]["rejected"]
 
-    def release_ahead(self, prompts: Sequence[PromptText]) -> RaggedBatch:
+    def release_ahead(self, prompts: Sequence[PromptText], names: Sequence[str]) -> RaggedBatch:
         """The loaded groups, one after the other, which are not kept here any longer.
 
         Args:
-            prompts: of each group, as they are now.
+            prompts, names: of each group, as they are now.
 
         Raises:
             UserError: one has other tokens now.
         """
         (indices, _), state = self.loaded_ahead(), self._ahead
         self._ahead = {}
-        for index, prompt, ids in zip(indices, prompts, state[REST]["prompt_ids"], strict=True):
+        for index, prompt, name, ids in zip(indices, prompts, names, state[REST]["prompt_ids"], strict=True):
             if self._codec.encode_prompt(prompt) != ids:
                 raise UserError(
                     "the data or the tokenizer changed since the checkpoint was saved",
-                    found=f"prompt {index} of the run has other tokens than the answers saved for it",
+                    found=f"prompt {index} of the run, {name!r}, has other tokens than the answers saved for it",
                     remedy="resume with the data and the tokenizer of the run, or start another run",
                 )
         fields: dict[str, Any] = {

@@ -76,6 +76,7 @@ async def restored_ahead(
     if not indices:
         return Ahead({}, tuple(rejected))
     items = {index: item(index) for index in indices}
-    batch = await writer.call(Writer.release_ahead, [found.prompt for found in items.values()])
+    prompts, names = [i.prompt for i in items.values()], [i.prompt_id for i in items.values()]
+    batch = await writer.call(Writer.release_ahead, prompts, names)
     groups = {index: Group.of(index, items[index], made) for index, made in by_group(batch).items()}
     return Ahead(groups, tuple(rejected))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 
 from quartet.config import UserError
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.groups import Group, ahead_from_state, ahead_state, answered, chunk_of
-from quartet.schedule.stream import Ahead
+from quartet.schedule.group_batch import answered, group_batch
+from quartet.schedule.groups import Group, chunk_of
 
 PROMPT = SimpleNamespace(token_ids=(1, 2), prompt_id="p", prompt="?")
 
@@ -24,7 +23,7 @@ def completion(name: str, num: int, **columns: Any) -> Completion:
 
 
 def group_of(*completions: Completion) -> Group:
-    return Group(0, PROMPT, tuple(answered((1, 2), c, "text") for c in completions))
+    return Group.of(0, PROMPT, group_batch(0, [answered((1, 2), c, "text") for c in completions]))
 
 
 def numbered() -> Group:
@@ -41,26 +40,14 @@ def test_columns_are_token_fields_of_the_chunk() -> None:
     assert (batch.token["entropy"].dtype, batch.token["expert"].dtype) == (torch.float32, torch.int64)
 
 
-def test_checkpoints_of_groups_keep_them() -> None:
-    group = numbered()
-    state = ahead_state(Ahead({0: group}, ()))
-    assert state is not None
-    restored = ahead_from_state(state, lambda index: PROMPT).groups[0]
-    expected, found = (chunk_of(0, 0, [g]).data.token for g in (group, restored))
-    for name in ("entropy", "expert"):
-        assert found[name].dtype == expected[name].dtype
-        assert torch.equal(found[name], expected[name])
-
-
 def test_lengths_and_names_are_checked() -> None:
     with pytest.raises(UserError, match="one number per token"):
         completion("a", 2, entropy=(1.0,))
     with pytest.raises(UserError, match="same columns"):
-        chunk_of(0, 0, [group_of(completion("a", 1, entropy=(1.0,)), completion("b", 1))])
+        group_of(completion("a", 1, entropy=(1.0,)), completion("b", 1))
     with pytest.raises(UserError, match="names of their own"):
-        chunk_of(0, 0, [group_of(completion("a", 1, action_mask=(1.0,)))])
+        group_of(completion("a", 1, action_mask=(1.0,)))
 
 
 def test_columns_do_not_enter_where_there_are_none() -> None:
-    plain = replace(numbered(), trajectories=(answered((1, 2), completion("a", 2), "text"),))
-    assert not {"entropy", "expert"} & chunk_of(0, 0, [plain]).data.token.keys()
+    assert not {"entropy", "expert"} & chunk_of(0, 0, [group_of(completion("a", 2))]).data.token.keys()

@@ -17,7 +17,8 @@ from quartet.data.readers import Row
 from quartet.models.loading import packed_causal_lm
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import SamplingParams
-from quartet.schedule.groups import chunk_of
+from quartet.schedule.groups import chunk_of, without_texts
+from quartet.schedule.records import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.advantages import Assembler
@@ -30,7 +31,6 @@ from quartet.trainers.evaluation import (
     weighted_scores,
 )
 from quartet.trainers.generate import generate, run_to_end
-from quartet.trainers.records import rollout_records
 
 
 @pytest.fixture
@@ -163,7 +163,8 @@ def test_records_keep_every_token_with_its_columns(causal_lm: Any, codec: TextCo
     chunk = chunk_of(3, 0, groups)
     scores = ColumnSet(chunk.data.ids, sequence={"reward/a": torch.tensor([1.0, 2.0, math.nan, 4.0])})
     assembler = Assembler(RLOO(kl=KLConfig(coef=0.0)), {"a": 1.0}, lambda: 0.0)
-    records = rollout_records(assembler([(chunk, [scores])]).batch, codec)
+    batch = without_texts(assembler([(chunk, [scores])]).batch)
+    records = rollout_records(batch, record_columns(batch), codec)
     assert [record.sequence_id for record in records] == ["7.0", "7.1", "8.0", "8.1"]
     answers = [answer for group in found for answer in group]
     for record, answer in zip(records, answers, strict=True):

@@ -20,7 +20,8 @@ from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
 from quartet.schedule import model_worker
-from quartet.schedule.groups import Group, answered, chunk_of
+from quartet.schedule.group_batch import answered, group_batch
+from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.scorers import PartScorer
 from quartet.trainers.advantages import Assembler, Experience
@@ -172,7 +173,9 @@ def _chunk(greedy: list[Completion]) -> Chunk[RaggedBatch]:
         return answered((1, 2), completion, str(completion.token_ids[0]))
 
     sampled = made(_completion(10)), made(_completion(11))
-    groups = [Group(7 + g, PromptItem(f"p{g}", (1, 2), "x", {}, ""), sampled, made(c)) for g, c in enumerate(greedy)]
+    items = [PromptItem(f"p{g}", (1, 2), "x", {}, "") for g in range(len(greedy))]
+    batches = [group_batch(7 + g, sampled, made(completion)) for g, completion in enumerate(greedy)]
+    groups = [Group.of(7 + g, item, batch) for g, (item, batch) in enumerate(zip(items, batches, strict=True))]
     return chunk_of(3, 0, groups)
 
 

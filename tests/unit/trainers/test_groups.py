@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quartet.batch.columns import ColumnSet
+from quartet.batch.columns import ColumnSet, join
+from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import Trajectory, TrajectoryEnd, TrajectorySequence
 from quartet.config import UserError
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.groups import Group, ahead_from_state, ahead_state, answered, chunk_of, staleness_metrics
+from quartet.schedule.group_batch import answered, group_batch
+from quartet.schedule.groups import Group, chunk_of, staleness_metrics, without_texts
+from quartet.schedule.records import record_columns, rollout_records
+from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.stream import Ahead
+from quartet.schedule.writer import Writer
 from quartet.text.tokenizer import TextCodec
-from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint, newest_checkpoint
-from quartet.trainers.records import rollout_records
+from quartet.train.checkpoint import Checkpoint, begin_checkpoint, complete_checkpoint, newest_checkpoint
+from quartet.trainers.checkpoints import told
+from quartet.trainers.rollout_files import hold_ahead, restored_ahead
 from quartet.trainers.trajectories import Trajectories, num_emitted
 
 
 def item(index: int) -> PromptItem:
-    return PromptItem(f"p{index}", (index, 4), [{"role": "user", "content": f"{index}"}], {"answer": 3}, "here")
+    return PromptItem(f"p{index}", (index, 4), f"{index}", {"answer": 3}, "here")
 
 
 def completion(index: int, r: int, versions: tuple[int, ...], text_end: int | None = None) -> Completion:
@@ -44,23 +51,39 @@ def scored(index: int, *names: str) -> tuple[ColumnSet, ...]:
     return (ColumnSet(tuple(f"{index}.{name}" for name in names), sequence={"reward/x": values}),)
 
 
-def one_turn(index: int) -> Group:
+@dataclass(frozen=True)
+class Made:
+    """What a group's batch is made of."""
+
+    index: int
+    trajectories: tuple[Trajectory, ...]
+    greedy: Trajectory | None = None
+    rewards: tuple[ColumnSet, ...] = ()
+
+    def group(self) -> Group:
+        batch = group_batch(self.index, self.trajectories, self.greedy, lambda s: f"{len(s.token_ids)} tokens")
+        group = Group.of(self.index, item(self.index), batch)
+        return replace(group, batch=join(group.batch, *self.rewards))
+
+
+def one_turn(index: int) -> Made:
     made = (response(index, 0, (2, 2, 3), 5), response(index, 1, (3,)))
-    return Group(index, item(index), made, rewards=scored(index, "0", "1"))
+    return Made(index, made, rewards=scored(index, "0", "1"))
 
 
-def with_baseline(index: int) -> Group:
-    group = one_turn(index)
-    return replace(group, greedy=response(index, 2, (3, 3)), rewards=scored(index, "0", "1", "greedy"))
+def with_baseline(index: int) -> Made:
+    made = one_turn(index)
+    return replace(made, greedy=response(index, 2, (3, 3)), rewards=scored(index, "0", "1", "greedy"))
 
 
-def with_columns(index: int) -> Group:
+def with_columns(index: int) -> Made:
     """As an engine gives them that says more about each token."""
     (sequence,) = response(index, 0, (2, 2, 3)).sequences
-    return Group(index, item(index), (Trajectory((replace(sequence, columns={"entropy": (0.5, 0.25, 0.125)}),)),))
+    columns = {"entropy": (0.5, 0.25, 0.125), "expert": (3, 1, 2)}
+    return Made(index, (Trajectory((replace(sequence, columns=columns),)),))
 
 
-def several_turns(index: int) -> Group:
+def several_turns(index: int) -> Made:
     first = TrajectorySequence(
         prompt_ids=(1, 2),
         token_ids=(5, 6, 7, 8),
@@ -74,48 +97,96 @@ def several_turns(index: int) -> Group:
         completion="x",
     )
     second = replace(first, versions=(5, -1, -1, 6), state="text")
-    return Group(index, item(index), (Trajectory((first, second), TrajectoryEnd.MAX_TURNS, {"environment": 1.5}),))
+    return Made(index, (Trajectory((first, second), TrajectoryEnd.MAX_TURNS, {"environment": 1.5}),))
 
 
 MAKERS = [one_turn, with_baseline, with_columns, several_turns]
 
 
+def assert_equal(one: RaggedBatch, other: RaggedBatch) -> None:
+    assert one.input_ids.tolist() == other.input_ids.tolist() and dict(one.objects) == dict(other.objects)
+    for name in ("segment_lengths", "parents", "leaves", "ids"):
+        assert getattr(one, name) == getattr(other, name)
+    for mine, theirs in ((one.token, other.token), (one.sequence, other.sequence)):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=0, equal_nan=True)
+
+
+def saved(ahead: Ahead[Group], root: Path, codec: TextCodec, *, background: bool = False) -> Checkpoint:
+    """A checkpoint with the groups as the writer's share."""
+
+    async def write() -> None:
+        group = LocalGroup(Writer(codec))
+        assert await hold_ahead(group, ahead)
+        draft = begin_checkpoint(root, 3)
+        await group.call(Writer.save_checkpoint, draft / "ahead", background=background)
+        files = await told(lambda: group.call(Writer.finish_checkpoint, draft / "ahead"))
+        complete_checkpoint(draft, {}, {}, {"ahead": files}, keep=1)
+
+    asyncio.run(write())
+    return newest(root)
+
+
+def newest(root: Path) -> Checkpoint:
+    found = newest_checkpoint(root)
+    assert found is not None
+    return found
+
+
+def restored(found: Checkpoint, codec: TextCodec, item: Callable[[int], PromptItem] = item) -> Ahead[Group] | None:
+    return asyncio.run(restored_ahead(LocalGroup(Writer(codec)), found, item))
+
+
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("make", MAKERS)
-def test_groups_come_back_from_a_checkpoint_as_they_were(make: Callable[[int], Group], tmp_path: Path) -> None:
-    ahead: Ahead[Group] = Ahead({7: make(7), 9: make(9)}, rejected=(8,))
-    complete_checkpoint(begin_checkpoint(tmp_path, 3), {"ahead": ahead_state(ahead)}, {}, {}, keep=1)
-    saved = newest_checkpoint(tmp_path)
-    assert saved is not None
-    found = ahead_from_state(saved.parts["ahead"], item)
-    assert found.rejected == (8,) and list(found.groups) == [7, 9]
+def test_groups_come_back_from_a_checkpoint_as_they_were(
+    make: Callable[[int], Made], background: bool, tokenizer: Any, tmp_path: Path
+) -> None:
+    ahead: Ahead[Group] = Ahead({9: make(9).group(), 7: make(7).group()}, rejected=(8,))
+    codec = TextCodec(tokenizer)
+    found = restored(saved(ahead, tmp_path, codec, background=background), codec)
+    assert found is not None and found.rejected == (8,) and list(found.groups) == [9, 7]
     for index, group in ahead.groups.items():
         other = found.groups[index]
-        assert replace(other, rewards=()) == replace(group, rewards=())
-        for mine, theirs in zip(group.rewards, other.rewards, strict=True):
-            assert mine.ids == theirs.ids and torch.equal(mine.sequence["reward/x"], theirs.sequence["reward/x"])
-    assert ahead_state(Ahead()) is None
+        assert (other.index, other.prompt) == (group.index, group.prompt)
+        assert_equal(other.batch, group.batch)
+        chunks = [chunk_of(4, 0, [mine, make(11).group()]).data for mine in (other, group)]
+        assert_equal(*chunks)
 
 
-def test_answers_to_other_prompts_are_not_taken_back() -> None:
-    state = ahead_state(Ahead({7: one_turn(7)}))
-    assert state is not None
+def test_rejected_groups_come_back_alone_and_nothing_ahead_is_no_share(tokenizer: Any, tmp_path: Path) -> None:
+    codec = TextCodec(tokenizer)
+    assert restored(saved(Ahead({}, (8, 5)), tmp_path, codec), codec) == Ahead({}, (8, 5))
+    assert not asyncio.run(hold_ahead(LocalGroup(Writer(codec)), Ahead()))
+    complete_checkpoint(begin_checkpoint(tmp_path, 4), {}, {}, {}, keep=1)
+    assert restored(newest(tmp_path), codec) is None
+
+
+def test_answers_to_other_prompts_are_not_taken_back(tokenizer: Any, tmp_path: Path) -> None:
+    codec = TextCodec(tokenizer)
+    found = saved(Ahead({7: one_turn(7).group()}), tmp_path, codec)
     with pytest.raises(UserError, match="data or the tokenizer changed") as caught:
-        ahead_from_state(state, lambda index: item(index + 1))
+        restored(found, codec, lambda index: item(index + 1))
     assert "prompt 7 of the run, 'p8'" in caught.value.found
 
 
-def test_groups_of_an_earlier_version_are_refused_with_the_reason() -> None:
-    former = {"groups": [{"index": 7, "prompt_ids": [7, 4], "completions": []}], "rejected": []}
+def test_groups_of_an_earlier_version_are_refused_with_the_reason(tokenizer: Any, tmp_path: Path) -> None:
+    former = {"groups": [{"index": 7, "prompt_ids": [7, 4], "completions": []}], "rejected": [8]}
+    codec = TextCodec(tokenizer)
+    complete_checkpoint(begin_checkpoint(tmp_path, 3), {"ahead": former}, {}, {}, keep=1)
     with pytest.raises(UserError, match="earlier version") as caught:
-        ahead_from_state(former, item)
+        restored(newest(tmp_path), codec)
     assert "group 7" in caught.value.found and "resume from a checkpoint without" in caught.value.remedy
+    complete_checkpoint(begin_checkpoint(tmp_path, 4), {"ahead": {**former, "groups": []}}, {}, {}, keep=1)
+    assert restored(newest(tmp_path), codec) == Ahead({}, (8,))
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_a_chunk_holds_each_sequence_once_with_what_is_known_of_its_tokens(make: Callable[[int], Group]) -> None:
-    groups = [make(7), make(9)]
-    batch = chunk_of(4, 1, groups, lambda sequence: f"{len(sequence.token_ids)} tokens").data
-    members = [t for g in groups for t in (*g.trajectories, *([g.greedy] if g.greedy is not None else []))]
+def test_a_chunk_holds_each_sequence_once_with_what_is_known_of_its_tokens(make: Callable[[int], Made]) -> None:
+    made = [make(7), make(9)]
+    batch = chunk_of(4, 1, [one.group() for one in made]).data
+    members = [t for one in made for t in (*one.trajectories, *([one.greedy] if one.greedy is not None else []))]
     sequences = [sequence for trajectory in members for sequence in trajectory.sequences]
     assert len(batch) == len(sequences) and len(Trajectories.of(batch)) == len(members)
     assert num_emitted(batch, Trajectories.of(batch)).tolist() == [t.num_emitted for t in members]
@@ -134,40 +205,42 @@ def test_a_chunk_holds_each_sequence_once_with_what_is_known_of_its_tokens(make:
 
 
 def test_one_turn_is_laid_out_as_a_prompt_and_its_responses() -> None:
-    batch = chunk_of(4, 0, [one_turn(7), one_turn(9)], lambda sequence: "text").data
+    batch = chunk_of(4, 0, [one_turn(7).group(), one_turn(9).group()]).data
     assert batch.ids == ("7.0", "7.1", "9.0", "9.1") and batch.parents == (-1, 0, 0, -1, 3, 3)
     assert batch.input_ids.tolist() == [7, 4, 0, 1, 2, 0, 9, 4, 0, 1, 2, 0]
     assert sorted(batch.token) == ["action_mask", "loss_mask", "policy_version", "rollout_logprobs"]
-    assert sorted(batch.sequence) == ["ended", "group", "response", "reward/x", "version"]
+    assert sorted(batch.sequence) == ["ended", "group", "response", "reward/x", "text_end", "version"]
+    assert batch.objects["completion"] == ("3 tokens", "1 tokens") * 2
     with pytest.raises(ValueError, match="without its text"):
-        chunk_of(4, 0, [one_turn(7)])
+        group_batch(7, one_turn(7).trajectories)
 
 
 def test_every_token_knows_the_weights_that_sampled_it() -> None:
-    chunk = chunk_of(4, 0, [one_turn(7)], lambda sequence: "text").data
+    chunk = chunk_of(4, 0, [one_turn(7).group()]).data
     assert chunk.token["policy_version"].tolist() == [-1, -1, 2, 2, 3, 3]
     assert chunk.sequence["version"].tolist() == [2, 3], "the oldest of each"
-    assert one_turn(7).first_version == 2 and one_turn(7).consumed() == (7, ((2, 2), (3, 2)))
+    assert one_turn(7).group().first_version == 2 and one_turn(7).group().consumed() == (7, ((2, 2), (3, 2)))
+    assert with_baseline(7).group().consumed() == (7, ((2, 2), (3, 2))), "the baseline is not trained on"
     assert staleness_metrics(chunk, 4) == {"staleness/mean": 1.5, "staleness/max": 2.0}
 
 
 def test_so_do_the_tokens_of_episodes() -> None:
-    batch = chunk_of(6, 0, [several_turns(7)]).data
+    batch = chunk_of(6, 0, [several_turns(7).group()]).data
     assert batch.token["policy_version"].tolist() == [-1, -1, 4, -1, -1, 5, 5, -1, -1, 6]
-    assert batch.sequence["version"].tolist() == [4, 5] and several_turns(7).first_version == 4
-    assert several_turns(7).consumed() == (7, ((4, 1), (5, 2), (6, 1))), "what was read has no version"
+    assert batch.sequence["version"].tolist() == [4, 5] and several_turns(7).group().first_version == 4
+    assert several_turns(7).group().consumed() == (7, ((4, 1), (5, 2), (6, 1))), "what was read has no version"
     assert staleness_metrics(batch, 6) == {"staleness/mean": 1.0, "staleness/max": 2.0}
 
 
 def test_records_show_versions_token_by_token_only_where_they_differ(tokenizer: Any) -> None:
-    def records(*groups: Group) -> list[RolloutRecord]:
-        batch = chunk_of(4, 0, groups, lambda sequence: "text").data
-        batch = batch.with_sequence(score=torch.zeros(len(batch)))
-        return rollout_records(batch, TextCodec(tokenizer))
+    def records(*versions: tuple[int, ...]) -> list[RolloutRecord]:
+        made = Made(7, tuple(response(7, r, of_response) for r, of_response in enumerate(versions)))
+        batch = chunk_of(4, 0, [made.group()]).data
+        batch = without_texts(batch.with_sequence(score=torch.zeros(len(batch))))
+        return rollout_records(batch, record_columns(batch), TextCodec(tokenizer))
 
-    mixed = Group(7, item(7), (response(7, 0, (2, 2, 3)), response(7, 1, (3,))))
-    first, second = records(mixed)
+    first, second = records((2, 2, 3), (3,))
     assert (first.policy_version, first.columns["policy_version"]) == (2, [2.0, 2.0, 3.0])
     assert (second.policy_version, second.columns["policy_version"]) == (3, [3.0])
-    whole = replace(mixed, trajectories=(response(7, 0, (2, 2, 2)), response(7, 1, (3,))))
-    assert [(r.policy_version, "policy_version" in r.columns) for r in records(whole)] == [(2, False), (3, False)]
+    whole = records((2, 2, 2), (3,))
+    assert [(r.policy_version, "policy_version" in r.columns) for r in whole] == [(2, False), (3, False)]
