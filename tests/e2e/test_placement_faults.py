@@ -114,6 +114,10 @@ SAVING = [
     Death("critic", "save_checkpoint", after=0),  # while the states are copied
     Death("actor", "finish_checkpoint", after=0),  # while its share is being written, or right after
 ]
+WRITING = [
+    Death("writer", "write_rollouts", after=1),  # of the second step, as it takes them
+    Death("writer", "finish_rollouts", after=1),  # while the file is being written, or right after
+]
 
 
 def test_a_run_whose_workers_die_ends_like_one_whose_workers_live(
@@ -152,6 +156,17 @@ def test_workers_killed_while_they_write_their_shares_leave_no_half_checkpoint(
     assert not deaths.left, "both of them died"
     assert sorted(path.name for path in Path("saving/checkpoints").iterdir()) == ["step_00000004", "step_00000005"]
     same_run(undisturbed, Path("saving"))
+
+
+def test_a_writer_killed_over_a_steps_rollouts_writes_them_when_the_step_is_done_again(
+    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, killer: Any
+) -> None:
+    deaths = killer(WRITING)
+    found = quartet("rl", world.recipe("writing", recipe_of(recipes, "writing", max_restarts=len(WRITING))))
+    assert found.status == 0, found.err
+    assert not deaths.left and deaths.pools == ["trained", "trained"]
+    assert not list(Path("writing/rollouts").glob("*.tmp"))
+    same_run(undisturbed, Path("writing"))
 
 
 def test_more_deaths_than_allowed_end_a_run_that_can_be_resumed(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import (
     GRPO,
@@ -27,6 +28,8 @@ from quartet.config.rewards import ModelReward
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
 from quartet.train.checkpoint import checkpoint_path
+from quartet.train.shares import Share
+from quartet.train.state import REST
 from quartet.trainers.rl import RLResult, RLTrainer
 
 NOT_NUMBERS = ("time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
@@ -286,12 +289,10 @@ def test_a_resumed_run_trains_on_the_groups_that_were_ahead(run: Any) -> None:
     pools = {"rollout": {"roles": ["rollout"]}, "rest": {"roles": ["actor", "reference", "reward"]}}
     placement = {"type": "asynchronous", "max_staleness": 1, "pools": pools}
     _, path = run("run", placement, **changes)
-    saved = torch.load(checkpoint_path(path / "checkpoints", 2) / "ahead.pt", weights_only=True)["groups"]
-    expected = {
-        f"{group['index']}.{r}": found["sequences"][0]["token_ids"].tolist()
-        for group in saved
-        for r, found in enumerate(group["trajectories"])
-    }
+    saved = Share(checkpoint_path(path / "checkpoints", 2) / "ahead").state()
+    parts = {name: value for name, value in saved[REST]["batch"].items() if name != "objects"}
+    ahead = RaggedBatch(input_ids=saved["input_ids"], **parts)
+    expected = {name: ahead.input_ids[slice(*ahead.leaf_span(s))].tolist() for s, name in enumerate(ahead.ids)}
     assert expected, "or nothing is tested here"
     shutil.rmtree(path / "checkpoints" / "step_00000003")
     run("run", placement, resume=True, **changes)
