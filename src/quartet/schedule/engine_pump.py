@@ -136,7 +136,7 @@ class EnginePump:
     async def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
         """All at once, by an engine that does nothing else; inside a lease."""
         await self._forget_cancelled()
-        batch = await self.engine.call(RolloutWorker.answers, requests, indices)
+        batch = await self.engine.leave(RolloutWorker.answers, requests, indices)
         self.stats = await self.engine.call(RolloutWorker.stats)
         return batch
 
@@ -144,7 +144,7 @@ class EnginePump:
         """What the engine makes of the canary's prompt; inside a lease."""
         await self._forget_cancelled()
         self._take(await self.engine.call(RolloutWorker.run_canary, probe, name))
-        return await self.engine.call(RolloutWorker.canary)
+        return await self.engine.leave(RolloutWorker.canary)
 
     async def close(self) -> None:
         """Stops and waits until the engine has stopped; who waits for completions is cancelled."""

@@ -128,7 +128,7 @@ class Rollout:
         await pump.complete(request, index=index)
         sampled = [sample.request_id for sample in request.samples if not sample.sampling.greedy]
         greedy = next((sample.request_id for sample in request.samples if sample.sampling.greedy), None)
-        return Group.of(index, prompt, await pump.engine.call(RolloutWorker.responses, index, sampled, greedy))
+        return Group.of(index, prompt, await pump.engine.leave(RolloutWorker.responses, index, sampled, greedy))
 
     async def act(self, index: int, request: TurnRequest) -> Ended:
         """The next action of an episode of the group ``index``."""
@@ -142,7 +142,7 @@ class Rollout:
 
     async def episodes(self, index: int, prompt: Any, endings: Sequence[Ending]) -> Group:
         """The group ``index`` of episodes that have ended."""
-        batch = await self._pump_of(index).engine.call(RolloutWorker.episodes, index, endings)
+        batch = await self._pump_of(index).engine.leave(RolloutWorker.episodes, index, endings)
         return Group.of(index, prompt, batch)
 
     def _pump_of(self, index: int) -> EnginePump:

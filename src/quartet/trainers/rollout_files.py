@@ -77,6 +77,6 @@ async def restored_ahead(
         return Ahead({}, tuple(rejected))
     items = {index: item(index) for index in indices}
     prompts, names = [i.prompt for i in items.values()], [i.prompt_id for i in items.values()]
-    batch = await writer.call(Writer.release_ahead, prompts, names)
+    batch = await writer.leave(Writer.release_ahead, prompts, names)
     groups = {index: Group.of(index, items[index], made) for index, made in by_group(batch).items()}
     return Ahead(groups, tuple(rejected))
