@@ -3,7 +3,7 @@
 ::
 
     checkpoints/step_00000050/   actor/, …       a share per role, written by its workers (train/shares.py)
-                                 ahead.pt, …     the driver's own parts
+                                 <part>.pt       the driver's own parts, where it has any
                                  info.json       counters, cursors, the recipe
                                  manifest.json   size and SHA-256 of each file (train/manifest.py)
     checkpoints/damaged_step_…   one that was passed over, until the next is complete

@@ -7,7 +7,7 @@
       "step": 50,
       "parts": ["ahead"],                                        files of the driver's
       "shares": ["actor"],                                       directories that workers wrote
-      "files": {"actor/.metadata": {"bytes": 1234, "sha256": "…"}, "ahead.pt": …, …},
+      "files": {"actor/.metadata": {"bytes": 1234, "sha256": "…"}, "info.json": …, …},
       "sha256": "…"                                              of this text without its last key
     }
 
