@@ -5,7 +5,7 @@
     {
       "format": "quartet-checkpoint-2",
       "step": 50,
-      "parts": ["ahead"],                                        files of the driver's
+      "parts": [],                                               files of the driver's
       "shares": ["actor"],                                       directories that workers wrote
       "files": {"actor/.metadata": {"bytes": 1234, "sha256": "…"}, "info.json": …, …},
       "sha256": "…"                                              of this text without its last key
