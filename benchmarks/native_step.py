@@ -93,16 +93,13 @@ requests_of = trainer.cast.requests
 
 def with_lengths(index: int) -> Any:
     """Requests of given lengths: no stop token, and each member of a group with its own limit."""
-    item, ids, requests = requests_of(index)
-    lengths = wanted[tokenizer.decode(ids)]
-    return (
-        item,
-        ids,
-        [
-            replace(request, sampling=replace(request.sampling, max_new_tokens=length, stop_token_ids=()))
-            for request, length in zip(requests, lengths, strict=True)
-        ],
-    )
+    item, asked = requests_of(index)
+    lengths = wanted[tokenizer.decode(item.token_ids)]
+    samples = [
+        replace(sample, sampling=replace(sample.sampling, max_new_tokens=length, stop_token_ids=()))
+        for sample, length in zip(asked.samples, lengths, strict=True)
+    ]
+    return item, replace(asked, samples=tuple(samples))
 
 
 if sorted(Counter(prompts).values()) != [1] * len(prompts):

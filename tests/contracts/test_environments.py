@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
 from quartet.config.environments import EnvironmentConfig
-from quartet.envs.episode import EpisodeLimits, play_episode
+from quartet.envs.episode import play_episode
 from quartet.envs.protocol import Environment, Item, Observation, StepResult, environment_factory
-from quartet.envs.transcript import SOURCE, Action
+from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
 from quartet.text.tokenizer import TextCodec
 
 ROOT = Path(__file__).parents[2]
@@ -173,17 +173,22 @@ def play(case: Case, codec: TextCodec, seed: int) -> tuple[Trajectory, list[tupl
     """An episode against an engine that draws tokens of digits and ends of text; and what it sampled."""
     sampled: list[tuple[int, ...]] = []
     tokens = codec.encode_continuation("0123456789")
+    limits = EpisodeLimits(MAX_TURNS, max_sequence_tokens=400)
+    transcript = Transcript(codec)
 
-    async def generate(token_ids: tuple[int, ...], turn: int, max_new_tokens: int) -> Action:
+    async def act(turn: int, seen: Seen) -> str:
+        transcript.see(seen)
         draw = random.Random(f"{seed}/{turn}")
         ids = (*draw.choices(tokens, k=draw.randint(1, 2)), *([codec.eos_id] if draw.random() < 0.7 else []))
-        sampled.append(ids[:max_new_tokens])
-        kept = sampled[-1]
+        kept = ids[: transcript.room(limits)]
+        sampled.append(kept)
         reason = "stop" if kept[-1] == codec.eos_id else "length"
-        return Action(kept, tuple(-draw.random() for _ in kept), (0,) * len(kept), reason)
+        return transcript.act(Action(kept, tuple(-draw.random() for _ in kept), (0,) * len(kept), reason))
 
-    limits = EpisodeLimits(MAX_TURNS, max_sequence_tokens=400)
-    return asyncio.run(play_episode(case.make, item(case, seed), generate, codec, limits)), sampled
+    played = asyncio.run(play_episode(case.make, item(case, seed), act, limits))
+    if played.last_reward is not None:
+        transcript.earn(played.last_reward)
+    return Trajectory(transcript.sequences(), played.end, {SOURCE: played.score}), sampled
 
 
 @pytest.mark.parametrize("seed", range(6))

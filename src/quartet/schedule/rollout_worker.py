@@ -174,14 +174,19 @@ class RolloutWorker(TakesWeights):
             GenerationError: logits that are not finite.
         """
         submitted: list[Request] = []
-        for asked in requests:
-            of_prompt = self._sampled.engine_requests(asked)
-            assert not isinstance(of_prompt, Ended), "only an episode's state may leave no room"
-            submitted += of_prompt
-        self.engine.submit(submitted)
-        while self.engine.has_work:
-            for completion in self._ended(self.engine.step()):
-                self._sampled.ended(completion)
+        try:
+            for asked in requests:
+                of_prompt = self._sampled.engine_requests(asked)
+                assert not isinstance(of_prompt, Ended), "only an episode's state may leave no room"
+                submitted += of_prompt
+            self.engine.submit(submitted)
+            while self.engine.has_work:
+                for completion in self._ended(self.engine.step()):
+                    self._sampled.ended(completion)
+        except UserError:
+            for asked in requests:
+                self._sampled.forget(asked.request_ids)
+            raise
         pairs = zip(indices, requests, strict=True)
         return RaggedBatch.concat([self._sampled.responses(index, asked.request_ids) for index, asked in pairs])
 

@@ -109,11 +109,12 @@ class Sampled:
 
     def _turn(self, asked: TurnRequest) -> list[Request] | Ended:
         transcript = self._transcripts.setdefault(asked.episode, Transcript(self._codec))
+        self._episodes[asked.request_id] = asked.episode  # before what may be refused, which forgets the episode
         transcript.see(asked.seen)
         room, ids = transcript.room(asked.limits), transcript.token_ids
         if room < 1:
+            del self._episodes[asked.request_id]
             return Ended(asked.request_id, held=len(ids))
-        self._episodes[asked.request_id] = asked.episode
         sampling = replace(asked.sampling, max_new_tokens=min(asked.sampling.max_new_tokens, room))
         return [Request(asked.request_id, asked.request_id, ids, sampling)]
 

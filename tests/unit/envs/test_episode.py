@@ -17,13 +17,14 @@ import torch
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
 from quartet.config.environments import EnvironmentConfig
 from quartet.config.errors import UserError
-from quartet.envs.episode import EpisodeError, EpisodeLimits, play_episode
+from quartet.envs.episode import EpisodeError, NoRoom, play_episode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult, environment_factory
-from quartet.envs.transcript import Action
+from quartet.envs.transcript import SOURCE as ENVIRONMENT
+from quartet.envs.transcript import Action, EpisodeLimits, Seen, Transcript
 from quartet.text.tokenizer import TextCodec
 
 ITEM = Item("begin", {"answer": 3}, "row7", seed=11)
-STEPS = STEP_PREFIX + "environment"
+STEPS = STEP_PREFIX + ENVIRONMENT
 
 
 class Counting:
@@ -61,15 +62,30 @@ class Scripted:
         return Action(ids, (-1.0,) * len(ids), (0,) * len(ids), "length")
 
 
+async def played(make: EnvironmentFactory, generate: Any, codec: TextCodec, limits: EpisodeLimits) -> Trajectory:
+    """An episode in text, and the tokens of its transcript."""
+    transcript = Transcript(codec)
+
+    async def act(turn: int, seen: Seen) -> str:
+        transcript.see(seen)
+        room = transcript.room(limits)
+        if room < 1:
+            raise NoRoom(len(transcript.token_ids))
+        return transcript.act(await generate(transcript.token_ids, turn, room))
+
+    ending = await play_episode(make, ITEM, act, limits)
+    if ending.last_reward is not None:
+        transcript.earn(ending.last_reward)
+    return Trajectory(transcript.sequences(), ending.end, {ENVIRONMENT: ending.score})
+
+
 def play(environment: Any, generate: Any, codec: TextCodec, **limits: Any) -> Trajectory:
     values = {"max_turns": 5, "max_sequence_tokens": 100, **limits}
-    return asyncio.run(
-        play_episode(EnvironmentFactory(lambda: environment), ITEM, generate, codec, EpisodeLimits(**values))
-    )
+    return asyncio.run(played(EnvironmentFactory(lambda: environment), generate, codec, EpisodeLimits(**values)))
 
 
 def earned(episode: Trajectory) -> float:
-    return episode.scores["environment"]
+    return episode.scores[ENVIRONMENT]
 
 
 def test_an_episode_from_reset_to_done(plain: TextCodec) -> None:
@@ -128,6 +144,7 @@ def test_a_limit_on_all_sequences_together(plain: TextCodec) -> None:
     for limit, turns in ((22, 2), (23, 3)):
         episode = play(Rewriting(turns=9), Scripted(plain, ["a"] * 9), plain, max_tokens=limit)
         assert (episode.num_turns, len(episode.sequences), episode.end) == (turns, turns, TrajectoryEnd.CONTEXT)
+        assert [s.columns[STEPS] for s in episode.sequences] == [(0.5,), (0.0,), (1.0,)][:turns], "each of its action"
 
 
 def test_a_first_state_without_room_is_refused(plain: TextCodec) -> None:
@@ -215,7 +232,7 @@ def test_what_it_changes_about_this_process_is_put_back_and_told(plain: TextCode
     before = (torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd(), sys.getrecursionlimit())
     state = torch.get_rng_state()
     limits = EpisodeLimits(max_turns=5, max_sequence_tokens=100)
-    asyncio.run(play_episode(make, ITEM, Scripted(plain, ["a"] * 5), plain, limits))
+    asyncio.run(played(make, Scripted(plain, ["a"] * 5), plain, limits))
     assert before == (torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd(), sys.getrecursionlimit())
     assert torch.equal(state, torch.get_rng_state())
     changed, drawn = make.guard.remarks()
@@ -264,6 +281,17 @@ def test_a_state_that_no_tokenizer_knows_is_placed(plain: TextCodec) -> None:
     assert "row7" in caught.value.found and "turn 2" in caught.value.found
 
 
+def test_an_error_of_the_engine_is_not_the_environments(plain: TextCodec) -> None:
+    async def refuse(*_: Any) -> Action:
+        raise UserError("refused", found="x", remedy="y")
+
+    environment = Counting()
+    with pytest.raises(UserError, match="refused") as caught:
+        play(environment, refuse, plain)
+    assert not isinstance(caught.value, EpisodeError) and caught.value.found == "x"
+    assert environment.closed == 1
+
+
 def test_a_step_that_takes_too_long(plain: TextCodec) -> None:
     environment = Slow()
     with pytest.raises(EpisodeError, match=r"`step` took longer than environment.timeout_s, 0.01 s"):
@@ -287,9 +315,8 @@ def test_a_cancelled_episode_closes_its_environment(plain: TextCodec) -> None:
 
     async def cancel() -> None:
         limits = EpisodeLimits(max_turns=3, max_sequence_tokens=50)
-        task = asyncio.create_task(
-            play_episode(EnvironmentFactory(lambda: environment), ITEM, Scripted(plain, ["a"]), plain, limits)
-        )
+        make = EnvironmentFactory(lambda: environment)
+        task = asyncio.create_task(played(make, Scripted(plain, ["a"]), plain, limits))
         while len(environment.seen) < 1:
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)

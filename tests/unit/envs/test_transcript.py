@@ -11,14 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.batch.trajectory import STEP_PREFIX, TrajectorySequence
-from quartet.config.errors import UserError
 from quartet.envs.protocol import Observation
-from quartet.envs.transcript import SOURCE, Action, Transcript
+from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, StateError, Transcript
 from quartet.text.tokenizer import TextCodec
 
 IdsOf = Callable[[TextCodec, str], tuple[int, ...]]
 END = "<|im_end|>"
 STEPS = STEP_PREFIX + SOURCE
+
+
+def begun(codec: TextCodec, state: Any) -> Transcript:
+    transcript = Transcript(codec)
+    transcript.see(Seen(Observation(state, rewrites=True)))
+    return transcript
 
 
 def action(
@@ -44,10 +49,10 @@ def actions_of(sequences: tuple[TrajectorySequence, ...], name: str) -> list[Any
 def test_tokens_that_would_merge_across_the_boundary_stay_apart(plain: TextCodec, ids_of: IdsOf) -> None:
     """`he` + `llo` is one token when it is tokenised as a whole; the policy sampled it as two."""
     assert plain.encode_prompt("hello") == [*ids_of(plain, "hello")]
-    transcript = Transcript(plain, "say he")
+    transcript = begun(plain, "say he")
     sampled = ids_of(plain, "l l")
     assert transcript.act(action(sampled, reason="length")) == "ll"
-    transcript.observe(Observation("o w"))
+    transcript.see(Seen(Observation("o w")))
     now = transcript.token_ids
     assert now[: len(now) - 2][-2:] == sampled
     assert now[-2:] == ids_of(plain, "o Ġw")
@@ -55,22 +60,21 @@ def test_tokens_that_would_merge_across_the_boundary_stay_apart(plain: TextCodec
 
 
 def test_a_space_is_not_put_before_an_observation(sentence_piece: TextCodec) -> None:
-    transcript = Transcript(sentence_piece, "a cat")
+    transcript = begun(sentence_piece, "a cat")
     transcript.act(action(tuple(sentence_piece.encode_continuation("s")), reason="length"))
-    transcript.observe(Observation("and"))
+    transcript.see(Seen(Observation("and")))
     assert sentence_piece.decode(transcript.token_ids) == "a catsand"
     transcript.act(action(tuple(sentence_piece.encode_continuation(" th")), reason="length"))
-    transcript.observe(Observation(" a"))
+    transcript.see(Seen(Observation(" a")))
     assert sentence_piece.decode(transcript.token_ids) == "a catsand th a"
     assert len(transcript.sequences()) == 1
 
 
 def test_a_rewritten_state_begins_another_sequence(plain: TextCodec, ids_of: IdsOf) -> None:
-    transcript = Transcript(plain, "read this")
+    transcript = begun(plain, "read this")
     first, second = ids_of(plain, "n o t e <|im_end|>"), ids_of(plain, "4 7")
     assert transcript.act(action(first, first=1.0)) == "note"
-    transcript.earn(0.5)
-    transcript.observe(Observation("you wrote: note. now?", rewrites=True))
+    transcript.see(Seen(Observation("you wrote: note. now?", rewrites=True), 0.5))
     assert transcript.act(action(second, reason="length", first=2.0)) == "47"
     transcript.earn(-1.0)
     one, two = transcript.sequences()
@@ -85,9 +89,9 @@ def test_a_rewritten_state_begins_another_sequence(plain: TextCodec, ids_of: Ids
 
 
 def test_a_whole_state_that_extends_the_old_one_continues_the_sequence(plain: TextCodec, ids_of: IdsOf) -> None:
-    transcript = Transcript(plain, "a")
+    transcript = begun(plain, "a")
     transcript.act(action(ids_of(plain, "b c <|im_end|>")))
-    transcript.observe(Observation("abc and d", rewrites=True))
+    transcript.see(Seen(Observation("abc and d", rewrites=True)))
     transcript.act(action(ids_of(plain, "e"), reason="length"))
     (only,) = transcript.sequences()
     assert only.action_mask == (True, True, True, False, False, False, False, False, False, True)
@@ -99,17 +103,17 @@ def test_an_end_of_text_that_was_sampled_is_not_written_twice(plain: TextCodec, 
     tail = f"{END}<|im_start|>u"
     ended, cut_off = ids_of(plain, "b <|im_end|>"), ids_of(plain, "b")
     for sampled, state in ((ended, tail), (cut_off, tail), (ended, "ab" + tail), (cut_off, "ab" + tail)):
-        transcript = Transcript(plain, "a")
+        transcript = begun(plain, "a")
         transcript.act(action(sampled))
-        transcript.observe(Observation(state, rewrites=state.startswith("ab")))
+        transcript.see(Seen(Observation(state, rewrites=state.startswith("ab"))))
         assert plain.decode(transcript.token_ids, skip_special=False) == f"ab{END}<|im_start|>u"
         assert transcript.token_ids[1 : 1 + len(sampled)] == sampled
 
 
 def test_the_environment_does_not_see_the_stop_string_but_the_state_keeps_it(plain: TextCodec, ids_of: IdsOf) -> None:
-    transcript = Transcript(plain, "q")
+    transcript = begun(plain, "q")
     assert transcript.act(action(ids_of(plain, "o k ; !"), reason="stop_string", text_end=2)) == "ok"
-    transcript.observe(Observation(" next"))
+    transcript.see(Seen(Observation(" next")))
     transcript.act(action(ids_of(plain, "y"), reason="length"))
     (only,) = transcript.sequences()
     assert plain.decode(only.token_ids) == "ok;! nexty"
@@ -117,24 +121,35 @@ def test_the_environment_does_not_see_the_stop_string_but_the_state_keeps_it(pla
 
 
 def test_an_observation_that_nothing_answers_is_left_out(plain: TextCodec, ids_of: IdsOf) -> None:
-    transcript = Transcript(plain, "a")
+    transcript = begun(plain, "a")
     assert transcript.sequences() == ()
     transcript.act(action(ids_of(plain, "b")))
-    transcript.observe(Observation("too late"))
+    transcript.see(Seen(Observation("too late")))
     (only,) = transcript.sequences()
     assert only.token_ids == ids_of(plain, "b") and only.action_mask == (True,)
-    transcript.observe(Observation("another state", rewrites=True))
+    transcript.see(Seen(Observation("another state", rewrites=True)))
     assert transcript.sequences() == (only,), "a state in which nothing was done is no sequence"
 
 
 def test_text_and_messages_do_not_mix(chat: TextCodec, ids_of: IdsOf) -> None:
-    text = Transcript(chat, "a")
+    text = begun(chat, "a")
     text.act(action(ids_of(chat, "b")))
-    with pytest.raises(UserError, match="observation") as raised:
-        text.observe(Observation([{"role": "user", "content": "c"}]))
+    with pytest.raises(StateError, match="observation") as raised:
+        text.see(Seen(Observation([{"role": "user", "content": "c"}])))
     assert "the state is text" in raised.value.found
-    text.observe(Observation([{"role": "user", "content": "c"}], rewrites=True))
+    text.see(Seen(Observation([{"role": "user", "content": "c"}], rewrites=True)))
     assert text.token_ids == tuple(chat.encode_prompt([{"role": "user", "content": "c"}]))
+
+
+def test_room_is_what_the_sequence_and_all_of_them_leave(plain: TextCodec, ids_of: IdsOf) -> None:
+    transcript = begun(plain, "abc")
+    assert transcript.room(EpisodeLimits(1, 10)) == 7 and transcript.room(EpisodeLimits(1, 10, max_tokens=4)) == 1
+    transcript.act(action(ids_of(plain, "d e"), reason="length"))
+    transcript.see(Seen(Observation("f")))
+    assert transcript.room(EpisodeLimits(1, 10)) == 4
+    transcript.see(Seen(Observation("vwxyz", rewrites=True)))
+    assert transcript.room(EpisodeLimits(1, 10)) == 5
+    assert transcript.room(EpisodeLimits(1, 10, max_tokens=12)) == 2, "5 tokens ended, without what nothing answers"
 
 
 # Messages ------------------------------------------------------------------------------------------------
@@ -149,10 +164,10 @@ def test_messages_extend_where_the_template_writes_what_was_sampled(chat: TextCo
         (ids_of(chat, "he l lo <|im_end|>"), f"\n<|im_start|>user\n12{END}\n<|im_start|>assistant\n"),
         (ids_of(chat, "he l lo"), f"{END}\n<|im_start|>user\n12{END}\n<|im_start|>assistant\n"),
     ):
-        transcript = Transcript(chat, [USER])
+        transcript = begun(chat, [USER])
         before = transcript.token_ids
         transcript.act(action(sampled))
-        transcript.observe(Observation([{"role": "user", "content": "12"}]))
+        transcript.see(Seen(Observation([{"role": "user", "content": "12"}])))
         assert transcript.token_ids[: len(before) + len(sampled)] == (*before, *sampled)
         assert chat.decode(transcript.token_ids[len(before) + len(sampled) :], skip_special=False) == added
         transcript.act(action(ids_of(chat, "1")))
@@ -173,9 +188,9 @@ def test_messages_that_render_other_tokens_begin_another_sequence(
     request: pytest.FixtureRequest, ids_of: IdsOf, codec: str, tokens: str, why: str
 ) -> None:
     held: TextCodec = request.getfixturevalue(codec)
-    transcript = Transcript(held, [USER])
+    transcript = begun(held, [USER])
     transcript.act(action(ids_of(held, tokens)))
-    transcript.observe(Observation([{"role": "user", "content": "12"}]))
+    transcript.see(Seen(Observation([{"role": "user", "content": "12"}])))
     transcript.act(action(ids_of(held, "1 <|im_end|>")))
     one, two = transcript.sequences()
     assert one.token_ids == ids_of(held, tokens), why
@@ -195,7 +210,7 @@ EPISODES = st.tuples(TEXTS, st.lists(st.tuples(SAMPLED, TEXTS, KINDS), min_size=
 def test_any_text_episode(plain: TextCodec, ids_of: IdsOf, episode: Any) -> None:
     """Per sequence, tokens decode to the conversation; over all sequences, actions are exactly what was sampled."""
     start, turns = episode
-    transcript, conversation = Transcript(plain, start), start
+    transcript, conversation = begun(plain, start), start
     conversations, sampled, rewards = [], [], []
     for turn, ((tokens, ends), text, kind) in enumerate(turns):
         token_ids = ids_of(plain, " ".join([*tokens, END] if ends else tokens))
@@ -203,21 +218,22 @@ def test_any_text_episode(plain: TextCodec, ids_of: IdsOf, episode: Any) -> None
         seen = transcript.act(action(token_ids, first=float(turn)))
         assert seen == plain.decode(token_ids)
         assert transcript.token_ids == (*before, *token_ids)
-        transcript.earn(float(turn + 1))
         sampled.append(token_ids)
         rewards.append(float(turn + 1))
         conversation += seen
         if turn == len(turns) - 1:
+            transcript.earn(rewards[-1])
             break
         if kind == "rewrites":
             conversations.append(conversation)
             # No extension of the one before, which has one question mark less in front.
             conversation = "?" * len(conversations) + text
-            transcript.observe(Observation(conversation, rewrites=True))
+            transcript.see(Seen(Observation(conversation, rewrites=True), rewards[-1]))
             continue
         conversation += text
         before = transcript.token_ids
-        transcript.observe(Observation(text) if kind == "extends" else Observation(conversation, rewrites=True))
+        after = Observation(text) if kind == "extends" else Observation(conversation, rewrites=True)
+        transcript.see(Seen(after, rewards[-1]))
         assert transcript.token_ids[: len(before)] == before, "what stood there is not tokenised again"
     sequences = transcript.sequences()
     conversations.append(conversation)
@@ -239,14 +255,14 @@ def test_any_text_episode(plain: TextCodec, ids_of: IdsOf, episode: Any) -> None
 def test_any_chat_episode_reads_what_the_template_writes(chat: TextCodec, ids_of: IdsOf, episode: Any) -> None:
     start, turns = episode
     messages = [{"role": "user", "content": start}]
-    transcript, sampled = Transcript(chat, messages), []
+    transcript, sampled = begun(chat, messages), []
     for (tokens, ends), text, kind in turns:
         token_ids = ids_of(chat, " ".join([*tokens, END] if ends else tokens))
         answer = {"role": "assistant", "content": transcript.act(action(token_ids))}
         sampled.append(token_ids)
         more = [{"role": "user", "content": text}]
         messages = more if kind == "rewrites" else [*messages, answer, *more]
-        transcript.observe(Observation(more) if kind == "extends" else Observation(messages, rewrites=True))
+        transcript.see(Seen(Observation(more) if kind == "extends" else Observation(messages, rewrites=True)))
         assert chat.decode(transcript.token_ids, skip_special=False) == chat.render(messages)
     sequences = transcript.sequences()
     assert actions_of(sequences, "token_ids") == [token for ids in sampled for token in ids]

@@ -12,9 +12,12 @@ import pytest
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import TrajectoryEnd
 from quartet.cluster.errors import Death, WorkerDied
 from quartet.config import UserError
 from quartet.config.placement import InFlight
+from quartet.envs.protocol import Observation
+from quartet.envs.transcript import EpisodeLimits, Seen
 from quartet.observe.spans import SpanRecorder, overlap_seconds
 from quartet.rollout.protocol import (
     Completion,
@@ -31,11 +34,59 @@ from quartet.schedule.journal import Journal
 from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
+from quartet.schedule.sampled import Ending, PromptRequest, Sample, TurnRequest
 from quartet.schedule.stream import AdmissionRule, GroupStream
-from quartet.schedule.timed_workers import TimedEngine, TimedModel, TimedWeights
+from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedModel, TimedWeights
 from quartet.schedule.worker import Worker, drained
+from quartet.text.tokenizer import TextCodec
 
-PROBE = CanaryProbe((7, 7), 2, 1e-6)
+PROBE = CanaryProbe("77", 2, 1e-6)
+LONG = "0" * 9
+"""A prompt that engines refuse."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A data set's item."""
+
+    prompt: str
+
+
+class Letters(TimedCodec):
+    """A token per character, and answers without text."""
+
+    eos_ids = ()
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        return [ord(letter) for letter in prompt]
+
+    def decode_completion(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, skip_special: bool = True
+    ) -> str:
+        return ""
+
+
+def of_prompt(name: str, prompt: str, num_samples: int = 1) -> PromptRequest:
+    sampling = SamplingParams(max_new_tokens=50)
+    return PromptRequest(name, prompt, tuple(Sample(f"{name}.{r}", sampling) for r in range(num_samples)))
+
+
+def first_turn(episode: str, state: str = "1") -> TurnRequest:
+    seen, sampling = Seen(Observation(state, rewrites=True)), SamplingParams(max_new_tokens=50)
+    return TurnRequest(f"{episode}.0", episode, seen, sampling, EpisodeLimits(1, 100))
+
+
+def versions_of(group: Group) -> list[tuple[int, ...]]:
+    """Of the tokens of each response."""
+    return [versions for versions, _ in responses_of(group)]
+
+
+def responses_of(group: Group) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    """Versions and log-probabilities of the tokens of each response."""
+    batch, index = group.batch, group.batch.sequence_index()
+    fields = batch.token["policy_version"], batch.token["rollout_logprobs"]
+    members = [[values[index == s].tolist() for values in fields] for s in range(len(batch))]
+    return [(tuple(versions), tuple(logprobs)) for versions, logprobs in members]
 
 
 def logprob_of(version: int) -> float:
@@ -126,6 +177,7 @@ class World:
         seconds: ``(role, call) → seconds``.
         pools: role → pool; each with one slot.
         lengths: request id → tokens.
+        rejects, refused: groups that the stream's filter does not keep, and that the engine does not take.
     """
 
     num_engines: int = 1
@@ -141,13 +193,17 @@ class World:
     seconds: Callable[[str, str], float] = lambda role, call: 1.0
     lengths: Callable[[str], int] = lambda request_id: 3
     rejects: frozenset[int] = frozenset()
+    refused: frozenset[int] = frozenset()
     journal: Journal | None = None
 
     def __post_init__(self) -> None:
         self.actor = Actor()
         self.engines = [CountingEngine(self.lengths) for _ in range(self.num_engines)]
         self.handles = [
-            Slow(RolloutWorker(cast(RolloutEngine, engine)), lambda call: self.seconds("rollout", call))
+            Slow(
+                RolloutWorker(cast(RolloutEngine, engine), cast(TextCodec, Letters())),
+                lambda call: self.seconds("rollout", call),
+            )
             for engine in self.engines
         ]
         self.recorder = SpanRecorder(clock=now)
@@ -181,10 +237,14 @@ class World:
         )
         self.steps: Steps = []
 
-    def requests(self, index: int) -> tuple[Any, tuple[int, ...], list[Request]]:
-        sampling = SamplingParams(max_new_tokens=50)
-        ids = (index % 5, 1)
-        return index, ids, [Request(f"{index}.{r}", str(index), ids, sampling) for r in range(self.responses)]
+    def requests(self, index: int) -> tuple[Asked, PromptRequest]:
+        prompt = LONG if index in self.refused else f"{index % 5}1"
+        return Asked(prompt), of_prompt(str(index), prompt, self.responses)
+
+    def kept(self) -> set[str]:
+        """Names of all that the workers keep of what was sampled."""
+        kept = [vars(handle.host._sampled) for handle in self.handles]
+        return {name for of in kept for held in of.values() if isinstance(held, dict) for name in held}
 
     async def deliver(self, version: int) -> int:
         await asyncio.sleep(self.seconds("rollout", "deliver"))
@@ -284,16 +344,16 @@ def check(world: World, steps: Steps, num_steps: int) -> None:
     ]
     for step, groups in enumerate(steps):
         for group in groups:
-            assert len(group.trajectories) == world.responses
-            for r, trajectory in enumerate(group.trajectories):
-                (completion,) = trajectory.sequences
-                versions = completion.versions
+            assert len(group.batch) == world.responses
+            for r, (versions, logprobs) in enumerate(responses_of(group)):
                 assert len(versions) == world.lengths(f"{group.index}.{r}")
                 assert list(versions) == sorted(versions) and step - (world.max_staleness or 0) <= versions[0]
-                assert versions[-1] <= step and completion.logprobs == tuple(map(logprob_of, versions))
+                assert versions[-1] <= step and logprobs == tuple(map(logprob_of, versions))
                 assert world.in_flight == "pick_up" or versions[0] == versions[-1]
     assert world.arbiter.is_idle, world.arbiter.describe()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+    ended = {str(index) for index in range(max(g.index for groups in steps for g in groups) + 1)}
+    assert not {name for name in world.kept() if name.split(".")[0] in ended | {"eval", "-1"}}, "made and still kept"
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -308,18 +368,20 @@ def test_every_random_run_ends_within_its_bounds(block: int) -> None:
         async def evaluate(step: int) -> None:
             if step % every:
                 return
-            requests = [
-                Request(f"eval.{i}.{k}", f"eval.{i}", (1, i), SamplingParams()) for i in range(3) for k in (0, 1)
-            ]
+            requests = [(Asked(f"1{i}"), of_prompt(f"eval.{i}", f"1{i}", 2)) for i in range(3)]
             async with world.rollout.quiet() as quiet:
                 found = await world.rollout.evaluate(requests, step)
-                turn = await quiet.complete([Request("-1.0", "-1.0", (1,), SamplingParams())])
-            assert [c.request_id for c in found] == [r.request_id for r in requests]
-            assert {v for c in (*found, *turn) for v in c.versions} == {step}
+                turn = await quiet.act(-1, first_turn("-1.0"))
+                played = await quiet.episodes(-1, Asked("1"), [Ending("-1.0", TrajectoryEnd.DONE, 2.0, 2.0)])
+            assert turn.text == "" and [(g.index, g.prompt) for g in found] == list(enumerate(i for i, _ in requests))
+            for i, group in enumerate(found):
+                assert [len(of) for of in versions_of(group)] == [world.lengths(f"eval.{i}.{k}") for k in (0, 1)]
+                assert group.batch.token_ids(0)[:2] == [ord(letter) for letter in f"1{i}"]
+            assert {v for group in (*found, played) for of in versions_of(group) for v in of} == {step}
 
         steps = await world.collected(num_steps, evaluate)
         check(world, steps, num_steps)
-        made = [t.sequences[0].versions for groups in steps for g in groups for t in g.trajectories]
+        made = [versions for groups in steps for g in groups for versions in versions_of(g)]
         return sum(versions[0] < versions[-1] for versions in made)
 
     mixed = sum(run_virtual(main(seed)) for seed in range(block * 12, block * 12 + 12))
@@ -374,7 +436,13 @@ def test_generation_goes_on_while_the_actor_trains() -> None:
 @pytest.mark.parametrize("num_engines", [1, 2, 3])
 def test_engines_work_side_by_side_and_a_group_stays_together(num_engines: int) -> None:
     async def main() -> tuple[float, list[set[int]]]:
-        world = World(num_engines=num_engines, prompts_per_step=6, lengths=lambda i: 8, steps_per_lease=1)
+        world = World(
+            num_engines=num_engines,
+            prompts_per_step=6,
+            lengths=lambda i: 8,
+            steps_per_lease=1,
+            seconds=lambda role, call: float(call == "burst"),
+        )
         for engine in world.engines:
             engine.max_running = 4
         await asyncio.gather(*(world.rollout.generate(index) for index in range(6)))
@@ -388,22 +456,25 @@ def test_engines_work_side_by_side_and_a_group_stays_together(num_engines: int) 
 
 def test_what_an_engine_refuses_or_computes_wrongly_reaches_those_who_asked() -> None:
     async def main() -> None:
-        world = World()
+        world = World(refused=frozenset({9}))
         world.engines[0].poisoned = {"3.1"}
-        long = [Request("x", "1", (0,) * 9, SamplingParams())]
         found = await asyncio.gather(
             world.rollout.generate(2),
-            world.rollout.complete(long),
+            world.rollout.generate(9),
+            world.rollout.act(9, first_turn("x", LONG)),
             world.rollout.generate(3),
             return_exceptions=True,
         )
-        group, refused, failed = found
-        assert isinstance(group, Group) and len(group.trajectories) == 2
-        assert isinstance(refused, UserError) and refused.found == "x"
+        group, refused, refused_turn, failed = found
+        assert isinstance(group, Group) and len(group.batch) == 2
+        assert isinstance(refused, UserError) and refused.found == "9.0"
+        assert isinstance(refused_turn, UserError) and refused_turn.found == "x.0"
         assert isinstance(failed, GenerationError) and failed.request_ids == ("3.1",)
         assert [ids for kind, ids in world.engines[0].log if kind == "cancel"] == []
         await world.rollout.generate(4)
-        assert ("cancel", ["3.0"]) in world.engines[0].log, "the engine hears of it with the next burst"
+        (cancelled,) = [ids for kind, ids in world.engines[0].log if kind == "cancel"]
+        assert "3.0" in cancelled, "the engine hears of it with the next burst"
+        assert not world.kept()
         with pytest.raises(ValueError, match="waited for already"):
             await asyncio.gather(world.rollout.generate(5), world.rollout.generate(5))
 
@@ -435,7 +506,7 @@ def test_finishing_on_old_weights_waits_for_no_more_than_what_runs(max_running: 
         await _Learner(world, "actor").train(None, 0)
         await world.rollout.publish(1)
         done = await asyncio.gather(*groups)
-        return [{v for t in g.trajectories for v in t.sequences[0].versions} for g in done]
+        return [{v for versions in versions_of(g) for v in versions} for g in done]
 
     versions = run_virtual(main())
     assert versions == ([{0}] * 4 if max_running is None else [{0}, {0}, {1}, {1}])
@@ -493,7 +564,7 @@ def test_stats_are_sums_of_what_the_engines_counted() -> None:
     async def main() -> None:
         world = World(num_engines=2)
         await asyncio.gather(*(world.rollout.generate(index) for index in range(3)))
-        await world.rollout.evaluate([Request("eval", "eval", (1,), SamplingParams())], 0)
+        await world.rollout.evaluate([(Asked("1"), of_prompt("eval", "1"))], 0)
         stats = world.rollout.stats()
         assert stats.generated_tokens == 3 * 2 * 3 + 3 and stats.policy_version == 0
         assert stats.num_steps == sum(engine.stats().num_steps for engine in world.engines)
@@ -525,10 +596,12 @@ def test_groups_that_nobody_waits_for_any_more_are_not_waited_for() -> None:
         await asyncio.sleep(1.5)
         group.cancel()
         async with world.rollout.quiet():
-            await world.rollout.evaluate([Request("eval", "eval", (1,), SamplingParams(max_new_tokens=2))], 0)
+            asked = PromptRequest("eval", "1", (Sample("eval.0", SamplingParams(max_new_tokens=2)),))
+            await world.rollout.evaluate([(Asked("1"), asked)], 0)
+            assert not world.kept()
             assert world.engines[0].log[-4:] == [
                 ("cancel", ["0.0", "0.1"]),
-                ("submit", ["eval"]),
+                ("submit", ["eval.0"]),
                 ("step", 1),
                 ("step", 1),
             ]
@@ -544,4 +617,4 @@ def test_what_cannot_be_is_refused() -> None:
         World(num_engines=2, journal=Journal())
     assert "2 rollout engines" in caught.value.found
     with pytest.raises(UserError, match="journal"):
-        run_virtual(World(journal=Journal()).rollout.complete([Request("0.0.0", "0.0.0", (1,), SamplingParams())]))
+        run_virtual(World(journal=Journal()).rollout.act(0, first_turn("0.0")))

@@ -24,16 +24,19 @@ from quartet.config.environments import EnvironmentConfig
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.data.datasets import PromptItem
-from quartet.envs.episode import EpisodeLimits
+from quartet.envs.episode import EpisodeError
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
-from quartet.envs.transcript import SOURCE
+from quartet.envs.transcript import SOURCE, EpisodeLimits
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
+from quartet.schedule.group_batch import group_batch
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.learners import UpdatePlan
+from quartet.schedule.sampled import Ended, Ending, Sampled, TurnRequest
 from quartet.schedule.scorers import PartScorer
+from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.episodes import EpisodePlayer, episode_metrics
 from quartet.trainers.rl import RLTrainer
@@ -63,7 +66,8 @@ def sequence(
 
 
 def group(index: int, *episodes: Trajectory) -> Group:
-    return Group(index, PromptItem(f"p{index}", (5, 6), "ask", {"answer": "4"}, ""), episodes)
+    prompt = PromptItem(f"p{index}", (5, 6), "ask", {"answer": "4"}, "")
+    return Group.of(index, prompt, group_batch(index, episodes))
 
 
 def episode(*sequences: TrajectorySequence, end: TrajectoryEnd = TrajectoryEnd.DONE) -> Trajectory:
@@ -286,68 +290,112 @@ class Echo:
 
 
 class Recording:
-    """An engine that remembers its requests and answers at once, later requests first."""
+    """A policy that remembers the requests to its engine, which answers at once, later requests first."""
 
-    def __init__(self) -> None:
+    def __init__(self, codec: TextCodec) -> None:
+        self.sampled = Sampled(codec)
         self.requests: list[Request] = []
 
-    async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        self.requests += requests
+    async def act(self, index: int, request: TurnRequest) -> Ended:
+        asked = self.sampled.engine_requests(request)
+        if isinstance(asked, Ended):
+            return asked
+        self.requests += asked
         for _ in range(20 - len(self.requests)):
             await asyncio.sleep(0)
-        return [
-            Completion(r.request_id, r.group, (5, r.sampling.seed % 7 + 3), (-1.0, -2.0), (0, 0), FinishReason.LENGTH)
-            for r in requests
-        ]
+        (one,) = asked
+        made = (5, one.sampling.seed % 7 + 3)[: one.sampling.max_new_tokens]
+        num = len(made)
+        return self.sampled.ended(
+            Completion(one.request_id, one.group, made, (-1.0, -2.0)[:num], (0,) * num, FinishReason.LENGTH)
+        )
+
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[Ending]) -> Group:
+        return Group.of(index, prompt, self.sampled.episodes(index, endings))
 
 
-def player(codec: Any, completer: Any, **changes: Any) -> EpisodePlayer:
+def player(policy: Recording, max_tokens: int = 60, **changes: Any) -> EpisodePlayer:
     config = EnvironmentConfig(**changes)
-    limits = EpisodeLimits(config.max_turns, 60)
-    return EpisodePlayer(EnvironmentFactory(Echo), config, completer, codec, limits, run_seed=3)
+    limits = EpisodeLimits(config.max_turns, max_tokens)
+    return EpisodePlayer(EnvironmentFactory(Echo), config, policy, limits, run_seed=3)
 
 
 @pytest.fixture
-def codec(tokenizer: Any) -> Any:
-    from quartet.text.tokenizer import TextCodec
-
+def codec(tokenizer: Any) -> TextCodec:
     return TextCodec.of(tokenizer)
 
 
 ITEM = PromptItem("p1", (3, 4), "1+2=", {}, "")
 
 
-def test_what_is_sampled_depends_on_place_and_turn_alone(codec: Any) -> None:
+def contents(group: Group) -> dict[str, Any]:
+    """Of a group's batch, as values that can be compared."""
+    batch = group.batch
+    columns = {name: values.tolist() for name, values in {**batch.token, **batch.sequence}.items()}
+    tokens = [batch.token_ids(s) for s in range(len(batch))]
+    return {"ids": batch.ids, "tokens": tokens, **batch.objects, **columns}
+
+
+def test_what_is_sampled_depends_on_place_and_turn_alone(codec: TextCodec) -> None:
     def played(**changes: Any) -> tuple[Group, dict[str, int]]:
-        engine = Recording()
-        found = asyncio.run(player(codec, engine, **changes).group(7, ITEM, SamplingParams(max_new_tokens=4), 3))
-        return found, {r.request_id: r.sampling.seed for r in engine.requests}
+        policy = Recording(codec)
+        found = asyncio.run(player(policy, **changes).group(7, ITEM, SamplingParams(max_new_tokens=4), 3))
+        return found, {r.request_id: r.sampling.seed for r in policy.requests}
 
     together, seeds = played()
     alone, again = played(max_environments=1)
-    assert together == alone and seeds == again
+    assert contents(together) == contents(alone) and seeds == again
     assert sorted(seeds) == [f"7.{r}.{turn}" for r in range(3) for turn in range(2)]
     assert len(set(seeds.values())) == 6
 
 
+def test_a_turn_gets_the_room_that_its_transcript_leaves(codec: TextCodec) -> None:
+    """An action has 2 tokens, an observation 1; the first turn earns nothing."""
+    held = len(codec.encode_prompt(ITEM.prompt))
+
+    def played(max_tokens: int) -> tuple[Group, list[int]]:
+        policy = Recording(codec)
+        found = asyncio.run(player(policy, max_tokens).group(2, ITEM, SamplingParams(max_new_tokens=4), 1))
+        return found, [r.sampling.max_new_tokens for r in policy.requests]
+
+    whole, room = played(held + 4)
+    assert room == [4, 1] and whole.batch.objects["finish_reason"] == ("length",)
+    assert whole.batch.sequence["num_turns"].tolist() == [2]
+    cut_off, room = played(held + 3)
+    assert room == [3] and cut_off.batch.objects["finish_reason"] == ("context",)
+    assert math.isnan(cut_off.batch.sequence["reward/environment"].item())
+    assert len(cut_off.batch.token_ids(0)) == held + 2, "without the observation that nothing answers"
+    with pytest.raises(UserError, match="no room") as raised:
+        played(held)
+    assert f"{held} tokens of at most {held}" in raised.value.found and "p1" in raised.value.found
+
+
+def test_a_group_that_was_made_leaves_no_transcript(codec: TextCodec) -> None:
+    """The same names again begin anew, as held-out episodes do at every evaluation."""
+    policy = Recording(codec)
+    first, again = (asyncio.run(player(policy).group(-1, ITEM, SamplingParams(), 2, draw=-1)) for _ in range(2))
+    assert contents(first) == contents(again)
+    assert len(policy.requests) == 8
+
+
 @pytest.mark.parametrize("most", [1, 2])
-def test_no_more_environments_than_allowed(codec: Any, most: int) -> None:
+def test_no_more_environments_than_allowed(codec: TextCodec, most: int) -> None:
     Echo.live = Echo.most = 0
-    asyncio.run(player(codec, Recording(), max_environments=most).group(0, ITEM, SamplingParams(), 4))
+    asyncio.run(player(Recording(codec), max_environments=most).group(0, ITEM, SamplingParams(), 4))
     assert (Echo.most, Echo.live) == (most, 0)
 
 
-def test_a_failing_episode_ends_the_others_before_its_error_goes_on(codec: Any) -> None:
+def test_a_failing_episode_ends_the_others_before_its_error_goes_on(codec: TextCodec) -> None:
     Echo.live = 0
 
     class Failing(Recording):
-        async def complete(self, requests: Sequence[Request]) -> list[Completion]:
-            if requests[0].request_id == "0.1.1":
+        async def act(self, index: int, request: TurnRequest) -> Ended:
+            if request.request_id == "0.1.1":
                 raise UserError("no", found="x", remedy="y")
-            return await super().complete(requests)
+            return await super().act(index, request)
 
     with pytest.raises(UserError, match="no"):
-        asyncio.run(player(codec, Failing()).group(0, ITEM, SamplingParams(), 4))
+        asyncio.run(player(Failing(codec)).group(0, ITEM, SamplingParams(), 4))
     assert Echo.live == 0
 
 
@@ -486,6 +534,33 @@ def test_a_resumed_run_plays_the_same_episodes(
     assert files_of(cut.path) == files_of(whole.path)
     one, two = (dict(result.model.named_parameters()) for result in (whole, cut))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_episodes_without_room_for_another_turn_end_in_a_run(
+    trainer: Callable[..., RLTrainer], tmp_path: Path, tokenizer: Any
+) -> None:
+    """A first action of four tokens and the observation after it leave none for a second one."""
+    held = len(TextCodec.of(tokenizer).encode_prompt("1+2="))
+    environment = EnvironmentConfig(max_turns=3, max_tokens=held + 5)
+    used = recipe(tmp_path / "run", False, environment=environment, steps=1)
+    result = trainer(used, prompts=["1+2="] * 4).train()
+    records = read_step(result.path / "rollouts", 1)
+    assert {record.finish_reason for record in records} <= {"context", "stop", "length"}
+    assert any(record.finish_reason == "context" for record in records)
+
+
+def test_a_state_that_cannot_be_tokenised_ends_the_run_with_its_episode(
+    trainer: Callable[..., RLTrainer], tmp_path: Path
+) -> None:
+    """The rollout worker finds it, the error says where it was."""
+
+    class Empty(Echo):
+        async def step(self, action: str) -> StepResult:
+            return StepResult(Observation("", rewrites=True))
+
+    with pytest.raises(EpisodeError, match="no tokens") as raised:
+        trainer(recipe(tmp_path / "run", False), environment=Empty).train()
+    assert "episode of prompt" in raised.value.found and "turn 2, action" in raised.value.found
 
 
 def test_held_out_episodes_are_scored_by_their_own_rewards(

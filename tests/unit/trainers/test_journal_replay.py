@@ -14,17 +14,15 @@ from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import Trajectory
 from quartet.config.algorithms import GRPO
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.placement import InFlight
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig, SamplingConfig
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion
 from quartet.rollout.weights import own_copy
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.groups import Group, staleness_metrics
+from quartet.schedule.groups import Group, chunk_of, staleness_metrics
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
 from quartet.schedule.journal import Diverged, Event, Journal
 from quartet.schedule.learners import Learner, UpdatePlan
@@ -100,15 +98,30 @@ class Parity:
 @dataclass
 class Found:
     groups: list[Group] = field(default_factory=list)
-    answers: list[Completion] = field(default_factory=list)
+    answers: list[Group] = field(default_factory=list)
     staleness: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
 
-    def responses(self) -> list[tuple[Trajectory, ...]]:
-        return [group.trajectories for group in self.groups]
-
     def versions(self) -> list[tuple[int, ...]]:
-        return [found.sequences[0].versions for group in self.groups for found in group.trajectories]
+        """Of each response's tokens."""
+        return [
+            tuple(group.batch.token["policy_version"][group.batch.sequence_index() == s].tolist())
+            for group in self.groups
+            for s in range(len(group.batch))
+        ]
+
+
+def plain(groups: Sequence[Group]) -> list[Any]:
+    """All that the groups' batches say, to be compared."""
+    return [
+        (
+            (batch.ids, batch.segment_lengths, batch.parents, batch.input_ids.tolist()),
+            {name: values.tolist() for name, values in {**batch.token, **batch.sequence}.items()},
+            batch.objects["completion"],
+            batch.objects["finish_reason"],
+        )
+        for batch in (group.batch for group in groups)
+    ]
 
 
 @pytest.fixture
@@ -143,7 +156,7 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
 
     rollout = Rollout(
         worker,
-        [Slow(LocalGroup(RolloutWorker(engine)), delays)],
+        [Slow(LocalGroup(RolloutWorker(engine, cast.codec)), delays)],
         cast.requests,
         steps_per_lease=RECIPE.rollout.steps_per_lease,
         version=0,
@@ -160,7 +173,7 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
     def collect(step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
         journal.consume(step, index, [group.consumed() for group in groups])
         found.groups += groups
-        return cast.collect(step, index, groups)
+        return chunk_of(step, index, groups)
 
     def policy(is_first: bool) -> PolicyObjective:
         found.staleness.append(staleness_metrics(experiences[step].batch, step)["staleness/max"])
@@ -182,14 +195,13 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
         learners=[Learner(worker, "actor", actor, UpdatePlan(2, 1, seed=0), policy, "policy")],
         publish=rollout.publish,
     )
-    _, _, requests = cast.requests(100)
     try:
         async with stream:
             for step in range(STEPS):
                 await run_iteration(step, roles)
                 if step == 1:
                     async with rollout.quiet():
-                        found.answers = await rollout.evaluate(requests, step)
+                        found.answers = await rollout.evaluate([cast.requests(100)], step)
     finally:
         await rollout.close()
     found.weights = {name: tensor.clone() for name, tensor in cast.actor.packed.model.state_dict().items()}
@@ -204,7 +216,7 @@ def decided(events: Sequence[Event]) -> list[Event]:
 def test_a_followed_journal_gives_the_same_bits(play: Callable[..., Found], in_flight: InFlight) -> None:
     journal = Journal()
     first = play(1, in_flight, journal)
-    assert {v for c in first.answers for v in c.versions} == {2}
+    assert {v for g in first.answers for v, _ in g.consumed()[1]} == {2}
     assert max(first.staleness) == 1.0, "generation ran ahead"
     mixed = [versions for versions in first.versions() if len(set(versions)) > 1]
     assert bool(mixed) == (in_flight == "pick_up")
@@ -212,7 +224,7 @@ def test_a_followed_journal_gives_the_same_bits(play: Callable[..., Found], in_f
     second = play(2, in_flight, again, 20)
     num = min(len(again.events), len(journal.events))
     assert decided(again.events)[: num // 2] == decided(journal.events)[: num // 2]
-    assert second.responses() == first.responses() and second.answers == first.answers
+    assert plain(second.groups) == plain(first.groups) and plain(second.answers) == plain(first.answers)
     assert all(torch.equal(tensor, second.weights[name]) for name, tensor in first.weights.items())
     free = play(2, in_flight, Journal(), 20)
     assert free.versions() != first.versions(), "the journal decided, not the data"

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import Trajectory
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
@@ -34,6 +33,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
+from quartet.schedule.groups import chunk_of
 from quartet.schedule.leases import Mode
 from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
@@ -164,21 +164,18 @@ def rollout_of(cast: Cast, worker: Worker) -> Rollout:
     )
 
 
-async def rolled_out(
-    cast: Cast, scored: bool, recorder: SpanRecorder
-) -> tuple[list[Trajectory], RaggedBatch, list[Tensor]]:
-    """Trajectories of two groups, a first chunk, and the reference's columns of it, again and again meanwhile."""
+async def rolled_out(cast: Cast, scored: bool, recorder: SpanRecorder) -> tuple[RaggedBatch, RaggedBatch, list[Tensor]]:
+    """Two groups, a first chunk, and the reference's columns of it, again and again meanwhile."""
     worker = Worker(local_arbiter(sizes_of(cast), version=0), recorder)
     rollout = rollout_of(cast, worker)
     reference: Any = next(s for s in cast.column_scorers(worker) if getattr(s, "role", "") == "reference")
-    chunk = cast.collect(0, 0, [await rollout.generate(0)])
+    chunk = chunk_of(0, 0, [await rollout.generate(0)])
     running = asyncio.gather(*(rollout.generate(index) for index in (1, 2)))
     columns = []
     while scored and not running.done():
         columns.append((await reference.score(chunk)).token["ref_logprobs"])
         await asyncio.sleep(0)
-    groups = await running
-    return [trajectory for group in groups for trajectory in group.trajectories], chunk.data, columns
+    return chunk_of(0, 1, await running).data, chunk.data, columns
 
 
 def test_generation_and_reference_passes_do_not_disturb_each_other(
@@ -191,8 +188,11 @@ def test_generation_and_reference_passes_do_not_disturb_each_other(
         learn(cast.actor.packed)
         recorder = SpanRecorder(tmp_path / f"{scored}.jsonl")
         found[scored] = asyncio.run(rolled_out(cast, scored, recorder))
-    trajectories, batch, columns = found[True]
-    assert trajectories == found[False][0]
+    made, batch, columns = found[True]
+    alone = found[False][0]
+    assert made.ids == alone.ids and torch.equal(made.input_ids, alone.input_ids)
+    assert all(torch.equal(made.token[name], alone.token[name]) for name in alone.token)
+    assert made.objects["finish_reason"] == alone.objects["finish_reason"]
     names = [span.name for span in recorder.of_step(0)]
     assert sum(a != b for a, b in itertools.pairwise(names)) >= 5, "they took turns"
     needs = Needs(logprobs=True, mask="action_mask")
@@ -305,11 +305,11 @@ def test_a_canary_hears_adapters_that_were_not_sent(cast_of: Any, causal_lm: Any
 
         rollout = Rollout(
             worker,
-            [LocalGroup(RolloutWorker(engine))],
+            [LocalGroup(RolloutWorker(engine, cast.codec))],
             cast.requests,
             steps_per_lease=4,
             version=version,
-            canary=CanaryProbe(tuple(cast.prompts.item(0).token_ids), 4, 1e-4),
+            canary=CanaryProbe(cast.prompts.item(0).prompt, 4, 1e-4),
             trainer=cast.trained_group("actor"),
             deliver=deliver,
             shares_actor=False,
