@@ -32,6 +32,7 @@ from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
 from quartet.schedule.journal import Journal
 from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
+from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.sampled import Ending, PromptRequest, Sample, TurnRequest
@@ -138,7 +139,7 @@ async def _assembled(chunks: Any) -> Any:
 
 
 @dataclass
-class Slow:
+class Slow(RoleGroup[Any]):
     """A host's handle whose calls take time, as in another process."""
 
     host: Any

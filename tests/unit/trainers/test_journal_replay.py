@@ -69,7 +69,7 @@ class Delays:
 
 
 @dataclass(frozen=True)
-class Slow:
+class Slow(RoleGroup[Any]):
     """A group whose calls take time before they compute."""
 
     handle: RoleGroup[Any]
