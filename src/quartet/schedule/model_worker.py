@@ -274,7 +274,7 @@ class CriticWorker(TrainWorker):
 
     def checkpoint_state(self) -> dict[str, Any]:
         state = super().checkpoint_state()
-        return {**state, REST: {**state[REST], _SEEN: self._seen}}
+        return {**state, REST: {**state[REST], _SEEN: self._seen.clone()}}
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
