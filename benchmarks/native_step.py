@@ -94,7 +94,7 @@ requests_of = trainer.cast.requests
 def with_lengths(index: int) -> Any:
     """Requests of given lengths: no stop token, and each member of a group with its own limit."""
     item, asked = requests_of(index)
-    lengths = wanted[tokenizer.decode(item.token_ids)]
+    lengths = wanted[item.prompt]
     samples = [
         replace(sample, sampling=replace(sample.sampling, max_new_tokens=length, stop_token_ids=()))
         for sample, length in zip(asked.samples, lengths, strict=True)

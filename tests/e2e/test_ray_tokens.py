@@ -147,10 +147,16 @@ def test_groups_ahead_are_saved_and_taken_up_anywhere_and_no_ids_pass_through_th
 
 
 def test_texts_and_columns_of_ppo_are_made_where_the_tokens_are(
-    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, watched: Any
+    ray_cluster: Any,
+    world: Any,
+    recipes: Any,
+    read_by_workers: Any,
+    quartet: Callable[..., Any],
+    same_run: Any,
+    watched: Any,
 ) -> None:
     for name, section in (("ppo-here", {}), ("ppo-ray", {"placement": PIPELINED, "cluster": RAY})):
-        content = recipes["rl"](output_dir=name, steps=3, log={"rollouts_every": 1}, **section)
+        content = recipes["rl"](output_dir=name, steps=3, log={"rollouts_every": 1}, **read_by_workers, **section)
         found = quartet("rl", world.recipe(name, content))
         assert found.status == 0, found.err
         seen = watched()

@@ -67,22 +67,16 @@ class SFTItem:
 
 @dataclass(frozen=True)
 class PromptItem:
-    """A prompt to answer.
+    """A prompt to answer. Its token ids are made where they are read, by ``TextCodec.encode_prompt``.
 
-    ``prompt_id`` names it in this data set, the same at every step; ``num_tokens`` are its tokens, by default those of
-    ``token_ids``.
+    ``prompt_id`` names it in this data set, the same at every step.
     """
 
     prompt_id: str
-    token_ids: tuple[int, ...]
     prompt: PromptText
     columns: Mapping[str, Any]
     place: str
-    num_tokens: int = -1
-
-    def __post_init__(self) -> None:
-        if self.num_tokens < 0:
-            object.__setattr__(self, "num_tokens", len(self.token_ids))
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,7 @@ class SFTData(Ordered):
 
 @dataclass(frozen=True)
 class PromptData(Ordered):
-    """Prompts as token ids, with the columns their rewards receive; ``seen`` are the ids that occur in any of them."""
+    """Prompts with the columns their rewards receive; ``seen`` are the token ids that occur in any of them."""
 
     items: tuple[PromptItem, ...]
     remarks: tuple[str, ...] = field(default=())
@@ -150,15 +144,15 @@ class PromptData(Ordered):
         prefix: str = "p",
     ) -> PromptData:
         """Tokenises; a prompt longer than ``max_tokens`` is an error or is left out. Ids begin with ``prefix``."""
-        encoded = []
+        encoded, seen = [], set[int]()
         for index, row in enumerate(parsed.items):
             with placed(row.place):
-                ids = tuple(codec.encode_prompt(row.prompt))
-            encoded.append(PromptItem(f"{prefix}{index}", ids, row.prompt, row.columns, row.place))
+                ids = codec.encode_prompt(row.prompt)
+            encoded.append(PromptItem(f"{prefix}{index}", row.prompt, row.columns, row.place, len(ids)))
+            seen.update(ids if len(ids) <= max_tokens else ())
         lengths = [item.num_tokens for item in encoded]
         kept, remark = fitting(encoded, lengths, [i.place for i in encoded], max_tokens, overlong, "prompt", section)
-        seen = frozenset(token for item in kept for token in item.token_ids)
-        return cls(tuple(kept), (*parsed.report(), *remark), seen=seen)
+        return cls(tuple(kept), (*parsed.report(), *remark), seen=frozenset(seen))
 
     def __iter__(self) -> Iterator[PromptItem]:
         return iter(self.items)

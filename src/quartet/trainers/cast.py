@@ -190,7 +190,7 @@ class Cast:
         """What engines and trainer must agree on after every weight update."""
         tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.actor.packed.precision]
         item = self.prompts.item(0)
-        room = max(1, min(CANARY_TOKENS, context_length(self.actor.packed.model) - len(item.token_ids)))
+        room = max(1, min(CANARY_TOKENS, context_length(self.actor.packed.model) - item.num_tokens))
         return CanaryProbe(item.prompt, room, tolerance)
 
     def reward_scorers(self, worker: Worker) -> list[Scorer[RaggedBatch, ColumnSet]]:

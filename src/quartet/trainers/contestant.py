@@ -179,7 +179,8 @@ class Contestant:
     def _stored(self, item: PromptItem, answers: Sequence[StoredAnswer]) -> list[Trajectory]:
         in_order = sorted(answers, key=lambda answer: answer.sample)
         made = [(as_completion(self.codec, item, a.text, a.finish_reason), a.text) for a in in_order]
-        return [answered(item.token_ids, completion, text) for completion, text in made]
+        ids = tuple(self.codec.encode_prompt(item.prompt))
+        return [answered(ids, completion, text) for completion, text in made]
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[RewardScorer]:
         workers = {role.name: role.worker() for role in self.models}

@@ -234,7 +234,7 @@ class Evaluator:
 
     def _of(self, contestant: Contestant, recorder: SpanRecorder, name: str, title: str) -> list[Answer]:
         recipe = self.recipe
-        about = [[item.prompt_id, list(item.token_ids)] for item in contestant.prompts]
+        about = [[item.prompt_id, contestant.codec.encode_prompt(item.prompt)] for item in contestant.prompts]
         total = len(about) * recipe.samples_per_prompt
         for remark in contestant.cut_short(recipe.sampling, "sampling.max_new_tokens"):
             self.progress.print(f"{title}: {remark}")

@@ -83,8 +83,9 @@ async def answer_prompts(
     """
     asked = prompt_requests(prompts, codec, sampling, seed=seed, samples=samples)
     requests = [
-        Request(sample.request_id, request.group, tuple(item.token_ids), sample.sampling)
+        Request(sample.request_id, request.group, ids, sample.sampling)
         for item, request in asked
+        for ids in (tuple(codec.encode_prompt(item.prompt)),)
         for sample in request.samples
     ]
     known = dict(finished.completions) if finished is not None else {}
@@ -115,7 +116,7 @@ def prompt_requests(
 
 def answers_of(codec: TextCodec, index: int, item: PromptItem, completions: Sequence[Completion]) -> Group:
     """Completions of one prompt as trajectories of one turn, with their texts."""
-    ids = item.token_ids
+    ids = tuple(codec.encode_prompt(item.prompt))
     made = [answered(ids, one, completion_text(codec, ids, one)) for one in completions]
     return Group.of(index, item, group_batch(index, made))
 

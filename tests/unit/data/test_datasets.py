@@ -119,7 +119,8 @@ def test_preference_batch(codec: TextCodec) -> None:
 
 def test_prompt_items(codec: TextCodec) -> None:
     data = PromptData.build(Parsed((Prompt("a b", {"answer": "1"}), Prompt("c", {"answer": "2"}))), codec, 8)
-    assert data.item(0).token_ids == (1, 2) and data.item(1).columns == {"answer": "2"}
+    assert data.item(1).columns == {"answer": "2"} and data.seen == {1, 2, 3}
+    assert [item.num_tokens for item in data] == [2, 1]
     assert [item.prompt for item in data] == ["a b", "c"]
     assert len({item.prompt_id for item in data}) == 2
 
@@ -144,6 +145,7 @@ def test_too_long_is_an_error_or_counted(codec: TextCodec, kind: str) -> None:
         build()
     assert "1 of 2, first f.jsonl:2 with" in caught.value.found and "data.overlong=skip" in caught.value.remedy
     data = build(overlong="skip")
+    assert not isinstance(data, PromptData) or data.seen == {1}, "ids of rows that are left out do not occur"
     assert len(data) == 1 and "1 rows left out" in data.remarks[0] and place in data.remarks[0]
 
 

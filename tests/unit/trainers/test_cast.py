@@ -149,9 +149,9 @@ def test_prompts_come_in_a_new_order_every_pass_and_randomness_follows_the_place
     num = len(prompts)
     passes = [[cast.item(i).prompt_id for i in range(k * num, (k + 1) * num)] for k in range(2)]
     assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1]
-    seeds = [request.sampling.seed for index in range(2 * num) for request in cast.requests(index)[2]]
+    seeds = [request.sampling.seed for index in range(2 * num) for request in cast.requests(index)[1].samples]
     assert len(set(seeds)) == len(seeds)
-    assert cast.requests(5)[2] == cast.requests(5)[2]
+    assert cast.requests(5) == cast.requests(5)
 
 
 def test_an_update_that_breaks_off_half_way_is_not_saved(

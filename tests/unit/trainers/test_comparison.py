@@ -20,7 +20,7 @@ def side(scores: Sequence[float], samples: int = 1, text: str = "") -> list[Answ
     """``samples`` answers per prompt with these scores, in order."""
     return [
         Answer(
-            PromptItem(f"p{i // samples}", (1,), f"prompt {i // samples}", {}, ""),
+            PromptItem(f"p{i // samples}", f"prompt {i // samples}", {}, "", 1),
             text or f"{score}",
             "stop",
             {"x": score},

@@ -66,7 +66,7 @@ def sequence(
 
 
 def group(index: int, *episodes: Trajectory) -> Group:
-    prompt = PromptItem(f"p{index}", (5, 6), "ask", {"answer": "4"}, "")
+    prompt = PromptItem(f"p{index}", "ask", {"answer": "4"}, "", 2)
     return Group.of(index, prompt, group_batch(index, episodes))
 
 
@@ -325,7 +325,7 @@ def codec(tokenizer: Any) -> TextCodec:
     return TextCodec.of(tokenizer)
 
 
-ITEM = PromptItem("p1", (3, 4), "1+2=", {}, "")
+ITEM = PromptItem("p1", "1+2=", {}, "", 2)
 
 
 def contents(group: Group) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _chunk(greedy: list[Completion]) -> Chunk[RaggedBatch]:
         return answered((1, 2), completion, str(completion.token_ids[0]))
 
     sampled = made(_completion(10)), made(_completion(11))
-    items = [PromptItem(f"p{g}", (1, 2), "x", {}, "") for g in range(len(greedy))]
+    items = [PromptItem(f"p{g}", "x", {}, "", 2) for g in range(len(greedy))]
     batches = [group_batch(7 + g, sampled, made(completion)) for g, completion in enumerate(greedy)]
     groups = [Group.of(7 + g, item, batch) for g, (item, batch) in enumerate(zip(items, batches, strict=True))]
     return chunk_of(3, 0, groups)

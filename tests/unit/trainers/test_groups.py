@@ -33,7 +33,7 @@ from quartet.trainers.trajectories import Trajectories, num_emitted
 
 
 def item(index: int) -> PromptItem:
-    return PromptItem(f"p{index}", (index, 4), f"{index}", {"answer": 3}, "here")
+    return PromptItem(f"p{index}", f"{index}", {"answer": 3}, "here", 2)
 
 
 def completion(index: int, r: int, versions: tuple[int, ...], text_end: int | None = None) -> Completion:
@@ -43,7 +43,7 @@ def completion(index: int, r: int, versions: tuple[int, ...], text_end: int | No
 
 
 def response(index: int, r: int, versions: tuple[int, ...], text_end: int | None = None) -> Trajectory:
-    return answered(item(index).token_ids, completion(index, r, versions, text_end))
+    return answered((index, 4), completion(index, r, versions, text_end))
 
 
 def scored(index: int, *names: str) -> tuple[ColumnSet, ...]:

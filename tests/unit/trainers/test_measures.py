@@ -24,7 +24,7 @@ from quartet.trainers.measures import (
 
 
 def prompt(name: str) -> PromptItem:
-    return PromptItem(name, (1,), name, {}, "")
+    return PromptItem(name, name, {}, "", 1)
 
 
 def answers(rows: Sequence[Sequence[tuple[str, dict[str, float]]]]) -> list[Answer]:

@@ -81,7 +81,7 @@ def test_a_critic_that_starts_as_the_reward_model_knows_the_scores_before_it_lea
     body = used.cast.critic.packed.model
     for owned in used.cast.models():
         owned.release()
-    ids = torch.tensor([used.cast.item(0).token_ids])
+    ids = torch.tensor([used.cast.codec.encode_prompt(used.cast.item(0).prompt)])
     with torch.no_grad():
         expected, found = (
             model.score(model.model(input_ids=ids).last_hidden_state)[0, :, 0] for model in (reward, body)

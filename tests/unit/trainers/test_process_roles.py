@@ -81,11 +81,12 @@ def role_of(
 
 def chunk_with(codec: TextCodec, answers: Sequence[Sequence[str]] = ANSWERS, step: int = 2) -> Chunk[RaggedBatch]:
     """Groups of answers to ``1+1=``, ``2+2=``, …; those that did not end lack end-of-text."""
-    items = [PromptItem(f"p{n}", tuple(codec.encode_prompt(f"{n}+{n}=")), f"{n}+{n}=", {}, "") for n in (1, 2)]
+    prompts = [codec.encode_prompt(f"{n}+{n}=") for n in (1, 2)]
+    items = [PromptItem(f"p{n}", f"{n}+{n}=", {}, "", len(ids)) for n, ids in enumerate(prompts, 1)]
     eos, ended = codec.eos_id, iter(ENDED)
     ids = [[codec.tokenizer(text)["input_ids"] + ([eos] if next(ended) else []) for text in group] for group in answers]
     members = [(g, r) for g, group in enumerate(answers) for r in range(len(group))]
-    batch = RaggedBatch.from_groups([item.token_ids for item in items], ids, [f"{g}.{r}" for g, r in members])
+    batch = RaggedBatch.from_groups(prompts, ids, [f"{g}.{r}" for g, r in members])
     mask = batch.sequence_index() >= 0
     batch = batch.with_token(action_mask=mask, loss_mask=mask, rollout_logprobs=torch.zeros(batch.num_tokens))
     batch = batch.with_sequence(

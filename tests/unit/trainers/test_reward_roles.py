@@ -165,9 +165,10 @@ def test_workers_render_what_a_model_with_another_tokenizer_reads(
         with torch.no_grad():
             expected.append(float(model.score(model.model(read).last_hidden_state)[0, -1]))
     role = RewardModelRole("judge", PackedScalarModel(model), TokenBudget(64, "budget"), own, 1.0)
-    items = [PromptItem("p0", tuple(codec.encode_prompt("1+1=")), "1+1=", {"answer": object()}, "")] * 3
+    prompt_ids = codec.encode_prompt("1+1=")
+    items = [PromptItem("p0", "1+1=", {"answer": object()}, "", len(prompt_ids))] * 3
     responses = [[codec.tokenizer(text)["input_ids"] for text in texts]]
-    batch = RaggedBatch.from_groups([items[0].token_ids], responses, "abc")
+    batch = RaggedBatch.from_groups([prompt_ids], responses, "abc")
     batch = batch.with_sequence(ended=torch.tensor(ended)).with_objects(prompt=items, completion=texts)
     workers = [role.worker() for _ in range(num_workers)]
     worker = Worker(local_arbiter({role.name: workers[0].sizes()}, version=0), SpanRecorder())

@@ -82,6 +82,7 @@ def test_sources_are_joined_or_mixed(tmp_path: Path) -> None:
     assert [item.prompt for item in data] == [f"{n}+1=" for n in range(6)] + [f"{n}+2=" for n in range(4)]
     assert data.order == 10 and len({item.prompt_id for item in data}) == 10
     mixed = prompt_data(DataConfig(**weighted(config, 1, 3)), None, codec, 99, "data")
+    assert data.seen == mixed.seen == {i for item in data for i in codec.encode_prompt(item.prompt)}
     assert mixed.items == data.items and mixed.order == Mixture((6, 4), (1.0, 3.0))
     assert mixed.remarks == tuple(
         f"{tmp_path / name}: {count} of the 10 rows of an epoch, from {rows}"
@@ -174,7 +175,8 @@ def test_turns_reach_every_job() -> None:
     head = "\n\nHuman: 1+2\n\nAssistant:"
     pair = {"chosen": f"{head} 3", "rejected": f"{head} 4"}
     ids = codec.encode_prompt([{"role": "user", "content": "1+2"}])
-    assert list(prompt_data(config, [pair], codec, 99, "data").item(0).token_ids) == ids
+    (item,) = prompt_data(config, [pair], codec, 99, "data")
+    assert codec.encode_prompt(item.prompt) == ids and item.num_tokens == len(ids)
     assert list(preference_data(config, [pair], codec, 99, "data").items[0].prompt_ids) == ids
     judged = pairs_or_judgements(config, [{"prompt": head, "completion": " 3", "label": 1}], codec, 99, "data")
     assert list(judged.items[0].prompt_ids) == ids

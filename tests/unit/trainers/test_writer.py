@@ -44,7 +44,7 @@ def step(codec: TextCodec, index: int, *answers: str, text_end: int | None = Non
         logprobs, versions = tuple(-0.1 * (k + 1) for k in range(len(ids))), (index,) * len(ids)
         completion = Completion(f"{index}.{r}", f"{index}", ids, logprobs, versions, FinishReason.STOP, text_end)
         made.append(answered(prompt, completion, text))
-    item = PromptItem("p3", tuple(prompt), "3+4=", {}, "here")
+    item = PromptItem("p3", "3+4=", {}, "here", len(prompt))
     batch = chunk_of(0, 0, [Group.of(index, item, group_batch(index, made))]).data
     return without_texts(batch.with_sequence(score=torch.arange(len(batch)).double()))
 
