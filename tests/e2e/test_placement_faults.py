@@ -159,10 +159,17 @@ def test_workers_killed_while_they_write_their_shares_leave_no_half_checkpoint(
 
 
 def test_a_writer_killed_over_a_steps_rollouts_writes_them_when_the_step_is_done_again(
-    undisturbed: Path, world: Any, recipes: Any, quartet: Callable[..., Any], same_run: Any, killer: Any
+    undisturbed: Path,
+    world: Any,
+    recipes: Any,
+    read_by_workers: Any,
+    quartet: Callable[..., Any],
+    same_run: Any,
+    killer: Any,
 ) -> None:
     deaths = killer(WRITING)
-    found = quartet("rl", world.recipe("writing", recipe_of(recipes, "writing", max_restarts=len(WRITING))))
+    recipe = recipe_of(recipes, "writing", max_restarts=len(WRITING), **read_by_workers)
+    found = quartet("rl", world.recipe("writing", recipe))
     assert found.status == 0, found.err
     assert not deaths.left and deaths.pools == ["trained", "trained"]
     assert not list(Path("writing/rollouts").glob("*.tmp"))
@@ -179,7 +186,7 @@ def test_more_deaths_than_allowed_end_a_run_that_can_be_resumed(
     killer: Any,
 ) -> None:
     killer([Death("actor", "update", after=3), Death("rollout", "burst", after=1)])
-    recipe = world.recipe("mortal", recipe_of(recipes, "mortal", max_restarts=1))
+    recipe = world.recipe("mortal", recipe_of(recipes, "mortal", max_restarts=1, **read_by_workers))
     found = quartet("rl", recipe)
     found.expect_user_error("died more often", "cluster.max_restarts is 1", "rank 0 of group 'engine' died", "--resume")
     found = quartet("rl", recipe, "--resume")
