@@ -37,7 +37,8 @@ PIPELINED = {
 def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """Where in this process token ids were held, made or read while a run trained, since it was last asked.
 
-    Unpickling makes an object by ``__new__``, so what arrives from elsewhere is noticed as well.
+    ``__setstate__`` notices what arrives from elsewhere. (A class never works again as before once its ``__new__`` was
+    replaced: CPython leaves the slot set.)
     """
     seen: list[str] = []
     is_training = False
@@ -46,12 +47,19 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
         if is_training:
             seen.append(f"{what}: {''.join(traceback.format_stack(limit=6)[:-1])}")
 
-    def make(cls: type) -> Callable[..., Any]:
-        def made(kind: type, *args: Any, **kwargs: Any) -> Any:
-            note(cls.__name__)
-            return object.__new__(kind)
+    def watch(cls: type) -> None:
+        made = cls.__init__  # type: ignore[misc]
 
-        return made
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            note(cls.__name__)
+            made(self, *args, **kwargs)
+
+        def setstate(self: Any, state: dict[str, Any]) -> None:
+            note(cls.__name__)
+            self.__dict__.update(state)
+
+        monkeypatch.setattr(cls, "__init__", init)
+        monkeypatch.setattr(cls, "__setstate__", setstate, raising=False)
 
     def noting(method: str) -> Callable[..., Any]:
         real = getattr(TextCodec, method)
@@ -78,7 +86,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
             is_training = False
 
     for cls in (Completion, TrajectorySequence, Transcript):
-        monkeypatch.setattr(cls, "__new__", make(cls), raising=False)
+        watch(cls)
     for method in ("encode_prompt", "encode_completion", "decode", "decode_completion", "token_texts"):
         monkeypatch.setattr(TextCodec, method, noting(method))
     monkeypatch.setattr(RaggedBatch, "__post_init__", post_init)
