@@ -133,7 +133,7 @@ def evaluate(recipe: RecipePath, overrides: Overrides = None, resume: Resume = N
     from quartet.config.load import load_recipe
     from quartet.observe.progress import Progress
     from quartet.trainers.evaluate import Evaluator
-    from quartet.trainers.resuming import finished
+    from quartet.trainers.run_files import finished
 
     with Progress() as progress:
         loaded = load_recipe("eval", recipe, overrides or ())
@@ -216,7 +216,7 @@ def _train(job: str, trainer: Any, recipe_path: Path, overrides: list[str] | Non
     from quartet.cli.show import show_finished, show_run
     from quartet.config.load import load_recipe
     from quartet.observe.progress import Progress
-    from quartet.trainers.resuming import finished
+    from quartet.trainers.run_files import finished
 
     recipe = load_recipe(job, recipe_path, overrides or ())
     if done := finished(recipe, as_argument(resume)):

@@ -30,11 +30,10 @@ from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.answers import write_rows
 from quartet.trainers.generate import generate
-from quartet.trainers.resuming import Resume, found_summary
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, software_versions, write_json, writing
-from quartet.trainers.run_files import completed, read_json, take_lock
+from quartet.trainers.run_files import Resume, completed, found_summary, read_json, take_lock
 from quartet.trainers.sft import SFTTrainer
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 

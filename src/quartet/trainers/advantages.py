@@ -5,22 +5,27 @@ state).
 
 What an advantage is, is the method's business (``quartet.trainers.estimators``). Baselines need whole groups and
 whitening the whole batch, so this runs once per step on scalar columns.
+
+The greedy baseline (Li et al. 2024, ReMax) is what the most likely response would have scored: each group has one
+greedy trajectory beside those it is trained on. It travels in their chunk and is scored by the rewards, apart from the
+others, and by nothing else: no reference, critic or actor reads it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from quartet.algorithms.controllers import adaptive_kl_coef
 from quartet.algorithms.kl import kl_estimate
 from quartet.algorithms.segments import masked_mean, masked_owner, segment_count, segment_is_constant
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX
+from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, Trajectories
 from quartet.config.algorithms import (
     Distillation,
     GroupAlgorithm,
@@ -31,6 +36,7 @@ from quartet.config.algorithms import (
     kl_term,
 )
 from quartet.rewards.combine import LEFT_OUT_PREFIX, combine, effective_weights, source_metrics
+from quartet.schedule.groups import GREEDY
 from quartet.schedule.iteration import Chunk
 from quartet.train.objectives import trajectory_index
 from quartet.trainers.estimators import (
@@ -42,10 +48,7 @@ from quartet.trainers.estimators import (
     sampled_logprobs,
     shaped_scores,
 )
-from quartet.trainers.greedy import with_baseline
 from quartet.trainers.process_metrics import process_metrics
-from quartet.trainers.selection import selected
-from quartet.trainers.trajectories import Trajectories
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,41 @@ class Experience:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Scores of a batch's trajectories before KL enters: raw ones (0 where no source applies), those less the recipe's
-    penalties, and where any source applies; each ``[N]``."""
+    """Scores of a batch's trajectories before KL enters.
 
+    ``rewards`` are the sources' own scores by name, ``scores_N`` their sum (0 where no source applies), ``shaped_N``
+    that less the recipe's penalties, ``applies_N`` says where any source applies, ``length_N`` counts action tokens.
+    """
+
+    trajectories: Trajectories
+    trajectory_T: Tensor
+    rewards: Mapping[str, Tensor]
     scores_N: Tensor
     shaped_N: Tensor
     applies_N: Tensor
+    length_N: Tensor
+    ended_N: Tensor
 
-    @property
-    def valid_N(self) -> Tensor:
-        """Shaped scores, NaN where no source applies."""
-        return self.shaped_N.masked_fill(~self.applies_N, math.nan)
+
+class KLCoefficient:
+    """The coefficient of the KL term: ``value`` is now in force, an adaptive one moves after each step.
+
+    Args:
+        warmup_steps: first steps, in which it stays, as the actor does.
+    """
+
+    def __init__(self, config: PolicyGradientConfig | SelectionConfig, warmup_steps: int = 0) -> None:
+        self.term = kl_term(config)
+        self.value = self.term.coef
+        self._warmup_steps = warmup_steps
+
+    def adapt(self, batch: RaggedBatch, step: int) -> None:
+        """Moves it by the KL of the responses of an experience that take part."""
+        num = len(torch.unique(trajectory_index(batch)[batch.token["action_mask"]]))
+        if self.term.target is None or "ref_logprobs" not in batch.token or step < self._warmup_steps or not num:
+            return
+        observed = float(batch.token["kl"].sum()) / num
+        self.value = adaptive_kl_coef(self.value, observed, self.term.target, self.term.horizon, num)
 
 
 class Assembler:
@@ -99,91 +126,95 @@ class Assembler:
 
     def __call__(self, chunks: Sequence[tuple[Chunk[RaggedBatch], Sequence[ColumnSet]]]) -> Experience:
         batch = RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
-        batch, greedy = with_baseline(batch, lambda found: self.judge(found).valid_N)
-        trajectories = Trajectories.of(batch)
-        final_N = trajectories.final_N
-        group_N = batch.sequence["group"][final_N]
+        batch, greedy = self._with_baseline(batch)
+        judged = self.judge(batch, step=chunks[0][0].step)
+        trajectories, trajectory_T = judged.trajectories, judged.trajectory_T
+        group_N = batch.sequence["group"][trajectories.final_N]
+        baseline_N = batch.sequence[BASELINE][trajectories.final_N] if BASELINE in batch.sequence else None
+        takes_part_N = self._taking_part(judged.applies_N, group_N, baseline_N)
+        action_mask_T = batch.token["action_mask"] & takes_part_N[trajectory_T.clamp(min=0)]
         batch = batch.with_sequence(trajectory=trajectories.owner_S)
-        scores_N, applies_N = self._scores(batch, final_N)
-        if self._shuffle is not None:
-            order = self._shuffle(chunks[0][0].step, len(trajectories))
-            scores_N, applies_N = scores_N[order], applies_N[order]
-        kept_N = self._taking_part(batch, final_N, group_N, applies_N)
-        trajectory_T = trajectory_index(batch)
-        length_N = segment_count(masked_owner(trajectory_T, batch.token["action_mask"]), len(final_N))
-        action_mask_T = batch.token["action_mask"] & kept_N[trajectory_T.clamp(min=0)]
-        batch = _replace_token(batch, action_mask=action_mask_T, loss_mask=batch.token["loss_mask"] & action_mask_T)
-
+        batch = batch.with_token(action_mask=action_mask_T, loss_mask=batch.token["loss_mask"] & action_mask_T)
         kl_T, kl_metrics = self._kl(batch, action_mask_T)
-        in_reward = self._kl_coef() if kl_term(self.config).place == "reward" else 0.0
-        ended_N = batch.sequence["ended"][final_N]
-        shaped_N = shaped_scores(self.config, scores_N, ended_N, length_N, self.max_new_tokens)
         scored = Scored(
             batch=batch,
             trajectory_T=trajectory_T,
             action_mask_T=action_mask_T,
-            scores_N=scores_N,
-            shaped_N=shaped_N,
+            scores_N=judged.scores_N,
+            shaped_N=judged.shaped_N,
             kl_T=kl_T,
-            kl_coef=in_reward,
+            kl_coef=self._kl_coef() if kl_term(self.config).place == "reward" else 0.0,
             group_N=group_N,
-            length_N=length_N,
-            ended_N=ended_N,
-            baseline_N=batch.sequence[BASELINE][final_N] if BASELINE in batch.sequence else None,
-            step_rewards_T=self._step_rewards(batch, final_N, trajectory_T),
+            length_N=judged.length_N,
+            ended_N=judged.ended_N,
+            baseline_N=baseline_N,
+            step_rewards_T=self._step_rewards(batch, judged),
         )
-        config = self.config
-        result = selected(config, scored) if isinstance(config, Selection) else estimate(config, scored)
-        fields = {
-            "advantages": result.advantages_T.float(),
-            "token_rewards": result.token_rewards_T.float(),
-            "kl": kl_T.float(),
-        }
+        result = estimate(self.config, scored)
+        fields = {"advantages": result.advantages_T, "token_rewards": result.token_rewards_T, "kl": kl_T}
         if result.returns_T is not None:
-            fields["returns"] = result.returns_T.float()
-        batch = batch.with_token(**fields).with_sequence(
-            score=scores_N.masked_fill(~applies_N, math.nan)[trajectories.owner_S],
+            fields["returns"] = result.returns_T
+        batch = batch.with_token(**{name: values.float() for name, values in fields.items()}).with_sequence(
+            score=judged.scores_N.masked_fill(~judged.applies_N, math.nan)[trajectories.owner_S],
             total_reward=result.rewards_N[trajectories.owner_S],
         )
-        rewards = self._by_source(batch, final_N)
         metrics = {
             **kl_metrics,
-            **process_metrics(batch, rewards, self.weights),
-            **self._metrics(batch, scored, applies_N, result),
+            **process_metrics(batch, judged.rewards, self.weights),
+            **self._score_metrics(batch, judged, result),
+            **self._advantage_metrics(batch, result),
         }
         return Experience(batch, metrics, greedy)
 
-    def judge(self, batch: RaggedBatch) -> Judgement:
-        """What the rewards say of a batch that has their columns, whatever else it has."""
-        trajectories = Trajectories.of(batch)
-        scores_N, applies_N = self._scores(batch, trajectories.final_N)
-        trajectory_T = trajectory_index(batch.with_sequence(trajectory=trajectories.owner_S))
-        length_N = segment_count(masked_owner(trajectory_T, batch.token["action_mask"]), len(trajectories))
-        ended_N = batch.sequence["ended"][trajectories.final_N]
-        shaped_N = shaped_scores(self.config, scores_N, ended_N, length_N, self.max_new_tokens)
-        return Judgement(scores_N, shaped_N, applies_N)
+    def judge(self, batch: RaggedBatch, step: int | None = None) -> Judgement:
+        """What the rewards say of a batch that has their columns, whatever else it has.
 
-    def _taking_part(self, batch: RaggedBatch, final_N: Tensor, group_N: Tensor, applies_N: Tensor) -> Tensor:
+        Args:
+            step: whose scores are shuffled, in a control experiment; None leaves them.
+        """
+        trajectories = Trajectories.of(batch)
+        final_N = trajectories.final_N
+        rewards = {name: batch.sequence[REWARD_PREFIX + name][final_N] for name in self.weights}
+        if self.weights:
+            scores_N, applies_N = combine(rewards, self.weights)
+            scores_N = scores_N.float()
+        else:
+            scores_N, applies_N = torch.zeros(len(final_N)), torch.zeros(len(final_N), dtype=torch.bool)
+        if self._shuffle is not None and step is not None:
+            order = self._shuffle(step, len(trajectories))
+            scores_N, applies_N = scores_N[order], applies_N[order]
+        trajectory_T = trajectory_index(batch.with_sequence(trajectory=trajectories.owner_S))
+        length_N = segment_count(masked_owner(trajectory_T, batch.token["action_mask"]), len(final_N))
+        ended_N = batch.sequence["ended"][final_N]
+        shaped_N = shaped_scores(self.config, scores_N, ended_N, length_N, self.max_new_tokens)
+        return Judgement(trajectories, trajectory_T, rewards, scores_N, shaped_N, applies_N, length_N, ended_N)
+
+    def _with_baseline(self, batch: RaggedBatch) -> tuple[RaggedBatch, RaggedBatch | None]:
+        """The sampled sequences with the column ``baseline`` ``[S]``, and the greedy ones, with their ``score`` and as
+        they were sampled; where the method has none, the batch as it is."""
+        if GREEDY not in batch.sequence:
+            return batch, None
+        sampled, greedy = (batch.select(part).pop(GREEDY)[0] for part in sampled_and_greedy(batch))
+        judged = self.judge(greedy)
+        baseline_N = judged.shaped_N.masked_fill(~judged.applies_N, math.nan)
+        place = {group: n for n, group in enumerate(greedy.sequence["group"].tolist())}
+        owner_S = torch.tensor([place[group] for group in sampled.sequence["group"].tolist()])
+        kept = {name: greedy.token[name] for name in ("action_mask", "rollout_logprobs", "policy_version")}
+        untrained = torch.zeros(greedy.num_tokens, dtype=torch.bool)
+        greedy = replace(greedy, token={**kept, "loss_mask": untrained}).with_sequence(score=baseline_N)
+        return sampled.with_sequence(**{BASELINE: baseline_N[owner_S]}), greedy
+
+    def _taking_part(self, applies_N: Tensor, group_N: Tensor, baseline_N: Tensor | None) -> Tensor:
         """``[N]`` bool trajectories that are learned from: those with a score, and what it is compared with."""
         if isinstance(self.config, Distillation):
             return torch.ones_like(applies_N)
         if isinstance(self.config, GroupAlgorithm | Selection):
-            return applies_N & _has_company(group_N, applies_N)
-        if BASELINE in batch.sequence:
-            return applies_N & ~batch.sequence[BASELINE][final_N].isnan()
-        return applies_N
+            labels_N = _dense(group_N)
+            counts = torch.bincount(labels_N[applies_N], minlength=int(labels_N.max()) + 1)
+            return applies_N & (counts[labels_N] >= 2)
+        return applies_N if baseline_N is None else applies_N & ~baseline_N.isnan()
 
-    def _scores(self, batch: RaggedBatch, final_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Weighted sum of the sources that apply, under their gates, and whether any did; each ``[N]``."""
-        if not self.weights:
-            return torch.zeros(len(final_N)), torch.zeros(len(final_N), dtype=torch.bool)
-        total, applies = combine(self._by_source(batch, final_N), self.weights)
-        return total.float(), applies
-
-    def _by_source(self, batch: RaggedBatch, final_N: Tensor) -> dict[str, Tensor]:
-        return {name: batch.sequence[REWARD_PREFIX + name][final_N] for name in self.weights}
-
-    def _step_rewards(self, batch: RaggedBatch, final_N: Tensor, trajectory_T: Tensor) -> Tensor | None:
+    def _step_rewards(self, batch: RaggedBatch, judged: Judgement) -> Tensor | None:
         """``[T]`` weighted sum over the sources that say where their score was earned; None without such a source.
 
         Shuffled scores belong to other trajectories, so nothing of them was earned on the way.
@@ -191,8 +222,8 @@ class Assembler:
         steps = {name: STEP_PREFIX + name for name in self.weights if STEP_PREFIX + name in batch.token}
         if not steps or self._shuffle is not None:
             return None
-        shares = effective_weights(self._by_source(batch, final_N), self.weights)
-        owner_T = trajectory_T.clamp(min=0)
+        shares = effective_weights(judged.rewards, self.weights)
+        owner_T = judged.trajectory_T.clamp(min=0)
         earned = [
             shares[name].nan_to_num(nan=0.0).float()[owner_T] * batch.token[column] for name, column in steps.items()
         ]
@@ -208,66 +239,62 @@ class Assembler:
         coef = {"kl/coef": self._kl_coef()} if kl_term(self.config).coef > 0 else {}
         return kl_T, {"kl/ref": float(k1), "kl/ref_k3": float(k3), **coef}
 
-    def _metrics(self, batch: RaggedBatch, scored: Scored, applies_N: Tensor, result: Estimate) -> dict[str, float]:
-        mask_T, scores_N = batch.token["action_mask"], scored.scores_N
+    def _score_metrics(self, batch: RaggedBatch, judged: Judgement, result: Estimate) -> dict[str, float]:
+        config, applies_N, num = self.config, judged.applies_N, len(judged.applies_N)
         found: dict[str, float] = {"reward/not_applicable": float((~applies_N).sum())} if self.weights else {}
         if bool(applies_N.any()):
-            valid = scores_N[applies_N]
+            valid = judged.scores_N[applies_N]
             found["reward/score_mean"] = float(valid.mean())
             found["reward/score_std"] = float(valid.std()) if len(valid) > 1 else 0.0
             found["reward/with_kl_mean"] = float(result.rewards_N[applies_N].mean())
-            found.update(self._length_metrics(scored, applies_N))
-        found.update(self._source_metrics(batch))
-        if bool(mask_T.any()):
-            advantages = result.advantages_T[mask_T]
-            found["advantages/mean"] = float(advantages.mean())
-            found["advantages/std"] = float(advantages.std()) if len(advantages) > 1 else 0.0
-        if result.returns_T is not None and bool(mask_T.any()):
-            returns, values = result.returns_T[mask_T], batch.token["values"][mask_T]
-            found["returns/mean"] = float(returns.mean())
-            spread = float(returns.var()) if len(returns) > 1 else 0.0
-            if spread > 0:
-                found["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
-        group_N = _dense(scored.group_N)
-        if self.weights and len(scores_N) > int(group_N.max()) + 1:
-            scored_N = torch.where(applies_N, group_N, -1)
-            is_constant = segment_is_constant(scored.shaped_N, scored_N, int(group_N.max()) + 1)
-            found["groups/zero_variance"] = float(is_constant.float().mean())
-        if "old_logprobs" in batch.token and bool(mask_T.any()):
-            gap = (batch.token["old_logprobs"] - batch.token["rollout_logprobs"]).abs()[mask_T]
-            found["agreement/logprob_diff_mean"] = float(gap.mean())
-            found["agreement/logprob_diff_max"] = float(gap.max())
-        return found
-
-    def _source_metrics(self, batch: RaggedBatch) -> dict[str, float]:
-        final_N = Trajectories.of(batch).final_N
+            if isinstance(config, ScoredAlgorithm) and config.overlong is not None:
+                taken_N = length_penalty(config, judged.length_N, self.max_new_tokens)
+                found["reward/overlong_penalty"] = float(taken_N[applies_N].mean())
+        final_N = judged.trajectories.final_N
         left_out = {
             name.removeprefix(LEFT_OUT_PREFIX): values[final_N]
             for name, values in batch.sequence.items()
             if name.startswith(LEFT_OUT_PREFIX)
         }
-        return source_metrics(self._by_source(batch, final_N), self.weights, left_out)
+        found.update(source_metrics(judged.rewards, self.weights, left_out))
+        group_N = _dense(batch.sequence["group"][final_N])
+        num_groups = int(group_N.max()) + 1
+        if self.weights and num > num_groups:
+            is_constant = segment_is_constant(judged.shaped_N, torch.where(applies_N, group_N, -1), num_groups)
+            found["groups/zero_variance"] = float(is_constant.float().mean())
+        return found
 
-    def _length_metrics(self, scored: Scored, applies_N: Tensor) -> dict[str, float]:
-        """What was taken off the scores for length, where the recipe has it."""
-        if not isinstance(self.config, ScoredAlgorithm) or self.config.overlong is None:
+    def _advantage_metrics(self, batch: RaggedBatch, result: Estimate) -> dict[str, float]:
+        mask_T = batch.token["action_mask"]
+        if not bool(mask_T.any()):
             return {}
-        taken_N = length_penalty(self.config, scored.length_N, self.max_new_tokens)
-        return {"reward/overlong_penalty": float(taken_N[applies_N].mean())}
+        advantages = result.advantages_T[mask_T]
+        found = {
+            "advantages/mean": float(advantages.mean()),
+            "advantages/std": float(advantages.std()) if len(advantages) > 1 else 0.0,
+        }
+        if result.returns_T is not None:
+            returns, values = result.returns_T[mask_T], batch.token["values"][mask_T]
+            found["returns/mean"] = float(returns.mean())
+            spread = float(returns.var()) if len(returns) > 1 else 0.0
+            if spread > 0:
+                found["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
+        if "old_logprobs" in batch.token:
+            gap = (batch.token["old_logprobs"] - batch.token["rollout_logprobs"]).abs()[mask_T]
+            found["agreement/logprob_diff_mean"] = float(gap.mean())
+            found["agreement/logprob_diff_max"] = float(gap.max())
+        return found
+
+
+def sampled_and_greedy(batch: RaggedBatch) -> list[list[int]]:
+    """Places of the sequences that were sampled, and of the greedy ones."""
+    is_greedy = batch.sequence[GREEDY].tolist()
+    return [[s for s, found in enumerate(is_greedy) if found == wanted] for wanted in (False, True)]
+
+
+def sampled_only(batch: RaggedBatch) -> list[list[int]]:
+    return sampled_and_greedy(batch)[:1]
 
 
 def _dense(labels_N: Tensor) -> Tensor:
     return torch.unique(labels_N, return_inverse=True)[1]
-
-
-def _has_company(labels_N: Tensor, applies_N: Tensor) -> Tensor:
-    """``[N]`` bool: at least two members of the trajectory's group have a score."""
-    group_N = _dense(labels_N)
-    counts = torch.bincount(group_N[applies_N], minlength=int(group_N.max()) + 1)
-    return counts[group_N] >= 2
-
-
-def _replace_token(batch: RaggedBatch, **fields: Tensor) -> RaggedBatch:
-    for name in fields:
-        batch, _ = batch.pop(name)
-    return batch.with_token(**fields)

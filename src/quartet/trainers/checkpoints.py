@@ -1,4 +1,8 @@
-"""Checkpoints of a run: every worker writes its share, the driver its own small parts, and the manifest last."""
+"""What a run keeps while it trains: checkpoints, of which every worker writes its share, and the rollouts of steps.
+
+The driver writes its own small parts of a checkpoint, and the manifest last. Token ids are written by the writer, the
+worker that has them: a step's rollouts, and the groups that are ahead as a share of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,21 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
+from quartet.data.datasets import PromptItem
 from quartet.schedule.checkpointed import Checkpointed
+from quartet.schedule.groups import Group, by_group
 from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.stream import Ahead
+from quartet.schedule.writer import Writer
 from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
+from quartet.trainers.advantages import Experience
 from quartet.trainers.run import RunDirectory, writing
 
 T = TypeVar("T")
+AHEAD = "ahead"
+"""Name of the writer's share; there is none where nothing is ahead."""
 Workers = Mapping[str, RoleGroup[Checkpointed]]
 _POLL_S, _LONGEST_POLL_S = 0.005, 0.25
 
@@ -83,18 +95,18 @@ async def load(workers: Workers, checkpoint: Checkpoint) -> None:
 
 async def _written(workers: Workers, draft: Path) -> Shares | None:
     """Digests of all shares once they are written; None where one never will be."""
+
+    def files(role: str, worker: RoleGroup[Checkpointed]) -> Coroutine[Any, Any, Any]:
+        return _told(lambda: worker.call(Checkpointed.finish_checkpoint, draft / role))
+
     try:
-        found = await _all({role: _files(worker, draft / role) for role, worker in workers.items()})
+        found = await _all({role: files(role, worker) for role, worker in workers.items()})
     except WorkerDied:
         return None
     return found if all(found.values()) else None
 
 
-async def _files(worker: RoleGroup[Checkpointed], directory: Path) -> Any:
-    return await told(lambda: worker.call(Checkpointed.finish_checkpoint, directory))
-
-
-async def told(ask: Callable[[], Awaitable[T | None]]) -> T:
+async def _told(ask: Callable[[], Awaitable[T | None]]) -> T:
     """What ``ask`` tells, asked again and again until it is something."""
     pause_s = _POLL_S
     while (found := await ask()) is None:
@@ -110,3 +122,67 @@ async def _all(calls: Mapping[str, Coroutine[Any, Any, Any]]) -> dict[str, Any]:
         if isinstance(result, BaseException):
             raise result
     return dict(zip(calls, results, strict=True))
+
+
+# Rollouts, and groups that are ahead -----------------------------------------------------------------------
+
+
+async def write_rollouts(run: RunDirectory, writer: RoleGroup[Writer], step: int, experience: Experience) -> None:
+    """Has every token of the step written, in the background if the recipe does not forbid it.
+
+    Checkpoints that are saved later are complete only after it. A worker that dies meanwhile takes the step's
+    checkpoint with it, so that the step is done again.
+
+    Raises:
+        UserError: it could not be written; in the background as ``RunDirectory.write_later`` raises.
+    """
+    batches = [batch for batch in (experience.batch, experience.greedy) if batch is not None]
+    directory, background = run.path.absolute() / "rollouts", run.recipe.checkpoint.background
+    writing = writer.call(Writer.write_rollouts, directory, step, batches, background=background)
+    if background:
+        await writing
+        run.write_later("write_rollouts", step, lambda: asyncio.run(_finished(writer, step)))
+    else:
+        with run.recorder.span("write_rollouts", step=step - 1, role="writer"):
+            await writing
+
+
+async def _finished(writer: RoleGroup[Writer], step: int) -> None:
+    try:
+        await _told(lambda: writer.call(Writer.finish_rollouts, step))
+    except WorkerDied:
+        return  # which the run meets by itself
+
+
+async def hold_ahead(writer: RoleGroup[Writer], ahead: Ahead[Group]) -> bool:
+    """Hands the writer what its share of the next checkpoint is; False where that is nothing."""
+    if not ahead.groups and not ahead.rejected:
+        return False
+    groups = list(ahead.groups.values())
+    batch = RaggedBatch.concat([group.made() for group in groups]) if groups else None
+    await writer.call(Writer.hold_ahead, batch, [group.prompt.prompt for group in groups], ahead.rejected)
+    return True
+
+
+async def restored_ahead(
+    writer: RoleGroup[Writer], checkpoint: Checkpoint, item: Callable[[int], PromptItem]
+) -> Ahead[Group] | None:
+    """The groups that were ahead, which a resumed run neither loses nor repeats; None where there were none.
+
+    Args:
+        item: the data set's item of a stream index.
+
+    Raises:
+        UserError: an item has other tokens now, or an earlier version saved the groups.
+    """
+    if AHEAD not in checkpoint.parts and not (checkpoint.path / AHEAD).is_dir():
+        return None
+    await load({AHEAD: writer}, checkpoint)
+    indices, rejected = await writer.call(Writer.loaded_ahead)
+    if not indices:
+        return Ahead({}, tuple(rejected))
+    items = {index: item(index) for index in indices}
+    prompts, names = [i.prompt for i in items.values()], [i.prompt_id for i in items.values()]
+    batch = await writer.leave(Writer.release_ahead, prompts, names)
+    groups = {index: Group.of(index, items[index], made) for index, made in by_group(batch).items()}
+    return Ahead(groups, tuple(rejected))

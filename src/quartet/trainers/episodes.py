@@ -11,8 +11,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import CUT_OFF
 from quartet.config.environments import EnvironmentConfig
 from quartet.data.datasets import PromptItem
 from quartet.envs.episode import NoRoom, play_episode
@@ -22,7 +20,6 @@ from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group
 from quartet.schedule.sampled import Ended, Ending, TurnRequest
-from quartet.trainers.trajectories import Trajectories
 
 _T = TypeVar("_T")
 
@@ -106,17 +103,3 @@ async def together(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def episode_metrics(batch: RaggedBatch) -> dict[str, float]:
-    """How the episodes of a step went; nothing where there are none."""
-    if "observation_mask" not in batch.token:
-        return {}
-    num = len(Trajectories.of(batch))
-    cut_off = sum(reason in CUT_OFF for reason in batch.objects["finish_reason"])
-    return {
-        "episode/turns_mean": float(batch.sequence["num_turns"].sum()) / num,
-        "episode/sequences_mean": len(batch) / num,
-        "episode/observation_tokens": float(batch.token["observation_mask"].sum()) / num,
-        "episode/done_frac": 1.0 - cut_off / num,
-    }

@@ -1,6 +1,6 @@
-"""From scores to advantages: one function per method.
+"""From scores to advantages, method by method.
 
-Shapes: T stored tokens, N trajectories.
+Shapes: T stored tokens, S sequences, N trajectories.
 
 ========================== ==================================================================================
 ``ppo``                    token rewards (score at the end, KL per token), GAE over action tokens, whitening
@@ -14,13 +14,14 @@ Shapes: T stored tokens, N trajectories.
 ``reinforce_pp_baseline``  score less the mean of the group, whitened over the batch
 ``remax``                  discounted returns of token rewards, less the greedy response's score
 ``distillation``           log-probability of the teacher less the actor's, per token
+``best_of_n``              1 for the best responses of each group, learned from as demonstrations
+``online_dpo``             1 and -1 for the best and the worst response of each group, a pair
 ========================== ==================================================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from quartet.algorithms.advantages import (
     teacher_advantages,
     whitened_unless_equal,
 )
+from quartet.algorithms.preference import best_and_worst, best_of_groups
 from quartet.algorithms.rewards import completion_rewards, overlong_penalty, penalise_missing_eos, token_rewards
 from quartet.algorithms.segments import (
     gather_owner,
@@ -52,15 +54,19 @@ from quartet.config.algorithms import (
     OPO,
     PPO,
     RLOO,
+    BestOfN,
     Distillation,
     GroupRelative,
+    OnlineDPO,
     PolicyGradientConfig,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
     ScoredAlgorithm,
+    Selection,
     SelectionConfig,
 )
+from quartet.train.preference_objectives import answer_logprobs
 
 BASELINE = "baseline"
 """Sequence column that ReMax needs: the greedy response's score after ``shaped_scores``, NaN where it has none."""
@@ -89,6 +95,15 @@ class Scored:
     ended_N: Tensor
     baseline_N: Tensor | None = None
     step_rewards_T: Tensor | None = None
+
+    @property
+    def owner_T(self) -> Tensor:
+        """``[T]`` trajectory of each action token, -1 for others."""
+        return masked_owner(self.trajectory_T, self.action_mask_T)
+
+    def summed(self, values_T: Tensor) -> Tensor:
+        """``[N]`` a token field over the action tokens of each trajectory."""
+        return segment_sum(values_T, self.owner_T, len(self.scores_N))
 
 
 @dataclass(frozen=True)
@@ -138,87 +153,21 @@ def sampled_logprobs(batch: RaggedBatch) -> Tensor:
     return batch.token["old_logprobs"] if "old_logprobs" in batch.token else batch.token["rollout_logprobs"]
 
 
-def _token_rewards(scored: Scored) -> Tensor:
-    """``[T]`` what each action token earned: steps where they were taken, the rest of the score at the end, less KL."""
-    shaped_N, mask_T, owner_T = scored.shaped_N, scored.action_mask_T, scored.trajectory_T
-    steps_T = scored.step_rewards_T
-    if steps_T is None:
-        return token_rewards(shaped_N, scored.kl_T, scored.kl_coef, mask_T, owner_T)
-    steps_T = torch.where(mask_T, steps_T, 0.0)
-    rest_N = shaped_N - segment_sum(steps_T, torch.where(mask_T, owner_T, -1), len(shaped_N))
-    return token_rewards(rest_N, scored.kl_T, scored.kl_coef, mask_T, owner_T) + steps_T
+# Methods -------------------------------------------------------------------------------------------------
 
 
-def _grouped(scored: Scored, advantages_N: Tensor, rewards_N: Tensor) -> Estimate:
-    advantages_T = broadcast_to_tokens(advantages_N, scored.trajectory_T, scored.action_mask_T)
-    rewards_T = token_rewards(rewards_N, None, 0.0, scored.action_mask_T, scored.trajectory_T)
-    return Estimate(advantages_T, rewards_T, None, rewards_N)
-
-
-def _completion_rewards(scored: Scored) -> Tensor:
-    return completion_rewards(scored.shaped_N, scored.kl_T, scored.kl_coef, scored.action_mask_T, scored.trajectory_T)
-
-
-def _acting(scored: Scored) -> Tensor:
-    """``[N]`` bool: trajectories that take part."""
-    acting = torch.zeros(len(scored.scores_N), dtype=torch.bool)
-    acting[scored.trajectory_T[scored.action_mask_T]] = True
-    return acting
-
-
-def _within_groups(scored: Scored, estimate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Group baselines over the trajectories that take part; the others get 0.
-
-    Which groups are equal is judged before KL enters, but with the recipe's penalties: these are a signal.
-    """
-    rewards_N = _completion_rewards(scored)
-    acting = _acting(scored)
-    advantages_N = torch.zeros_like(rewards_N)
-    if bool(acting.any()):
-        group_N = scored.group_N
-        advantages_N[acting] = estimate(rewards_N[acting], group_N[acting], scored.shaped_N[acting])
-    return advantages_N, rewards_N
-
-
-def _summed(rewards_T: Tensor, scored: Scored) -> Tensor:
-    """``[N]`` the token rewards of each trajectory."""
-    return segment_sum(rewards_T, masked_owner(scored.trajectory_T, scored.action_mask_T), len(scored.scores_N))
-
-
-# Baselines of groups -------------------------------------------------------------------------------------
-
-
-def _group_relative(config: GroupRelative, scored: Scored) -> Estimate:
-    def relative(rewards_N: Tensor, group_N: Tensor, raw_N: Tensor) -> Tensor:
-        found_N = group_relative(rewards_N, group_N, config.normalise_std, raw_scores_N=raw_N)
-        return rescaled_by_variance(found_N, group_N, raw_N) if isinstance(config, GPG) and config.rescale else found_N
-
-    return _grouped(scored, *_within_groups(scored, relative))
-
-
-def _rloo(scored: Scored) -> Estimate:
-    advantages_N, rewards_N = _within_groups(scored, lambda r, g, raw: leave_one_out(r, g, raw_scores_N=raw))
-    return _grouped(scored, advantages_N, rewards_N)
-
-
-def _opo(scored: Scored) -> Estimate:
-    length_N = scored.length_N[_acting(scored)]
-    advantages_N, rewards_N = _within_groups(
-        scored, lambda r, g, raw: length_weighted(r, length_N, g, raw_scores_N=raw)
-    )
-    return _grouped(scored, advantages_N, rewards_N)
-
-
-def _reinforce_pp_baseline(scored: Scored) -> Estimate:
-    advantages_N, rewards_N = _within_groups(scored, lambda r, g, raw: group_relative(r, g, False, raw_scores_N=raw))
-    labels_N = torch.unique(scored.group_N, return_inverse=True)[1]
-    acting_N = torch.where(_acting(scored), labels_N, -1)
-    is_equal_N = gather_owner(segment_is_constant(scored.shaped_N, acting_N, int(labels_N.max()) + 1), acting_N)
-    advantages_T = whitened_unless_equal(advantages_N, is_equal_N, scored.action_mask_T, scored.trajectory_T)
-    return replace(_grouped(scored, advantages_N, rewards_N), advantages_T=advantages_T)
-
-
-# Returns of tokens ---------------------------------------------------------------------------------------
+def estimate(config: PolicyGradientConfig | SelectionConfig, scored: Scored) -> Estimate:
+    """Advantages of one step; those of trajectories that do not take part are 0."""
+    match config:
+        case PPO():
+            return _ppo(config, scored)
+        case ReinforcePlusPlus() | ReMax():
+            return _discounted(config, scored)
+        case Distillation():
+            teacher, policy = scored.batch.token["ref_logprobs"], sampled_logprobs(scored.batch)
+            advantages_T = teacher_advantages(teacher, policy, scored.action_mask_T)
+            return Estimate(advantages_T, advantages_T, None, scored.scores_N)
+    return _within_groups(config, scored)
 
 
 def _ppo(config: PPO, scored: Scored) -> Estimate:
@@ -234,54 +183,128 @@ def _ppo(config: PPO, scored: Scored) -> Estimate:
     )
     if config.whiten_advantages:
         advantages_T = masked_whiten(advantages_T, scored.action_mask_T)
-    return Estimate(advantages_T, rewards_T, returns_T, _summed(rewards_T, scored))
+    return Estimate(advantages_T, rewards_T, returns_T, scored.summed(rewards_T))
 
 
 def _values_behind(scored: Scored) -> Tensor:
     """``[N]`` value of the state behind the last action of each trajectory that did not end by itself, 0 for others."""
-    num = len(scored.scores_N)
-    last_N = last_token(masked_owner(scored.trajectory_T, scored.action_mask_T), num)
+    last_N = last_token(scored.owner_T, len(scored.scores_N))
     values_N = scored.batch.token["next_values"][last_N.clamp(min=0)]
     return torch.where((last_N >= 0) & ~scored.ended_N, values_N, 0.0)
 
 
-def _reinforce_pp(config: ReinforcePlusPlus, scored: Scored) -> Estimate:
-    rewards_T = _token_rewards(scored)
-    returns_T = discounted_returns(rewards_T, scored.action_mask_T, scored.trajectory_T, config.gamma)
-    return Estimate(masked_whiten(returns_T, scored.action_mask_T), rewards_T, None, _summed(rewards_T, scored))
-
-
-def _remax(config: ReMax, scored: Scored) -> Estimate:
-    if scored.baseline_N is None:
+def _discounted(config: ReinforcePlusPlus | ReMax, scored: Scored) -> Estimate:
+    rewards_T, mask_T, owner_T = _token_rewards(scored), scored.action_mask_T, scored.trajectory_T
+    returns_T = discounted_returns(rewards_T, mask_T, owner_T, config.gamma)
+    if isinstance(config, ReinforcePlusPlus):
+        advantages_T = masked_whiten(returns_T, mask_T)
+    elif scored.baseline_N is None:
         raise ValueError(f"ReMax needs the sequence column {BASELINE!r}, the scores of greedy responses")
-    rewards_T = _token_rewards(scored)
-    returns_T = discounted_returns(rewards_T, scored.action_mask_T, scored.trajectory_T, config.gamma)
-    advantages_T = less_baseline(returns_T, scored.baseline_N, scored.action_mask_T, scored.trajectory_T)
-    return Estimate(advantages_T, rewards_T, None, _summed(rewards_T, scored))
+    else:
+        advantages_T = less_baseline(returns_T, scored.baseline_N, mask_T, owner_T)
+    return Estimate(advantages_T, rewards_T, None, scored.summed(rewards_T))
 
 
-def _distillation(scored: Scored) -> Estimate:
-    token = scored.batch.token
-    advantages_T = teacher_advantages(token["ref_logprobs"], sampled_logprobs(scored.batch), scored.action_mask_T)
-    return Estimate(advantages_T, advantages_T, None, scored.scores_N)
+def _token_rewards(scored: Scored) -> Tensor:
+    """``[T]`` what each action token earned: steps where they were taken, the rest of the score at the end, less KL."""
+    rest_N, steps_T = scored.shaped_N, scored.step_rewards_T
+    if steps_T is not None:
+        steps_T = torch.where(scored.action_mask_T, steps_T, 0.0)
+        rest_N = rest_N - scored.summed(steps_T)
+    found_T = token_rewards(rest_N, scored.kl_T, scored.kl_coef, scored.action_mask_T, scored.trajectory_T)
+    return found_T if steps_T is None else found_T + steps_T
 
 
-def estimate(config: PolicyGradientConfig, scored: Scored) -> Estimate:
-    """Advantages of one step; those of trajectories that do not take part are 0."""
+def _within_groups(config: PolicyGradientConfig | SelectionConfig, scored: Scored) -> Estimate:
+    """Trajectories compared with the others of their group that take part; one advantage on all their tokens."""
+    mask_T, owner_T, group_N, shaped_N = scored.action_mask_T, scored.trajectory_T, scored.group_N, scored.shaped_N
+    if isinstance(config, Selection):
+        rewards_N = shaped_N  # KL takes no part in what is best
+    else:
+        rewards_N = completion_rewards(shaped_N, scored.kl_T, scored.kl_coef, mask_T, owner_T)
+    acting_N = torch.zeros(len(scored.scores_N), dtype=torch.bool)
+    acting_N[owner_T[mask_T]] = True
+    advantages_N = torch.zeros_like(rewards_N)
+    if bool(acting_N.any()):
+        columns = (rewards_N, group_N, shaped_N, scored.length_N)
+        advantages_N[acting_N] = _group_advantages(config, *(column[acting_N] for column in columns))
+    if isinstance(config, ReinforcePlusPlusBaseline):
+        labels_N = torch.unique(group_N, return_inverse=True)[1]
+        compared_N = torch.where(acting_N, labels_N, -1)
+        is_equal_N = gather_owner(segment_is_constant(shaped_N, compared_N, int(labels_N.max()) + 1), compared_N)
+        advantages_T = whitened_unless_equal(advantages_N, is_equal_N, mask_T, owner_T)
+    else:
+        advantages_T = broadcast_to_tokens(advantages_N, owner_T, mask_T)
+    return Estimate(advantages_T, token_rewards(rewards_N, None, 0.0, mask_T, owner_T), None, rewards_N)
+
+
+def _group_advantages(
+    config: PolicyGradientConfig | SelectionConfig,
+    rewards_N: Tensor,
+    group_N: Tensor,
+    shaped_N: Tensor,
+    length_N: Tensor,
+) -> Tensor:
+    """``[N]`` of trajectories that take part.
+
+    Which groups are equal is judged before KL enters, but with the recipe's penalties: these are a signal.
+    """
     match config:
-        case PPO():
-            return _ppo(config, scored)
         case GroupRelative():
-            return _group_relative(config, scored)
-        case RLOO():
-            return _rloo(scored)
-        case OPO():
-            return _opo(scored)
-        case ReinforcePlusPlus():
-            return _reinforce_pp(config, scored)
+            found_N = group_relative(rewards_N, group_N, config.normalise_std, raw_scores_N=shaped_N)
+            is_rescaled = isinstance(config, GPG) and config.rescale
+            return rescaled_by_variance(found_N, group_N, shaped_N) if is_rescaled else found_N
         case ReinforcePlusPlusBaseline():
-            return _reinforce_pp_baseline(scored)
-        case ReMax():
-            return _remax(config, scored)
-        case Distillation():
-            return _distillation(scored)
+            return group_relative(rewards_N, group_N, False, raw_scores_N=shaped_N)
+        case RLOO():
+            return leave_one_out(rewards_N, group_N, raw_scores_N=shaped_N)
+        case OPO():
+            return length_weighted(rewards_N, length_N, group_N, raw_scores_N=shaped_N)
+        case BestOfN():
+            is_kept_N = best_of_groups(shaped_N, group_N, config.keep)
+            if config.min_score is not None:
+                is_kept_N &= shaped_N >= config.min_score
+            return is_kept_N.to(shaped_N.dtype)
+        case OnlineDPO():
+            return best_and_worst(shaped_N, group_N).to(shaped_N.dtype)
+    raise TypeError(f"{type(config).__name__} does not compare trajectories within groups")
+
+
+# Online preference ---------------------------------------------------------------------------------------
+
+
+def learned_from(config: Selection, batch: RaggedBatch) -> RaggedBatch:
+    """The selected sequences of an experience; all of them without loss tokens where nothing was selected.
+
+    Pairs have the sequence fields ``pair``, ``chosen``, ``margin`` (the difference of their total rewards) and, where
+    the loss has a reference, ``ref_logprobs``.
+    """
+    advantages_T, owner_T = batch.token["advantages"], batch.sequence_index()
+    is_trained_T = batch.token["loss_mask"] & (advantages_T != 0)
+    batch, _ = batch.pop("loss_mask")
+    batch = batch.with_token(loss_mask=is_trained_T)
+    trained = torch.unique(owner_T[is_trained_T]).tolist()
+    if isinstance(config, OnlineDPO):
+        trained = _whole_pairs(batch, trained)
+    if not trained:
+        return batch.with_token(loss_mask=torch.zeros_like(is_trained_T))
+    batch = batch.select(trained)
+    return _as_pairs(batch) if isinstance(config, OnlineDPO) else batch
+
+
+def _whole_pairs(batch: RaggedBatch, trained: list[int]) -> list[int]:
+    """Without responses whose partner has no token to learn from."""
+    group_S = batch.sequence["group"]
+    groups = group_S[trained].tolist()
+    return [s for s, group in zip(trained, groups, strict=True) if groups.count(group) == 2]
+
+
+def _as_pairs(batch: RaggedBatch) -> RaggedBatch:
+    trained_T = masked_owner(batch.sequence_index(), batch.token["loss_mask"])
+    sign_S = segment_sum(batch.token["advantages"], trained_T, len(batch)).sign()
+    pair_S = torch.unique(batch.sequence["group"], return_inverse=True)[1]
+    margin_P = segment_sum(sign_S * batch.sequence["total_reward"], pair_S, len(batch) // 2)
+    fields = {"pair": pair_S, "chosen": sign_S > 0, "margin": margin_P[pair_S]}
+    if "ref_logprobs" in batch.token:
+        fields["ref_logprobs"] = answer_logprobs(batch.token["ref_logprobs"], batch)[0]
+    return batch.with_sequence(**fields)

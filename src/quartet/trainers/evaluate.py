@@ -17,7 +17,6 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
 from quartet.text.loading import load_tokenizer, local_or_hub
 from quartet.trainers.answers import StoredAnswer, matched, read_answers, write_answers, write_rows
-from quartet.trainers.arguments import ModelLike, Reward, TokenizerLike, as_rewards, check_recipe, with_names
 from quartet.trainers.comparison import (
     AnswerJudge,
     BothOrders,
@@ -33,7 +32,6 @@ from quartet.trainers.evaluation import Answer, weighted_scores
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.finished import Finished
 from quartet.trainers.measures import Figure, check_graded, measure, metrics_of
-from quartet.trainers.resuming import Resume, output_path
 from quartet.trainers.run import (
     RunDirectory,
     Stopwatch,
@@ -41,8 +39,17 @@ from quartet.trainers.run import (
     use_threads,
     writing,
 )
+from quartet.trainers.run_files import Resume, output_path
 from quartet.trainers.signals import number_of, stop_signals
-from quartet.trainers.sources import check_unweighted
+from quartet.trainers.sources import (
+    ModelLike,
+    Reward,
+    TokenizerLike,
+    as_rewards,
+    check_recipe,
+    check_unweighted,
+    with_names,
+)
 
 
 @dataclass(frozen=True)

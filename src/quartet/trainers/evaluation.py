@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from quartet.batch.columns import ColumnSet, join
-from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX
+from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, num_emitted
 from quartet.config.common import SamplingConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.rewards.combine import LEFT_OUT_PREFIX, combine
@@ -22,7 +22,6 @@ from quartet.schedule.iteration import score_all
 from quartet.schedule.sampled import PromptRequest, Sample, completion_text
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.finished import Finished
-from quartet.trainers.trajectories import Trajectories, num_emitted
 
 CHUNK = 64
 """Answers that are scored together."""

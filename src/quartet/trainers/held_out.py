@@ -25,11 +25,11 @@ from quartet.schedule.rollout import Rollout
 from quartet.schedule.worker import Worker
 from quartet.text.examples import PromptText
 from quartet.trainers.answers import StoredAnswer, drop_after, read_answers, step_path, write_answers
-from quartet.trainers.cast import Cast
 from quartet.trainers.episodes import together
 from quartet.trainers.evaluation import Answer, prompt_requests, sampling_params, score_groups, weighted_scores
 from quartet.trainers.measures import check_graded, measure, metrics_of, prompt_means, standard_error
 from quartet.trainers.reward_roles import reward_scorers
+from quartet.trainers.roles import Cast
 from quartet.trainers.run import writing
 
 

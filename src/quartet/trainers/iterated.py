@@ -38,12 +38,10 @@ from quartet.observe.digests import FileDigest, changed_file, digest_file, seal,
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.trainers.answers import write_answers, write_rows
-from quartet.trainers.arguments import check_recipe
 from quartet.trainers.contestant import Contestant
 from quartet.trainers.devices import FrozenModels, compute_device, precision_on, resolved
 from quartet.trainers.evaluation import Answer, by_prompt
 from quartet.trainers.event_loop import run_async
-from quartet.trainers.resuming import Resume, output_path
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import (
@@ -53,9 +51,9 @@ from quartet.trainers.run import (
     use_threads,
     writing,
 )
-from quartet.trainers.run_files import completed
+from quartet.trainers.run_files import Resume, completed, output_path
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
-from quartet.trainers.sources import check_unweighted
+from quartet.trainers.sources import check_recipe, check_unweighted
 
 PREVIOUS = "previous_round"
 """Name under which the reward model of the round before scores fresh answers."""

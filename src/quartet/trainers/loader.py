@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.envs.protocol import Environment
 from quartet.models.directories import without_weights
 from quartet.models.loading import (
     load_causal_lm,
@@ -36,22 +37,24 @@ from quartet.trainers.reward_roles import RewardModelRole, forward_budget, rewar
 from quartet.trainers.sources import resolve_model, resolve_tokenizer
 
 _P = TypeVar("_P", bound=PackedModel)
-_T = TypeVar("_T")
-_MODELS = (ModelReward, ProcessModelReward)
 Rewards = Sequence[Callable[..., Any] | PreTrainedModel]
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What comes from Python in the place of what a recipe names; pickles as long as nobody has taken it over."""
+class UserObjects:
+    """What comes from Python in the place of what a recipe names; pickles as long as no model is taken over."""
 
     model: PreTrainedModel | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     critic: PreTrainedModel | None = None
     rewards: Rewards = ()
     evaluation_rewards: Rewards = ()
+    prompts: Sequence[Any] | None = None
+    evaluation_prompts: Sequence[Any] | None = None
+    environment: Callable[..., Environment] | None = None
+    ptx_rows: Sequence[Any] | None = None
 
-    def without_weights(self) -> Passed:
+    def without_weights(self) -> UserObjects:
         """The same with models that have no contents; what shared weights still does."""
         given = (self.model, self.critic, *self.rewards, *self.evaluation_rewards)
         models = [model for model in given if isinstance(model, PreTrainedModel)]
@@ -61,15 +64,16 @@ class Passed:
             return tuple(empty.get(id(value), value) for value in values)
 
         model, critic = emptied((self.model, self.critic))
-        return Passed(model, self.tokenizer, critic, emptied(self.rewards), emptied(self.evaluation_rewards))
+        rewards, evaluation_rewards = emptied(self.rewards), emptied(self.evaluation_rewards)
+        return replace(self, model=model, critic=critic, rewards=rewards, evaluation_rewards=evaluation_rewards)
 
-    def without_functions(self) -> Passed:
-        """What the models are made of: functions are asked by the driver alone."""
-        return Passed(self.model, self.tokenizer, self.critic, _models(self.rewards), _models(self.evaluation_rewards))
-
-
-def _models(rewards: Rewards) -> Rewards:
-    return tuple(reward for reward in rewards if isinstance(reward, PreTrainedModel))
+    def models_only(self) -> UserObjects:
+        """What workers need: functions are asked, and rows read, by the driver alone."""
+        rewards, evaluation_rewards = (
+            tuple(reward for reward in given if isinstance(reward, PreTrainedModel))
+            for given in (self.rewards, self.evaluation_rewards)
+        )
+        return UserObjects(self.model, self.tokenizer, self.critic, rewards, evaluation_rewards)
 
 
 class Loader:
@@ -88,7 +92,7 @@ class Loader:
     def __init__(
         self,
         recipe: RLRecipe,
-        passed: Passed,
+        objects: UserObjects,
         *,
         device: torch.device = CPU,
         moves_passed: bool = False,
@@ -97,7 +101,7 @@ class Loader:
         peers: Peers | None = None,
     ) -> None:
         self.recipe = recipe
-        self.passed = passed
+        self.objects = objects
         self._device = device
         self._moves_passed = moves_passed
         self._computes = computes if computes is not None else device
@@ -112,12 +116,12 @@ class Loader:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return resolve_tokenizer(self.recipe.actor.model, self.passed.tokenizer)
+        return resolve_tokenizer(self.recipe.actor.model, self.objects.tokenizer)
 
     @cached_property
     def actor_model(self) -> PreTrainedModel:
-        passed = self.passed.model
-        return self._placed(resolve_model(self.recipe.actor.model, passed, self._causal_lm, "actor.model"), passed)
+        own = self.objects.model
+        return self._placed(resolve_model(self.recipe.actor.model, own, self._causal_lm, "actor.model"), own)
 
     @cached_property
     def codec(self) -> TextCodec:
@@ -155,7 +159,11 @@ class Loader:
         path, lora = recipe.reference.path, recipe.actor.train.lora
         if path is None and lora is not None and self._shares_reference:
             return self.actor
-        model = self._causal_lm(path) if path is not None else self._base_of_actor()
+        if path is not None:
+            model = self._causal_lm(path)
+        else:
+            with self.actor.without_adapters() if lora is not None else contextlib.nullcontext():
+                model = copy.deepcopy(self.actor_model)
         held, needed = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, self.actor_model))
         if held != needed:
             raise UserError(
@@ -170,22 +178,15 @@ class Loader:
         precision = precision_on(self._computes, self.recipe.actor.train.precision)
         return FrozenModels(self._device, precision, self._moves_passed)
 
-    def _base_of_actor(self) -> PreTrainedModel:
-        """A copy of the actor as it starts, without adapters."""
-        if self.recipe.actor.train.lora is None:
-            return copy.deepcopy(self.actor_model)
-        with self.actor.without_adapters():
-            return copy.deepcopy(self.actor_model)
-
     @cached_property
     def reward_models(self) -> list[RewardModelRole]:
-        return self._sources(self.recipe.rewards, self.passed.rewards)
+        return self._sources(self.recipe.rewards, self.objects.rewards)
 
     @cached_property
     def evaluation_models(self) -> list[RewardModelRole]:
         """Those that are asked about held-out answers only."""
         evaluation = self.recipe.evaluation
-        return self._sources(evaluation.rewards if evaluation is not None else (), self.passed.evaluation_rewards)
+        return self._sources(evaluation.rewards if evaluation is not None else (), self.objects.evaluation_rewards)
 
     def _sources(self, configs: Sequence[Any], rewards: Rewards) -> list[RewardModelRole]:
         found = reward_models(configs, rewards, self.codec, self.recipe.actor.train, self._frozen)
@@ -196,7 +197,7 @@ class Loader:
 
     @cached_property
     def critic_engine(self) -> TrainEngine[PackedScalarModel] | None:
-        recipe, given = self.recipe, self.passed.critic
+        recipe, given = self.recipe, self.objects.critic
         if recipe.algorithm.name != "ppo":
             if given is not None:
                 raise UserError(
@@ -205,7 +206,7 @@ class Loader:
                     remedy="leave the critic out, or use ppo",
                 )
             return None
-        model = self._placed(self._critic_model(), self.passed.critic)
+        model = self._placed(self._critic_model(), self.objects.critic)
         _check_apart(model, self.actor_model)
         # Master weights are fp32, also where an object came in half precision.
         model.float().requires_grad_(True)
@@ -228,18 +229,17 @@ class Loader:
         return TrainEngine(self._own(packed), config, total_steps=total_steps, name="critic.train", peers=self._peers)
 
     def _critic_model(self) -> PreTrainedModel:
-        if self.passed.critic is not None:
-            return self.passed.critic
+        if self.objects.critic is not None:
+            return self.objects.critic
         if self.recipe.critic.path is not None:
             return load_scalar_model(self.recipe.critic.path, empty=self._empty)
         native = [role for role in self.reward_models if role.codec is None]
         if native:
             # From the directory once more where there is one: what is frozen may have rounded weights.
-            paths = {config.name: config.path for config in self.recipe.rewards if isinstance(config, _MODELS)}
-            path = paths.get(native[0].name)
-            return (
-                load_scalar_model(path, empty=self._empty) if path is not None else copy.deepcopy(native[0].model.model)
-            )
+            for config in self.recipe.rewards:
+                if config.name == native[0].name and isinstance(config, ModelReward | ProcessModelReward):
+                    return load_scalar_model(config.path, empty=self._empty)
+            return copy.deepcopy(native[0].model.model)
         # Fresh adapters add nothing, but their modules would come along.
         with self.actor.without_adapters():
             return scalar_model_from(self.actor_model, seed=self.recipe.seed)
@@ -255,19 +255,18 @@ class Loader:
         """What computes with the model of a role, in this process; ``ptx`` adds to the actor's losses."""
         if role == "actor":
             return TrainWorker(self.actor_engine, ptx)
-        if role == "critic":
-            return CriticWorker(_there(self.critic_engine, role))
-        if role != "reference":
-            return next(
-                source.worker() for source in self.reward_models + self.evaluation_models if source.name == role
+        if role == "critic" and self.critic_engine is not None:
+            return CriticWorker(self.critic_engine)
+        if role == "reference" and self.reference is not None:
+            reference, train = self.reference, self.recipe.actor.train
+            # Asked only with adapters: a worker of the reference alone need not build the actor.
+            is_actor = self.recipe.actor.train.lora is not None and reference is self.actor
+            kind = AdapterlessWorker if is_actor else ScoreWorker
+            return kind(
+                reference, forward_budget(train), logprob_chunk=train.logprob_chunk, share_prefixes=train.share_prefixes
             )
-        reference, train = _there(self.reference, role), self.recipe.actor.train
-        kind = (
-            AdapterlessWorker if self.recipe.actor.train.lora is not None and reference is self.actor else ScoreWorker
-        )
-        return kind(
-            reference, forward_budget(train), logprob_chunk=train.logprob_chunk, share_prefixes=train.share_prefixes
-        )
+        sources = {source.name: source for source in self.reward_models + self.evaluation_models}
+        return sources[role].worker()
 
     @property
     def _updates_per_step(self) -> int:
@@ -283,12 +282,6 @@ class Loader:
 
     def _placed(self, model: PreTrainedModel, passed: PreTrainedModel | None) -> PreTrainedModel:
         return model if passed is not None and not self._moves_passed else model.to(self._device)
-
-
-def _there(found: _T | None, role: str) -> _T:
-    if found is None:
-        raise ValueError(f"the recipe has no {role}")
-    return found
 
 
 def _check_apart(critic: PreTrainedModel, actor: PreTrainedModel) -> None:

@@ -37,11 +37,19 @@ from quartet.train.data_parallel import Peers
 from quartet.train.engine import Needs, Objective, Outputs, TrainEngine, forward_only
 from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
-from quartet.trainers.arguments import ModelLike, TokenizerLike, check_recipe, only_object, with_path
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.reference import Missing, Reference, ReferenceTables, Tables, weights_digest
-from quartet.trainers.resuming import Resume
-from quartet.trainers.sources import check_budget, longest_group, pairs_or_judgements
+from quartet.trainers.run_files import Resume
+from quartet.trainers.sources import (
+    ModelLike,
+    TokenizerLike,
+    check_budget,
+    check_recipe,
+    longest_group,
+    only_object,
+    pairs_or_judgements,
+    with_path,
+)
 from quartet.trainers.supervised_trainer import SupervisedTrainer
 from quartet.trainers.supervised_worker import CausalWorker, Given, vocabulary_size
 

@@ -20,7 +20,7 @@ from quartet.algorithms.process import process_rewards, step_credits, step_score
 from quartet.algorithms.segments import gather_owner, segment_count
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
+from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories
 from quartet.config import UserError
 from quartet.config.process_reward import DiscountedSteps
 from quartet.config.rewards import ProcessModelReward, RewardConfig
@@ -39,7 +39,6 @@ from quartet.train.engine import Needs
 from quartet.train.process_objectives import STEP_NEEDS
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.reward_roles import RewardModelRole, cut_unended
-from quartet.trainers.trajectories import Trajectories
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,28 +6,39 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from quartet.algorithms.controllers import adaptive_kl_coef
 from quartet.cluster import ClusterError, WorkerDied
-from quartet.config.algorithms import OnlineDPO, kl_term
 from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.envs.protocol import Environment
+from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
+from quartet.models.packed import PackedCausalLM, PackedModel
 from quartet.observe.progress import Progress, Stage
+from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
-from quartet.schedule.groups import staleness_metrics
 from quartet.schedule.iteration import run_iteration
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.stream import Ahead
-from quartet.train.objectives import trajectory_index
 from quartet.trainers import checkpoints
-from quartet.trainers.advantages import Experience
-from quartet.trainers.arguments import (
+from quartet.trainers.advantages import KLCoefficient
+from quartet.trainers.checkpoints import AHEAD, hold_ahead, restored_ahead, write_rollouts
+from quartet.trainers.devices import compute_device, resolved
+from quartet.trainers.event_loop import run_async
+from quartet.trainers.held_out import HeldOut
+from quartet.trainers.loader import UserObjects
+from quartet.trainers.roles import Cast, needs_greedy
+from quartet.trainers.run import RunDirectory, Stopwatch, software_versions, use_threads
+from quartet.trainers.run_files import Resume, output_path
+from quartet.trainers.session import RunContext, Session
+from quartet.trainers.signals import take_back_signals
+from quartet.trainers.sources import (
     ModelLike,
     Reward,
     TokenizerLike,
@@ -37,40 +48,49 @@ from quartet.trainers.arguments import (
     with_names,
     with_path,
 )
-from quartet.trainers.cast import Cast, needs_greedy
-from quartet.trainers.casting import build_cast
-from quartet.trainers.company import Company, LocalCompany, RayCompany
-from quartet.trainers.devices import compute_device, resolved
-from quartet.trainers.episodes import episode_metrics
-from quartet.trainers.event_loop import run_async
-from quartet.trainers.greedy import greedy_metrics
-from quartet.trainers.held_out import HeldOut
-from quartet.trainers.loader import Passed
-from quartet.trainers.placing import placement_of, shares_reference
-from quartet.trainers.reference_refresh import ReferenceRefresh
-from quartet.trainers.resuming import Resume, output_path
-from quartet.trainers.rl_result import EXPORTED, RLResult, trained_model
-from quartet.trainers.rollout_files import AHEAD, hold_ahead, restored_ahead, write_rollouts
-from quartet.trainers.run import (
-    RunDirectory,
-    Stopwatch,
-    resident_bytes,
-    software_versions,
-    use_threads,
-)
-from quartet.trainers.session import Play, Session
-from quartet.trainers.signals import take_back_signals
-from quartet.trainers.step_metrics import lengths, model_stats, timing
+from quartet.trainers.workers import Company, LocalCompany, RayCompany, placement_of, shares_reference
 from quartet.weights import WeightSyncError
+
+EXPORTED = {"actor": "model", "critic": "critic"}
+"""Where in a run's directory the models that train are written to, by role."""
 
 
 @dataclass(frozen=True)
-class _Beginning:
+class _ResumePoint:
     """Where a session begins: complete steps, where the stream stood, and what it had beyond that."""
 
     step: int
     stream: Mapping[str, Any] | None = None
     ahead: Ahead[Any] | None = None
+
+
+class RLResult:
+    """Where the run is, and what ``summary.json`` holds.
+
+    Args:
+        trained: gives the trained models, by role.
+    """
+
+    def __init__(
+        self, path: Path, summary: dict[str, Any], trained: Mapping[str, Callable[[], PreTrainedModel]]
+    ) -> None:
+        self.path = path
+        self.summary = summary
+        self._trained = trained
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The trained actor: the object trained in this process, or what a worker wrote, loaded when first asked for.
+
+        Raises:
+            UserError: what a worker wrote is not there any more, or only its adapters were saved.
+        """
+        return self._trained["actor"]()
+
+    @cached_property
+    def critic(self) -> PreTrainedModel | None:
+        """The trained critic, where the method has one; as ``model``."""
+        return self._trained["critic"]() if "critic" in self._trained else None
 
 
 class RLTrainer:
@@ -121,38 +141,37 @@ class RLTrainer:
         device = compute_device(recipe, own_model)
         record = resolved(recipe, device)
         self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print, resolved=record)
-        passed = Passed(
+        objects = UserObjects(
             own_model,
             own_tokenizer,
             only_object("critic", critic),
             as_rewards(rewards),
             as_rewards(evaluation_rewards, "evaluation_rewards"),
+            prompts,
+            evaluation_prompts,
+            environment,
+            ptx_rows,
         )
-        placement = placement_of(recipe, passed)
+        placement = placement_of(recipe, objects)
         with contextlib.ExitStack() as taken:
             company: Company | None = None
             if recipe.cluster.type == "ray":
-                company = RayCompany(recipe, placement, passed)
+                company = RayCompany(recipe, placement, objects)
                 taken.callback(company.close)
                 take_back_signals()
-            self.cast: Cast = build_cast(
-                recipe,
-                passed if company is None else passed.without_weights(),
-                prompts=prompts,
-                evaluation_prompts=evaluation_prompts,
-                environment=environment,
-                ptx_rows=ptx_rows,
-                shares_reference=shares_reference(placement),
-                computes=device,
-            )
+                objects = objects.without_weights()
+            self.cast = Cast(recipe, objects, shares_reference=shares_reference(placement), computes=device)
             for owned in self.cast.models():
                 taken.callback(owned.release)
-            self.held_out = self._held_out()
-            self._refresh = self._reference_refresh()
+            self.held_out: HeldOut | None = None
+            if self.cast.evaluation_prompts is not None:
+                config = recipe.evaluation or EvaluationConfig()
+                self.held_out = HeldOut(config, self.cast, self.path, steps=recipe.steps, progress=self.progress)
             self.company = company or LocalCompany(recipe, placement, self.cast)
             taken.pop_all()
-        self.kl_coef = kl_term(recipe.algorithm).coef
-        self._shuffle = _shuffled(recipe.seed) if shuffle_scores else None
+        self.kl = KLCoefficient(recipe.algorithm, self.cast.warmup_steps)
+        shuffle = _shuffled(recipe.seed) if shuffle_scores else None
+        self._context = RunContext(self.cast, self.company, self.run, self.kl, self._on_finished, shuffle)
         self._session: Session | None = None
         self._deaths: list[str] = []
         self._bar: Stage | None = None
@@ -189,29 +208,25 @@ class RLTrainer:
         with self.progress.stage("rl", self.recipe.steps) as bar:
             self._bar = bar
             bar.advance(beginning.step)
-            while (died := await self._until_death(beginning)) is not None:
-                beginning = await self._after_death(died)
+            while True:
+                try:
+                    await self._run_from(beginning)
+                    break
+                except (ClusterError, WeightSyncError) as error:
+                    beginning = await self._after_death(error)
         return await self._finish(watch.seconds)
 
-    async def _until_death(self, beginning: _Beginning) -> ClusterError | WeightSyncError | None:
-        """Runs steps to the last one; returns what a worker's death looked like when one died."""
-        try:
-            await self._run_from(beginning)
-        except (ClusterError, WeightSyncError) as error:
-            return error
-        return None
-
-    async def _run_from(self, beginning: _Beginning) -> None:
+    async def _run_from(self, beginning: _ResumePoint) -> None:
         step, self._at = beginning.step, beginning
         if self.held_out is not None:
             self.held_out.start(step)
         self._session = None
-        self._session = session = await self._open_session(step)
+        self._session = session = await Session.begin(self._context, step)
         async with contextlib.aclosing(session), session.stream:
             if beginning.stream is not None:
                 session.stream.restore(beginning.stream, beginning.ahead)
             if self.cast.ptx is not None:
-                first = max(step, self._warmup_steps) * self.recipe.minibatches * self.recipe.epochs
+                first = max(step, self.cast.warmup_steps) * self.recipe.minibatches * self.recipe.epochs
                 await self.cast.trained_group("actor").call(TrainWorker.expect_update, first)
             if step == 0:
                 if self.held_out is not None:
@@ -219,29 +234,10 @@ class RLTrainer:
                 self.run.tracker.log(0, await self._evaluate(session, 0))
                 self.run.recorder.drop_through(0)
             while step < self.recipe.steps:
-                self._at = _Beginning(step, session.stream.state(), session.stream.ahead())
+                self._at = _ResumePoint(step, session.stream.state(), session.stream.ahead())
                 step = await self._step(step, session)
 
-    async def _open_session(self, step: int) -> Session:
-        sizes = await self.company.sizes()
-        await self.company.link()
-        await self.company.deliver(step)
-        await self.company.clear()
-        play = Play(
-            self.cast,
-            self.company,
-            self.run.recorder,
-            lambda: self.kl_coef,
-            self._shuffle,
-            self._warmup_steps,
-            self._on_finished,
-            self.path,
-        )
-        session = Session(play, step, sizes)
-        await session.rollout.begin()
-        return session
-
-    async def _after_death(self, error: ClusterError | WeightSyncError) -> _Beginning:
+    async def _after_death(self, error: ClusterError | WeightSyncError) -> _ResumePoint:
         """Replaces the workers that died; the step under way, or those since the last checkpoint, are done again.
 
         Raises:
@@ -267,43 +263,24 @@ class RLTrainer:
 
     async def _step(self, step: int, session: Session) -> int:
         """One iteration and everything that follows it; returns the number of complete steps."""
-        watch = Stopwatch()
-        recipe, before = self.recipe, session.rollout.stats()
+        watch, done = Stopwatch(), step + 1
         async with self._saved_if_clean(session):
             with self._rollout_progress(step):
                 result = await run_iteration(step, session.roles)
-        after, done, batch = session.generated, step + 1, result.experience.batch
-        spans = self.run.recorder.of_step(step)
-        metrics = {
-            **result.metrics,
-            # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
-            **result.experience.metrics,
-            **timing(spans, watch.seconds, after.generated_tokens - before.generated_tokens),
-            **lengths(batch),
-            **(staleness_metrics(batch, step) if self.company.placement.max_staleness is not None else {}),
-            **episode_metrics(batch),
-            **greedy_metrics(batch),
-            **(session.sampling.take_metrics() if session.sampling is not None else {}),
-            **self._ptx_metrics(done),
-            **(await self._refresh.after(done) if self._refresh is not None else {}),
-            "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),
-            "memory/rss_bytes": resident_bytes(),
-            **model_stats(await self.cast.stats()),
-            **session.mover.take_metrics(),
-        }
-        self._adapt_kl(result.experience, step)
-        if step % recipe.log.rollouts_every == 0 or done == recipe.steps:
-            await write_rollouts(self.run, self.company.writer, done, result.experience)
+        experience = result.experience
+        # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
+        metrics = {**result.metrics, **experience.metrics, **await session.metrics(step, experience, watch)}
+        self.kl.adapt(experience.batch, step)
+        if step % self.recipe.log.rollouts_every == 0 or done == self.recipe.steps:
+            await write_rollouts(self.run, self.company.writer, done, experience)
         if self.held_out is not None:
             self.held_out.note_training(done, metrics)
             metrics.update(await self._evaluate(session, done) if self.held_out.due(done) else {})
         self.run.tracker.log(done, metrics)
         self.run.recorder.drop_through(step)  # those of the next one may have begun
-        if self._bar is not None:
-            shown = {"score": "reward/score_mean", "kl": "kl/ref", "tokens/s": "rollout/tokens_per_s"}
-            self._bar.advance(1, **{k: round(metrics[v], 3) for k, v in shown.items() if v in metrics})
-        if self.run.due(done, recipe.steps):
-            await self._save(_Beginning(done, session.stream.state(), session.stream.ahead()))
+        self._show(metrics)
+        if self.run.due(done, self.recipe.steps):
+            await self._save(_ResumePoint(done, session.stream.state(), session.stream.ahead()))
         self.run.check_stop(done)
         return done
 
@@ -311,6 +288,11 @@ class RLTrainer:
         if self.held_out is None:
             return {}
         return await self.held_out.evaluate(session.worker, session.rollout, step)
+
+    def _show(self, metrics: Mapping[str, float]) -> None:
+        shown = {"score": "reward/score_mean", "kl": "kl/ref", "tokens/s": "rollout/tokens_per_s"}
+        if self._bar is not None:
+            self._bar.advance(1, **{k: round(metrics[v], 3) for k, v in shown.items() if v in metrics})
 
     @contextlib.contextmanager
     def _rollout_progress(self, step: int) -> Iterator[None]:
@@ -322,8 +304,6 @@ class RLTrainer:
         self._rollout_bar = None
 
     async def _finish(self, seconds: float) -> RLResult:
-        from quartet.observe.trackers import read_metrics
-
         engines = self.cast.engines()
         exported = [await self._export(role) for role in engines]
         await self.cast.describe()
@@ -339,7 +319,7 @@ class RLTrainer:
             **(self.held_out.summary() if self.held_out is not None else {}),
         }
         self.run.finish(summary)
-        models = {role: partial(trained_model, e.packed, self.path / EXPORTED[role]) for role, e in engines.items()}
+        models = {role: partial(_trained_model, e.packed, self.path / EXPORTED[role]) for role, e in engines.items()}
         return RLResult(self.path, summary, models)
 
     async def _export(self, role: str) -> list[str]:
@@ -352,76 +332,44 @@ class RLTrainer:
         remark = await cast.trained_group(role).call(TrainWorker.export, path, tokenizer, cast.prompts.seen, eos_ids)
         return [f"{path.name}: {remark}"] if remark else []
 
-    def _held_out(self) -> HeldOut | None:
-        if self.cast.evaluation_prompts is None:
-            return None
-        config = self.recipe.evaluation or EvaluationConfig()
-        return HeldOut(config, self.cast, self.path, steps=self.recipe.steps, progress=self.progress)
-
     def _remarks(self) -> list[str]:
         held_out = self.held_out.remarks() if self.held_out is not None else []
         return self.cast.remarks() + (self.cast.ptx.remarks if self.cast.ptx is not None else []) + held_out
 
-    def _reference_refresh(self) -> ReferenceRefresh | None:
-        algorithm = self.recipe.algorithm
-        if not isinstance(algorithm, OnlineDPO) or algorithm.refresh_steps is None or self.cast.reference is None:
-            return None
-        return ReferenceRefresh(algorithm.refresh_steps, self.cast)
-
-    @property
-    def _warmup_steps(self) -> int:
-        """First steps, in which the actor rests."""
-        return self.recipe.critic.warmup_steps if self.cast.critic is not None else 0
-
-    def _ptx_metrics(self, steps: int) -> dict[str, float]:
-        trained = steps - self._warmup_steps
-        if self.cast.ptx is None or trained <= 0:
-            return {}
-        return self.cast.ptx.metrics(trained * self.recipe.minibatches * self.recipe.epochs)
-
     def _on_finished(self, finished: int) -> None:
         if self._rollout_bar is not None:
             self._rollout_bar.advance(finished)
-
-    def _adapt_kl(self, experience: Experience, step: int) -> None:
-        """Moves the coefficient by the KL of the responses that take part; rests while the actor does."""
-        kl, batch = kl_term(self.recipe.algorithm), experience.batch
-        num = len(torch.unique(trajectory_index(batch)[batch.token["action_mask"]]))
-        if kl.target is None or "ref_logprobs" not in batch.token or step < self._warmup_steps or not num:
-            return
-        observed = float(batch.token["kl"].sum()) / num
-        self.kl_coef = adaptive_kl_coef(self.kl_coef, observed, kl.target, kl.horizon, num)
 
     # Checkpoints -----------------------------------------------------------------------------------------
 
     @property
     def _saved(self) -> dict[str, RoleGroup[Checkpointed]]:
         """The workers whose state changes in a run, by role."""
-        roles = [*self.cast.engines(), *(["reference"] if self._refresh is not None else [])]
+        roles = [*self.cast.engines(), *(["reference"] if self.cast.refresh_steps is not None else [])]
         return {role: self.cast.groups[role] for role in roles}
 
-    async def _restore(self) -> _Beginning:
+    async def _restore(self) -> _ResumePoint:
         """From the newest checkpoint; without one the models are as the run began."""
         await checkpoints.check_storage(self.run, self._saved)
         found = self.run.latest(list(self._saved), counters=("kl_coef", "stream"))
-        self.kl_coef = kl_term(self.recipe.algorithm).coef if found is None else found.info["kl_coef"]
+        self.kl.value = self.kl.term.coef if found is None else found.info["kl_coef"]
         if self.held_out is not None:
             self.held_out.restore(found.info.get("alarm") if found is not None else None)
         if found is None:
-            return _Beginning(0)
+            return _ResumePoint(0)
         await checkpoints.load(self._saved, found)
         if self.cast.critic is not None and "emitted" in found.parts:  # of earlier versions, whose driver noted ids
             await self.cast.critic_group().call(CriticWorker.note_seen, found.parts["emitted"])
         ahead = await restored_ahead(self.company.writer, found, self.cast.item)
-        return _Beginning(found.step, found.info["stream"], ahead)
+        return _ResumePoint(found.step, found.info["stream"], ahead)
 
-    async def _save(self, at: _Beginning) -> None:
+    async def _save(self, at: _ResumePoint) -> None:
         """Saves the state of ``at``, which is the present one."""
         workers, writer = self._saved, self.company.writer
         if at.ahead is not None and await hold_ahead(writer, at.ahead):
             workers = {**workers, AHEAD: writer}
         alarm = self.held_out.state() if self.held_out is not None else None
-        info = {"kl_coef": self.kl_coef, "stream": dict(at.stream or {}), "alarm": alarm}
+        info = {"kl_coef": self.kl.value, "stream": dict(at.stream or {}), "alarm": alarm}
         await checkpoints.save(self.run, workers, at.step, {}, info)
 
     @contextlib.asynccontextmanager
@@ -430,7 +378,7 @@ class RLTrainer:
 
         The stream's state is that of the beginning, too: the stream itself may have been read to the step's end.
         """
-        session.is_learning = False
+        session.begin_step()
         try:
             yield
         except (WorkerDied, WeightSyncError):
@@ -450,3 +398,10 @@ def _shuffled(seed: int) -> Callable[[int, int], Tensor]:
         return torch.randperm(num, generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
 
     return permutation
+
+
+def _trained_model(packed: PackedModel, path: Path) -> PreTrainedModel:
+    """The model of ``packed``, or, where that has no contents, what was saved at ``path``; as ``load_trained``."""
+    if packed.device.type != "meta":
+        return packed.model
+    return load_trained(path, load_causal_lm if isinstance(packed, PackedCausalLM) else load_scalar_model)

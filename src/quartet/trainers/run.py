@@ -56,8 +56,15 @@ from quartet.train.checkpoint import (
 from quartet.train.state import snapshot
 from quartet.trainers.devices import changes as device_changes
 from quartet.trainers.inputs import changed_inputs, input_digests
-from quartet.trainers.resuming import Resume
-from quartet.trainers.run_files import changed_keys, check_resumable, inspect, take_lock, with_defaults, write_models
+from quartet.trainers.run_files import (
+    Resume,
+    changed_keys,
+    check_resumable,
+    inspect,
+    take_lock,
+    with_defaults,
+    write_models,
+)
 from quartet.trainers.signals import StopSignals, stop_signals
 
 _CHECKPOINT, _WRITER = "checkpoint", "writer"

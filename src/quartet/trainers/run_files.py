@@ -1,4 +1,16 @@
-"""What a run directory says about itself: ``run.json``, ``recipe.yaml`` and ``.lock``, checked before it is taken."""
+"""What a run directory says about itself: ``run.json``, ``recipe.yaml`` and ``.lock``, checked before it is taken.
+
+Where a job's output goes, and whether it goes on with a run that is there:
+
+==================  =====================  ==============================  ==================================
+``output_dir``      ``resume=False``       ``resume=True``                 ``resume="auto"``
+==================  =====================  ==============================  ==================================
+not set             a new dated directory  refused                         refused
+holds no run        starts                 starts, and says so             starts
+holds one           refused                goes on                         goes on
+holds a done one    refused                writes its model once more      the command only reports it
+==================  =====================  ==============================  ==================================
+"""
 
 from __future__ import annotations
 
@@ -7,8 +19,9 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import yaml
 
@@ -37,6 +50,54 @@ FREE_KEYS = (
 its last bits only."""
 
 MARKER, RECIPE, SUMMARY, MODELS = "run.json", "recipe.yaml", "summary.json", "models.json"
+Resume = bool | Literal["auto"]
+
+
+def default_output_dir(job: str) -> Path:
+    return Path("runs") / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
+    """``output_dir``, or a dated directory where it is not set.
+
+    Raises:
+        UserError: a run is to be resumed, and nothing says where it is.
+    """
+    if output_dir:
+        return Path(output_dir)
+    if resume:
+        raise UserError(
+            "nothing says which run to go on with",
+            found=f"{'--resume=auto' if resume == 'auto' else '--resume'}, and output_dir is not set: every start "
+            f"would have a directory of its own ({default_output_dir(job)})",
+            remedy="set output_dir, in the recipe or as output_dir=DIR",
+        )
+    return default_output_dir(job)
+
+
+def finished(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]] | None:
+    """Under ``auto``: the directory and ``summary.json`` of this very run, where it is done.
+
+    Raises:
+        UserError: the directory holds another run.
+    """
+    if resume != "auto":
+        return None
+    job = str(getattr(recipe, "job", "run"))
+    path = output_path(recipe.output_dir, job, resume)
+    marker = inspect(path, recipe, job, resume=True)
+    if marker is None or marker["status"] != "done":
+        return None
+    return found_summary(path)
+
+
+def found_summary(path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The directory and its ``summary.json``; None where that is not there or damaged, and so must be made again."""
+    try:
+        summary = read_json(path / "summary.json")
+    except (UserError, ValueError):
+        return None
+    return (path, summary) if isinstance(summary, dict) and "stages" in summary else None
 
 
 def inspect(path: Path, recipe: Recipe, job: str, *, resume: bool) -> dict[str, Any] | None:

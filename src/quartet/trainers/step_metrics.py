@@ -1,13 +1,16 @@
-"""What an RL step says about itself beside its losses: seconds, lengths, what memory did."""
+"""What an RL step says about itself beside its losses: seconds, lengths, episodes, baselines, what memory did."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import CUT_OFF, Trajectories, num_emitted
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.schedule.model_worker import ModelStats
-from quartet.trainers.trajectories import Trajectories, num_emitted
+from quartet.trainers.estimators import BASELINE
 
 
 def timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, float]:
@@ -20,18 +23,20 @@ def timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, fl
         # Of the bursts themselves: an engine that is ahead has sampled some of the step's tokens earlier.
         sampled = sum(span.tokens or 0 for span in spans if span.name == "generate")
         found["rollout/tokens_per_s"] = sampled / seconds["generate"]
-    windows = [Span("generation", min(g), max(h)) for g, h in [_window(spans, "generate")] if g]
-    scoring = [Span("scoring", s.start_s, s.end_s) for s in spans if s.chunk is not None]
-    found["overlap/score_generate_s"] = overlap_seconds([*windows, *scoring], "generation", "scoring")
+    bursts = [s for s in spans if s.name == "generate"]
+    compared = [Span("scoring", s.start_s, s.end_s) for s in spans if s.chunk is not None]
+    if bursts:  # from the first to the last one, as one
+        compared.append(Span("generation", min(s.start_s for s in bursts), max(s.end_s for s in bursts)))
+    found["overlap/score_generate_s"] = overlap_seconds(compared, "generation", "scoring")
     return found
 
 
-def _window(spans: Sequence[Span], name: str) -> tuple[list[float], list[float]]:
-    picked = [s for s in spans if s.name == name]
-    return [s.start_s for s in picked], [s.end_s for s in picked]
+def batch_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """Lengths, and what episodes and the greedy baseline add where there are any."""
+    return {**_lengths(batch), **episode_metrics(batch), **greedy_metrics(batch)}
 
 
-def lengths(batch: RaggedBatch) -> dict[str, float]:
+def _lengths(batch: RaggedBatch) -> dict[str, float]:
     trajectories = Trajectories.of(batch)
     emitted = num_emitted(batch, trajectories)
     return {
@@ -40,6 +45,29 @@ def lengths(batch: RaggedBatch) -> dict[str, float]:
         "rollout/truncated_frac": float((~batch.sequence["ended"][trajectories.final_N]).float().mean()),
         "tokens/useful": float(batch.num_tokens),
     }
+
+
+def episode_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """How the episodes of a step went; nothing where there are none."""
+    if "observation_mask" not in batch.token:
+        return {}
+    num = len(Trajectories.of(batch))
+    cut_off = sum(reason in CUT_OFF for reason in batch.objects["finish_reason"])
+    return {
+        "episode/turns_mean": float(batch.sequence["num_turns"].sum()) / num,
+        "episode/sequences_mean": len(batch) / num,
+        "episode/observation_tokens": float(batch.token["observation_mask"].sum()) / num,
+        "episode/done_frac": 1.0 - cut_off / num,
+    }
+
+
+def greedy_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """Mean baseline over the prompts of a step that have one; nothing where the method has none."""
+    if BASELINE not in batch.sequence:
+        return {}
+    by_group = dict(zip(batch.sequence["group"].tolist(), batch.sequence[BASELINE].tolist(), strict=True))
+    found = torch.tensor(list(by_group.values())).nanmean()
+    return {} if bool(found.isnan()) else {"reward/greedy_mean": float(found)}
 
 
 def model_stats(stats: Mapping[str, ModelStats]) -> dict[str, float]:

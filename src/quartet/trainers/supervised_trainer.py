@@ -22,11 +22,11 @@ from quartet.observe.progress import Progress
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.trainers import checkpoints
-from quartet.trainers.arguments import ModelLike, TokenizerLike, check_recipe, with_names
 from quartet.trainers.devices import compute_device, resolved
 from quartet.trainers.event_loop import run_async
-from quartet.trainers.resuming import Resume, output_path
 from quartet.trainers.run import RunDirectory, Stopwatch, software_versions, use_threads
+from quartet.trainers.run_files import Resume, output_path
+from quartet.trainers.sources import ModelLike, TokenizerLike, check_recipe, with_names
 from quartet.trainers.supervised import SupervisedLoop
 from quartet.trainers.supervised_processes import SupervisedProcesses
 from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedWorker

@@ -18,10 +18,9 @@ from quartet.config.rewards import ModelReward
 from quartet.models.loading import packed_scalar_model, save_scalar_model
 from quartet.observe.trackers import read_metrics
 from quartet.trainers import loader
-from quartet.trainers.cast import Cast, needs_old_logprobs
-from quartet.trainers.casting import build_cast
-from quartet.trainers.loader import Passed
+from quartet.trainers.loader import UserObjects
 from quartet.trainers.rl import RLTrainer
+from quartet.trainers.roles import Cast, needs_old_logprobs
 
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2))
 NO_KL = KLConfig(coef=0.0)
@@ -48,8 +47,8 @@ def cast_of(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Iterat
     made: list[Cast] = []
 
     def make(used: RLRecipe, rewards: list[Any] | None = None, critic: Any = None) -> Cast:
-        passed = Passed(causal_lm(), tokenizer, critic, [digits] if rewards is None else rewards)
-        made.append(build_cast(used, passed, prompts=prompts))
+        given = [digits] if rewards is None else rewards
+        made.append(Cast(used, UserObjects(causal_lm(), tokenizer, critic, given, prompts=prompts)))
         return made[-1]
 
     yield make
@@ -221,7 +220,7 @@ def test_a_saved_reward_model_reads_the_policys_own_tokens(
     seen = torch.ones(packed.model.config.vocab_size, dtype=torch.bool)
     assert save_scalar_model(packed, policy_tokenizer, tmp_path / "reward", seen=seen) is not None
     used = recipe(GRPO(), rewards=(ModelReward(path=str(tmp_path / "reward"), name="saved"),))
-    cast = build_cast(used, Passed(causal_lm(), policy_tokenizer, None, []), prompts=prompts)
+    cast = Cast(used, UserObjects(causal_lm(), policy_tokenizer, prompts=prompts))
     with cast.released_at_end():
         (role,) = cast.reward_models
         assert role.codec is None, "no text is tokenised again"

@@ -16,7 +16,15 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.batch.prefixes import MIN_SHARED
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd, TrajectorySequence
+from quartet.batch.trajectory import (
+    STEP_PREFIX,
+    Trajectories,
+    Trajectory,
+    TrajectoryEnd,
+    TrajectorySequence,
+    last_ones,
+    num_emitted,
+)
 from quartet.config import UserError
 from quartet.config.algorithms import DAPO, GRPO, PPO, RLOO, KLConfig, OverlongConfig, ReMax
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
@@ -38,9 +46,9 @@ from quartet.schedule.sampled import Ended, Ending, Sampled, TurnRequest
 from quartet.schedule.scorers import PartScorer
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
-from quartet.trainers.episodes import EpisodePlayer, episode_metrics
+from quartet.trainers.episodes import EpisodePlayer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.trajectories import Trajectories, last_ones, num_emitted
+from quartet.trainers.step_metrics import episode_metrics
 
 NO_KL = KLConfig(coef=0.0)
 

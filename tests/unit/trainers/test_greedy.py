@@ -24,10 +24,10 @@ from quartet.schedule.group_batch import answered, group_batch
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.scorers import PartScorer
-from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.advantages import Assembler, Experience, sampled_and_greedy, sampled_only
 from quartet.trainers.generate import generate
-from quartet.trainers.greedy import greedy_metrics, sampled_and_greedy, sampled_only
 from quartet.trainers.rl import RLTrainer
+from quartet.trainers.step_metrics import greedy_metrics
 
 PROMPTS, RESPONSES = 3, 2
 

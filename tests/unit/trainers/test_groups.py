@@ -14,7 +14,7 @@ import torch
 
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import Trajectory, TrajectoryEnd, TrajectorySequence
+from quartet.batch.trajectory import Trajectories, Trajectory, TrajectoryEnd, TrajectorySequence, num_emitted
 from quartet.config import UserError
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord
@@ -27,9 +27,7 @@ from quartet.schedule.stream import Ahead
 from quartet.schedule.writer import Writer
 from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import Checkpoint, begin_checkpoint, complete_checkpoint, newest_checkpoint
-from quartet.trainers.checkpoints import told
-from quartet.trainers.rollout_files import hold_ahead, restored_ahead
-from quartet.trainers.trajectories import Trajectories, num_emitted
+from quartet.trainers.checkpoints import hold_ahead, restored_ahead, told
 
 
 def item(index: int) -> PromptItem:

@@ -36,9 +36,8 @@ from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers.advantages import Assembler, Experience
-from quartet.trainers.cast import Cast
-from quartet.trainers.casting import build_cast
-from quartet.trainers.loader import Passed
+from quartet.trainers.loader import UserObjects
+from quartet.trainers.roles import Cast
 
 STEPS, ALGORITHM = 4, GRPO()
 RECIPE = RLRecipe(
@@ -127,7 +126,7 @@ def plain(groups: Sequence[Group]) -> list[Any]:
 @pytest.fixture
 def play(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Callable[..., Found]:
     def run(seed: int, in_flight: InFlight, journal: Journal, slower: int = 1) -> Found:
-        cast = build_cast(RECIPE, Passed(causal_lm(), tokenizer, rewards=(digits,)), prompts=prompts)
+        cast = Cast(RECIPE, UserObjects(causal_lm(), tokenizer, rewards=(digits,), prompts=prompts))
         try:
             return run_virtual(trained(cast, Delays(seed, slower), in_flight, journal))
         finally:

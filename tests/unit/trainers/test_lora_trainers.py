@@ -42,14 +42,12 @@ from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs, forward_only
 from quartet.train.shares import Share
-from quartet.trainers.cast import Cast
-from quartet.trainers.casting import build_cast
-from quartet.trainers.company import LocalCompany
-from quartet.trainers.loader import Passed
-from quartet.trainers.placing import placement_of
+from quartet.trainers.loader import UserObjects
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
+from quartet.trainers.roles import Cast
 from quartet.trainers.sft import SFTTrainer
+from quartet.trainers.workers import LocalCompany, placement_of
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2), lora=LORA)
@@ -84,11 +82,8 @@ def objects(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Callab
 
 @pytest.fixture
 def cast_of(objects: Any) -> Callable[..., Cast]:
-    def make(recipe: RLRecipe, **changes: Any) -> Cast:
-        given = objects(**changes)
-        names = ("model", "tokenizer", "critic", "rewards")
-        passed = Passed(**{name: given.pop(name) for name in names if name in given})
-        return build_cast(recipe, passed, **given)
+    def make(recipe: RLRecipe, shares_reference: bool = True, **changes: Any) -> Cast:
+        return Cast(recipe, UserObjects(**objects(**changes)), shares_reference=shares_reference)
 
     return make
 
@@ -150,7 +145,7 @@ def test_a_critic_starts_from_the_actors_base(cast_of: Any) -> None:
 
 def rollout_of(cast: Cast, worker: Worker) -> Rollout:
     """An engine on the actor's own tensors."""
-    company = LocalCompany(cast.recipe, placement_of(cast.recipe, Passed()), cast)
+    company = LocalCompany(cast.recipe, placement_of(cast.recipe, UserObjects()), cast)
     return Rollout(
         worker,
         company.engines,

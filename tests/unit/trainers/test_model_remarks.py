@@ -18,9 +18,9 @@ from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.recipe import CheckpointConfig, ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
 from quartet.observe.progress import Progress
-from quartet.trainers.casting import build_cast
 from quartet.trainers.evaluate import Evaluator
-from quartet.trainers.loader import Passed
+from quartet.trainers.loader import UserObjects
+from quartet.trainers.roles import Cast
 from quartet.trainers.sources import cut_short
 
 
@@ -62,8 +62,8 @@ def test_a_run_says_that_answers_are_cut_off(causal_lm: Any, tokenizer: Any, pro
             checkpoint=CheckpointConfig(every_steps=1),
             threads=1,
         )
-        passed = Passed(causal_lm(), tokenizer, None, [digits])
-        cast = build_cast(recipe, passed, prompts=prompts, evaluation_prompts=prompts[:2])
+        objects = UserObjects(causal_lm(), tokenizer, rewards=[digits], prompts=prompts, evaluation_prompts=prompts[:2])
+        cast = Cast(recipe, objects)
         with cast.released_at_end():
             return [remark for remark in cast.remarks() if "max_new_tokens" in remark]
 
@@ -87,7 +87,7 @@ def test_reward_model_and_reference_say_what_was_left_out(
         rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=4)),
         threads=1,
     )
-    cast = build_cast(recipe, Passed(causal_lm(), tokenizer, None, []), prompts=prompts)
+    cast = Cast(recipe, UserObjects(causal_lm(), tokenizer, prompts=prompts))
     with cast.released_at_end():
         assert [r for r in cast.remarks() if "odd.weight" in r and r.startswith("odd: ")]
         assert [r for r in cast.remarks() if "more.weight" in r and r.startswith("reference: ")]

@@ -15,7 +15,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig, OffPolicyConfig
 from quartet.config.recipe import LogConfig, RLRecipe, SFTRecipe
 from quartet.schedule.iteration import Chunk
-from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.advantages import Assembler, Experience, KLCoefficient
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.sources import check_budget
@@ -64,29 +64,25 @@ def trainer(tmp_path: Path, causal_lm: Any, tokenizer: Any, **changes: Any) -> R
     return RLTrainer(RLRecipe(**values), model=causal_lm(), tokenizer=tokenizer, rewards=rewards, prompts=prompts)
 
 
-def test_the_adaptive_coefficient_sees_the_responses_that_take_part(
-    tmp_path: Path, causal_lm: Any, tokenizer: Any
-) -> None:
-    run = trainer(tmp_path, causal_lm, tokenizer)
+def test_the_adaptive_coefficient_sees_the_responses_that_take_part() -> None:
+    config = PPO(kl=KLConfig(coef=0.1, target=1.0, horizon=100))
+    kl = KLCoefficient(config, warmup_steps=1)
     # 2 nats in each of the two responses that have a score; the others have none.
     scores, ended = [1.0, NAN, 1.0, NAN], [True] * 4
-    experience = assembled(run.recipe.algorithm, scores, ended, old_logprobs=-1.0, ref_logprobs=-2.0, values=0.0)
-    run._adapt_kl(experience, step=0)
-    assert run.kl_coef == 0.1, "the actor rests"
-    run._adapt_kl(experience, step=1)
-    assert run.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 100))
-    run.cast.actor.packed.release()
+    experience = assembled(config, scores, ended, old_logprobs=-1.0, ref_logprobs=-2.0, values=0.0)
+    kl.adapt(experience.batch, step=0)
+    assert kl.value == 0.1, "the actor rests"
+    kl.adapt(experience.batch, step=1)
+    assert kl.value == pytest.approx(0.1 * (1 + 0.2 * 2 / 100))
 
 
-def test_the_adaptive_coefficient_steers_nats_per_trajectory(tmp_path: Path, causal_lm: Any, tokenizer: Any) -> None:
+def test_the_adaptive_coefficient_steers_nats_per_trajectory() -> None:
     # 1 nat on each of two tokens is 2 per trajectory: within the clip of the error around 1.9, far from 1 per token.
-    run = trainer(tmp_path, causal_lm, tokenizer, algorithm=PPO(kl=KLConfig(coef=0.1, target=1.9, horizon=100)))
-    scores, ended = [1.0, 1.0], [True] * 2
-    experience = assembled(run.recipe.algorithm, scores, ended, old_logprobs=-1.0, ref_logprobs=-2.0, values=0.0)
-    run._adapt_kl(experience, step=0)
-    run._adapt_kl(experience, step=1)
-    assert run.kl_coef == pytest.approx(0.1 * (1 + (2.0 / 1.9 - 1) * 2 / 100))
-    run.cast.actor.packed.release()
+    config = PPO(kl=KLConfig(coef=0.1, target=1.9, horizon=100))
+    kl, ended = KLCoefficient(config), [True] * 2
+    experience = assembled(config, [1.0, 1.0], ended, old_logprobs=-1.0, ref_logprobs=-2.0, values=0.0)
+    kl.adapt(experience.batch, step=0)
+    assert kl.value == pytest.approx(0.1 * (1 + (2.0 / 1.9 - 1) * 2 / 100))
 
 
 def test_a_lambda_is_a_reward_like_any_other(tmp_path: Path, causal_lm: Any, tokenizer: Any) -> None:

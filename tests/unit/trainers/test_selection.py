@@ -21,8 +21,8 @@ from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.estimators import learned_from
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.selection import learned_from
 
 NAN = float("nan")
 

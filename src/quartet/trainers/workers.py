@@ -1,38 +1,198 @@
-"""The company of a run: the hosts of all roles, wherever they are, started, moved, replaced when they die."""
+"""Where an RL run computes: its placement, the workers of all roles (here or on Ray), and what replaces dead ones."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
+from transformers import PreTrainedModel
+
 from quartet.cluster import Death, ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
-from quartet.config.algorithms import OnlineDPO
+from quartet.config.algorithms import reads_reference
 from quartet.config.cluster import RayCluster
-from quartet.config.placement import ResolvedPlacement, ResolvedPool, check_devices
+from quartet.config.placement import (
+    AsynchronousPlacement,
+    ResolvedPlacement,
+    ResolvedPool,
+    Role,
+    check_devices,
+    resolve,
+)
 from quartet.config.recipe import RLRecipe
+from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
+from quartet.rollout.engine import NativeEngine
+from quartet.rollout.weights import own_copy
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.leases import Mode
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker, TrainWorker
 from quartet.schedule.movable import Movable
-from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup
+from quartet.schedule.placement import local_placement
+from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup, RolesWorker
 from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.schedule.writer import Writer
-from quartet.trainers.cast import Cast
-from quartet.trainers.loader import Passed
-from quartet.trainers.placing import shares_actor, shares_reference
-from quartet.trainers.pool_worker import TRAINED, WRITER, Part, PoolWorker, rollout_worker
+from quartet.text.tokenizer import TextCodec
+from quartet.train.data_parallel import Peers
+from quartet.trainers.devices import worker_device
+from quartet.trainers.loader import Loader, Rewards, UserObjects
 from quartet.trainers.ptx import PTX
+from quartet.trainers.reward_roles import passed_names
+from quartet.trainers.roles import Cast, refresh_steps
+from quartet.trainers.run import use_threads
 
+TRAINED = ("actor", "critic")
+WRITER = "writer"
 _PATIENCE_S = 5.0
 """So long a worker may take to say that it lives; one that is busy counts as living."""
 Sizes = dict[str, dict[Mode, int]]
+
+
+# Placement -----------------------------------------------------------------------------------------------
+
+
+def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
+    """
+    Raises:
+        UserError: a placement that cannot work, with the numbers and what would.
+    """
+    kinds: dict[str, Role] = {"actor": "actor", "rollout": "rollout"}
+    if recipe.algorithm.name == "ppo":
+        kinds["critic"] = "critic"
+    if reads_reference(recipe.algorithm):
+        kinds["reference"] = "reference"
+    only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
+    names = [*_reward_models(recipe.rewards, objects.rewards), *_reward_models(only, objects.evaluation_rewards)]
+    kinds |= dict.fromkeys(names, "reward")
+    if recipe.placement is None:
+        return local_placement(kinds)
+    placement = resolve(recipe.placement, kinds)
+    if recipe.cluster.type == "local":
+        crowded = [pool for pool in placement.pools if pool.num_processes > 1]
+        if crowded:
+            raise UserError(
+                "the placement needs more processes than there are",
+                found=f"pool {crowded[0].name!r} with {crowded[0].num_processes} processes; cluster.type local has one "
+                "for all pools",
+                remedy="set cluster.type: ray, or leave processes and nodes out",
+            )
+    return placement
+
+
+def _reward_models(configs: tuple[object, ...], rewards: Rewards) -> list[str]:
+    named = [config.name for config in configs if isinstance(config, ModelReward | ProcessModelReward)]
+    num_plain = sum(isinstance(config, ModelReward) for config in configs)
+    num_passed = sum(isinstance(reward, PreTrainedModel) for reward in rewards)
+    return named + passed_names(num_passed, after=num_plain)
+
+
+def roles_in(placement: ResolvedPlacement, pool: str) -> list[str]:
+    """Names of the roles that are placed in a pool, ``rollout`` among them."""
+    return [role for role, home in placement.pool_of.items() if home == pool]
+
+
+def shares_actor(recipe: RLRecipe, placement: ResolvedPlacement) -> bool:
+    """Whether the engine computes with the actor's own tensors: nobody trains them meanwhile, and nothing moves."""
+    pool = placement.pool(placement.pool_of["rollout"])
+    is_alone = pool.slots == 1 and pool.budget_bytes is None and pool.num_processes == 1
+    ahead = isinstance(recipe.placement, AsynchronousPlacement)
+    return placement.pool_of["actor"] == pool.name and is_alone and not ahead
+
+
+def shares_reference(placement: ResolvedPlacement) -> bool:
+    """Whether a LoRA actor's reference may be that actor without its adapters: where both lie, and nothing moves."""
+    if "reference" not in placement.pool_of:
+        return True
+    pool = placement.pool(placement.pool_of["reference"])
+    return placement.pool_of["actor"] == pool.name and pool.budget_bytes is None
+
+
+# Workers -------------------------------------------------------------------------------------------------
+
+
+def rollout_worker(
+    recipe: RLRecipe, actor: PackedCausalLM, codec: TextCodec, *, shares_actor: bool, is_own: bool
+) -> NativeRolloutWorker:
+    """The rollout role's worker in this process.
+
+    Args:
+        actor: the actor's model, or (``is_own``) one that is the engine's alone.
+        shares_actor: the engine computes with ``actor`` as it is; otherwise with a copy where it is not its own.
+    """
+    config = recipe.rollout
+    packed = actor if shares_actor or is_own else own_copy(actor)
+    engine = NativeEngine(
+        packed,
+        owns_weights=not shares_actor,
+        max_running=config.max_running,
+        max_prefill_tokens=config.max_prefill_tokens,
+        cache_tokens=config.cache_tokens,
+        decode=codec.decode,
+    )
+    return NativeRolloutWorker(engine, codec)
+
+
+def _made_after(role: str) -> int:
+    """A critic may start as a copy of a reward model, everything else as one of the actor."""
+    return {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}.get(role, 2)
+
+
+class PoolWorker(RolesWorker):
+    """A process of a pool: the workers of all roles that are placed there. Loads only their models (and, for a moment,
+    what a critic starts from).
+
+    Args:
+        pool: its name in ``placement``.
+        directory: of the driver; paths of the recipe begin there, where a node has it.
+        ptx: the demonstrations, for the actor if it is placed here.
+    """
+
+    def __init__(
+        self,
+        recipe: RLRecipe,
+        objects: UserObjects,
+        placement: ResolvedPlacement,
+        pool: str,
+        directory: str,
+        ptx: PTX | None = None,
+    ) -> None:
+        if os.path.isdir(directory):
+            os.chdir(directory)
+        use_threads(1 if recipe.numerics == "exact" else recipe.threads)
+        names = roles_in(placement, pool)
+        is_group = self.world_size > 1 and any(role in TRAINED for role in names)
+        if is_group:
+            self.init_process_group()
+        loader = Loader(
+            recipe,
+            objects,
+            device=worker_device(self.device, recipe),
+            moves_passed=True,
+            shares_reference=shares_reference(placement),
+            peers=Peers.of_world() if is_group else None,
+        )
+        self.roles: dict[str, ModelWorker | NativeRolloutWorker | Writer] = {}
+        # Each leaves before the next one comes; those that others start from come last.
+        for role in sorted(names, key=_made_after):
+            worker: ModelWorker | NativeRolloutWorker
+            if role == "rollout":
+                shares, is_own = shares_actor(recipe, placement), "actor" not in names
+                worker = rollout_worker(recipe, loader.actor, loader.codec, shares_actor=shares, is_own=is_own)
+            else:
+                worker = loader.worker(role, ptx)
+            if placement.pool(pool).budget_bytes is not None:
+                worker.make_movable(recipe.offload)
+                worker.offload()
+            self.roles[role] = worker
+        if "actor" in names:
+            self.roles[WRITER] = Writer(loader.codec)
 
 
 @dataclass(frozen=True)
@@ -129,7 +289,7 @@ class Company:
 
 
 class LocalCompany(Company):
-    """Everybody in this process."""
+    """All workers in this process."""
 
     def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, cast: Cast) -> None:
         super().__init__(recipe, placement)
@@ -153,18 +313,17 @@ class RayCompany(Company):
     """A group of workers for every pool. Pools are granted when this is made, before any model is loaded.
 
     Args:
-        passed: models from Python, which nothing here takes over; copies go to the workers.
+        objects: models from Python, which nothing here takes over; copies go to the workers.
     """
 
-    def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, passed: Passed) -> None:
+    def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, objects: UserObjects) -> None:
         super().__init__(recipe, placement)
         assert isinstance(recipe.cluster, RayCluster)
         self.cluster = recipe.cluster
-        self._passed = passed.without_functions()
+        self._objects = objects.models_only()
         self._groups: dict[str, WorkerGroup] = {}
         self._num_deaths = 0
-        refreshes = isinstance(recipe.algorithm, OnlineDPO) and recipe.algorithm.refresh_steps is not None
-        self._changing = {*TRAINED, "reference"} if refreshes else {*TRAINED}
+        self._changing = {*TRAINED, "reference"} if refresh_steps(recipe) is not None else {*TRAINED}
         self._backend = connect("ray", address=self.cluster.address)
         try:
             self._check_room()
@@ -175,7 +334,7 @@ class RayCompany(Company):
 
     def describe(self) -> str:
         of_pool = [
-            f"{pool.name} ({pool.num_processes} × {', '.join(self._part(pool.name).roles)})"
+            f"{pool.name} ({pool.num_processes} × {', '.join(roles_in(self.placement, pool.name))})"
             for pool in self.placement.pools
         ]
         return f"placement {self.placement.type}: starting workers for {'; '.join(of_pool)}"
@@ -199,7 +358,7 @@ class RayCompany(Company):
             raise error
         changing = {home for role, home in self.placement.pool_of.items() if role in self._changing}
         states = is_learning or bool(changing & deaths.keys())
-        who = "; ".join(self._obituary(pool, death) for pool, death in deaths.items())
+        who = "; ".join(self._death_report(pool, death) for pool, death in deaths.items())
         self._num_deaths += 1
         if self._num_deaths > self.cluster.max_restarts:
             raise UserError(
@@ -215,8 +374,8 @@ class RayCompany(Company):
                 restarted.result()
         return Loss(f"{who}; started anew: {', '.join(anew)}", states)
 
-    def _obituary(self, pool: str, death: Death) -> str:
-        roles = ", ".join(self._part(pool).roles)
+    def _death_report(self, pool: str, death: Death) -> str:
+        roles = ", ".join(roles_in(self.placement, pool))
         return f"{death.brief()}: {death.last_error or 'it left no error, so it was killed from outside'} ({roles})"
 
     def close(self) -> None:
@@ -234,24 +393,20 @@ class RayCompany(Company):
         return [(actors[0], self.engines)]
 
     def _started(self, pool: str, ptx: PTX | None) -> WorkerGroup:
-        part = self._part(pool)
         return WorkerGroup(
             self._pools[pool],
             PoolWorker,
             self.recipe,
-            self._passed,
-            part,
-            ptx if "actor" in part.roles else None,
+            self._objects,
+            self.placement,
+            pool,
+            os.getcwd(),
+            ptx if self.placement.pool_of["actor"] == pool else None,
             name=pool,
             backend=self._backend,
             max_restarts=2**31,
             start_timeout_s=self.cluster.start_timeout_s,
         )
-
-    def _part(self, pool: str) -> Part:
-        roles = tuple(role for role, home in self.placement.pool_of.items() if home == pool)
-        moves = self.placement.pool(pool).budget_bytes is not None
-        return Part(roles, self.shares_actor, shares_reference(self.placement), moves, os.getcwd())
 
     def _reach(self) -> None:
         home = self.placement.pool_of
@@ -297,15 +452,12 @@ class RayCompany(Company):
 
 
 class PartsMover:
-    """Moves parts of roles for the arbiter, and notes what was measured.
-
-    ``freed_bytes`` and ``seconds`` are totals by role since the last ``take_metrics``.
-    """
+    """Moves parts of roles for the arbiter, and adds up what was measured."""
 
     def __init__(self, company: Company, recorder: SpanRecorder) -> None:
         self._company = company
         self._recorder = recorder
-        self._totals: dict[str, float] = {}
+        self._totals: defaultdict[str, float] = defaultdict(float)
 
     async def onload(self, role: str, mode: Mode) -> None:
         await self._move(role, mode)
@@ -316,19 +468,19 @@ class PartsMover:
     async def _move(self, role: str, mode: Mode | None) -> None:
         if role not in self._company.moving():
             return
-        is_leaving = mode is None
+        num_bytes, seconds = "handover/onload_bytes", "handover/onload_s"
+        if mode is None:
+            num_bytes, seconds = "handover/offload_bytes", "handover/offload_s"
         with self._recorder.span("onload" if mode else "offload", role=role) as span:
             for group in self._company.groups_of(role):
                 moved = await (group.call(Movable.onload, mode) if mode else group.call(Movable.offload))
                 span.nbytes = (span.nbytes or 0) + moved.num_bytes
-                self._add("handover/offload_bytes" if is_leaving else "handover/onload_bytes", moved.num_bytes)
-                self._add("handover/offload_s" if is_leaving else "handover/onload_s", moved.seconds)
-                if is_leaving:
-                    self._add("handover/freed_bytes", moved.freed_bytes)
-
-    def _add(self, metric: str, value: float) -> None:
-        self._totals[metric] = self._totals.get(metric, 0.0) + value
+                self._totals[num_bytes] += moved.num_bytes
+                self._totals[seconds] += moved.seconds
+                if mode is None:
+                    self._totals["handover/freed_bytes"] += moved.freed_bytes
 
     def take_metrics(self) -> dict[str, float]:
-        taken, self._totals = self._totals, {}
+        """Totals over all roles since the last call."""
+        taken, self._totals = dict(self._totals), defaultdict(float)
         return taken

@@ -1,0 +1,437 @@
+"""The roles of an RL run: loads and checks what a recipe names, and says what each role is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import last_ones
+from quartet.config import UserError
+from quartet.config.algorithms import (
+    PPO,
+    Distillation,
+    OnlineDPO,
+    ReMax,
+    Selection,
+    keeps_trajectories_whole,
+    kl_term,
+)
+from quartet.config.environments import EnvironmentConfig
+from quartet.config.fits import without_effect
+from quartet.config.recipe import RLRecipe
+from quartet.data.datasets import PromptData, PromptItem
+from quartet.data.order import draw
+from quartet.envs.episode import EpisodeLimits
+from quartet.envs.protocol import Environment, EnvironmentFactory, environment_factory
+from quartet.envs.transcript import SOURCE
+from quartet.models.packed import PackedModel
+from quartet.rollout.seeds import sample_seed
+from quartet.schedule.groups import Group
+from quartet.schedule.iteration import Scorer
+from quartet.schedule.model_worker import CriticWorker, ModelStats, ModelWorker, TrainWorker
+from quartet.schedule.role_group import LocalGroup, RoleGroup
+from quartet.schedule.rollout import Rollout
+from quartet.schedule.rollout_worker import CanaryProbe
+from quartet.schedule.sampled import PromptRequest, Sample
+from quartet.schedule.scorers import ModelScorer, PartScorer
+from quartet.schedule.worker import Worker
+from quartet.text.tokenizer import check_vocabulary
+from quartet.train.engine import Needs, TrainEngine
+from quartet.trainers.devices import CPU, EMPTY
+from quartet.trainers.episodes import EpisodePlayer, Policy
+from quartet.trainers.evaluation import sampling_params
+from quartet.trainers.loader import Loader, UserObjects
+from quartet.trainers.process_roles import ProcessScorer
+from quartet.trainers.ptx import build_ptx
+from quartet.trainers.reward_roles import RewardFunctionRole, reward_functions, reward_scorers, reward_weights
+from quartet.trainers.sources import UNLIMITED, check_budget, check_context, context_length, cut_short, prompt_data
+
+CANARY_TOKENS = 4
+CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
+
+
+class Cast:
+    """Everything an RL run computes with. Functions and data are checked first, because they fail fastest.
+
+    Args:
+        objects: what comes from Python in the place of what the recipe names.
+        shares_reference: as for ``Loader``.
+        computes: the run's device; where workers compute, the models made here have no contents.
+
+    Attributes:
+        workers: of the models in this process, by role.
+        groups: what computes each role's passes and updates, by its name; in this process unless replaced.
+        described: what the workers say of their models, by role: once they have loaded them, where that is elsewhere.
+        evaluation_models, evaluation_functions, evaluation_weights: sources that are asked about held-out answers only.
+        ptx: demonstrations that the actor's worker reads; here it is for figures and remarks, and for that worker.
+
+    Raises:
+        UserError: recipe, models and data do not fit together.
+    """
+
+    def __init__(
+        self,
+        recipe: RLRecipe,
+        objects: UserObjects,
+        *,
+        shares_reference: bool = True,
+        computes: torch.device = CPU,
+    ) -> None:
+        is_local = recipe.cluster.type == "local"
+        evaluation = recipe.evaluation
+        self.recipe = recipe
+        self.reward_functions = reward_functions(recipe.rewards, objects.rewards)
+        self.environment = _environment(recipe, objects.environment)
+        loader = Loader(
+            recipe,
+            objects,
+            device=computes if is_local else EMPTY,
+            moves_passed=is_local and recipe.device != "auto",
+            computes=computes,
+            shares_reference=shares_reference,
+        )
+        check_vocabulary(loader.tokenizer, int(loader.actor_model.get_input_embeddings().weight.shape[0]))
+        self.codec, context = loader.codec, context_length(loader.actor_model)
+        self.prompts = prompt_data(recipe.data, objects.prompts, self.codec, context, "data")
+        _check_columns(self.reward_functions, self.prompts)
+        only_configs = evaluation.rewards if evaluation is not None else ()
+        self.evaluation_functions = reward_functions(only_configs, objects.evaluation_rewards)
+        self.evaluation_prompts: PromptData | None = None
+        if evaluation is not None or objects.evaluation_prompts is not None:
+            config = evaluation.data if evaluation is not None else None
+            rows = objects.evaluation_prompts
+            self.evaluation_prompts = prompt_data(config, rows, self.codec, context, "evaluation.data")
+            _check_columns(self.reward_functions + self.evaluation_functions, self.evaluation_prompts)
+        longest = _longest(recipe, self.prompts, context)
+        _check_budgets(recipe, longest)
+        with contextlib.ExitStack() as taken:
+            # When a later model does not fit, those taken over are given back as they were.
+            taken.callback(loader.release)
+            check_pair_budget(recipe, self.prompts, context, loader.actor.shares_prefixes)
+            self.reference = loader.reference
+            self.reward_models, self.evaluation_models = loader.reward_models, loader.evaluation_models
+            self._weigh_rewards()
+            self.critic = loader.critic_engine
+            self._check_contexts(longest)
+            self.ptx = build_ptx(recipe, objects.ptx_rows, self.codec, context)
+            self.actor = loader.actor_engine
+            self._check_refresh()
+            self.workers: Mapping[str, ModelWorker] = {name: loader.worker(name, self.ptx) for name in loader.roles()}
+            taken.pop_all()
+        self.groups: dict[str, RoleGroup[ModelWorker]] = {n: LocalGroup(worker) for n, worker in self.workers.items()}
+        self.described = {name: worker.describe() for name, worker in self.workers.items()}
+
+    def _check_contexts(self, longest: int) -> None:
+        """Those of the models beside the actor."""
+        if self.reference is not None:
+            check_context(self.reference.model, longest, "reference")
+        for role in self.reward_models + self.evaluation_models:
+            if role.codec is None:
+                check_context(role.model.model, longest, f"reward model {role.name!r}")
+        if self.critic is not None:
+            check_context(self.critic.packed.model, longest, "critic")
+
+    def _weigh_rewards(self) -> None:
+        recipe = self.recipe
+        own = {SOURCE: recipe.environment.weight} if recipe.environment is not None else {}
+        # Names are checked among all, so that none stands for two.
+        only_models, only_functions = self.evaluation_models, self.evaluation_functions
+        reward_weights(self.reward_models + only_models, self.reward_functions + only_functions, own)
+        self.reward_weights = reward_weights(self.reward_models, self.reward_functions, own)
+        self.evaluation_weights = reward_weights(only_models, only_functions)
+        if not self.reward_weights and not isinstance(recipe.algorithm, Distillation):
+            raise UserError(
+                "there is no reward",
+                found="rewards: []",
+                remedy="name a reward model or a function under `rewards`",
+            )
+
+    async def stats(self) -> dict[str, ModelStats]:
+        """Of every role with a model."""
+        return {name: await group.call(ModelWorker.stats) for name, group in self.groups.items()}
+
+    def trained_group(self, name: str) -> RoleGroup[TrainWorker]:
+        """The group of a role that trains: ``actor`` or ``critic``."""
+        return cast(RoleGroup[TrainWorker], self.groups[name])
+
+    def critic_group(self) -> RoleGroup[CriticWorker]:
+        return cast(RoleGroup[CriticWorker], self.groups["critic"])
+
+    async def describe(self) -> None:
+        """Has the workers say anew what is to be said of their models.
+
+        Raises:
+            UserError: with what came to light the recipe does not fit.
+        """
+        self.described = {name: await group.call(ModelWorker.describe) for name, group in self.groups.items()}
+        check_pair_budget(self.recipe, self.prompts, self.context, self.described["actor"].shares_prefixes)
+
+    @property
+    def warmup_steps(self) -> int:
+        """First steps, in which only the critic is updated."""
+        return self.recipe.critic.warmup_steps if self.critic is not None else 0
+
+    @property
+    def context(self) -> int:
+        """Longest sequence of the actor, in tokens."""
+        return context_length(self.actor.packed.model)
+
+    def engines(self) -> dict[str, TrainEngine[Any]]:
+        return {"actor": self.actor, **({"critic": self.critic} if self.critic is not None else {})}
+
+    @property
+    def shares_reference(self) -> bool:
+        """The reference is the actor without its adapters, so its passes have that module to themselves."""
+        return self.reference is self.actor.packed
+
+    def models(self) -> list[PackedModel]:
+        found: list[PackedModel] = [engine.packed for engine in self.engines().values()]
+        found += [self.reference] if self.reference is not None and not self.shares_reference else []
+        return found + [role.model for role in self.reward_models + self.evaluation_models]
+
+    def remarks(self) -> list[str]:
+        """What was left out of the data or converted, and what was changed about the models, in words."""
+        held_out = self.evaluation_prompts.remarks if self.evaluation_prompts is not None else ()
+        found = without_effect(self.recipe)
+        found += [f"data: {remark}" for remark in self.prompts.remarks]
+        found += [f"held-out data: {remark}" for remark in held_out]
+        actor, critic = (part.train.optim.lr for part in (self.recipe.actor, self.recipe.critic))
+        if self.critic is not None and critic <= actor:
+            found.append(f"critic: its learning rate, {critic:g}, is not above the actor's, {actor:g}")
+        for function in self.reward_functions + self.evaluation_functions:
+            found += function.reward.remarks()
+        found += self.environment.guard.remarks() if self.environment is not None else []
+        named = [role.name for role in self.reward_models + self.evaluation_models]
+        named += ["reference"] if self.recipe.reference.path is not None and self.reference is not None else []
+        found += self._of_models(named)
+        return found + self._cut_short() + self._of_models(self.engines())
+
+    def _of_models(self, roles: Iterable[str]) -> list[str]:
+        return [f"{role}: {remark}" for role in roles for remark in self.described[role].remarks]
+
+    def _cut_short(self) -> list[str]:
+        recipe = self.recipe
+        if recipe.environment is not None:
+            return []
+        asked = [("rollout", self.prompts, recipe.rollout.sampling)]
+        if self.evaluation_prompts is not None and recipe.evaluation is not None:
+            asked.append(("evaluation", self.evaluation_prompts, recipe.evaluation.sampling))
+        found = []
+        for section, prompts, sampling in asked:
+            lengths = (item.num_tokens for item in prompts)
+            key = f"{section}.sampling.max_new_tokens"
+            found += cut_short(lengths, sampling.max_new_tokens, self.context, key)
+        return found
+
+    @contextlib.contextmanager
+    def released_at_end(self) -> Iterator[None]:
+        """Gives the models back their own attention and closes the rewards when the run is over, however it ends."""
+        try:
+            yield
+        finally:
+            for model in self.models():
+                model.release()
+            for function in self.reward_functions + self.evaluation_functions:
+                function.reward.close()
+            if self.ptx is not None:
+                self.ptx.close()
+
+    # What is asked ---------------------------------------------------------------------------------------
+
+    def item(self, index: int) -> PromptItem:
+        """The prompt of stream index ``index``: data in an order drawn anew for every pass."""
+        row, _ = draw(self.recipe.seed, index, self.prompts.order)
+        return self.prompts.item(row)
+
+    def requests(self, index: int) -> tuple[PromptItem, PromptRequest]:
+        """The prompt of stream index ``index``, and what is asked for it: a sample per response; a greedy one follows
+        where it is the method's baseline."""
+        item = self.item(index)
+        limits = sampling_params(self.recipe.rollout.sampling, self.codec, 0)
+        samples = [
+            Sample(f"{index}.{r}", replace(limits, seed=sample_seed(self.recipe.seed, index, item.prompt_id, r)))
+            for r in range(self.recipe.responses_per_prompt)
+        ]
+        if needs_greedy(self.recipe):
+            samples.append(
+                Sample(f"{index}.greedy", replace(samples[0].sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))
+            )
+        return item, PromptRequest(str(index), item.prompt, tuple(samples))
+
+    # Rewards and columns -----------------------------------------------------------------------------------
+
+    def canary(self) -> CanaryProbe:
+        """What engines and trainer must agree on after every weight update."""
+        tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.actor.packed.precision]
+        item = self.prompts.item(0)
+        room = max(1, min(CANARY_TOKENS, self.context - item.num_tokens))
+        return CanaryProbe(item.prompt, room, tolerance)
+
+    def reward_scorers(self, worker: Worker) -> list[Scorer[RaggedBatch, ColumnSet]]:
+        scorers = reward_scorers(worker, self.reward_models, self.reward_functions, self.groups)
+        return self.of_whole_trajectories(scorers)
+
+    def of_whole_trajectories(
+        self, scorers: Sequence[Scorer[RaggedBatch, ColumnSet]]
+    ) -> list[Scorer[RaggedBatch, ColumnSet]]:
+        """Sources of reward, each asked once per trajectory, about its last sequence, also where that has several;
+        process rewards read all of them."""
+        if self.environment is None:
+            return [*scorers]
+        return [scorer if isinstance(scorer, ProcessScorer) else PartScorer(scorer, last_ones) for scorer in scorers]
+
+    def column_scorers(self, worker: Worker) -> list[ModelScorer]:
+        """The columns that this recipe's algorithm really reads, beside the rewards."""
+        recipe, groups = self.recipe, self.groups
+        policy = Needs(logprobs=True, mask="action_mask", temperature=recipe.rollout.sampling.temperature)
+        found: list[ModelScorer] = []
+        if self.reference is not None:
+            reads: dict[str, int | None] = {"actor": None} if self.shares_reference else {}
+            found.append(ModelScorer(worker, "reference", groups["reference"], policy, "ref_logprobs", reads=reads))
+        if needs_old_logprobs(recipe):
+            found.append(ModelScorer(worker, "actor", groups["actor"], policy, "old_logprobs", trains=True))
+        if self.critic is not None:
+            # The values of the states behind tokens are read, too.
+            after = isinstance(recipe.algorithm, PPO) and recipe.algorithm.bootstrap_truncated
+            needs = Needs(values=True, step_scores=after, mask="action_mask")
+            beside = {"step_scores": "next_values"} if after else {}
+            found.append(ModelScorer(worker, "critic", groups["critic"], needs, "values", beside, trains=True))
+        return found
+
+    # Episodes --------------------------------------------------------------------------------------------
+
+    def source(self, rollout: Rollout, on_played: Callable[[int], None]) -> Callable[[int], Awaitable[Group]]:
+        """``index → group`` of the stream: answers to prompts, or episodes where the recipe has an environment."""
+        if self.environment is None:
+            return rollout.generate
+        recipe = self.recipe
+        player = self.episode_player(rollout, on_played)
+        sampling = sampling_params(recipe.rollout.sampling, self.codec, 0)
+        return lambda index: player.group(index, self.item(index), sampling, recipe.responses_per_prompt)
+
+    def episode_player(self, policy: Policy, on_played: Callable[[int], None] | None = None) -> EpisodePlayer:
+        recipe, config = self.recipe, self.recipe.environment
+        if config is None or self.environment is None:
+            raise ValueError("the recipe has no environment")
+        limits = EpisodeLimits(
+            config.max_turns,
+            longest_sequence(config, self.context),
+            recipe.actor.train.token_budget if keeps_trajectories_whole(recipe.algorithm) else None,
+            config.timeout_s,
+        )
+        return EpisodePlayer(self.environment, config, policy, limits, run_seed=recipe.seed, on_played=on_played)
+
+    # Iterative DPO ---------------------------------------------------------------------------------------
+
+    @property
+    def refresh_steps(self) -> int | None:
+        """Every so many steps the reference takes over the actor's weights, with its adapters in them."""
+        return refresh_steps(self.recipe) if self.reference is not None else None
+
+    def _check_refresh(self) -> None:
+        if self.refresh_steps is None or self.reference is None:
+            return
+        with self.actor.packed.without_adapters():
+            own, other = (_shapes(packed.model) for packed in (self.actor.packed, self.reference))
+        if own != other:
+            name = min(name for name, _ in own.items() ^ other.items())
+            raise UserError(
+                "the reference cannot take over the actor's weights",
+                found=f"algorithm.refresh_steps={self.refresh_steps}; the models differ, first in {name}",
+                remedy="use a reference.path of the actor's architecture and size, or leave refresh_steps out",
+            )
+
+    async def refresh_reference(self, steps: int) -> dict[str, float]:
+        """Call after ``steps`` complete steps; returns how old the reference is, where it is ever renewed."""
+        every = self.refresh_steps
+        if every is None:
+            return {}
+        if steps % every == 0:
+            await self.groups["actor"].send(ModelWorker.weights, self.groups["reference"], ModelWorker.load_weights)
+        return {"reference/age": float(steps % every)}
+
+
+def needs_old_logprobs(recipe: RLRecipe) -> bool:
+    """The first mini-batch's ``old`` is its own forward pass; only later ones, or KL in the reward, need another."""
+    if isinstance(recipe.algorithm, Selection):
+        return False
+    kl = kl_term(recipe.algorithm)
+    return recipe.minibatches * recipe.epochs > 1 or (kl.coef > 0 and kl.place == "reward")
+
+
+def needs_greedy(recipe: RLRecipe) -> bool:
+    """Whether each prompt gets a greedy response too, whose reward is the method's baseline."""
+    return isinstance(recipe.algorithm, ReMax)
+
+
+def check_pair_budget(recipe: RLRecipe, data: PromptData, context: int, shares_prefixes: bool) -> None:
+    """Refuses a budget that is too small for a pair: both of its responses have to lie in one micro-batch."""
+    share = shares_prefixes and recipe.actor.train.share_prefixes
+    if not isinstance(recipe.algorithm, OnlineDPO):
+        return
+    num_new, lengths = recipe.rollout.sampling.max_new_tokens, [item.num_tokens for item in data.items]
+    both = [(1 if share else 2) * n + 2 * min(num_new, context - n) for n in lengths]
+    check_budget(max(both), recipe.actor.train.token_budget, "actor.train.token_budget")
+
+
+def longest_sequence(config: EnvironmentConfig, context: int) -> int:
+    """Tokens that one sequence of an episode may have.
+
+    Raises:
+        UserError: neither the recipe nor the model says.
+    """
+    if config.max_tokens is None and context >= UNLIMITED:
+        raise UserError(
+            "nobody says how long an episode may become",
+            found="the model names no context, the recipe no environment.max_tokens",
+            remedy="set environment.max_tokens",
+        )
+    return min(context, config.max_tokens or context)
+
+
+def _longest(recipe: RLRecipe, data: PromptData, context: int) -> int:
+    """Tokens of the longest sequence that the run may make."""
+    if recipe.environment is not None:
+        return longest_sequence(recipe.environment, context)
+    return min(context, max(item.num_tokens for item in data.items) + recipe.rollout.sampling.max_new_tokens)
+
+
+def _check_columns(functions: Sequence[RewardFunctionRole], data: PromptData) -> None:
+    names = sorted({name for item in data.items for name in item.columns})
+    for function in functions:
+        function.reward.check_columns(names)
+
+
+def _environment(recipe: RLRecipe, environment: Callable[..., Environment] | None) -> EnvironmentFactory | None:
+    if recipe.environment is not None:
+        return environment_factory(recipe.environment, environment)
+    if environment is not None:
+        raise UserError(
+            "an environment is passed that the recipe does not know of",
+            found="the recipe's `environment` is left out",
+            remedy="give the recipe environment=EnvironmentConfig(…), with target left out",
+        )
+    return None
+
+
+def _check_budgets(recipe: RLRecipe, longest: int) -> None:
+    roles = {"actor": recipe.actor.train}
+    if recipe.algorithm.name == "ppo":
+        roles["critic"] = recipe.critic.train
+    for role, config in roles.items():
+        check_budget(longest, config.token_budget, f"{role}.train.token_budget")
+        check_budget(longest, config.forward_token_budget, f"{role}.train.forward_token_budget")
+
+
+def refresh_steps(recipe: RLRecipe) -> int | None:
+    return recipe.algorithm.refresh_steps if isinstance(recipe.algorithm, OnlineDPO) else None
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
