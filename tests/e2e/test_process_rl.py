@@ -173,7 +173,7 @@ def test_a_model_without_separator_and_remax_are_refused(
 ) -> None:
     source = {"type": "process_model", "path": "reward_model"}
     world.recipe("no-separator", rl_recipe({"name": "grpo"}, rewards=[source], output_dir="runs/never"))
-    quartet("rl", "no-separator.yaml").expect_user_error("nobody says how the steps", "set separator")
+    quartet("rl", "no-separator.yaml").expect_user_error("it is not known how the steps", "set separator")
     world.recipe("remax-steps", rl_recipe({"name": "remax"}, output_dir="runs/never"))
     quartet("rl", "remax-steps.yaml").expect_user_error("remax takes the greedy response's whole score")
     assert not (trained / "runs/never").exists()

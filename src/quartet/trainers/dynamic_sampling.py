@@ -8,9 +8,10 @@ question as `groups/zero_variance` asks. The reward columns stay with the group 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
@@ -20,15 +21,6 @@ from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Scorer, score_all
 from quartet.schedule.stream import AdmissionRule, GroupStream, Shortage
 from quartet.trainers.advantages import Judgement
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a sampled group's scores say; ``total`` over the ``num`` responses that have one."""
-
-    has_variance: bool
-    total: float
-    num: int
 
 
 class DynamicSampling:
@@ -54,7 +46,7 @@ class DynamicSampling:
         self._version = version
         self._scorers = scorers
         self._judge = judge
-        self._outcomes: dict[int, _Outcome] = {}
+        self._outcomes: dict[int, tuple[bool, Tensor]] = {}  # by group: whether its scores differ, and they themselves
 
     def stream(self, rule: AdmissionRule, *, chunk_size: int) -> GroupStream[Group]:
         """The stream of groups with variance, replaced in rounds: which requests share the engine's batch must not
@@ -77,12 +69,11 @@ class DynamicSampling:
         judged = self._judge(scored)
         values = judged.shaped_N[judged.applies_N]
         varies = len(values) > 1 and bool((values != values[0]).any())
-        scores = judged.scores_N[judged.applies_N].to(torch.float64)
-        self._outcomes[index] = _Outcome(varies, float(scores.sum()), len(scores))
+        self._outcomes[index] = varies, judged.scores_N[judged.applies_N].to(torch.float64)
         return replace(group, batch=scored)
 
     def accept(self, group: Group) -> bool:
-        return self._outcomes[group.index].has_variance
+        return self._outcomes[group.index][0]
 
     def take_metrics(self) -> dict[str, float]:
         """Figures of the groups sampled since the last call."""
@@ -91,11 +82,11 @@ class DynamicSampling:
         self._outcomes.clear()
         if not outcomes:  # all of the step's were sampled earlier: generation runs ahead
             return {}
-        rejected = sum(not outcome.has_variance for outcome in outcomes)
+        rejected = sum(not varies for varies, _ in outcomes)
         found = {"groups/sampled": float(len(outcomes)), "groups/rejected_frac": rejected / len(outcomes)}
-        num = sum(outcome.num for outcome in outcomes)
+        num = sum(len(scores) for _, scores in outcomes)
         if num:
-            found["reward/sampled_score_mean"] = sum(outcome.total for outcome in outcomes) / num
+            found["reward/sampled_score_mean"] = sum(float(scores.sum()) for _, scores in outcomes) / num
         return found
 
     def _too_few(self, shortage: Shortage) -> UserError:

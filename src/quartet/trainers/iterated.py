@@ -17,8 +17,9 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -130,10 +131,8 @@ class IteratedTrainer:
 
     def _round(self, number: int) -> dict[str, float]:
         found = self._collect(number)
-        self._reward_model(number)
-        self._signals.check()  # one that came when the stage had nothing more to save
-        self._rl(number)
-        self._signals.check()
+        self._stage(f"round_{number}_reward_model", RewardModelTrainer, partial(self._reward_model_recipe, number))
+        self._stage(f"round_{number}_rl", RLTrainer, partial(self._rl_recipe, number))
         return found
 
     # Stages ------------------------------------------------------------------------------------------------
@@ -166,13 +165,15 @@ class IteratedTrainer:
                     found=f"{len(answers)} answers to {len(groups)} prompts, none told apart by {label!r}",
                     remedy="use more prompts or samples, a higher temperature, or another labeller",
                 )
-            with writing(self.path / "data"):
-                write_answers(self.path / "data" / f"answers_round_{number}.jsonl", answers)
-                write_rows(self.path / "data" / f"pairs_round_{number}.jsonl", [_row(pair) for pair in fresh])
-                write_rows(self._pairs_until(number), self._old_pairs(number) + [_row(pair) for pair in fresh])
+            data = self.path / "data"
+            with writing(data):
+                rows = [_row(pair) for pair in fresh]
+                paths = [data / f"answers_round_{number}.jsonl", data / f"pairs_round_{number}.jsonl"]
+                write_answers(paths[0], answers)
+                write_rows(paths[1], rows)
+                write_rows(self._pairs_until(number), self._old_pairs(number) + rows)
                 saved = {"seconds": round(watch.seconds, 3), "metrics": _figures(fresh, answers, label)}
-                names = [f"answers_round_{number}.jsonl", f"pairs_round_{number}.jsonl", f"pairs_until_{number}.jsonl"]
-                files = {name: asdict(digest_file(self.path / "data" / name)) for name in names}
+                files = {path.name: asdict(digest_file(path)) for path in (*paths, self._pairs_until(number))}
                 replace_atomically(marker, seal({**saved, "files": files}))
         metrics: dict[str, float] = saved["metrics"]
         self._stages.append({"name": f"round_{number}_collect", **saved})
@@ -241,12 +242,12 @@ class IteratedTrainer:
             for p in part.items
         ]
 
-    def _reward_model(self, number: int) -> None:
-        name = f"round_{number}_reward_model"
+    def _stage(self, name: str, trainer: Callable[..., Any], recipe: Callable[[], Any]) -> None:
+        """Runs a job of the round to its end, unless that has been done."""
         if (done := completed(self.path / name, self.run.remark)) is None:
-            trainer = RewardModelTrainer(self._reward_model_recipe(number), resume="auto", progress=self.progress)
-            done = trainer.train().summary["stages"][0]
+            done = trainer(recipe(), resume="auto", progress=self.progress).train().summary["stages"][0]
         self._stages.append({**done, "name": name})
+        self._signals.check()  # one that came when the stage had nothing more to save
 
     def _reward_model_recipe(self, number: int) -> RewardModelRecipe:
         recipe = self.recipe.reward_model
@@ -259,13 +260,6 @@ class IteratedTrainer:
             path = str(self._model("reward_model", number - 1))
             model = model.model_copy(update={"path": path, "tokenizer": None})
         return recipe.model_copy(update=self._own("reward_model", number) | {"data": data, "model": model})
-
-    def _rl(self, number: int) -> None:
-        name = f"round_{number}_rl"
-        if (done := completed(self.path / name, self.run.remark)) is None:
-            rl = RLTrainer(self._rl_recipe(number), resume="auto", progress=self.progress)
-            done = rl.train().summary["stages"][0]
-        self._stages.append({**done, "name": name})
 
     def _rl_recipe(self, number: int) -> RLRecipe:
         recipe, first = self.recipe.rl, self._policy(1)

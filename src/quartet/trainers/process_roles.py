@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def _load(config: ProcessModelReward, policy_codec: TextCodec, frozen: FrozenMod
     own_separator = settings.separator if settings is not None else config.separator
     if own_separator is None:
         raise UserError(
-            f"nobody says how the steps of process reward {config.name!r} end",
+            f"it is not known how the steps of process reward {config.name!r} end",
             found=f"{config.path} has no process_reward.json, and the recipe no separator",
             remedy="set separator to what ended the steps it was trained on",
         )
@@ -130,23 +131,18 @@ def steps_of(batch: RaggedBatch, s: int, codec: TextCodec, separator: str) -> tu
     """The steps of sequence ``s``, one entry per turn (a run of action tokens): a turn ends its last step."""
     start, stop = batch.leaf_span(s)
     ids = batch.token_ids(s)
-    shift = stop - len(ids)
+    shift = stop - len(ids)  # the leaf's tokens stand at the end of ``ids``
+    is_action = batch.token["action_mask"][start:stop].tolist()
     found = []
-    for first, last in _runs(batch.token["action_mask"][start:stop]):
-        before, own = ids[: start - shift + first], ids[start - shift + first : start - shift + last]
-        pieces = answer_pieces(codec, before, own)
-        steps = split_steps("".join(pieces), separator)
-        ends = last_tokens(pieces, steps)
-        found.append(AnswerSteps(tuple(steps), tuple(start + first + end for end in ends)))
+    for acts, run in groupby(range(start, stop), key=lambda token: is_action[token - start]):
+        if acts:
+            tokens = list(run)
+            first, last = tokens[0] - shift, tokens[-1] + 1 - shift
+            pieces = answer_pieces(codec, ids[:first], ids[first:last])
+            steps = split_steps("".join(pieces), separator)
+            ends = last_tokens(pieces, steps)
+            found.append(AnswerSteps(tuple(steps), tuple(tokens[end] for end in ends)))
     return tuple(found)
-
-
-def _runs(mask: Tensor) -> list[tuple[int, int]]:
-    """``[first, last)`` of each run of True."""
-    padded = torch.nn.functional.pad(mask.to(torch.int8), (1, 1))
-    change = padded[1:] - padded[:-1]
-    firsts, lasts = (change == 1).nonzero().squeeze(1).tolist(), (change == -1).nonzero().squeeze(1).tolist()
-    return list(zip(firsts, lasts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -229,19 +225,17 @@ class ProcessScoreWorker(ScoreWorker):
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         if not len(batch):
             return ColumnSet(())
-        reading = self._reading(batch)
+        role = self._role
+        turns = [steps_of(batch, s, role.policy_codec, role.separator) for s in range(len(batch))]
+        if role.codec is None:
+            reading = read_own(batch, turns)
+        else:
+            reading = read_rendered(batch, turns, role.codec, role.own_separator)
         found = super().forward(reading.batch, needs).token["step_scores"]
         logits_T = found.new_zeros(batch.num_tokens).index_put((reading.targets,), found[reading.rows])
         mask_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
         mask_T[reading.targets] = True
         return ColumnSet(batch.ids, {"step_scores": logits_T, "step_mask": mask_T})
-
-    def _reading(self, batch: RaggedBatch) -> Reading:
-        role = self._role
-        turns = [steps_of(batch, s, role.policy_codec, role.separator) for s in range(len(batch))]
-        if role.codec is None:
-            return read_own(batch, turns)
-        return read_rendered(batch, turns, role.codec, role.own_separator)
 
 
 class ProcessScorer:
@@ -261,9 +255,7 @@ class ProcessScorer:
 
     async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
         found = await self._model.score(chunk)
-        return self._columns(chunk.data, found.token["step_scores"], found.token["step_mask"])
-
-    def _columns(self, batch: RaggedBatch, logits_T: Tensor, mask_T: Tensor) -> ColumnSet:
+        batch, logits_T, mask_T = chunk.data, found.token["step_scores"], found.token["step_mask"]
         name, combine = self.role.name, self.role.config.combine
         gamma = combine.gamma if isinstance(combine, DiscountedSteps) else 1.0
         scores_M = step_scores(logits_T[mask_T], self.role.config.score)

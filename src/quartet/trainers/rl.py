@@ -161,8 +161,7 @@ class RLTrainer:
                 take_back_signals()
                 objects = objects.without_weights()
             self.cast = Cast(recipe, objects, shares_reference=shares_reference(placement), computes=device)
-            for owned in self.cast.models():
-                taken.callback(owned.release)
+            taken.callback(self.cast.close)
             self.held_out: HeldOut | None = None
             if self.cast.evaluation_prompts is not None:
                 config = recipe.evaluation or EvaluationConfig()
@@ -187,7 +186,7 @@ class RLTrainer:
             UserError: a reward failed, the disk is full, …; the last complete step is saved.
         """
         watch = Stopwatch()
-        with self.cast.released_at_end(), contextlib.closing(self.company):
+        with contextlib.closing(self.cast), contextlib.closing(self.company):
             run_async(self._start())
             with self.run.stoppable(), self.run:
                 return run_async(self._train(watch))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -229,18 +229,14 @@ class Cast:
             found += cut_short(lengths, sampling.max_new_tokens, self.context, key)
         return found
 
-    @contextlib.contextmanager
-    def released_at_end(self) -> Iterator[None]:
-        """Gives the models back their own attention and closes the rewards when the run is over, however it ends."""
-        try:
-            yield
-        finally:
-            for model in self.models():
-                model.release()
-            for function in self.reward_functions + self.evaluation_functions:
-                function.reward.close()
-            if self.ptx is not None:
-                self.ptx.close()
+    def close(self) -> None:
+        """Gives the models back their own attention and closes the rewards."""
+        for model in self.models():
+            model.release()
+        for function in self.reward_functions + self.evaluation_functions:
+            function.reward.close()
+        if self.ptx is not None:
+            self.ptx.close()
 
     # What is asked ---------------------------------------------------------------------------------------
 
@@ -388,7 +384,7 @@ def longest_sequence(config: EnvironmentConfig, context: int) -> int:
     """
     if config.max_tokens is None and context >= UNLIMITED:
         raise UserError(
-            "nobody says how long an episode may become",
+            "episodes have no length limit",
             found="the model names no context, the recipe no environment.max_tokens",
             remedy="set environment.max_tokens",
         )

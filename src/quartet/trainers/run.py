@@ -116,9 +116,11 @@ class RunDirectory:
         path: where.
         recipe: the resolved recipe.
         resume: go on with the run that is there (start it when there is none, which ``auto`` takes for granted).
-        name: shown in reports.
         tell: shows the user a remark (a damaged checkpoint that was passed over).
         resolved: what the run has in the place of the recipe's ``auto``; see ``devices.resolved``.
+
+    Attributes:
+        tracker, recorder: of metrics and of spans, once ``start`` was called.
 
     Raises:
         UserError: the directory holds another run (or other files), is in use, or the recipe has changed.
@@ -130,21 +132,19 @@ class RunDirectory:
         recipe: Recipe,
         *,
         resume: Resume = False,
-        name: str | None = None,
         tell: Callable[[str], object] = lambda text: None,
         resolved: Mapping[str, str] | None = None,
     ) -> None:
         self.path = path
         self.recipe = recipe
         self.job = str(getattr(recipe, "job", "run"))
-        self.name = name or path.name
+        self.name = path.name
         self.remarks: list[str] = []
         self._tell = tell
         self._resume = resume
         self._resolved = dict(resolved or {})
         self._lock: TextIO | None = None
-        self._tracker: Tracker | None = None
-        self._recorder: SpanRecorder | None = None
+        self._records = contextlib.ExitStack()
         self._writer = BackgroundWriter(limits={_CHECKPOINT: 1})
         self._signals = StopSignals()
         self._info: dict[str, Any] = {}
@@ -243,11 +243,7 @@ class RunDirectory:
             raise failure
 
     def _close_records(self, *, abandon: bool) -> None:
-        with contextlib.ExitStack() as stack:
-            if self._tracker is not None:
-                stack.callback(self._tracker.close)
-            if self._recorder is not None:
-                stack.callback(self._recorder.close)
+        with self._records:
             # First: it may still have spans to record.
             try:
                 self._writer.close(abandon=abandon)
@@ -256,18 +252,6 @@ class RunDirectory:
                 raise
 
     # Records ---------------------------------------------------------------------------------------------
-
-    @property
-    def tracker(self) -> Tracker:
-        if self._tracker is None:
-            raise RuntimeError("call start(step) before logging")
-        return self._tracker
-
-    @property
-    def recorder(self) -> SpanRecorder:
-        if self._recorder is None:
-            raise RuntimeError("call start(step) before recording")
-        return self._recorder
 
     def start(self, step: int) -> None:
         """Opens the records; what was written after ``step`` complete steps (those of the checkpoint) is dropped.
@@ -285,14 +269,15 @@ class RunDirectory:
             trackers: list[Tracker] = [self._metrics]
             if self.recipe.log.tensorboard:
                 trackers.append(TensorBoardTracker(self.path / "tensorboard", resume_after=step if step else None))
-            self._tracker = MultiTracker(trackers)
-            self._recorder = SpanRecorder(self.path / "spans.jsonl")
+            self.tracker = MultiTracker(trackers)
+            self._records.callback(self.tracker.close)
+            self.recorder = SpanRecorder(self.path / "spans.jsonl")
+            self._records.callback(self.recorder.close)
 
     def rewind(self, step: int) -> None:
         """Goes back to where ``step`` steps were complete: what was recorded after them is dropped."""
         self.drain()
-        self.tracker.close()
-        self.recorder.close()
+        self._records.close()
         self.start(step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,7 @@ def cast_of(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Iterat
 
     yield make
     for cast in made:
-        with cast.released_at_end():
-            pass
+        cast.close()
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_saved_reward_model_reads_the_policys_own_tokens(
     assert save_scalar_model(packed, policy_tokenizer, tmp_path / "reward", seen=seen) is not None
     used = recipe(GRPO(), rewards=(ModelReward(path=str(tmp_path / "reward"), name="saved"),))
     cast = Cast(used, UserObjects(causal_lm(), policy_tokenizer, prompts=prompts))
-    with cast.released_at_end():
+    with closing(cast):
         (role,) = cast.reward_models
         assert role.codec is None, "no text is tokenised again"
         assert role.model.model.config.pad_token_id == packed.model.config.vocab_size

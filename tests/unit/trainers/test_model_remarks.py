@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_a_run_says_that_answers_are_cut_off(causal_lm: Any, tokenizer: Any, pro
         )
         objects = UserObjects(causal_lm(), tokenizer, rewards=[digits], prompts=prompts, evaluation_prompts=prompts[:2])
         cast = Cast(recipe, objects)
-        with cast.released_at_end():
+        with closing(cast):
             return [remark for remark in cast.remarks() if "max_new_tokens" in remark]
 
     assert remarks(4, 4) == []
@@ -88,7 +89,7 @@ def test_reward_model_and_reference_say_what_was_left_out(
         threads=1,
     )
     cast = Cast(recipe, UserObjects(causal_lm(), tokenizer, prompts=prompts))
-    with cast.released_at_end():
+    with closing(cast):
         assert [r for r in cast.remarks() if "odd.weight" in r and r.startswith("odd: ")]
         assert [r for r in cast.remarks() if "more.weight" in r and r.startswith("reference: ")]
 

@@ -292,7 +292,7 @@ def test_only_workers_read_token_ids_however_many_there_are(
 
 
 def test_a_model_that_does_not_say_how_steps_end_needs_the_recipe_to(role_of: Any, codec: TextCodec) -> None:
-    with pytest.raises(UserError, match="nobody says how the steps"):
+    with pytest.raises(UserError, match="not known how the steps"):
         role_of(trained_with=None)
 
 
