@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from breaking import fails_at
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, KLConfig
@@ -51,27 +52,12 @@ def half(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text) > 2) for text in completions]
 
 
-def half_until(num_calls: int) -> Callable[..., list[float]]:
-    """``half``, whose server is gone after so many calls."""
-    calls = 0
-
-    def failing(completions: list[str], **_: Any) -> list[float]:
-        nonlocal calls
-        calls += 1
-        if calls > num_calls:
-            raise ConnectionError("the server is gone")
-        return half(completions)
-
-    failing.__name__ = "half"
-    return failing
-
-
 def test_a_token_that_the_policy_has_produced_pads_nothing(
     tmp_path: Path, tiny_rl: Callable[..., RLTrainer], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stays so after a resume, where the worker knows of the steps before from its checkpoint alone."""
     with pytest.raises(UserError, match="server is gone"):
-        tiny_rl(tmp_path / "run", half_until(4), chunk_size=1, **VALUES).train()
+        tiny_rl(tmp_path / "run", fails_at(5, half), chunk_size=1, **VALUES).train()
     assert tokenizer.pad_token_id in sampled_ids(tmp_path / "run" / "rollouts"), "else this shows nothing"
     monkeypatch.setattr(CriticWorker, "update", TrainWorker.update)
     tiny_rl(tmp_path / "run", half, resume=True, chunk_size=1, **VALUES).train()
@@ -126,7 +112,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_what_its_driver_had_noted(
         earlier.setattr(checkpoints, "save", save)
         earlier.setattr(CriticWorker, "checkpoint_state", TrainWorker.checkpoint_state)
         with pytest.raises(UserError, match="server is gone"):
-            tiny_rl(tmp_path / "run", half_until(1), **VALUES).train()
+            tiny_rl(tmp_path / "run", fails_at(2, half), **VALUES).train()
     monkeypatch.setattr(CriticWorker, "update", TrainWorker.update)
     tiny_rl(tmp_path / "run", half, resume=True, **VALUES).train()
     assert pad_of(tmp_path / "run" / "critic") == len(tokenizer)

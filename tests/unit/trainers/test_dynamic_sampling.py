@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from breaking import fails_at, same_weights
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, DynamicSamplingConfig, KLConfig
 from quartet.config.common import SamplingConfig
@@ -52,8 +53,7 @@ def rows_of(path: Path) -> Rows:
 
 
 def same_run(one: RLTrainer, other: RLTrainer) -> None:
-    ours, theirs = (t.cast.actor.packed.model.state_dict() for t in (one, other))
-    assert all(torch.equal(values, theirs[name]) for name, values in ours.items())
+    assert same_weights(one.cast.actor.packed.model, other.cast.actor.packed.model)
     left, right = (
         [{k.replace("waiting", "parity"): v for k, v in row.items()} for row in rows_of(t.path)] for t in (one, other)
     )
@@ -129,20 +129,10 @@ def test_a_run_that_stops_and_goes_on_ends_with_the_same_bits(
     broken: int, tmp_path: Path, trainer: Callable[..., RLTrainer]
 ) -> None:
     """The reward fails in the middle of a step, some of whose groups are rejected already."""
-    calls = 0
-
-    def failing(completions: list[str], **_: Any) -> list[float]:
-        nonlocal calls
-        calls += 1
-        if calls == broken:
-            raise ConnectionError("the server is gone")
-        return parity(completions)
-
-    failing.__name__ = "parity"
     whole = trainer(tmp_path / "whole")
     whole.train()
     with pytest.raises(UserError, match="server is gone"):
-        trainer(tmp_path / "run", failing).train()
+        trainer(tmp_path / "run", fails_at(broken, parity)).train()
     resumed = trainer(tmp_path / "run", resume=True)
     resumed.train()
     same_run(resumed, whole)

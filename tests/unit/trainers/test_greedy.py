@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from breaking import fails_at, same_weights
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import Trajectory
@@ -130,24 +131,13 @@ def test_sampled_responses_are_those_of_a_method_without_a_baseline(
 def test_a_run_that_stops_and_goes_on_ends_with_the_same_bits(
     tmp_path: Path, trainer: Callable[..., RLTrainer]
 ) -> None:
-    calls = 0
-
-    def failing(completions: list[str], **_: Any) -> list[float]:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise ConnectionError("the server is gone")
-        return ordinals(completions)
-
-    failing.__name__ = "ordinals"
     whole = trainer(tmp_path / "whole")
     whole.train()
     with pytest.raises(Exception, match="server is gone"):
-        trainer(tmp_path / "run", failing).train()
+        trainer(tmp_path / "run", fails_at(6, ordinals)).train()
     resumed = trainer(tmp_path / "run", resume=True)
     resumed.train()
-    expected = whole.cast.actor.packed.model.state_dict()
-    assert all(torch.equal(v, expected[name]) for name, v in resumed.cast.actor.packed.model.state_dict().items())
+    assert same_weights(resumed.cast.actor.packed.model, whole.cast.actor.packed.model)
 
 
 # The column ----------------------------------------------------------------------------------------------

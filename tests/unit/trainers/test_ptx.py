@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from breaking import fails_at
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import DataConfig, OptimConfig, SamplingConfig, TrainConfig
@@ -142,20 +143,10 @@ def test_what_is_prepared_ahead_changes_no_bit(tmp_path: Path, trainer: Callable
 def test_a_run_that_stops_and_goes_on_ends_with_the_same_bits(
     broken: int, tmp_path: Path, trainer: Callable[..., RLTrainer]
 ) -> None:
-    calls = 0
-
-    def failing(completions: list[str], **_: Any) -> list[float]:
-        nonlocal calls
-        calls += 1
-        if calls == broken:
-            raise ConnectionError("the server is gone")
-        return digits_of(completions)
-
-    failing.__name__ = "digits_of"
     whole = trainer(tmp_path / "whole")
     whole.train()
     with pytest.raises(UserError, match="server is gone"):
-        trainer(tmp_path / "run", failing).train()
+        trainer(tmp_path / "run", fails_at(broken, digits_of)).train()
     other = PTXConfig(coef=0.5, examples_per_minibatch=SIZE, prefetch=0)
     resumed = trainer(tmp_path / "run", resume=True, ptx=other)
     resumed.train()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from breaking import break_at, same_weights
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
@@ -66,22 +67,13 @@ def test_the_adaptive_coefficient_goes_on_where_a_run_stopped(algorithm: Any, tr
     coefficients = [row["kl/coef"] for row in rows_of(whole)]
     assert coefficients[0] == 0.1 and len(set(coefficients)) >= 3, "it moves"
     broken = trainer("broken", algorithm)
-    step, updates = broken.cast.actor.train_step, []
-
-    def breaks(*arguments: Any) -> Any:
-        updates.append(0)
-        if len(updates) == 3:
-            raise RuntimeError("broken on purpose")
-        return step(*arguments)
-
-    broken.cast.actor.train_step = breaks
+    break_at(3, broken.cast.actor)
     with pytest.raises(RuntimeError, match="on purpose"):
         broken.train()
     resumed = trainer("broken", algorithm, resume=True)
     resumed.train()
     assert rows_of(resumed) == rows_of(whole)
-    ours, theirs = (run.cast.actor.packed.model.state_dict() for run in (resumed, whole))
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert same_weights(resumed.cast.actor.packed.model, whole.cast.actor.packed.model)
 
 
 # Iterative DPO -------------------------------------------------------------------------------------------

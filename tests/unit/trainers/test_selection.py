@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from breaking import break_at, same_weights
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
@@ -164,20 +165,11 @@ def test_iterative_dpo_refreshes_its_reference_and_resumes(train: Any) -> None:
     # One update after a refresh the policy has moved by one step only.
     assert abs(rows[3]["kl/ref"]) < 1e-4 < abs(rows[2]["kl/ref"])
     broken = train("broken", config, steps=7)
-    step, calls = broken.cast.actor.train_step, []
-
-    def breaks(*arguments: Any) -> Any:
-        calls.append(0)
-        if len(calls) == 10:
-            raise RuntimeError("broken on purpose")
-        return step(*arguments)
-
-    broken.cast.actor.train_step = breaks
+    break_at(10, broken.cast.actor)
     with pytest.raises(RuntimeError, match="on purpose"):
         broken.train()
     resumed = train("broken", config, steps=7, seed=0, resume=True)
-    found = resumed.train().model.state_dict()
-    assert all(torch.equal(value, found[name]) for name, value in result.model.state_dict().items())
+    assert same_weights(resumed.train().model, result.model)
     assert metrics_of(resumed.path) == metrics_of(whole.path)
 
 

@@ -1,0 +1,44 @@
+"""Runs that break off on purpose, and whether two models are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+
+def fails_at(call: int, reward: Callable[..., Any]) -> Callable[..., Any]:
+    """The reward, whose server is gone from its ``call``-th call on (the first is 1)."""
+    calls = 0
+
+    @wraps(reward)
+    def failing(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= call:
+            raise ConnectionError("the server is gone")
+        return reward(*arguments, **named)
+
+    return failing
+
+
+def break_at(update: int, engine: Any) -> None:
+    """The engine raises in its ``update``-th call of ``train_step`` (the first is 1)."""
+    step, calls = engine.train_step, 0
+
+    def breaks(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == update:
+            raise RuntimeError("broken on purpose")
+        return step(*arguments)
+
+    engine.train_step = breaks
+
+
+def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Equal bits."""
+    expected = other.state_dict()
+    return all(torch.equal(values, expected[name]) for name, values in one.state_dict().items())
