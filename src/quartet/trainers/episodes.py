@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class Policy(Protocol):
-    """Who acts in episodes and keeps their tokens: the rollout."""
+    """Acts in episodes and keeps their tokens: the rollout."""
 
     async def act(self, index: int, request: TurnRequest) -> Ended: ...
 

@@ -31,7 +31,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     begin, begun = threading.Event(), threading.Event()
 
     async def main() -> T:
-        begin.wait()  # not before somebody listens to what may interrupt it
+        begin.wait()  # not before interrupts are waited for
         task.append(asyncio.ensure_future(work))
         begun.set()
         return await task[0]
@@ -86,6 +86,6 @@ def _abandon(loop: asyncio.AbstractEventLoop) -> None:
         done, _ = loop.run_until_complete(asyncio.wait(tasks, timeout=CLEAN_UP_S))
         for task in done:
             if not task.cancelled():
-                task.exception()  # looked at, so that nobody reports it as never retrieved
+                task.exception()  # read, or asyncio reports it as never retrieved
     asyncio.set_event_loop(None)
     loop.close()

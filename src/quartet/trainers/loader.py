@@ -1,4 +1,4 @@
-"""Loads the models of an RL recipe, each when it is first asked for: a process loads those that it plays."""
+"""Loads the models of an RL recipe, each when it is first asked for: a worker loads those of its own roles."""
 
 from __future__ import annotations
 

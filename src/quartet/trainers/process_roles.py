@@ -39,7 +39,7 @@ from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs
 from quartet.train.process_objectives import STEP_NEEDS
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.reward_roles import RewardModelRole, cut_unended
+from quartet.trainers.reward_roles import RewardModelRole, encode_answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +182,9 @@ def read_rendered(
                 remedy="use a model with the policy's tokenizer and separator",
             )
         steps = sequence[0].steps if sequence else (Step("", None),)
-        prompt_ids, answer_ids = codec.encode_completion(batch.objects["prompt"][s], join_steps(steps, separator))
-        answer_ids = cut_unended(answer_ids, ended=bool(batch.sequence["ended"][s]))
+        ended = bool(batch.sequence["ended"][s])
+        text = join_steps(steps, separator)
+        prompt_ids, answer_ids = encode_answer(codec, batch.objects["prompt"][s], text, ended=ended)
         pieces = answer_pieces(codec, prompt_ids, answer_ids)
         ends = last_tokens(pieces, split_steps("".join(pieces), separator))
         if len(ends) != len(steps):

@@ -30,6 +30,7 @@ from quartet.schedule.model_worker import ModelWorker, ScoreWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.worker import Worker
+from quartet.text.examples import PromptText
 from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget
@@ -71,22 +72,17 @@ class TextScoreWorker(ScoreWorker):
         self._codec = codec
 
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
-        return super().forward(self._rendered(batch), needs)
-
-    def _rendered(self, batch: RaggedBatch) -> RaggedBatch:
-        """The same sequences in the model's tokens, from the objects ``prompt`` and ``completion``."""
-        prompts, responses = [], []
-        texts = zip(batch.objects["prompt"], batch.objects["completion"], strict=True)
-        for (prompt, text), ended in zip(texts, batch.sequence["ended"].tolist(), strict=True):
-            prompt_ids, completion_ids = self._codec.encode_completion(prompt, text)
-            prompts.append(prompt_ids)
-            responses.append([cut_unended(completion_ids, ended=ended)])
-        return RaggedBatch.from_groups(prompts, responses, batch.ids)
+        rows = zip(batch.objects["prompt"], batch.objects["completion"], batch.sequence["ended"].tolist(), strict=True)
+        encoded = [encode_answer(self._codec, prompt, text, ended=ended) for prompt, text, ended in rows]
+        prompts, answers = [ids for ids, _ in encoded], [[ids] for _, ids in encoded]
+        return super().forward(RaggedBatch.from_groups(prompts, answers, batch.ids), needs)
 
 
-def cut_unended(completion_ids: list[int], *, ended: bool) -> list[int]:
-    """Without the end-of-text that encoding adds where the completion did not end; one token always stays."""
-    return completion_ids if ended or len(completion_ids) == 1 else completion_ids[:-1]
+def encode_answer(codec: TextCodec, prompt: PromptText, text: str, *, ended: bool) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt and of its completion, without the end-of-text that encoding adds where the completion did
+    not end; one token always stays."""
+    prompt_ids, ids = codec.encode_completion(prompt, text)
+    return prompt_ids, ids if ended or len(ids) == 1 else ids[:-1]
 
 
 @dataclass(frozen=True)
@@ -207,7 +203,7 @@ def reward_weights(
     """Weight of every source by name, and the gates.
 
     Args:
-        played: sources that nobody is asked for: an environment's own rewards come with its episodes.
+        played: sources without a scorer: an environment's own rewards come with its episodes.
 
     Raises:
         UserError: two of one name, a name that cannot be logged, or a gate that names no other source.

@@ -241,10 +241,10 @@ class RLTrainer:
 
         Raises:
             UserError: workers died too often.
-            ClusterError, WeightSyncError: nobody died.
+            ClusterError, WeightSyncError: no worker died.
         """
         is_learning = self._session is not None and self._session.is_learning
-        self.run.check_stop(None)  # a signal that went to all processes ended them, or nobody needs them any more
+        self.run.check_stop(None)  # a signal that went to all processes ended them, or they are not needed any more
         while True:
             try:
                 lost = await asyncio.to_thread(self.company.replace_dead, error, is_learning)
@@ -322,7 +322,7 @@ class RLTrainer:
         return RLResult(self.path, summary, models)
 
     async def _export(self, role: str) -> list[str]:
-        """Has who holds the role's model write it; returns what is to be said of it."""
+        """The workers of the role write its model; returns remarks on it."""
         cast, path = self.cast, self.path / EXPORTED[role]
         model = cast.engines()[role].packed.model
         if model.device.type == "meta":  # the worker may be in another directory

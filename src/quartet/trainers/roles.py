@@ -380,7 +380,7 @@ def longest_sequence(config: EnvironmentConfig, context: int) -> int:
     """Tokens that one sequence of an episode may have.
 
     Raises:
-        UserError: neither the recipe nor the model says.
+        UserError: neither the recipe nor the model has a limit.
     """
     if config.max_tokens is None and context >= UNLIMITED:
         raise UserError(

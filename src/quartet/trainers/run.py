@@ -1,4 +1,4 @@
-"""The run directory: who owns it, what is in it, how it is resumed.
+"""The run directory: what is in it, which process owns it, how it is resumed.
 
 ::
 
@@ -70,7 +70,7 @@ from quartet.trainers.signals import StopSignals, stop_signals
 _CHECKPOINT, _WRITER = "checkpoint", "writer"
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
-"""What is the disk's fault, whoever was writing."""
+"""Errors of the disk, not of the code that was writing."""
 
 
 def software_versions() -> dict[str, str]:
@@ -199,7 +199,7 @@ class RunDirectory:
         return found
 
     def remark(self, text: str) -> None:
-        """Tells the user, and notes it in ``run.json`` for those who look later."""
+        """Tells the user, and keeps it in ``run.json``."""
         self._tell(text)
         self.remarks.append(text)
         if self._lock is not None:

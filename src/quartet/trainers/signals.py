@@ -46,7 +46,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def number_of(stop: BaseException) -> int:
-    """The signal behind a ``KeyboardInterrupt``; SIGINT where it was raised by somebody else."""
+    """The signal behind a ``KeyboardInterrupt``; SIGINT where it was not raised here."""
     return int(getattr(stop, "number", signal.SIGINT))
 
 
@@ -172,7 +172,7 @@ class StopSignals:
             return [n for n in self._bytes() if n in STOP_SIGNALS]
         found = self._bytes()
         if number not in found and self._pipe is not None:
-            # Another thread received it and has not written its byte yet, or somebody took the pipe's place.
+            # Another thread received it and has not written its byte yet, or the pipe was replaced.
             select.select([self._pipe[0]], [], [], _BYTE_WAIT_S)
             found += self._bytes()
         if number not in found:
@@ -239,7 +239,7 @@ def _interrupt_soon() -> None:
 
 
 def _forget() -> None:
-    """A forked child is somebody else: what ends it must not reach us, nor wait for a step of ours."""
+    """A forked child is another process: what ends it must not reach us, nor wait for a step of ours."""
     global _current
     if _current is not None:
         _current = None

@@ -31,6 +31,7 @@ Reward: TypeAlias = Callable[..., Any] | PreTrainedModel
 
 R = TypeVar("R", bound=Recipe)
 D = TypeVar("D", bound=Ordered)
+_Limits: TypeAlias = tuple[TextCodec, int, Overlong]
 UNLIMITED = 1 << 30
 """Context of a model whose config names none."""
 
@@ -116,10 +117,16 @@ def as_rewards(rewards: Reward | Sequence[Reward], name: str = "rewards") -> tup
     if callable(rewards):
         return (rewards,)
     if isinstance(rewards, str | Path | BaseModel) or not isinstance(rewards, Sequence):
-        raise _no_reward(name, rewards)
+        rewards = (rewards,)
     for reward in rewards:
         if not callable(reward):
-            raise _no_reward(name, reward)
+            shown = repr(reward)
+            raise UserError(
+                f"{name} holds something that is not a reward",
+                found=f"{shown if len(shown) <= 80 else shown[:77] + '…'} ({type(reward).__name__})",
+                remedy="pass functions f(prompts, completions, **columns) or sequence-classification models; "
+                "rewards with a configuration belong into the recipe: RLRecipe(rewards=[…])",
+            )
     return tuple(rewards)
 
 
@@ -141,16 +148,6 @@ def _no_model(name: str, found: object) -> UserError:
         f"{name} is not a model",
         found=f"{type(found).__name__}",
         remedy="pass a transformers model, or the path or hub name of one",
-    )
-
-
-def _no_reward(name: str, found: object) -> UserError:
-    shown = repr(found)
-    return UserError(
-        f"{name} holds something that is not a reward",
-        found=f"{shown if len(shown) <= 80 else shown[:77] + '…'} ({type(found).__name__})",
-        remedy="pass functions f(prompts, completions, **columns) or sequence-classification models; "
-        "rewards with a configuration belong into the recipe: RLRecipe(rewards=[…])",
     )
 
 
@@ -347,7 +344,7 @@ def _shares(config: DataConfig, found: Sequence[Ordered], data: Ordered) -> list
     ]
 
 
-def _limits(config: DataConfig | None, codec: TextCodec, room: int) -> tuple[TextCodec, int, Overlong]:
+def _limits(config: DataConfig | None, codec: TextCodec, room: int) -> _Limits:
     """What tokenises, the longest sequence, and what happens to longer ones."""
     longest = room if config is None else min(room, config.max_tokens or room)
     return codec.limited(longest), longest, "error" if config is None else config.overlong
@@ -387,12 +384,7 @@ def preference_data(
     doubtful: DoubtfulPairs = "keep",
 ) -> PreferenceData:
     limits = _limits(config, codec, context)
-
-    def build(part: _Part) -> PreferenceData:
-        parsed = preferences(part.rows, part.columns, doubtful, **part.reading)
-        return PreferenceData.build(parsed, *limits, doubtful, key)
-
-    return _built(config, rows, key, build)
+    return _built(config, rows, key, lambda part: _pairs(part, limits, key, doubtful))
 
 
 def pairs_or_judgements(
@@ -409,10 +401,14 @@ def pairs_or_judgements(
     def build(part: _Part) -> PreferenceData | JudgedData:
         if part.rows and has_judgements(part.rows, part.columns):
             return JudgedData.build(judgements(part.rows, part.columns, **part.reading), *limits, key)
-        parsed = preferences(part.rows, part.columns, doubtful, **part.reading)
-        return PreferenceData.build(parsed, *limits, doubtful, key)
+        return _pairs(part, limits, key, doubtful)
 
     return _built(config, rows, key, build)
+
+
+def _pairs(part: _Part, limits: _Limits, key: str, doubtful: DoubtfulPairs) -> PreferenceData:
+    parsed = preferences(part.rows, part.columns, doubtful, **part.reading)
+    return PreferenceData.build(parsed, *limits, doubtful, key)
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:

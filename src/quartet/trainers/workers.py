@@ -99,7 +99,7 @@ def roles_in(placement: ResolvedPlacement, pool: str) -> list[str]:
 
 
 def shares_actor(recipe: RLRecipe, placement: ResolvedPlacement) -> bool:
-    """Whether the engine computes with the actor's own tensors: nobody trains them meanwhile, and nothing moves."""
+    """Whether the engine computes with the actor's own tensors: they are not trained meanwhile, and nothing moves."""
     pool = placement.pool(placement.pool_of["rollout"])
     is_alone = pool.slots == 1 and pool.budget_bytes is None and pool.num_processes == 1
     ahead = isinstance(recipe.placement, AsynchronousPlacement)
@@ -277,7 +277,7 @@ class Company:
             is_learning: updates of the step under way had begun.
 
         Raises:
-            Exception: ``error``, where nobody died.
+            Exception: ``error``, where no worker died.
             UserError: workers died more often than is allowed.
         """
         raise error
@@ -340,7 +340,7 @@ class RayCompany(Company):
         return f"placement {self.placement.type}: starting workers for {'; '.join(of_pool)}"
 
     def start(self, ptx: PTX | None = None) -> None:
-        """Starts all workers side by side; each loads what it plays.
+        """Starts all workers side by side; each loads the models of its roles.
 
         Raises:
             UserError, WorkerError, WorkerDied: of the first pool that failed.
