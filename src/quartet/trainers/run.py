@@ -158,28 +158,27 @@ class RunDirectory:
             self._lock = take_lock(self.path / LOCK)
         # Looked at again: another process may have come between.
         found = self._inspect()
-        created = found["created"] if found else datetime.now().isoformat(timespec="seconds")
+        former, named = found or {}, self.recipe.model_dump(mode="json")
         self._info = {
             "job": self.job,
             "name": self.name,
-            "created": created,
+            "created": former.get("created") or datetime.now().isoformat(timespec="seconds"),
             "status": "running",
             "versions": software_versions(),
             "resolved": self._resolved,
             **processor.record(),
+            **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
+            "inputs": input_digests(named),
         }
-        if found is not None and isinstance(found.get("remarks"), list):
-            self._info["remarks"] = found["remarks"]
-        named = self.recipe.model_dump(mode="json")
-        self._info["inputs"] = input_digests(named)
         if found is None:
             with writing(self.path / "recipe.yaml"):
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
-        known = (found or {}).get("inputs")
-        changed = changed_inputs(known, self._info["inputs"], named)
-        elsewhere = device_changes(found or {}, self._info)
-        for text in (*processor.changes(found or {}, self._info), *elsewhere, *changed):
+        for text in (
+            *processor.changes(former, self._info),
+            *device_changes(former, self._info),
+            *changed_inputs(former.get("inputs"), self._info["inputs"], named),
+        ):
             self.remark(text)
         if found is not None and found["status"] == "running":
             self.remark(f"the process that ran it before {ENDED}: its status was still running")
@@ -451,10 +450,9 @@ def use_threads(threads: int | None) -> None:
 class Stopwatch:
     """Seconds since it was made."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._start = clock()
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        return self._clock() - self._start
+        return time.perf_counter() - self._start
