@@ -1,12 +1,15 @@
-"""Runs that break off on purpose, and whether two models are the same."""
+"""Runs that break off on purpose, and whether two runs are the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from quartet.observe.trackers import read_metrics
 
 
 def fails_at(call: int, reward: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,3 +45,10 @@ def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     """Equal bits."""
     expected = other.state_dict()
     return all(torch.equal(values, expected[name]) for name, values in one.state_dict().items())
+
+
+def untimed_rows(run: Path) -> list[dict[str, float]]:
+    """The metrics of a run without those that no two runs have in common: seconds, memory, what a restart computes."""
+    timed = ("time", "memory/", "rollout/tokens_per_s", "overlap/", "rollout/prefill")
+    rows = read_metrics(run / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]

@@ -72,7 +72,15 @@ def digits() -> Callable[..., list[float]]:
 def tiny_rl(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTrainer]:
     """Makes an RL trainer of the tiny model; a recipe's ``values`` go over those that keep tests quick."""
 
-    def make(path: Path, *rewards: Any, resume: bool = False, ptx_rows: Any = None, **values: Any) -> RLTrainer:
+    def make(
+        path: Path,
+        *rewards: Any,
+        resume: bool = False,
+        model: Any = None,
+        critic: Any = None,
+        ptx_rows: Any = None,
+        **values: Any,
+    ) -> RLTrainer:
         common: dict[str, Any] = {
             "output_dir": str(path),
             "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
@@ -81,8 +89,9 @@ def tiny_rl(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTra
             "checkpoint": CheckpointConfig(every_steps=1),
             "threads": 1,
         }
-        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": rewards, "prompts": prompts}
-        return RLTrainer(RLRecipe(**{**common, **values}), resume=resume, ptx_rows=ptx_rows, **objects)
+        objects = {"model": model or causal_lm(), "tokenizer": tokenizer, "rewards": rewards, "prompts": prompts}
+        recipe = RLRecipe(**{**common, **values})
+        return RLTrainer(recipe, resume=resume, critic=critic, ptx_rows=ptx_rows, **objects)
 
     return make
 

@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from breaking import fails_at, same_weights
+from breaking import fails_at, same_weights, untimed_rows
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, DynamicSamplingConfig, KLConfig
 from quartet.config.common import SamplingConfig
 from quartet.config.recipe import RolloutConfig
 from quartet.observe.rollouts import RolloutRecord, read_step
-from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLTrainer
 
 STEPS, PROMPTS, RESPONSES = 3, 4, 2
-TIMES = ("time", "overlap", "memory", "rollout/tokens_per_s", "rollout/prefill_tokens")
 Rows = list[dict[str, float]]
 
 
@@ -47,15 +45,11 @@ def trainer(tiny_rl: Callable[..., RLTrainer]) -> Callable[..., RLTrainer]:
     return make
 
 
-def rows_of(path: Path) -> Rows:
-    rows = read_metrics(path / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
-
-
 def same_run(one: RLTrainer, other: RLTrainer) -> None:
     assert same_weights(one.cast.actor.packed.model, other.cast.actor.packed.model)
     left, right = (
-        [{k.replace("waiting", "parity"): v for k, v in row.items()} for row in rows_of(t.path)] for t in (one, other)
+        [{k.replace("waiting", "parity"): v for k, v in row.items()} for row in untimed_rows(t.path)]
+        for t in (one, other)
     )
     assert left == right
     for step in range(1, STEPS + 1):
@@ -78,7 +72,7 @@ def test_every_group_of_a_step_has_variance_and_the_rest_is_counted(
         return parity(completions)
 
     trainer(tmp_path / "run", counted).train()
-    rows, begin = rows_of(tmp_path / "run")[1:], 0
+    rows, begin = untimed_rows(tmp_path / "run")[1:], 0
     assert any(row["groups/rejected_frac"] > 0 for row in rows), "or nothing is tested here"
     for step, row in enumerate(rows, start=1):
         groups: dict[int, list[float | None]] = {}
@@ -105,7 +99,7 @@ def test_the_mean_score_of_what_was_sampled_is_not_that_of_what_was_kept(
         return scores[-1]
 
     trainer(tmp_path / "run", rare, steps=1).train()
-    row = rows_of(tmp_path / "run")[-1]
+    row = untimed_rows(tmp_path / "run")[-1]
     flat = [score for group in scores for score in group]
     assert row["reward/sampled_score_mean"] == pytest.approx(sum(flat) / len(flat))
     assert row["reward/sampled_score_mean"] != row["reward/score_mean"]
@@ -157,7 +151,7 @@ def test_the_bound_may_be_raised_when_the_run_goes_on(tmp_path: Path, trainer: C
     """It decides whether a step is reached, never what it computes."""
     whole = trainer(tmp_path / "whole")
     whole.train()
-    needed = [row["groups/sampled"] / PROMPTS for row in rows_of(tmp_path / "whole")[1:]]
+    needed = [row["groups/sampled"] / PROMPTS for row in untimed_rows(tmp_path / "whole")[1:]]
     assert min(needed) < max(needed)
     low = GRPO(dynamic_sampling=DynamicSamplingConfig(max_prompts_factor=max(needed) - 0.25))
     with pytest.raises(UserError, match="different scores"):
@@ -202,7 +196,7 @@ def test_a_reward_model_and_a_function_count_together(
 ) -> None:
     """A model's scores are never exactly equal, so no group is rejected, and its columns are those of the step."""
     tiny_rl(tmp_path / "run", scalar_model(), parity, **{**VALUES, "steps": 1}).train()
-    row = rows_of(tmp_path / "run")[-1]
+    row = untimed_rows(tmp_path / "run")[-1]
     assert row["groups/rejected_frac"] == 0.0 and row["groups/sampled"] == PROMPTS
     assert {"reward/reward_model", "reward/parity"} <= row.keys()
     assert all(len(record.rewards) == 2 for record in records(tmp_path / "run", 1))
@@ -210,6 +204,6 @@ def test_a_reward_model_and_a_function_count_together(
 
 def test_without_it_nothing_is_rejected_or_reported(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:
     trainer(tmp_path / "run", algorithm=GRPO(), steps=1).train()
-    row = rows_of(tmp_path / "run")[-1]
+    row = untimed_rows(tmp_path / "run")[-1]
     assert not any(name.startswith(("groups/sampled", "groups/rejected", "reward/sampled")) for name in row)
     assert row["groups/zero_variance"] > 0

@@ -12,7 +12,7 @@ import torch
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.load import load_recipe
-from quartet.config.recipe import ActorConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
+from quartet.config.recipe import ActorConfig, CriticConfig, RLRecipe, RolloutConfig
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
 from quartet.trainers.rl import RLTrainer
@@ -26,10 +26,9 @@ def _train(lr: float) -> TrainConfig:
 
 
 @pytest.fixture
-def trainer(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Callable[..., RLTrainer]:
+def trainer(tiny_rl: Callable[..., RLTrainer], digits: Any) -> Callable[..., RLTrainer]:
     def make(path: Path, rewards: list[Any] | None = None, **changes: Any) -> RLTrainer:
         values: dict[str, Any] = {
-            "output_dir": str(path),
             "algorithm": PPO(kl=KLConfig(coef=0.0)),
             "actor": ActorConfig(train=_train(3e-3)),
             "critic": CriticConfig(train=_train(1e-2)),
@@ -39,12 +38,9 @@ def trainer(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Callab
             "responses_per_prompt": 2,
             "minibatches": 2,
             "epochs": 3,
-            "log": LogConfig(tensorboard=False),
-            "threads": 1,
+            **changes,
         }
-        used = rewards if rewards is not None else [digits]
-        recipe = RLRecipe(**{**values, **changes})
-        return RLTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, rewards=used, prompts=prompts)
+        return tiny_rl(path, *([digits] if rewards is None else rewards), **values)
 
     return make
 

@@ -9,45 +9,25 @@ from typing import Any
 import pytest
 import torch
 
-from breaking import break_at, same_weights
+from breaking import break_at, same_weights, untimed_rows
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GPG, GRPO, PPO, RLOO, Distillation, KLConfig, OnlineDPO
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig, RLRecipe, RolloutConfig
-from quartet.observe.trackers import read_metrics
+from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
+from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.advantages import Assembler
 from quartet.trainers.rl import RLTrainer
 
 
 @pytest.fixture
-def trainer(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path) -> Callable[..., RLTrainer]:
-    def make(path: str, algorithm: Any, *, resume: bool = False, critic_model: Any = None, **changes: Any) -> RLTrainer:
-        values: dict[str, Any] = {
-            "output_dir": str(tmp_path / path),
-            "threads": 1,
-            "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
-            "algorithm": algorithm,
-            "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=5), max_running=16),
-            "steps": 4,
-            "prompts_per_step": 4,
-            "responses_per_prompt": 2,
-            "checkpoint": CheckpointConfig(every_steps=1),
-            "log": LogConfig(tensorboard=False),
-            **changes,
-        }
-        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
-        return RLTrainer(RLRecipe(**values), critic=critic_model, resume=resume, **objects)
+def trainer(tiny_rl: Callable[..., RLTrainer], digits: Any, tmp_path: Path) -> Callable[..., RLTrainer]:
+    def make(path: str, algorithm: Any, **changes: Any) -> RLTrainer:
+        values = {"steps": 4, "prompts_per_step": 4, "responses_per_prompt": 2, **changes}
+        return tiny_rl(tmp_path / path, digits, algorithm=algorithm, **values)
 
     return make
-
-
-def rows_of(trainer: RLTrainer) -> list[dict[str, float]]:
-    rows = read_metrics(trainer.path / "metrics.jsonl")
-    timed = ("time", "memory/", "rollout/tokens_per_s", "overlap/", "rollout/prefill")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows[1:]]
 
 
 # The adaptive coefficient --------------------------------------------------------------------------------
@@ -64,7 +44,7 @@ def rows_of(trainer: RLTrainer) -> list[dict[str, float]]:
 def test_the_adaptive_coefficient_goes_on_where_a_run_stopped(algorithm: Any, trainer: Any) -> None:
     whole = trainer("whole", algorithm)
     whole.train()
-    coefficients = [row["kl/coef"] for row in rows_of(whole)]
+    coefficients = [row["kl/coef"] for row in untimed_rows(whole.path)[1:]]
     assert coefficients[0] == 0.1 and len(set(coefficients)) >= 3, "it moves"
     broken = trainer("broken", algorithm)
     break_at(3, broken.cast.actor)
@@ -72,7 +52,7 @@ def test_the_adaptive_coefficient_goes_on_where_a_run_stopped(algorithm: Any, tr
         broken.train()
     resumed = trainer("broken", algorithm, resume=True)
     resumed.train()
-    assert rows_of(resumed) == rows_of(whole)
+    assert untimed_rows(resumed.path)[1:] == untimed_rows(whole.path)[1:]
     assert same_weights(resumed.cast.actor.packed.model, whole.cast.actor.packed.model)
 
 
@@ -88,7 +68,7 @@ def test_with_adapters_the_reference_takes_over_the_merged_weights(
         "run", OnlineDPO(refresh_steps=2), actor=adapted, reference=ReferenceConfig(path=str(tmp_path / "start"))
     )
     run.train()
-    rows = rows_of(run)
+    rows = untimed_rows(run.path)[1:]
     assert [row["reference/age"] for row in rows] == [1, 0, 1, 0]
     assert abs(rows[0]["kl/ref"]) < 1e-5 and abs(rows[2]["kl/ref"]) < 1e-5, "it is what the actor is"
     assert abs(rows[1]["kl/ref"]) > 1e-4 and abs(rows[3]["kl/ref"]) > 1e-4, "and stays when the actor goes on"
@@ -131,7 +111,7 @@ def test_a_critic_that_nobody_reads_is_refused_and_its_section_remarked_on(
     trainer: Any, scalar_model: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="the method does not have"):
-        trainer("refused", GRPO(), critic_model=scalar_model())
+        trainer("refused", GRPO(), critic=scalar_model())
     assert not (tmp_path / "refused").exists()
     run = trainer("said", GRPO(), critic=CriticConfig(warmup_steps=1), steps=1)
     assert run.train().summary["notes"][0] == "critic: not read, grpo has none"

@@ -16,8 +16,8 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
-from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.recipe import ActorConfig, LogConfig, RLRecipe, RolloutConfig
+from quartet.config.common import SamplingConfig
+from quartet.config.recipe import RolloutConfig
 from quartet.config.rewards import FunctionReward, GateConfig, HTTPReward, LengthReward, RegexReward, RetryConfig
 from quartet.data.datasets import PromptItem
 from quartet.models.packed import PackedScalarModel
@@ -39,25 +39,19 @@ Train = Callable[..., tuple[RLTrainer, list[dict[str, Any]]]]
 
 
 @pytest.fixture
-def train(causal_lm: Any, tokenizer: Any, prompts: Any, tmp_path: Path) -> Train:
+def train(tiny_rl: Callable[..., RLTrainer], tmp_path: Path) -> Train:
     """Runs two steps of GRPO; returns the trainer and its rows of metrics."""
 
     def run(rewards: Any = (), functions: Any = (), name: str = "run", **changes: Any) -> Any:
         values: dict[str, Any] = {
-            "algorithm": GRPO(),
-            "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
             "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=12), max_running=2, steps_per_lease=1),
             "steps": 2,
             "prompts_per_step": 4,
             "responses_per_prompt": 2,
             "chunk_size": 1,
-            "log": LogConfig(tensorboard=False),
-            "threads": 1,
-            "rewards": rewards,
-            "output_dir": str(tmp_path / name),
+            **changes,
         }
-        recipe = RLRecipe(**{**values, **changes})
-        trainer = RLTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, prompts=prompts, rewards=functions)
+        trainer = tiny_rl(tmp_path / name, *functions, algorithm=GRPO(), rewards=rewards, **values)
         runs.append(trainer)
         trainer.train()
         return trainer, read_metrics(tmp_path / name / "metrics.jsonl")

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from breaking import break_at, same_weights
+from breaking import break_at, same_weights, untimed_rows
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, OnlineDPO, Selection
-from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.load import load_recipe
 from quartet.config.preference import DPOLoss, IPOLoss, SimPOLoss
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
-from quartet.observe.trackers import read_metrics
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.estimators import learned_from
@@ -106,32 +105,21 @@ def test_half_a_pair_is_left_out() -> None:
 
 
 @pytest.fixture
-def train(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path) -> Any:
-    def make(path: str, algorithm: Any, *, seed: int = 0, resume: bool = False, **changes: Any) -> RLTrainer:
+def train(tiny_rl: Callable[..., RLTrainer], causal_lm: Any, digits: Any, tmp_path: Path) -> Callable[..., RLTrainer]:
+    def make(path: str, algorithm: Any, *, seed: int = 0, **changes: Any) -> RLTrainer:
         values: dict[str, Any] = {
-            "output_dir": str(tmp_path / path),
-            "threads": 1,
             "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=3e-3))),
-            "algorithm": algorithm,
             "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=6), max_running=16),
             "steps": 4,
             "prompts_per_step": 4,
             "responses_per_prompt": 4,
             "minibatches": 2,
             "checkpoint": CheckpointConfig(every_steps=2),
-            "log": LogConfig(tensorboard=False),
             **changes,
         }
-        objects = {"model": causal_lm(seed), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
-        return RLTrainer(RLRecipe(**values), **objects, resume=resume)
+        return tiny_rl(tmp_path / path, digits, model=causal_lm(seed), algorithm=algorithm, **values)
 
     return make
-
-
-def metrics_of(path: Path) -> list[dict[str, float]]:
-    rows = read_metrics(path / "metrics.jsonl")
-    timed = ("time", "memory/", "rollout/tokens_per_s", "overlap/", "rollout/prefill")
-    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +128,7 @@ def metrics_of(path: Path) -> list[dict[str, float]]:
 def test_the_score_rises(algorithm: Any, train: Any) -> None:
     trainer = train("run", algorithm, steps=12)
     trainer.train()
-    rows = metrics_of(trainer.path)[1:]
+    rows = untimed_rows(trainer.path)[1:]
     scores = [row["reward/score_mean"] for row in rows]
     assert sum(scores[-3:]) > sum(scores[:3]) + 0.15, scores
     assert max(row["agreement/logprob_diff_max"] for row in rows) < 1e-4
@@ -153,14 +141,14 @@ def test_the_score_rises(algorithm: Any, train: Any) -> None:
 def test_the_first_update_of_online_dpo_starts_at_log_two(train: Any) -> None:
     trainer = train("run", OnlineDPO(), steps=1, minibatches=1)
     trainer.train()
-    assert metrics_of(trainer.path)[-1]["loss/preference"] == pytest.approx(math.log(2), abs=1e-4)
+    assert untimed_rows(trainer.path)[-1]["loss/preference"] == pytest.approx(math.log(2), abs=1e-4)
 
 
 def test_iterative_dpo_refreshes_its_reference_and_resumes(train: Any) -> None:
     config = OnlineDPO(loss=IPOLoss(), refresh_steps=3)
     whole = train("whole", config, steps=7)
     result = whole.train()
-    rows = metrics_of(whole.path)[1:]
+    rows = untimed_rows(whole.path)[1:]
     assert [row["reference/age"] for row in rows] == [1, 2, 0, 1, 2, 0, 1]
     # One update after a refresh the policy has moved by one step only.
     assert abs(rows[3]["kl/ref"]) < 1e-4 < abs(rows[2]["kl/ref"])
@@ -170,7 +158,7 @@ def test_iterative_dpo_refreshes_its_reference_and_resumes(train: Any) -> None:
         broken.train()
     resumed = train("broken", config, steps=7, seed=0, resume=True)
     assert same_weights(resumed.train().model, result.model)
-    assert metrics_of(resumed.path) == metrics_of(whole.path)
+    assert untimed_rows(resumed.path) == untimed_rows(whole.path)
 
 
 # What does not fit ---------------------------------------------------------------------------------------
