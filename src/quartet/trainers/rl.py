@@ -247,10 +247,10 @@ class RLTrainer:
         self.run.check_stop(None)  # a signal that went to all processes ended them, or they are not needed any more
         while True:
             try:
-                lost = await asyncio.to_thread(self.company.replace_dead, error, is_learning)
+                happened, is_lost = await asyncio.to_thread(self.company.replace_dead, error, is_learning)
                 self.run.drain()
-                beginning = await self._restore() if lost.states else self._at
-                self._deaths.append(f"{lost.text}; the run went on after step {beginning.step}")
+                beginning = await self._restore() if is_lost else self._at
+                self._deaths.append(f"{happened}; the run went on after step {beginning.step}")
                 self.progress.print(self._deaths[-1])
             except (ClusterError, WeightSyncError) as another:
                 if another is error:

@@ -7,7 +7,6 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import cast
 
 from transformers import PreTrainedModel
@@ -195,14 +194,6 @@ class PoolWorker(RolesWorker):
             self.roles[WRITER] = Writer(loader.codec)
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What a death cost: in words, and whether the states of the roles that train are to be restored."""
-
-    text: str
-    states: bool
-
-
 class Company:
     """
     Attributes:
@@ -269,12 +260,15 @@ class Company:
     def groups_of(self, role: str) -> Sequence[RoleGroup[Movable]]:
         return self.engines if role == "rollout" else [self.models[role]]
 
-    def replace_dead(self, error: Exception, is_learning: bool) -> Loss:
+    def replace_dead(self, error: Exception, is_learning: bool) -> tuple[str, bool]:
         """New workers in the place of dead ones.
 
         Args:
             error: what the run ended with.
             is_learning: updates of the step under way had begun.
+
+        Returns:
+            What happened, in words, and whether the states of the roles that train are to be restored.
 
         Raises:
             Exception: ``error``, where no worker died.
@@ -348,9 +342,9 @@ class RayCompany(Company):
         with ThreadPoolExecutor(len(self._pools)) as starting:
             groups = {name: starting.submit(self._started, name, ptx) for name in self._pools}
         self._groups = {name: group.result() for name, group in groups.items()}
-        self._reach()
+        self._connect()
 
-    def replace_dead(self, error: Exception, is_learning: bool) -> Loss:
+    def replace_dead(self, error: Exception, is_learning: bool) -> tuple[str, bool]:
         """A pool with a dead worker starts anew. Where weights were lost, or are between two steps, the pools of all
         roles whose weights change do: they go back to one consistent point together."""
         deaths = {name: found[0] for name, group in self._groups.items() if (found := group.dead(_PATIENCE_S))}
@@ -372,7 +366,7 @@ class RayCompany(Company):
         with ThreadPoolExecutor(len(anew)) as starting:
             for restarted in [starting.submit(self._groups[name].restart) for name in anew]:
                 restarted.result()
-        return Loss(f"{who}; started anew: {', '.join(anew)}", states)
+        return f"{who}; started anew: {', '.join(anew)}", states
 
     def _death_report(self, pool: str, death: Death) -> str:
         roles = ", ".join(roles_in(self.placement, pool))
@@ -408,7 +402,7 @@ class RayCompany(Company):
             start_timeout_s=self.cluster.start_timeout_s,
         )
 
-    def _reach(self) -> None:
+    def _connect(self) -> None:
         home = self.placement.pool_of
         for role in home:
             if role != "rollout":
