@@ -97,7 +97,7 @@ async def _written(workers: Workers, draft: Path) -> Shares | None:
     """Digests of all shares once they are written; None where one never will be."""
 
     def files(role: str, worker: RoleGroup[Checkpointed]) -> Coroutine[Any, Any, Any]:
-        return _told(lambda: worker.call(Checkpointed.finish_checkpoint, draft / role))
+        return told(lambda: worker.call(Checkpointed.finish_checkpoint, draft / role))
 
     try:
         found = await _all({role: files(role, worker) for role, worker in workers.items()})
@@ -106,7 +106,7 @@ async def _written(workers: Workers, draft: Path) -> Shares | None:
     return found if all(found.values()) else None
 
 
-async def _told(ask: Callable[[], Awaitable[T | None]]) -> T:
+async def told(ask: Callable[[], Awaitable[T | None]]) -> T:
     """What ``ask`` tells, asked again and again until it is something."""
     pause_s = _POLL_S
     while (found := await ask()) is None:
@@ -149,7 +149,7 @@ async def write_rollouts(run: RunDirectory, writer: RoleGroup[Writer], step: int
 
 async def _finished(writer: RoleGroup[Writer], step: int) -> None:
     try:
-        await _told(lambda: writer.call(Writer.finish_rollouts, step))
+        await told(lambda: writer.call(Writer.finish_rollouts, step))
     except WorkerDied:
         return  # which the run meets by itself
 

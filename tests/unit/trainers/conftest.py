@@ -77,7 +77,7 @@ def tiny_rl(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTra
         *rewards: Any,
         resume: bool = False,
         model: Any = None,
-        critic: Any = None,
+        critic_model: Any = None,
         ptx_rows: Any = None,
         **values: Any,
     ) -> RLTrainer:
@@ -91,7 +91,7 @@ def tiny_rl(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTra
         }
         objects = {"model": model or causal_lm(), "tokenizer": tokenizer, "rewards": rewards, "prompts": prompts}
         recipe = RLRecipe(**{**common, **values})
-        return RLTrainer(recipe, resume=resume, critic=critic, ptx_rows=ptx_rows, **objects)
+        return RLTrainer(recipe, resume=resume, critic=critic_model, ptx_rows=ptx_rows, **objects)
 
     return make
 

@@ -111,7 +111,7 @@ def test_a_critic_that_nobody_reads_is_refused_and_its_section_remarked_on(
     trainer: Any, scalar_model: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="the method does not have"):
-        trainer("refused", GRPO(), critic=scalar_model())
+        trainer("refused", GRPO(), critic_model=scalar_model())
     assert not (tmp_path / "refused").exists()
     run = trainer("said", GRPO(), critic=CriticConfig(warmup_steps=1), steps=1)
     assert run.train().summary["notes"][0] == "critic: not read, grpo has none"
