@@ -21,7 +21,8 @@ from quartet.trainers.ptx import PTX
 from quartet.trainers.run import use_threads
 
 TRAINED = ("actor", "critic")
-WRITER = "writer"
+WRITER = "writer of rollouts"
+"""Among the roles of a process; no reward model can be called that, as their names have no spaces."""
 
 
 def rollout_worker(
