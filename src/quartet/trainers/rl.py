@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.algorithms.controllers import adaptive_kl_coef
+from quartet.algorithms.kl import adaptive_kl_coef
 from quartet.cluster import ClusterError, WorkerDied
 from quartet.config.algorithms import OnlineDPO, kl_term
 from quartet.config.recipe import EvaluationConfig, RLRecipe
