@@ -325,23 +325,28 @@ class RaggedBatch:
         """
         if self.has_ids:
             return self
-        at = {name: (b, s) for b in reversed(range(len(sources))) for s, name in enumerate(sources[b].ids)}
-        pieces: dict[int, Sequence[Tensor]] = {}
+        own_ids = set(self.ids)
+        at = {
+            name: (sources[b], s)
+            for b in reversed(range(len(sources)))
+            for s, name in enumerate(sources[b].ids)
+            if name in own_ids
+        }
         found: list[Tensor | None] = [None] * len(self.parents)
         for s, name in enumerate(self.ids):
             if name not in at:
                 raise ValueError(f"no source has the token ids of sequence {name!r}")
-            b, there = at[name]
-            if b not in pieces:
-                sources[b]._check_has_ids()
-                pieces[b] = sources[b].input_ids.split(sources[b].segment_lengths)
-            own, other = self.chain(s), sources[b].chain(there)
+            source, there = at[name]
+            source._check_has_ids()
+            own, other = self.chain(s), source.chain(there)
             lengths = [self.segment_lengths[k] for k in own]
-            lengths_there = [sources[b].segment_lengths[k] for k in other]
+            lengths_there = [source.segment_lengths[k] for k in other]
             if lengths != lengths_there:
                 raise ValueError(f"sequence {name!r} has segments of {lengths} tokens, in its source {lengths_there}")
             for k, k_there in zip(own, other, strict=True):
-                found[k] = pieces[b][k_there] if found[k] is None else found[k]
+                if found[k] is None:  # by offsets: a source may be far larger than this batch
+                    start = source.segment_offsets[k_there]
+                    found[k] = source.input_ids[start : start + source.segment_lengths[k_there]]
         unknown = self.input_ids.cpu().split(self.segment_lengths) if None in found else ()
         parts = [unknown[k] if ids is None else ids for k, ids in enumerate(found)]
         input_ids = torch.cat(parts) if parts else self.input_ids
