@@ -158,9 +158,6 @@ def _failure(peers: Peers) -> Any:
     batch = make_batch()
     if peers.rank == peers.size - 1:
         batch, _ = batch.pop("ref_logprobs")
-        batch = RaggedBatch(
-            batch.input_ids, batch.segment_lengths, batch.parents, batch.leaves, batch.ids, batch.token, batch.sequence
-        )
     begun = time.monotonic()
     try:
         engine.train_step(batch, objective)

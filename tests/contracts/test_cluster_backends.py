@@ -7,8 +7,10 @@ import gc
 import importlib.util
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +169,19 @@ class Scorer(Worker):
 class Broken(Worker):
     def __init__(self) -> None:
         raise OSError("no such model")
+
+
+class Moody(Worker):
+    """Takes a while to be made, and cannot be made where there is a file ``trouble``."""
+
+    def __init__(self, trouble: str) -> None:
+        time.sleep(0.3)
+        if os.path.exists(trouble):
+            raise OSError("no such model")
+
+    @dispatch(RANK_ZERO)
+    def ready(self) -> bool:
+        return True
 
 
 def needs_ray() -> None:
@@ -510,6 +525,38 @@ def test_what_a_rank_failed_with_before_a_restart_is_not_its_last_error(backend:
     with pytest.raises(WorkerDied) as caught:
         group.add(1)
     assert "told to fail" not in str(caught.value)
+    group.stop()
+
+
+def test_a_call_while_its_group_is_made_anew_says_that_its_worker_died(backend: Backend, tmp_path: Path) -> None:
+    """The thread that completes checkpoints asks on while a run replaces workers."""
+    group = WorkerGroup(ResourcePool([1], **TINY), Moody, str(tmp_path / "trouble"))
+    restarting = threading.Thread(target=group.restart)
+    restarting.start()
+    found: list[Exception] = []
+    while restarting.is_alive():
+        try:
+            group.ready()
+        except Exception as error:
+            found.append(error)
+        time.sleep(0.001)
+    assert found and {type(error) for error in found} == {WorkerDied}
+    assert group.ready() and not group.dead()
+    group.stop()
+
+
+def test_who_cannot_be_made_anew_is_dead(backend: Backend, tmp_path: Path) -> None:
+    group = WorkerGroup(ResourcePool([1], **TINY), Moody, str(tmp_path / "trouble"))
+    (tmp_path / "trouble").touch()
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="OSError: no such model"):
+            group.restart()
+        assert [(death.rank, death.last_error) for death in group.dead()] == [(0, "OSError: no such model")]
+        with pytest.raises(WorkerDied, match="OSError: no such model"):
+            group.ready()
+    (tmp_path / "trouble").unlink()
+    group.restart()
+    assert group.ready() and not group.dead()
     group.stop()
 
 

@@ -28,8 +28,9 @@ from quartet.config.rewards import (
     NumericReward,
     PairwiseJudge,
     RegexReward,
+    Source,
 )
-from quartet.rewards.build import CallableReward, build_reward
+from quartet.rewards.build import build_reward
 from quartet.rewards.functions import FunctionReward as PassedFunction
 from quartet.rewards.source import GuardedReward, Outcome
 
@@ -76,7 +77,7 @@ HAS_ANSWER = [answer is not None for answer in ANSWERS]
 Build = Callable[[Any], Case]
 
 
-def case(config: CallableReward, column: str | None, *, beside: bool = False, applies: Any = None) -> Case:
+def case(config: Source, column: str | None, *, beside: bool = False, applies: Any = None) -> Case:
     return Case(build_reward(config), column, beside, list(applies) if applies else [True] * len(COMPLETIONS))
 
 

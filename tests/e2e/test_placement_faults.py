@@ -14,6 +14,7 @@ import pytest
 
 from quartet.cluster import WorkerGroup
 from quartet.schedule.role_group import RolesWorker
+from quartet.trainers.workers import WRITER
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 PLACEMENT = {
@@ -115,8 +116,8 @@ SAVING = [
     Death("actor", "finish_checkpoint", after=0),  # while its share is being written, or right after
 ]
 WRITING = [
-    Death("writer", "write_rollouts", after=1),  # of the second step, as it takes them
-    Death("writer", "finish_rollouts", after=1),  # while the file is being written, or right after
+    Death(WRITER, "write_rollouts", after=1),  # of the second step, as it takes them
+    Death(WRITER, "finish_rollouts", after=1),  # while the file is being written, or right after
 ]
 
 

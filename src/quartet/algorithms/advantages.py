@@ -27,6 +27,7 @@ from quartet.algorithms.segments import (
     segment_std,
     segment_sum,
     time_order,
+    wide,
 )
 
 
@@ -62,7 +63,6 @@ def gae(
         Advantages and returns (``advantages + values``), each ``[T]`` fp32 (fp64 if either input is), 0
         elsewhere.
     """
-    _check_unit_interval(gamma=gamma, gae_lambda=gae_lambda)
     dtype = torch.promote_types(reduction_dtype(token_rewards_T), reduction_dtype(values_T))
     order_A, continues_A = _action_order(trajectory_T, action_mask_T, dtype)
     rewards_A, values_A = token_rewards_T[order_A].to(dtype), values_T[order_A].to(dtype)
@@ -90,7 +90,6 @@ def discounted_returns(token_rewards_T: Tensor, action_mask_T: Tensor, trajector
         trajectory_T: ``[T]`` int64 owner index; tokens in time order.
         gamma: discount per action token, in [0, 1].
     """
-    _check_unit_interval(gamma=gamma)
     dtype = reduction_dtype(token_rewards_T)
     order_A, continues_A = _action_order(trajectory_T, action_mask_T, dtype)
     returns_A = reverse_linear_scan(token_rewards_T[order_A].to(dtype), gamma * continues_A)
@@ -138,7 +137,7 @@ def group_relative(
         ValueError: a group has one member only, so it has no one to be relative to.
     """
     member_N, num_groups = _group_index(group_N)
-    scores = scores_N.to(reduction_dtype(scores_N))
+    scores = wide(scores_N)
     relative_N = scores - gather_owner(segment_mean(scores, member_N, num_groups), member_N)
     if normalise_std:
         std_N = gather_owner(segment_std(scores, member_N, num_groups), member_N)
@@ -171,7 +170,7 @@ def leave_one_out(scores_N: Tensor, group_N: Tensor, *, raw_scores_N: Tensor | N
     Arguments and errors as for ``group_relative``; a group of equal scores gives exactly 0.
     """
     member_N, num_groups = _group_index(group_N)
-    scores = scores_N.to(reduction_dtype(scores_N))
+    scores = wide(scores_N)
     size_N = segment_count(member_N, num_groups)[member_N].to(scores.dtype)
     mean_N = gather_owner(segment_mean(scores, member_N, num_groups), member_N)
     # Equal to score - (sum - score) / (size - 1), without the cancellation in sum - score.
@@ -192,7 +191,7 @@ def length_weighted(
     Other arguments and errors as for ``group_relative``; a group of equal scores gives exactly 0.
     """
     member_N, num_groups = _group_index(group_N)
-    scores = scores_N.to(reduction_dtype(scores_N))
+    scores = wide(scores_N)
     length_N = lengths_N.to(scores.dtype)
     # Around the plain mean, so that scores of any size keep their digits.
     centred_N = scores - gather_owner(segment_mean(scores, member_N, num_groups), member_N)
@@ -221,12 +220,6 @@ def whitened_unless_equal(
 def broadcast_to_tokens(advantages_N: Tensor, trajectory_T: Tensor, action_mask_T: Tensor) -> Tensor:
     """``[T]`` each trajectory's advantage on all its action tokens, 0 elsewhere."""
     return gather_owner(advantages_N, masked_owner(trajectory_T, action_mask_T))
-
-
-def _check_unit_interval(**factors: float) -> None:
-    for name, factor in factors.items():
-        if not 0.0 <= factor <= 1.0:
-            raise ValueError(f"{name} must lie in [0, 1], found {factor}")
 
 
 def _action_order(trajectory_T: Tensor, action_mask_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ tokens are not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -56,39 +57,52 @@ def aggregation_denominators(
         norm: tokens, above 0 (usually the longest response allowed); needed by
             ``sequence_mean_token_sum_norm``.
     """
-    if norm is not None and norm <= 0:
-        raise ValueError(f"norm must be above 0, found {norm}")
     count_N = segment_count(masked_owner(owner_T, loss_mask_T), num_owners)
     return AggregationDenominators(count_N.sum(), (count_N > 0).sum(), count_N, norm)
 
 
-def aggregate(
-    values_T: Tensor,
-    loss_mask_T: Tensor,
-    owner_T: Tensor,
-    denominators: AggregationDenominators,
-    aggregation: Aggregation,
-) -> Tensor:
+@dataclass(frozen=True)
+class LossTokens:
+    """The tokens of a micro-batch that have loss, and how their losses become one number.
+
+    Attributes:
+        loss_mask_T: ``[T]`` bool.
+        owner_T: ``[T]`` int64 owner in the mini-batch's numbering, -1 for none; -1, too, where the mask is False.
+        denominators: of the whole mini-batch.
+        aggregation: one of the four.
+    """
+
+    loss_mask_T: Tensor
+    owner_T: Tensor
+    denominators: AggregationDenominators
+    aggregation: Aggregation = "token_mean"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "owner_T", masked_owner(self.owner_T, self.loss_mask_T))
+
+    @cached_property
+    def mask_T(self) -> Tensor:
+        """``[T]`` bool: in the loss mask, and owned."""
+        return self.owner_T >= 0
+
+
+def aggregate(values_T: Tensor, tokens: LossTokens) -> Tensor:
     """A micro-batch's share of the mini-batch's loss; the shares of all micro-batches add up to it.
 
     Args:
-        values_T: ``[T]`` per-token losses of the micro-batch.
-        loss_mask_T: ``[T]`` bool; values elsewhere are ignored, whatever they are.
-        owner_T: ``[T]`` int64 owner index in the mini-batch's numbering.
-        denominators: of the whole mini-batch.
-        aggregation: one of the four.
+        values_T: ``[T]`` per-token losses of the micro-batch; elsewhere they are ignored, whatever they are.
+        tokens: which have loss.
 
     Returns:
         Scalar fp32 (fp64 for fp64 input), 0 where there are no loss tokens.
     """
-    owner_T = masked_owner(owner_T, loss_mask_T)
-    kept_T = keep(values_T, owner_T >= 0)
+    kept_T, denominators = keep(values_T, tokens.mask_T), tokens.denominators
     num_sequences = denominators.num_sequences.clamp(min=1)
-    match aggregation:
+    match tokens.aggregation:
         case "token_mean":
             return kept_T.sum() / denominators.num_tokens.clamp(min=1)
         case "sequence_mean_token_mean":
-            count_T = gather_owner(denominators.tokens_per_sequence, owner_T).clamp(min=1)
+            count_T = gather_owner(denominators.tokens_per_sequence, tokens.owner_T).clamp(min=1)
             return (kept_T / count_T).sum() / num_sequences
         case "sequence_mean_token_sum":
             return kept_T.sum() / num_sequences
@@ -96,4 +110,3 @@ def aggregate(
             if denominators.norm is None:
                 raise ValueError("sequence_mean_token_sum_norm needs denominators with a norm")
             return kept_T.sum() / (num_sequences * denominators.norm)
-    raise ValueError(f"unknown aggregation {aggregation!r}")

@@ -31,16 +31,10 @@ def pass_at_k(num_samples_P: Tensor, num_right_P: Tensor, k: int) -> Tensor:
     ``expm1``, so that no factorial overflows and a rare success keeps its digits.
 
     Args:
-        num_samples_P: n, samples of each prompt, int64.
+        num_samples_P: n, samples of each prompt, int64, at least k.
         num_right_P: c, how many of them are right, int64.
-
-    Raises:
-        ValueError: ``k`` is not within 1 … n, or c is not within 0 … n, for some prompt.
+        k: at least 1.
     """
-    if k < 1 or bool((num_samples_P < k).any()):
-        raise ValueError(f"pass@{k} needs 1 <= k <= samples per prompt, found as few as {int(num_samples_P.min())}")
-    if bool(((num_right_P < 0) | (num_right_P > num_samples_P)).any()):
-        raise ValueError("more right samples than samples")
     remaining_PK = num_samples_P.double()[:, None] - torch.arange(k, dtype=torch.float64)
     drawn_PK = (num_right_P.double()[:, None] / remaining_PK).clamp(max=1.0)
     return -torch.expm1(torch.log1p(-drawn_PK).sum(1))
@@ -69,13 +63,9 @@ def majority_vote(votes_PK: Tensor, right_PK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def wilson_interval(mean: float, num: int, confidence: float = 0.95) -> Interval:
-    """Interval of a proportion ``mean`` of ``num`` independent trials (Wilson 1927); never empty, also at 0 and 1.
-
-    Raises:
-        ValueError: no trials, or a mean outside [0, 1].
+    """Interval of a proportion ``mean`` of ``num`` independent trials (Wilson 1927), at least one; never empty, also at
+    0 and 1.
     """
-    if num < 1 or not 0 <= mean <= 1:
-        raise ValueError(f"a proportion of at least one trial, found {mean} of {num}")
     z = _quantile(confidence)
     denominator = 1 + z * z / num
     centre = (mean + z * z / (2 * num)) / denominator
@@ -94,14 +84,10 @@ def bootstrap_interval(
     """Percentile interval of the mean over prompts, resampled with replacement (Efron 1979).
 
     Args:
+        values_P: at least two; of one no spread can be learned.
         weights_P: weight of each prompt in the mean; equal when left out.
-
-    Raises:
-        ValueError: fewer than two values, of which no spread can be learned.
     """
     num = len(values_P)
-    if num < 2:
-        raise ValueError(f"an interval of a mean needs two values, found {num}")
     weights_P = torch.ones(num, dtype=torch.float64) if weights_P is None else weights_P.double()
     sums_P = values_P.double() * weights_P
     rows = max(1, _BLOCK // num)
@@ -119,14 +105,9 @@ def win_rate_interval(num_good: int, num_same: int, num_bad: int, confidence: fl
 
     The win rate is ``(1 + d) / 2`` with ``d`` the share of good less the share of bad. Those ``d`` belong to the
     interval whose score statistic, with the share of good and bad estimated under ``d``, is within the normal quantile.
-    Without ties this is Wilson's interval; with ties only it still has a width.
-
-    Raises:
-        ValueError: no comparisons.
+    Without ties this is Wilson's interval; with ties only it still has a width. There is at least one comparison.
     """
     num = num_good + num_same + num_bad
-    if num < 1 or min(num_good, num_same, num_bad) < 0:
-        raise ValueError(f"counts of at least one comparison, found {num_good}, {num_same}, {num_bad}")
     z, found = _quantile(confidence), (num_good - num_bad) / num
 
     def excess(difference: float) -> float:
@@ -160,6 +141,4 @@ def _root(excess: Callable[[float], float], outside: float, inside: float) -> fl
 
 
 def _quantile(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise ValueError(f"a confidence between 0 and 1, found {confidence}")
     return NormalDist().inv_cdf((1 + confidence) / 2)

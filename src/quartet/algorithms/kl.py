@@ -1,4 +1,4 @@
-"""Estimators of the Kullback-Leibler divergence from one sample per token.
+"""Estimators of the Kullback-Leibler divergence from one sample per token, and the coefficient that follows it.
 
 Shape suffixes: T stored tokens.
 """
@@ -52,4 +52,24 @@ def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, kind: KLKind, *, mas
         case "k3":
             # expm1 keeps the digits that exp(x) - 1 loses where the two policies nearly agree.
             return (-log_ratio_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() + log_ratio_T
-    raise ValueError(f"unknown KL estimator {kind!r}: choose k1, k2 or k3")
+
+
+MAX_ERROR = 0.2
+"""The relative error of the observed KL counts at most this much per update."""
+
+
+def adaptive_kl_coef(coef: float, observed: float, target: float, horizon: float, num_samples: int) -> float:
+    """The KL coefficient after a step (Ziegler et al., 2019, section 2.2).
+
+    ``coef * (1 + clip(observed / target - 1, ±0.2) * num_samples / horizon)``: proportional control in log
+    space.
+
+    Args:
+        coef: the coefficient of the step.
+        observed: the step's mean KL per trajectory, in nats, in the unit of ``target``.
+        target: the KL to hold, above 0.
+        horizon: number of samples over which the full error is applied, above 0.
+        num_samples: trajectories of the step.
+    """
+    error = min(max(observed / target - 1.0, -MAX_ERROR), MAX_ERROR)
+    return coef * (1.0 + error * num_samples / horizon)

@@ -2,10 +2,10 @@
 
 Shape suffixes: T stored tokens of a micro-batch, P pairs.
 
-Each per-token loss takes ``loss_mask_T`` ``[T]`` bool, ``owner_T`` ``[T]`` int64 (trajectory or sequence, in
-the mini-batch's numbering, -1 for none) and the mini-batch's denominators, and returns the micro-batch's
-share of the mini-batch's loss. Masked positions may hold anything. Figures beside the loss are detached
-*sums*, to be added over micro-batches and ranks and divided by the mini-batch's counts.
+Each per-token loss takes the tokens that have loss (``LossTokens``; their owners are trajectories or sequences in the
+mini-batch's numbering) and returns the micro-batch's share of the mini-batch's loss. Masked positions may hold
+anything. Figures beside the loss are detached *sums*, to be added over micro-batches and ranks and divided by the
+mini-batch's counts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from quartet.algorithms.aggregate import Aggregation, AggregationDenominators, aggregate
+from quartet.algorithms.aggregate import LossTokens, aggregate
 from quartet.algorithms.kl import KLKind, kl_estimate
-from quartet.algorithms.segments import keep, masked_owner
+from quartet.algorithms.segments import keep, wide
 
 
 @dataclass(frozen=True)
@@ -39,48 +39,17 @@ class PairwiseLossOutput:
     margin_sum: Tensor
 
 
-def kl_loss(
-    policy_logprobs_T: Tensor,
-    ref_logprobs_T: Tensor,
-    loss_mask_T: Tensor,
-    owner_T: Tensor,
-    denominators: AggregationDenominators,
-    *,
-    kind: KLKind,
-    aggregation: Aggregation,
-) -> Tensor:
+def kl_loss(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, tokens: LossTokens, kind: KLKind) -> Tensor:
     """Aggregated KL estimate with gradient, to be added to a policy loss times ``kl_coef``.
 
     The gradient of k1 has expectation 0; k2's is that of the true KL on-policy; k3's is an approximation of
     it.
     """
-    mask_T = masked_owner(owner_T, loss_mask_T) >= 0
-    kl_T = kl_estimate(policy_logprobs_T, ref_logprobs_T.detach(), kind, mask_T=mask_T)
-    return aggregate(kl_T, mask_T, owner_T, denominators, aggregation)
-
-
-def entropy_bonus(
-    entropies_T: Tensor,
-    loss_mask_T: Tensor,
-    owner_T: Tensor,
-    denominators: AggregationDenominators,
-    *,
-    aggregation: Aggregation,
-) -> Tensor:
-    """Aggregated next-token entropy, to be *subtracted* from a loss times ``entropy_coef``."""
-    return aggregate(entropies_T, loss_mask_T, owner_T, denominators, aggregation)
+    return aggregate(kl_estimate(policy_logprobs_T, ref_logprobs_T.detach(), kind, mask_T=tokens.mask_T), tokens)
 
 
 def value_loss(
-    values_T: Tensor,
-    old_values_T: Tensor,
-    returns_T: Tensor,
-    loss_mask_T: Tensor,
-    owner_T: Tensor,
-    denominators: AggregationDenominators,
-    *,
-    clip_eps: float | None,
-    aggregation: Aggregation,
+    values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, tokens: LossTokens, *, clip_eps: float | None
 ) -> ValueLossOutput:
     """``0.5 * max((V - R)², (clip(V, old ± clip_eps) - R)²)`` per token; unclipped where ``clip_eps`` is
     None.
@@ -89,41 +58,27 @@ def value_loss(
         values_T: ``[T]`` with gradient.
         old_values_T: ``[T]`` constants, the critic's values when the step began.
         returns_T: ``[T]`` constants.
-        loss_mask_T, owner_T, denominators: see the module.
+        tokens: see the module.
         clip_eps: above 0, in the unit of the values.
     """
-    if clip_eps is not None and clip_eps <= 0:
-        raise ValueError(f"clip_eps must be above 0 or None, found {clip_eps}")
-    mask_T = masked_owner(owner_T, loss_mask_T) >= 0
+    mask_T = tokens.mask_T
     value_T, return_T = keep(values_T, mask_T), keep(returns_T, mask_T).detach()
     loss_T = unclipped_T = (value_T - return_T).square()
     if clip_eps is not None:
         old_T = keep(old_values_T, mask_T).detach()
         clipped_T = (value_T.clamp(old_T - clip_eps, old_T + clip_eps) - return_T).square()
         loss_T = torch.maximum(unclipped_T, clipped_T)
-    loss = 0.5 * aggregate(loss_T, mask_T, owner_T, denominators, aggregation)
+    loss = 0.5 * aggregate(loss_T, tokens)
     return ValueLossOutput(loss, mask_T.sum(), (mask_T & (loss_T > unclipped_T)).sum())
 
 
-def sft_loss(
-    policy_logprobs_T: Tensor,
-    loss_mask_T: Tensor,
-    owner_T: Tensor,
-    denominators: AggregationDenominators,
-    *,
-    aggregation: Aggregation = "token_mean",
-) -> Tensor:
+def sft_loss(policy_logprobs_T: Tensor, tokens: LossTokens) -> Tensor:
     """Negative log-likelihood of the demonstrations' loss tokens, in nats."""
-    return aggregate(-policy_logprobs_T, loss_mask_T, owner_T, denominators, aggregation)
+    return aggregate(-policy_logprobs_T, tokens)
 
 
 def pairwise_reward_loss(
-    chosen_P: Tensor,
-    rejected_P: Tensor,
-    num_pairs: int | Tensor,
-    *,
-    margin_P: Tensor | None = None,
-    centring: float = 0.0,
+    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, margin_P: Tensor | None = None, centring: float = 0.0
 ) -> PairwiseLossOutput:
     """Bradley-Terry loss of preference pairs (Ouyang et al., 2022, eq. 1), a micro-batch's share of the mean.
 
@@ -138,12 +93,8 @@ def pairwise_reward_loss(
         margin_P: ``[P]`` how far apart a pair should be, or None for 0.
         centring: coefficient of the centring term, at least 0.
     """
-    if centring < 0:
-        raise ValueError(f"centring must be at least 0, found {centring}")
-    everything = torch.ones_like(chosen_P, dtype=torch.bool)
-    chosen, rejected = keep(chosen_P, everything), keep(rejected_P, everything)
+    chosen, rejected = wide(chosen_P), wide(rejected_P)
     difference = chosen - rejected
     target = difference if margin_P is None else difference - margin_P.detach().to(difference.dtype)
     loss_P = -logsigmoid(target) + centring * (chosen + rejected).square()
-    denominator = num_pairs.clamp(min=1) if isinstance(num_pairs, Tensor) else max(num_pairs, 1)
-    return PairwiseLossOutput(loss_P.sum() / denominator, (difference > 0).sum(), difference.detach().sum())
+    return PairwiseLossOutput(loss_P.sum() / max(num_pairs, 1), (difference > 0).sum(), difference.detach().sum())

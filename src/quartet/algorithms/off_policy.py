@@ -14,9 +14,6 @@ from torch import Tensor
 from quartet.algorithms.kl import bounded_exp
 from quartet.algorithms.segments import gather_owner, keep, masked_owner, segment_sum
 
-CorrectionLevel = Literal["token", "sequence"]
-CorrectionMode = Literal["truncate", "mask"]
-
 
 @dataclass(frozen=True)
 class ImportanceWeights:
@@ -34,8 +31,8 @@ def importance_weights(
     trajectory_T: Tensor,
     num_trajectories: int,
     *,
-    level: CorrectionLevel,
-    mode: CorrectionMode,
+    level: Literal["token", "sequence"],
+    mode: Literal["truncate", "mask"],
     cap: float,
 ) -> ImportanceWeights:
     """Weights ``old / rollout`` that correct a loss for the policy which really sampled; constants.
@@ -50,25 +47,12 @@ def importance_weights(
         mode: weights above ``cap`` become ``cap`` ("truncate") or 0 ("mask").
         cap: above 0.
     """
-    if cap <= 0:
-        raise ValueError(f"cap must be above 0, found {cap}")
     owner_T = masked_owner(trajectory_T, mask_T)
     is_owned_T = owner_T >= 0
     log_weight_T = keep(old_logprobs_T, is_owned_T) - keep(rollout_logprobs_T, is_owned_T)
-    match level:
-        case "token":
-            pass
-        case "sequence":
-            log_weight_T = gather_owner(segment_sum(log_weight_T, owner_T, num_trajectories), owner_T)
-        case _:
-            raise ValueError(f"unknown level {level!r}: choose token or sequence")
+    if level == "sequence":
+        log_weight_T = gather_owner(segment_sum(log_weight_T, owner_T, num_trajectories), owner_T)
     weight_T = bounded_exp(log_weight_T)
     is_capped_T = weight_T > cap
-    match mode:
-        case "truncate":
-            weight_T = weight_T.clamp(max=cap)
-        case "mask":
-            weight_T = torch.where(is_capped_T, 0, weight_T)
-        case _:
-            raise ValueError(f"unknown mode {mode!r}: choose truncate or mask")
+    weight_T = weight_T.clamp(max=cap) if mode == "truncate" else torch.where(is_capped_T, 0, weight_T)
     return ImportanceWeights(torch.where(is_owned_T, weight_T, 0), (is_capped_T & is_owned_T).sum())

@@ -12,10 +12,10 @@ With A the advantage, ``r_t = exp(policy - old)`` a token's ratio and ``s`` a se
 ``reinforce_loss``        ``-A policy``                           REINFORCE, GPG, ReMax, distillation
 ========================= ======================================= ===========================================
 
-Each takes ``loss_mask_T`` ``[T]`` bool, ``owner_T`` ``[T]`` int64 (trajectory, in the mini-batch's numbering, -1 for
-none) and the mini-batch's denominators, and returns the micro-batch's share of the mini-batch's loss. Masked positions
-may hold anything. Figures beside the loss are detached *sums*, to be added over micro-batches and ranks and divided by
-the mini-batch's counts. All log-ratios are clamped to ±20 before ``exp``.
+Each takes the tokens that have loss (``LossTokens``; their owners are trajectories in the mini-batch's numbering) and
+returns the micro-batch's share of the mini-batch's loss. Masked positions may hold anything. Figures beside the loss
+are detached *sums*, to be added over micro-batches and ranks and divided by the mini-batch's counts. All log-ratios are
+clamped to ±20 before ``exp``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quartet.algorithms.aggregate import Aggregation, AggregationDenominators, aggregate
+from quartet.algorithms.aggregate import LossTokens, aggregate
 from quartet.algorithms.kl import bounded_exp, kl_estimate
-from quartet.algorithms.segments import gather_owner, keep, masked_owner, segment_count, segment_sum
+from quartet.algorithms.segments import gather_owner, keep, segment_count, segment_sum
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,11 @@ def policy_loss(
     policy_logprobs_T: Tensor,
     old_logprobs_T: Tensor,
     advantages_T: Tensor,
-    loss_mask_T: Tensor,
-    owner_T: Tensor,
-    denominators: AggregationDenominators,
+    tokens: LossTokens,
     *,
     clip_eps_low: float,
     clip_eps_high: float,
     dual_clip: float | None = None,
-    aggregation: Aggregation,
     weights_T: Tensor | None = None,
 ) -> PolicyLossOutput:
     """PPO's clipped surrogate (Schulman et al., 2017, eq. 7), to be minimised; also GRPO's and token-level
@@ -79,28 +76,24 @@ def policy_loss(
         policy_logprobs_T: ``[T]`` with gradient.
         old_logprobs_T: ``[T]`` constants.
         advantages_T: ``[T]`` constants.
-        loss_mask_T, owner_T, denominators: see the module.
+        tokens: see the module.
         clip_eps_low: in [0, 1].
         clip_eps_high: at least 0.
         dual_clip: above 1, or None for none.
-        aggregation: how tokens become one number.
         weights_T: ``[T]`` importance weights (``off_policy``), multiplied onto each token's loss.
     """
-    mask_T = masked_owner(owner_T, loss_mask_T) >= 0
+    mask_T = tokens.mask_T
     log_ratio_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
     advantages_T = keep(advantages_T, mask_T).detach()
     clipped = _clipped_surrogate(log_ratio_T, advantages_T, mask_T, clip_eps_low, clip_eps_high, dual_clip)
-    loss_T = _weighted(clipped.loss, weights_T, mask_T)
-    return replace(clipped, loss=aggregate(loss_T, mask_T, owner_T, denominators, aggregation))
+    return replace(clipped, loss=aggregate(_weighted(clipped.loss, weights_T, mask_T), tokens))
 
 
 def sequence_policy_loss(
     policy_logprobs_T: Tensor,
     old_logprobs_T: Tensor,
     advantages_N: Tensor,
-    loss_mask_T: Tensor,
-    owner_T: Tensor,
-    denominators: AggregationDenominators,
+    tokens: LossTokens,
     *,
     clip_eps_low: float,
     clip_eps_high: float,
@@ -114,28 +107,24 @@ def sequence_policy_loss(
     Raises:
         ValueError: a trajectory lies in this micro-batch only in part, so its ratio cannot be computed.
     """
-    owner_T = masked_owner(owner_T, loss_mask_T)
-    count_N = _whole_trajectories(owner_T, denominators)
-    present_N, mask_T = count_N > 0, owner_T >= 0
+    mask_T, count_N = tokens.mask_T, _whole_trajectories(tokens)
+    present_N = count_N > 0
     difference_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
-    log_ratio_N = segment_sum(difference_T, owner_T, count_N.shape[0])
+    log_ratio_N = segment_sum(difference_T, tokens.owner_T, count_N.shape[0])
     clipped = _clipped_surrogate(
-        log_ratio_N, keep(advantages_N, present_N).detach(), present_N, clip_eps_low, clip_eps_high, None
+        log_ratio_N, keep(advantages_N, present_N).detach(), present_N, clip_eps_low, clip_eps_high
     )
-    return replace(clipped, loss=clipped.loss.sum() / denominators.num_sequences.clamp(min=1))
+    return replace(clipped, loss=clipped.loss.sum() / tokens.denominators.num_sequences.clamp(min=1))
 
 
 def gspo_loss(
     policy_logprobs_T: Tensor,
     old_logprobs_T: Tensor,
     advantages_T: Tensor,
-    loss_mask_T: Tensor,
-    owner_T: Tensor,
-    denominators: AggregationDenominators,
+    tokens: LossTokens,
     *,
     clip_eps_low: float,
     clip_eps_high: float,
-    aggregation: Aggregation,
     weights_T: Tensor | None = None,
 ) -> PolicyLossOutput:
     """GSPO (Zheng et al., 2025): the clipped surrogate under the length-normalised ratio of the sequence.
@@ -148,17 +137,15 @@ def gspo_loss(
     Raises:
         ValueError: a trajectory lies in this micro-batch only in part, so its ratio cannot be computed.
     """
-    owner_T = masked_owner(owner_T, loss_mask_T)
-    count_N = _whole_trajectories(owner_T, denominators)
-    mask_T = owner_T >= 0
+    mask_T, count_N = tokens.mask_T, _whole_trajectories(tokens)
     difference_T = keep(policy_logprobs_T, mask_T) - keep(old_logprobs_T, mask_T).detach()
-    mean_N = segment_sum(difference_T, owner_T, count_N.shape[0]) / count_N.clamp(min=1)
+    mean_N = segment_sum(difference_T, tokens.owner_T, count_N.shape[0]) / count_N.clamp(min=1)
     advantages_T = keep(advantages_T, mask_T).detach()
-    clipped = _clipped_surrogate(gather_owner(mean_N, owner_T), advantages_T, mask_T, clip_eps_low, clip_eps_high, None)
-    loss_T = _weighted(clipped.loss, weights_T, mask_T)
+    log_ratio_T = gather_owner(mean_N, tokens.owner_T)
+    clipped = _clipped_surrogate(log_ratio_T, advantages_T, mask_T, clip_eps_low, clip_eps_high)
     return replace(
         clipped,
-        loss=aggregate(loss_T, mask_T, owner_T, denominators, aggregation),
+        loss=aggregate(_weighted(clipped.loss, weights_T, mask_T), tokens),
         approx_kl_sum=_approx_kl(difference_T, mask_T),
     )
 
@@ -167,13 +154,10 @@ def cispo_loss(
     policy_logprobs_T: Tensor,
     old_logprobs_T: Tensor,
     advantages_T: Tensor,
-    loss_mask_T: Tensor,
-    owner_T: Tensor,
-    denominators: AggregationDenominators,
+    tokens: LossTokens,
     *,
     clip_eps_low: float | None,
     clip_eps_high: float,
-    aggregation: Aggregation,
     weights_T: Tensor | None = None,
 ) -> PolicyLossOutput:
     """CISPO (MiniMax, 2025): the policy gradient under a clipped, constant importance weight.
@@ -181,15 +165,13 @@ def cispo_loss(
     Per token ``-A * stop(clip(ratio, 1 - clip_eps_low, 1 + clip_eps_high)) * policy``: no token loses its gradient.
     Arguments as for ``policy_loss``; without ``clip_eps_low`` there is no lower bound.
     """
-    _check_clip(clip_eps_low, clip_eps_high)
-    mask_T = masked_owner(owner_T, loss_mask_T) >= 0
+    mask_T = tokens.mask_T
     policy_T = keep(policy_logprobs_T, mask_T)
     log_ratio_T = policy_T.detach() - keep(old_logprobs_T, mask_T).detach()
     ratio_T = bounded_exp(log_ratio_T)
     limited_T = ratio_T.clamp(0.0 if clip_eps_low is None else 1.0 - clip_eps_low, 1.0 + clip_eps_high)
     loss_T = -keep(advantages_T, mask_T).detach() * limited_T * policy_T
-    loss_T = _weighted(loss_T, weights_T, mask_T)
-    loss = aggregate(loss_T, mask_T, owner_T, denominators, aggregation)
+    loss = aggregate(_weighted(loss_T, weights_T, mask_T), tokens)
     return _output(loss, log_ratio_T, ratio_T, mask_T, (mask_T & (limited_T != ratio_T)).sum())
 
 
@@ -197,21 +179,18 @@ def reinforce_loss(
     policy_logprobs_T: Tensor,
     old_logprobs_T: Tensor,
     advantages_T: Tensor,
-    loss_mask_T: Tensor,
-    owner_T: Tensor,
-    denominators: AggregationDenominators,
+    tokens: LossTokens,
     *,
-    aggregation: Aggregation,
     weights_T: Tensor | None = None,
 ) -> PolicyLossOutput:
     """The plain policy gradient (Williams, 1992): per token ``-A * policy``.
 
     Arguments as for ``policy_loss``; ``old_logprobs_T`` only measures the drift.
     """
-    mask_T = masked_owner(owner_T, loss_mask_T) >= 0
+    mask_T = tokens.mask_T
     policy_T = keep(policy_logprobs_T, mask_T)
     loss_T = _weighted(-keep(advantages_T, mask_T).detach() * policy_T, weights_T, mask_T)
-    loss = aggregate(loss_T, mask_T, owner_T, denominators, aggregation)
+    loss = aggregate(loss_T, tokens)
     log_ratio_T = policy_T.detach() - keep(old_logprobs_T, mask_T).detach()
     return _output(loss, log_ratio_T, bounded_exp(log_ratio_T), mask_T, torch.zeros_like(mask_T.sum()))
 
@@ -219,10 +198,10 @@ def reinforce_loss(
 # Parts ---------------------------------------------------------------------------------------------------
 
 
-def _whole_trajectories(owner_T: Tensor, denominators: AggregationDenominators) -> Tensor:
+def _whole_trajectories(tokens: LossTokens) -> Tensor:
     """``[N]`` loss tokens of each trajectory, 0 for those of other micro-batches."""
-    total_N = denominators.tokens_per_sequence
-    count_N = segment_count(owner_T, total_N.shape[0])
+    total_N = tokens.denominators.tokens_per_sequence
+    count_N = segment_count(tokens.owner_T, total_N.shape[0])
     if bool(((count_N > 0) & (count_N != total_N)).any()):
         raise ValueError("a sequence ratio needs each trajectory whole in one micro-batch")
     return count_N
@@ -232,23 +211,15 @@ def _weighted(loss_T: Tensor, weights_T: Tensor | None, mask_T: Tensor) -> Tenso
     return loss_T if weights_T is None else loss_T * keep(weights_T, mask_T).detach()
 
 
-def _check_clip(clip_eps_low: float | None, clip_eps_high: float) -> None:
-    if not 0.0 <= (clip_eps_low or 0.0) <= 1.0 or clip_eps_high < 0.0:
-        raise ValueError(f"clip_eps_low must lie in [0, 1], clip_eps_high above: {clip_eps_low}, {clip_eps_high}")
-
-
 def _clipped_surrogate(
     log_ratio: Tensor,
     advantages: Tensor,
     mask: Tensor,
     clip_eps_low: float,
     clip_eps_high: float,
-    dual_clip: float | None,
+    dual_clip: float | None = None,
 ) -> PolicyLossOutput:
     """Losses per unit (in the output's ``loss``) and the sums, from inputs that are 0 where masked."""
-    _check_clip(clip_eps_low, clip_eps_high)
-    if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip must be above 1, found {dual_clip}")
     ratio = bounded_exp(log_ratio)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from quartet.algorithms.segments import reduction_dtype, segment_is_constant
+from quartet.algorithms.segments import segment_is_constant, wide
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class JudgedLossOutput:
 def dpo_loss(
     chosen_P: Tensor,
     rejected_P: Tensor,
-    num_pairs: int | Tensor,
+    num_pairs: int,
     *,
     beta: float,
     label_smoothing: float = 0.0,
@@ -69,47 +69,45 @@ def dpo_loss(
         label_smoothing: in [0, 0.5].
         margin_P: ``[P]`` by how much a chosen answer's implicit reward should be higher, or None for 0.
     """
-    if not 0.0 <= label_smoothing <= 0.5:
-        raise ValueError(f"label_smoothing must lie in [0, 0.5], found {label_smoothing}")
-    chosen, rejected = _scaled(chosen_P, beta), _scaled(rejected_P, beta)
-    logits = _less(chosen - rejected, margin_P)
+    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    logits = chosen - rejected
+    if margin_P is not None:
+        logits = logits - margin_P.detach().to(logits.dtype)
     loss_P = -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
     return _output(loss_P, num_pairs, chosen, rejected)
 
 
 def robust_dpo_loss(
-    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int | Tensor, *, beta: float, label_smoothing: float
+    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float, label_smoothing: float
 ) -> PreferenceLossOutput:
     """DPO whose expectation is that of clean labels where a share ε of them is flipped (Chowdhury et al., 2024).
 
     Per pair ``(-(1 - ε) logsigmoid(x) + ε logsigmoid(-x)) / (1 - 2ε)``; arguments as for ``dpo_loss``, ε in [0, 0.5).
     It is not bounded below: a pair that is already certain keeps a gradient.
     """
-    if not 0.0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must lie in [0, 0.5), found {label_smoothing}")
-    chosen, rejected = _scaled(chosen_P, beta), _scaled(rejected_P, beta)
+    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
     logits = chosen - rejected
     loss_P = -(1 - label_smoothing) * logsigmoid(logits) + label_smoothing * logsigmoid(-logits)
     return _output(loss_P / (1 - 2 * label_smoothing), num_pairs, chosen, rejected)
 
 
-def ipo_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int | Tensor, *, beta: float) -> PreferenceLossOutput:
+def ipo_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float) -> PreferenceLossOutput:
     """Identity preference optimisation (Azar et al., 2023, eq. 17): ``(chosen - rejected - 1 / (2β))²``.
 
     The paper's τ is ``beta``. Arguments as for ``dpo_loss``; the log-ratios may be per token (divided by the answer's
     length), which makes the target independent of it.
     """
-    chosen, rejected = _scaled(chosen_P, beta), _scaled(rejected_P, beta)
-    gap = _wide(chosen_P) - _wide(rejected_P) - 1 / (2 * beta)
+    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
+    gap = wide(chosen_P) - wide(rejected_P) - 1 / (2 * beta)
     return _output(gap.square(), num_pairs, chosen, rejected)
 
 
-def hinge_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int | Tensor, *, beta: float) -> PreferenceLossOutput:
+def hinge_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float) -> PreferenceLossOutput:
     """``max(0, 1 - β (chosen - rejected))``: SLiC's rank loss on log-ratios (Zhao et al., 2023; Liu et al., 2024).
 
     Arguments as for ``dpo_loss``. A pair further apart than ``1 / β`` has no gradient.
     """
-    chosen, rejected = _scaled(chosen_P, beta), _scaled(rejected_P, beta)
+    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
     return _output(relu(1 - (chosen - rejected)), num_pairs, chosen, rejected)
 
 
@@ -119,14 +117,14 @@ def kto_reference_point(mismatched_S: Tensor) -> Tensor:
     Args:
         mismatched_S: ``[S]`` log-ratios of answers to *other* prompts, of the whole mini-batch.
     """
-    return _wide(mismatched_S.detach()).mean().clamp(min=0.0)
+    return wide(mismatched_S.detach()).mean().clamp(min=0.0)
 
 
 def kto_loss(
     log_ratio_S: Tensor,
     desirable_S: Tensor,
     reference_point: Tensor,
-    num_answers: int | Tensor,
+    num_answers: int,
     *,
     beta: float,
     desirable_weight: float = 1.0,
@@ -144,19 +142,19 @@ def kto_loss(
         beta: above 0.
         desirable_weight, undesirable_weight: w_d, w_u, at least 0.
     """
-    rewards = _scaled(log_ratio_S, beta)
-    above = rewards - beta * _wide(reference_point.detach())
+    rewards = beta * wide(log_ratio_S)
+    above = rewards - beta * wide(reference_point.detach())
     loss_S = torch.where(
         desirable_S, desirable_weight * torch.sigmoid(-above), undesirable_weight * torch.sigmoid(above)
     )
-    return JudgedLossOutput(loss_S.sum() / _denominator(num_answers), rewards.detach())
+    return JudgedLossOutput(loss_S.sum() / max(num_answers, 1), rewards.detach())
 
 
 # Without a reference -------------------------------------------------------------------------------------
 
 
 def simpo_loss(
-    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int | Tensor, *, beta: float, gamma: float
+    chosen_P: Tensor, rejected_P: Tensor, num_pairs: int, *, beta: float, gamma: float
 ) -> PreferenceLossOutput:
     """SimPO (Meng et al., 2024, eq. 6): ``-logsigmoid(β (chosen - rejected) - γ)``.
 
@@ -166,11 +164,11 @@ def simpo_loss(
         beta: above 0.
         gamma: target margin between the implicit rewards, at least 0.
     """
-    chosen, rejected = _scaled(chosen_P, beta), _scaled(rejected_P, beta)
+    chosen, rejected = beta * wide(chosen_P), beta * wide(rejected_P)
     return _output(-logsigmoid(chosen - rejected - gamma), num_pairs, chosen, rejected)
 
 
-def odds_ratio_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int | Tensor) -> PreferenceLossOutput:
+def odds_ratio_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int) -> PreferenceLossOutput:
     """ORPO's second term (Hong et al., 2024, eq. 7): ``-logsigmoid(log odds(chosen) - log odds(rejected))``.
 
     ``odds = p / (1 - p)`` of the answer's mean probability per token ``p = exp(mean log-probability)``. The first term,
@@ -181,14 +179,14 @@ def odds_ratio_loss(chosen_P: Tensor, rejected_P: Tensor, num_pairs: int | Tenso
     return _output(-logsigmoid(chosen - rejected), num_pairs, chosen, rejected)
 
 
-def answer_nll(chosen_P: Tensor, num_pairs: int | Tensor) -> Tensor:
+def answer_nll(chosen_P: Tensor, num_pairs: int) -> Tensor:
     """Negative log-likelihood per token of the chosen answers, each answer counting alike: ``mean(-chosen)``.
 
     Args:
         chosen_P: ``[P]`` mean log-probabilities with gradient.
         num_pairs: pairs of the whole mini-batch.
     """
-    return -_wide(chosen_P).sum() / _denominator(num_pairs)
+    return -wide(chosen_P).sum() / max(num_pairs, 1)
 
 
 # Choosing among responses ---------------------------------------------------------------------------------
@@ -237,26 +235,8 @@ def _is_constant(scores_N: Tensor, group_N: Tensor) -> Tensor:
 # Details -------------------------------------------------------------------------------------------------
 
 
-def _wide(values: Tensor) -> Tensor:
-    return values.to(reduction_dtype(values))
-
-
-def _scaled(values: Tensor, beta: float) -> Tensor:
-    if beta <= 0:
-        raise ValueError(f"beta must be above 0, found {beta}")
-    return beta * _wide(values)
-
-
-def _less(values: Tensor, margin: Tensor | None) -> Tensor:
-    return values if margin is None else values - margin.detach().to(values.dtype)
-
-
-def _denominator(number: int | Tensor) -> int | Tensor:
-    return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
-
-
-def _output(loss_P: Tensor, num_pairs: int | Tensor, chosen: Tensor, rejected: Tensor) -> PreferenceLossOutput:
-    return PreferenceLossOutput(loss_P.sum() / _denominator(num_pairs), chosen.detach(), rejected.detach())
+def _output(loss_P: Tensor, num_pairs: int, chosen: Tensor, rejected: Tensor) -> PreferenceLossOutput:
+    return PreferenceLossOutput(loss_P.sum() / max(num_pairs, 1), chosen.detach(), rejected.detach())
 
 
 def _log_odds(mean_logprob: Tensor) -> Tensor:
@@ -264,7 +244,7 @@ def _log_odds(mean_logprob: Tensor) -> Tensor:
 
     p stays one rounding step below 1, where the odds and their gradient would be infinite.
     """
-    log_p = _wide(mean_logprob)
+    log_p = wide(mean_logprob)
     log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
     near_one = torch.log(-torch.expm1(log_p))
     small = torch.log1p(-torch.exp(log_p))

@@ -29,13 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quartet.algorithms.segments import (
-    keep,
-    masked_owner,
-    reduction_dtype,
-    segment_sum,
-    time_order,
-)
+from quartet.algorithms.segments import keep, masked_owner, reduction_dtype, segment_sum, time_order, wide
 
 CombinationRule = Literal["sum", "min", "discounted"]
 ScoreKind = Literal["probability", "signed", "logit"]
@@ -49,7 +43,7 @@ def step_scores(logits_T: Tensor, kind: ScoreKind) -> Tensor:
 
     ``probability`` in (0, 1), ``signed`` is ``2 * probability - 1`` in (-1, 1), ``logit`` as it is.
     """
-    logits_T = logits_T.to(reduction_dtype(logits_T))
+    logits_T = wide(logits_T)
     match kind:
         case "probability":
             return logits_T.sigmoid()
@@ -57,7 +51,6 @@ def step_scores(logits_T: Tensor, kind: ScoreKind) -> Tensor:
             return (logits_T / 2).tanh()
         case "logit":
             return logits_T
-    raise ValueError(f"unknown kind of score {kind!r}")
 
 
 @torch.no_grad()
@@ -86,19 +79,12 @@ def step_credits(
             credits_A[1:] -= torch.where(follows_A, minima_A[:-1], 0)
         case "discounted":
             credits_A = scores_A * gamma ** _place(owner_A).to(scores_A.dtype)
-        case _:
-            raise ValueError(f"unknown rule {rule!r}")
     return torch.zeros_like(scores_T).index_put((order_A,), credits_A)
 
 
 @torch.no_grad()
 def process_rewards(
-    scores_T: Tensor,
-    step_mask_T: Tensor,
-    owner_T: Tensor,
-    num_owners: int,
-    rule: CombinationRule,
-    gamma: float = 1.0,
+    scores_T: Tensor, step_mask_T: Tensor, owner_T: Tensor, num_owners: int, rule: CombinationRule, gamma: float = 1.0
 ) -> Tensor:
     """``[N]`` the process reward of each trajectory, 0 for one without steps. Arguments as for ``step_credits``.
 

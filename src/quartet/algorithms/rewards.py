@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quartet.algorithms.segments import keep, last_token, masked_owner, reduction_dtype, segment_sum
+from quartet.algorithms.segments import keep, last_token, masked_owner, reduction_dtype, segment_sum, wide
 
 
 def penalise_missing_eos(scores_N: Tensor, ended_N: Tensor, penalty: float) -> Tensor:
@@ -19,9 +19,7 @@ def penalise_missing_eos(scores_N: Tensor, ended_N: Tensor, penalty: float) -> T
         ended_N: ``[N]`` bool, True where the policy emitted its end of text.
         penalty: how much a missing end costs, at least 0.
     """
-    if penalty < 0:
-        raise ValueError(f"missing_eos_penalty is subtracted, so it must be at least 0, found {penalty}")
-    return scores_N.to(reduction_dtype(scores_N)) - penalty * (~ended_N).to(reduction_dtype(scores_N))
+    return wide(scores_N) - penalty * (~ended_N).to(reduction_dtype(scores_N))
 
 
 def overlong_penalty(lengths_N: Tensor, limit: int, buffer: int, penalty: float) -> Tensor:
@@ -36,8 +34,6 @@ def overlong_penalty(lengths_N: Tensor, limit: int, buffer: int, penalty: float)
         buffer: tokens before the limit in which it costs something, in [1, limit].
         penalty: what a response of the longest length costs, at least 0.
     """
-    if not 1 <= buffer <= limit or penalty < 0:
-        raise ValueError(f"buffer must lie in [1, {limit}] and penalty be at least 0, found {buffer} and {penalty}")
     return penalty * ((lengths_N.to(torch.float32) - (limit - buffer)) / buffer).clamp(0.0, 1.0)
 
 
@@ -59,7 +55,7 @@ def token_rewards(
     """
     owner_T = masked_owner(trajectory_T, action_mask_T)
     position_N = last_token(owner_T, scores_N.shape[0])
-    scores = scores_N.to(reduction_dtype(scores_N))
+    scores = wide(scores_N)
     rewards_T = torch.zeros(owner_T.shape[0], dtype=scores.dtype, device=scores.device)
     if kl_T is not None:
         rewards_T = -kl_coef * keep(kl_T, owner_T >= 0).to(scores.dtype)
@@ -77,4 +73,4 @@ def completion_rewards(
     """
     owner_T = masked_owner(trajectory_T, action_mask_T)
     kl_N = segment_sum(keep(kl_T, owner_T >= 0), owner_T, scores_N.shape[0])
-    return scores_N.to(reduction_dtype(scores_N)) - kl_coef * kl_N
+    return wide(scores_N) - kl_coef * kl_N

@@ -21,9 +21,14 @@ def reduction_dtype(values: Tensor) -> torch.dtype:
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
+def wide(values: Tensor) -> Tensor:
+    """``values`` in the reduction's dtype."""
+    return values.to(reduction_dtype(values))
+
+
 def keep(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """``[T]`` in the reduction's dtype: ``values`` where ``mask``, 0 elsewhere, whatever stood there."""
-    return torch.where(mask_T, values_T, 0).to(reduction_dtype(values_T))
+    return wide(torch.where(mask_T, values_T, 0))
 
 
 def masked_owner(owner_T: Tensor, mask_T: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Ragged batches: sequences of any length without padding, prompts stored once.
 
-Shape suffixes: T stored tokens, K segments, S sequences, F attachment rows, D features.
+Shape suffixes: T stored tokens, K segments, S sequences.
 
 A *segment* is a run of tokens with an optional parent segment. A *sequence* is a leaf segment together with
 its chain of ancestors. Two responses to the prompt ``[5, 6]`` are three segments and two sequences::
@@ -19,10 +19,10 @@ refers to batches that have the ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -35,26 +35,7 @@ def sent(values: Tensor, device: torch.device | str) -> Tensor:
     return values.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
-@dataclass(frozen=True, eq=False)
-class Attachment:
-    """Features that belong to sequences (image features, say), passed along by reference.
-
-    ``values`` is ``[F, D]``; rows ``offsets[s]:offsets[s + 1]`` belong to sequence s.
-    """
-
-    values: Tensor
-    offsets: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "offsets", tuple(self.offsets))
-        ascending = all(a <= b for a, b in pairwise(self.offsets))
-        if not ascending or self.offsets[:1] != (0,) or self.offsets[-1] != self.values.shape[0]:
-            num_rows = self.values.shape[0]
-            raise ValueError(f"offsets must ascend from 0 to the {num_rows} rows of values: {self.offsets}")
-
-
-def _frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    return MappingProxyType(dict(mapping))
+_FIELDS = ("token", "sequence", "objects")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,13 +47,11 @@ class RaggedBatch:
         segment_lengths: ``[K]`` tokens per segment, each at least 1.
         parents: ``[K]`` index of the parent segment, or -1; a parent stands before its children.
         leaves: ``[S]`` the leaf segment of each sequence; it has no children and belongs to that sequence
-            alone. A segment that no sequence needs is allowed; ``select`` and ``unshare`` drop it.
+            alone. A segment that no sequence needs is allowed; ``select`` drops it.
         ids: ``[S]`` unique sequence ids, the keys by which columns are joined.
         token: fields ``[T]``.
         sequence: fields ``[S]``.
         objects: per-sequence Python objects, each a tuple of length S.
-        attachments: features by sequence, by reference.
-        meta: anything else; immutable.
         elsewhere: references to batches that together have the token ids of all sequences, where this one has none.
             Only the cluster layer knows what such a reference is. With references ``input_ids`` becomes -1, which no
             embedding takes, as a view of one element.
@@ -86,16 +65,14 @@ class RaggedBatch:
     token: Mapping[str, Tensor] = field(default_factory=dict)
     sequence: Mapping[str, Tensor] = field(default_factory=dict)
     objects: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    attachments: Mapping[str, Attachment] = field(default_factory=dict)
-    meta: Mapping[str, Any] = field(default_factory=dict)
     elsewhere: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "parents", "leaves", "ids", "elsewhere"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "objects", {name: tuple(column) for name, column in self.objects.items()})
-        for name in ("token", "sequence", "objects", "attachments", "meta"):
-            object.__setattr__(self, name, _frozen(getattr(self, name)))
+        for name in _FIELDS:
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
         if self.elsewhere:
             unknown = torch.full((1,), -1, device=self.input_ids.device)
             object.__setattr__(self, "input_ids", unknown.expand(sum(self.segment_lengths)))
@@ -128,18 +105,13 @@ class RaggedBatch:
             raise ValueError(f"a leaf has no children, but leaves {sorted(inner)} are parents of segments")
         if len(self.ids) != len(self.leaves) or len(set(self.ids)) != len(self.ids):
             raise ValueError(f"{len(self.leaves)} sequences need as many distinct ids, found {self.ids}")
-        for name, values in self.token.items():
-            if values.shape[:1] != (num_tokens,):
-                raise ValueError(f"token field {name!r} has shape {tuple(values.shape)}, expected [{num_tokens}]")
-        for name, values in self.sequence.items():
-            if values.shape[:1] != (len(self.leaves),):
-                raise ValueError(f"sequence field {name!r} has shape {tuple(values.shape)}, not [{len(self)}]")
+        for family, size in (("token", num_tokens), ("sequence", len(self))):
+            for name, values in getattr(self, family).items():
+                if values.shape[:1] != (size,):
+                    raise ValueError(f"{family} field {name!r} has shape {tuple(values.shape)}, expected [{size}]")
         for name, column in self.objects.items():
             if len(column) != len(self.leaves):
                 raise ValueError(f"object field {name!r} has {len(column)} entries for {len(self)} sequences")
-        for name, attachment in self.attachments.items():
-            if len(attachment.offsets) != len(self.leaves) + 1:
-                raise ValueError(f"attachment {name!r} needs {len(self) + 1} offsets")
 
     def _check_has_ids(self) -> None:
         if not self.has_ids:
@@ -167,10 +139,7 @@ class RaggedBatch:
     @cached_property
     def segment_offsets(self) -> tuple[int, ...]:
         """``[K + 1]`` where each segment starts in the token fields."""
-        offsets = [0]
-        for length in self.segment_lengths:
-            offsets.append(offsets[-1] + length)
-        return tuple(offsets)
+        return tuple(accumulate(self.segment_lengths, initial=0))
 
     def chain(self, s: int) -> tuple[int, ...]:
         """Segments of sequence ``s`` from its root to its leaf."""
@@ -217,15 +186,9 @@ class RaggedBatch:
         cls, sequences: Sequence[Sequence[int]], ids: Sequence[str] | None = None, **fields: Any
     ) -> RaggedBatch:
         """A batch of independent sequences, each one root segment. ``fields`` as in the constructor."""
-        flat = [token for tokens in sequences for token in tokens]
-        return cls(
-            input_ids=torch.tensor(flat, dtype=torch.int64),
-            segment_lengths=tuple(len(tokens) for tokens in sequences),
-            parents=(-1,) * len(sequences),
-            leaves=tuple(range(len(sequences))),
-            ids=tuple(ids) if ids is not None else tuple(str(s) for s in range(len(sequences))),
-            **fields,
-        )
+        segments = Segments()
+        leaves = [segments.add(tokens, -1) for tokens in sequences]
+        return segments.batch(leaves, ids if ids is not None else [str(s) for s in leaves], **fields)
 
     @classmethod
     def from_groups(
@@ -236,28 +199,12 @@ class RaggedBatch:
         **fields: Any,
     ) -> RaggedBatch:
         """One prompt segment per group and one child per response; ``ids`` in group order."""
-        flat: list[int] = []
-        lengths: list[int] = []
-        parents: list[int] = []
+        segments = Segments()
         leaves: list[int] = []
         for prompt, members in zip(prompts, responses, strict=True):
-            root = len(lengths)
-            flat.extend(prompt)
-            lengths.append(len(prompt))
-            parents.append(-1)
-            for response in members:
-                leaves.append(len(lengths))
-                flat.extend(response)
-                lengths.append(len(response))
-                parents.append(root)
-        return cls(
-            input_ids=torch.tensor(flat, dtype=torch.int64),
-            segment_lengths=tuple(lengths),
-            parents=tuple(parents),
-            leaves=tuple(leaves),
-            ids=tuple(ids),
-            **fields,
-        )
+            root = segments.add(prompt, -1)
+            leaves += [segments.add(response, root) for response in members]
+        return segments.batch(leaves, ids, **fields)
 
     def with_token(self, **fields: Tensor) -> RaggedBatch:
         return replace(self, token={**self.token, **fields})
@@ -274,17 +221,17 @@ class RaggedBatch:
 
     def bare(self) -> RaggedBatch:
         """Segments, sequences and token ids, without any field."""
-        return replace(self, token={}, sequence={}, objects={}, attachments={}, meta={})
+        return replace(self, token={}, sequence={}, objects={})
 
     def pop(self, name: str) -> tuple[RaggedBatch, Any]:
-        """The batch without token, sequence, object or attachment field ``name``, and that field."""
-        for family in ("token", "sequence", "objects", "attachments"):
-            remaining = dict(getattr(self, family))
-            if name in remaining:
-                value = remaining.pop(name)
-                change: dict[str, Any] = {family: remaining}
-                return replace(self, **change), value
-        raise KeyError(name)
+        """The batch without token, sequence or object field ``name``, and that field."""
+        family = next((family for family in _FIELDS if name in getattr(self, family)), None)
+        if family is None:
+            raise KeyError(name)
+        remaining = dict(getattr(self, family))
+        value = remaining.pop(name)
+        change: dict[str, Any] = {family: remaining}
+        return replace(self, **change), value
 
     def to(self, device: torch.device | str) -> RaggedBatch:
         return replace(
@@ -292,7 +239,6 @@ class RaggedBatch:
             input_ids=sent(self.input_ids, device),
             token={k: sent(v, device) for k, v in self.token.items()},
             sequence={k: sent(v, device) for k, v in self.sequence.items()},
-            attachments={k: Attachment(sent(a.values, device), a.offsets) for k, a in self.attachments.items()},
         )
 
     def select(self, indices: Sequence[int], *, keep_order: bool = False) -> RaggedBatch:
@@ -325,21 +271,12 @@ class RaggedBatch:
             token={name: values[rows] for name, values in self.token.items()},
             sequence={name: values[picked] for name, values in self.sequence.items()},
             objects={name: tuple(values[s] for s in indices) for name, values in self.objects.items()},
-            attachments={name: _select_attachment(a, indices) for name, a in self.attachments.items()},
-            meta=self.meta,
             elsewhere=self.elsewhere,
         )
 
-    def split(self, parts: Sequence[Sequence[int]]) -> list[RaggedBatch]:
-        """One batch per list of sequence indices."""
-        return [self.select(part) for part in parts]
-
-    def __iter__(self) -> Iterator[RaggedBatch]:
-        return (self.select([s]) for s in range(len(self)))
-
     @classmethod
     def concat(cls, batches: Sequence[RaggedBatch]) -> RaggedBatch:
-        """Joins batches that have the same fields; meta is the first one's. Prompts are not merged.
+        """Joins batches that have the same fields. Prompts are not merged.
 
         Raises:
             ValueError: there is none, fields differ, or some are outlines and others are not.
@@ -348,7 +285,7 @@ class RaggedBatch:
             raise ValueError("nothing to concatenate")
         first = batches[0]
         for other in batches[1:]:
-            for family in ("token", "sequence", "objects", "attachments"):
+            for family in _FIELDS:
                 ours, theirs = sorted(getattr(first, family)), sorted(getattr(other, family))
                 if ours != theirs:
                     raise ValueError(f"{family} fields differ: {ours} and {theirs}")
@@ -369,10 +306,6 @@ class RaggedBatch:
             token={name: torch.cat([b.token[name] for b in batches]) for name in first.token},
             sequence={name: torch.cat([b.sequence[name] for b in batches]) for name in first.sequence},
             objects={name: tuple(o for b in batches for o in b.objects[name]) for name in first.objects},
-            attachments={
-                name: _concat_attachments([b.attachments[name] for b in batches]) for name in first.attachments
-            },
-            meta=first.meta,
             elsewhere=tuple({id(ref): ref for b in batches for ref in b.elsewhere}.values()),
         )
 
@@ -392,80 +325,87 @@ class RaggedBatch:
         """
         if self.has_ids:
             return self
-        at = {name: (b, s) for b in reversed(range(len(sources))) for s, name in enumerate(sources[b].ids)}
-        pieces: dict[int, Sequence[Tensor]] = {}
+        own_ids = set(self.ids)
+        at = {
+            name: (sources[b], s)
+            for b in reversed(range(len(sources)))
+            for s, name in enumerate(sources[b].ids)
+            if name in own_ids
+        }
         found: list[Tensor | None] = [None] * len(self.parents)
         for s, name in enumerate(self.ids):
             if name not in at:
                 raise ValueError(f"no source has the token ids of sequence {name!r}")
-            b, there = at[name]
-            if b not in pieces:
-                sources[b]._check_has_ids()
-                pieces[b] = sources[b].input_ids.split(sources[b].segment_lengths)
-            own, other = self.chain(s), sources[b].chain(there)
+            source, there = at[name]
+            source._check_has_ids()
+            own, other = self.chain(s), source.chain(there)
             lengths = [self.segment_lengths[k] for k in own]
-            lengths_there = [sources[b].segment_lengths[k] for k in other]
+            lengths_there = [source.segment_lengths[k] for k in other]
             if lengths != lengths_there:
                 raise ValueError(f"sequence {name!r} has segments of {lengths} tokens, in its source {lengths_there}")
             for k, k_there in zip(own, other, strict=True):
-                found[k] = pieces[b][k_there] if found[k] is None else found[k]
+                if found[k] is None:  # by offsets: a source may be far larger than this batch
+                    start = source.segment_offsets[k_there]
+                    found[k] = source.input_ids[start : start + source.segment_lengths[k_there]]
         unknown = self.input_ids.cpu().split(self.segment_lengths) if None in found else ()
         parts = [unknown[k] if ids is None else ids for k, ids in enumerate(found)]
         input_ids = torch.cat(parts) if parts else self.input_ids
         return replace(self, input_ids=sent(input_ids, self.device), elsewhere=())
 
-    def unshare(self) -> tuple[RaggedBatch, Tensor]:
-        """Every sequence as one root segment, and where each leaf token went.
 
-        Token fields of ancestors are copied to each descendant, except masks (names ending in ``_mask``),
-        which are 0 there because ancestor tokens carry no loss.
+# Building, prompts that begin alike stored once ----------------------------------------------------------
 
-        Returns:
-            The flat batch with ``T'`` tokens, and ``[T']`` the stored token each of its tokens came from.
-
-        Raises:
-            ValueError: an outline has no tokens to copy.
-        """
-        self._check_has_ids()
-        offsets = self.segment_offsets
-        rows: list[Tensor] = []
-        own: list[Tensor] = []
-        for s in range(len(self)):
-            chain = self.chain(s)
-            for k in chain:
-                rows.append(torch.arange(offsets[k], offsets[k + 1], device=self.device))
-                own.append(torch.full((self.segment_lengths[k],), k == chain[-1], device=self.device))
-        source = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64, device=self.device)
-        is_own = torch.cat(own) if own else torch.zeros(0, dtype=torch.bool, device=self.device)
-        token = {}
-        for name, values in self.token.items():
-            copied = values[source]
-            if name.endswith("_mask"):
-                copied[~is_own] = 0
-            token[name] = copied
-        flat = replace(
-            self,
-            input_ids=self.input_ids[source],
-            segment_lengths=tuple(self.sequence_lengths()),
-            parents=(-1,) * len(self),
-            leaves=tuple(range(len(self))),
-            token=token,
-        )
-        return flat, source
+MIN_SHARED = 16
+"""Shortest common beginning of two different prompts that becomes a segment of its own: every segment is another call
+of attention, which a few saved tokens do not pay for. Equal prompts are always one segment."""
 
 
-def _select_attachment(attachment: Attachment, indices: Sequence[int]) -> Attachment:
-    spans = [(attachment.offsets[s], attachment.offsets[s + 1]) for s in indices]
-    offsets = [0]
-    for start, stop in spans:
-        offsets.append(offsets[-1] + stop - start)
-    values = torch.cat([attachment.values[a:b] for a, b in spans]) if spans else attachment.values[:0]
-    return Attachment(values, tuple(offsets))
+@dataclass
+class Segments:
+    """Segments of a batch in the making; ``lengths``, ``parents`` and ``input_ids`` as in ``RaggedBatch``."""
+
+    input_ids: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+
+    def add(self, token_ids: Sequence[int], parent: int) -> int:
+        """Appends a segment; returns its index."""
+        self.input_ids.extend(token_ids)
+        self.lengths.append(len(token_ids))
+        self.parents.append(parent)
+        return len(self.lengths) - 1
+
+    def add_prompts(self, prompts: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+        """The segment at which each prompt ends; what they have in common from the start is stored once."""
+        ends: dict[tuple[int, ...], int] = {}
+        self._grow(list(dict.fromkeys(prompts)), 0, -1, ends)
+        return ends
+
+    def batch(self, leaves: Sequence[int], ids: Sequence[str], **fields: Any) -> RaggedBatch:
+        """The batch whose sequences end at the segments ``leaves``."""
+        input_ids = torch.tensor(self.input_ids, dtype=torch.int64)
+        return RaggedBatch(input_ids, tuple(self.lengths), tuple(self.parents), tuple(leaves), tuple(ids), **fields)
+
+    def _grow(self, prompts: list[tuple[int, ...]], start: int, parent: int, ends: dict[tuple[int, ...], int]) -> None:
+        """Different prompts, equal in their first ``start`` tokens, which end at ``parent``."""
+        alike: dict[int, list[tuple[int, ...]]] = {}
+        for prompt in prompts:
+            if len(prompt) == start:
+                ends[prompt] = parent
+            else:
+                alike.setdefault(prompt[start], []).append(prompt)
+        for members in alike.values():
+            stop = _common(members)
+            if len(members) > 1 and stop - start < MIN_SHARED:
+                for prompt in members:
+                    ends[prompt] = self.add(prompt[start:], parent)
+            else:
+                self._grow(members, stop, self.add(members[0][start:stop], parent), ends)
 
 
-def _concat_attachments(attachments: Sequence[Attachment]) -> Attachment:
-    offsets = [0]
-    for attachment in attachments:
-        base = offsets[-1]
-        offsets.extend(base + end for end in attachment.offsets[1:])
-    return Attachment(torch.cat([a.values for a in attachments]), tuple(offsets))
+def _common(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Tokens that all have in common from the start."""
+    # Whatever lies between the least and the greatest shares what these two share.
+    least, greatest = min(prompts), max(prompts)
+    pairs = enumerate(zip(least, greatest, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(least), len(greatest)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from quartet.batch.partition import plan_micro_batches
+from quartet.batch.partition import deal
 from quartet.cluster.structure import Structure
 
 EVEN_ENOUGH = 1.05
@@ -52,8 +52,8 @@ def _cuts(structure: Structure, parts: int, chunks: Sequence[Sequence[int]]) -> 
 def _dealt(structure: Structure, blocks: Sequence[Sequence[int]], parts: int) -> list[Sequence[int]]:
     """Blocks dealt to exactly so many parts, the dearest first to the cheapest part."""
     costs = [_tokens(structure, block) for block in blocks]
-    plan = plan_micro_batches(costs, sum(costs), multiple_of=parts)
-    return [sorted(s for b in part for s in blocks[b]) for part in plan]
+    dealt = sorted(map(sorted, deal(costs, parts)), key=lambda part: part[0] if part else len(costs))
+    return [sorted(s for b in part for s in blocks[b]) for part in dealt]
 
 
 def _tokens(structure: Structure, indices: Sequence[int]) -> int:

@@ -215,8 +215,6 @@ def _assemble(
         token={name: tokens(name, [b.token[name] for b in batches]) for name in batches[0].token},
         sequence=rest.sequence,
         objects=rest.objects,
-        attachments=rest.attachments,
-        meta=batches[0].meta,
         elsewhere=rest.elsewhere,
     )
 
@@ -231,7 +229,6 @@ def _without_tokens(batch: RaggedBatch) -> RaggedBatch:
         ids=batch.ids,
         sequence=batch.sequence,
         objects=batch.objects,
-        attachments=batch.attachments,
         elsewhere=batch.elsewhere,
     )
 

@@ -10,7 +10,17 @@ from typing import Any
 
 from quartet.cluster.backend import Backend, Handle, Ref
 from quartet.cluster.dispatch import Plan
-from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, known_as, last_error, raise_failure
+from quartet.cluster.errors import (
+    ClusterError,
+    Death,
+    Failure,
+    Lost,
+    WorkerDied,
+    WorkerError,
+    known_as,
+    last_error,
+    raise_failure,
+)
 from quartet.cluster.host import ClassWithArgs, ProcessInfo
 from quartet.cluster.layout import Layout
 from quartet.cluster.manifests import PartRefs
@@ -67,6 +77,7 @@ class Processes:
         self._last_failures: dict[int, Failure] = {}
         self._last_death: Death | None = None
         self._is_restarting = False
+        self._gone: Death | None = None  # of those before, until a restart has succeeded
         self._pings: dict[int, Ref] = {}
 
     # Life ------------------------------------------------------------------------------------------------
@@ -191,15 +202,30 @@ class Processes:
             )
         self.restarts += 1
         self._is_restarting = True
+        self._gone = Death(self.spec.name, 0, None, "unknown host", "a call", "the group is being started anew", None)
         try:
             self._end()
             self._last_failures.clear()  # they say nothing of the new processes
             self.start()
+            self._gone = None
+        except WorkerDied as error:
+            self._gone = error.death
+            raise
+        except WorkerError as error:
+            failed = error.failure
+            reason = "it raised as it was started anew"
+            self._gone = Death(failed.group, failed.rank, None, failed.host, "starting", reason, failed.summary)
+            raise
         finally:
             self._is_restarting = False
 
     def dead(self, timeout_s: float = 1.0) -> list[Death]:
-        """The workers that are dead. One that is busy for all of the time counts as living."""
+        """The workers that are dead. One that is busy for all of the time counts as living.
+
+        Where the last restart failed it is who made it fail.
+        """
+        if self._gone is not None:
+            return [self._gone]
         self._check_started()
         for handle in self.handles:
             if handle.rank not in self._pings:
@@ -278,8 +304,11 @@ class Processes:
         return pending, [parts[rank] for rank in plan.answers]
 
     def _handle(self, rank: int) -> Handle:
+        handles = self.handles
+        if self._gone is not None:  # another thread may be at it: who asks meanwhile asks for what died
+            raise WorkerDied(self._gone)
         self._check_started()
-        return self.handles[rank]
+        return handles[rank]
 
     def _check_started(self) -> None:
         if not self.handles:

@@ -31,7 +31,7 @@ def num_bytes(value: Any, depth: int = _DEPTH) -> int:
         # Ids that are elsewhere are a view of one element.
         fields = [value.input_ids if value.has_ids else value.input_ids[:1]]
         fields += [*value.token.values(), *value.sequence.values()]
-        return sum(f.nbytes for f in fields) + sum(a.values.nbytes for a in value.attachments.values())
+        return sum(f.nbytes for f in fields)
     if isinstance(value, ColumnSet):
         return sum(f.nbytes for f in (*value.token.values(), *value.sequence.values()))
     if depth and isinstance(value, Mapping):

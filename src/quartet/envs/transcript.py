@@ -94,22 +94,15 @@ class _Open:
     last: Action | None = None
     num_turns: int = 0
 
-    def append(
-        self,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        versions: tuple[int, ...],
-        columns: Mapping[str, tuple[float, ...]],
-        *,
-        is_action: bool,
-    ) -> None:
-        for name, values in columns.items():
+    def append(self, tokens: Action, *, is_action: bool) -> None:
+        num = len(tokens.token_ids)
+        for name, values in tokens.columns.items():
             self.columns.setdefault(name, [0] * len(self.token_ids)).extend(values)
-        self.token_ids.extend(token_ids)
-        self.action_mask.extend([is_action] * len(token_ids))
-        self.logprobs.extend(logprobs)
-        self.rewards.extend([0.0] * len(token_ids))
-        self.versions.extend(versions)
+        self.token_ids.extend(tokens.token_ids)
+        self.action_mask.extend([is_action] * num)
+        self.logprobs.extend(tokens.logprobs)
+        self.rewards.extend([0.0] * num)
+        self.versions.extend(tokens.versions)
         for column in self.columns.values():
             column.extend([0] * (len(self.token_ids) - len(column)))
 
@@ -198,7 +191,7 @@ class Transcript:
         now.completion = shown if action.text_end is None else shown[: action.text_end]
         now.last = action
         now.num_turns += 1
-        now.append(action.token_ids, action.logprobs, action.versions, action.columns, is_action=True)
+        now.append(action, is_action=True)
         return now.completion
 
     def earn(self, reward: float) -> None:
@@ -225,7 +218,7 @@ class Transcript:
             self._last = self._begin(state)
             return
         now.state, now.text = state, text
-        now.append(added, (0.0,) * len(added), (-1,) * len(added), {}, is_action=False)
+        now.append(Action(added, (0.0,) * len(added), (-1,) * len(added), "read"), is_action=False)
 
     def _begin(self, state: PromptText) -> _Open:
         return _Open(state, self._text(state), tuple(self._codec.encode_prompt(state)))

@@ -1,6 +1,10 @@
-"""From a recipe's sections to sources: the one table of the family."""
+"""From a recipe's sections to sources: the tables of the family."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from quartet.config.rewards import (
     CodeReward,
@@ -13,55 +17,57 @@ from quartet.config.rewards import (
     MathReward,
     NumericReward,
     RegexReward,
+    Source,
 )
+from quartet.rewards import builtin
 from quartet.rewards.code_tests import CodeSource
-from quartet.rewards.http_reward import HTTPSource
 from quartet.rewards.judge import judge_source
 from quartet.rewards.mathematics import MathSource
 from quartet.rewards.process_functions import ProcessFunction
-from quartet.rewards.rules import rule_source
+from quartet.rewards.remote import HTTPSource
 from quartet.rewards.source import GuardedReward, RewardSource
+from quartet.text.examples import PromptText
 
-CallableReward = (
-    FunctionReward
-    | ExactMatchReward
-    | NumericReward
-    | RegexReward
-    | FormatReward
-    | LengthReward
-    | MathReward
-    | CodeReward
-    | HTTPReward
-    | JudgeReward
-)
-"""Sources that are asked with text. Models are roles of the trainer."""
+RULES: dict[type[Source], Callable[..., list[float | None]]] = {
+    ExactMatchReward: builtin.exact_match,
+    NumericReward: builtin.numeric,
+    RegexReward: builtin.regex,
+    FormatReward: builtin.format_match,
+    LengthReward: builtin.length,
+}
+"""Rules about the text; a section's keys are the function's options."""
 
 
-def build_reward(config: CallableReward) -> GuardedReward:
-    """The source of one section, under its rules for failures, deadline and concurrency.
+def build_reward(config: Source) -> GuardedReward:
+    """The source of one section, under its rules for failures, deadline and concurrency. Reward models have none: they
+    are roles of the trainer.
 
     Raises:
         UserError: what it needs is not there: a function, a library, a key, a machine that allows sandboxes.
     """
-    source: RewardSource
-    batch_size: int | None = None
     match config:
         case FunctionReward():
-            source, batch_size = ProcessFunction(config), config.batch_size
+            return GuardedReward.of(ProcessFunction(config), config)
         case MathReward():
-            source, batch_size = MathSource(config), 1
+            return GuardedReward.of(MathSource(config), config)
         case CodeReward():
-            source, batch_size = CodeSource(config), 1
+            return GuardedReward.of(CodeSource(config), config)
         case HTTPReward():
-            source, batch_size = HTTPSource(config), config.batch_size
+            return GuardedReward.of(HTTPSource(config), config)
         case JudgeReward():
-            source, batch_size = judge_source(config), 1
-        case _:
-            return GuardedReward(rule_source(config))
-    return GuardedReward(
-        source,
-        on_error=config.on_error,
-        deadline_s=config.deadline_s,
-        batch_size=batch_size,
-        concurrency=config.concurrency,
-    )
+            return GuardedReward.of(judge_source(config), config)
+    return GuardedReward(RuleSource(config))
+
+
+class RuleSource(RewardSource):
+    """A rule with a recipe's options; ``column`` holds the right answers, where it compares with any."""
+
+    def __init__(self, config: Source) -> None:
+        self.name, self.column = config.name or "", getattr(config, "column", None)
+        options = config.model_dump(exclude={"type", "column", *Source.model_fields})
+        self._rule = partial(RULES[type(config)], **options)
+
+    async def score(
+        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> list[float | None]:
+        return self._rule(completions) if self.column is None else self._rule(completions, columns[self.column])

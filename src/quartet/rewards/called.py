@@ -48,13 +48,18 @@ class Parameters:
         for parameter, is_needed in self.named.items():
             if is_needed and parameter not in offered:
                 columns = sorted(set(offered) - {"prompts", "completions"})
-                raise UserError(
-                    f"the reward function {name!r} asks for a column that the data do not have",
-                    found=f"{parameter!r}; the columns are {', '.join(columns) or 'none'}",
-                    remedy=nearest(parameter, columns)
-                    or f"give the data that column, or map it: data.columns.{parameter}=…",
-                )
+                check_column(f"the reward function {name!r}", parameter, columns)
         return list(offered) if self.takes_all else [name for name in self.named if name in offered]
+
+
+def check_column(reward: str, column: str, columns: Sequence[str]) -> None:
+    """Raises ``UserError`` where ``column``, which the ``reward`` needs, is not among those of the data."""
+    if column not in columns:
+        raise UserError(
+            f"{reward} asks for a column that the data do not have",
+            found=f"{column!r}; the columns are {', '.join(columns) or 'none'}",
+            remedy=nearest(column, columns) or f"give the data that column, or map it: data.columns.{column}=…",
+        )
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -14,7 +14,7 @@ from quartet.config.errors import UserError
 from quartet.config.printable import printable
 from quartet.config.rewards import CodeReward, Isolation
 from quartet.rewards.sandbox.run import Check, Limits, SandboxError, check_sandbox, judge, run_program
-from quartet.rewards.source import RewardError, Threads, check_column
+from quartet.rewards.source import RewardError, RewardSource, Threads
 from quartet.text.examples import PromptText
 
 # White space before and behind the language stands in one place each: a long run of it is read once.
@@ -40,16 +40,18 @@ class Case:
 Tests: TypeAlias = Sequence[Case] | Sequence[Check]
 
 
-class CodeSource:
+class CodeSource(RewardSource):
     """See :class:`~quartet.config.rewards.CodeReward`.
 
     Raises:
         UserError: this machine does not allow the sandbox.
     """
 
+    column: str
+
     def __init__(self, config: CodeReward) -> None:
-        self.name = config.name
-        self._column, self._all = config.column, config.score == "all"
+        self.name, self.column = config.name, config.column
+        self._all = config.score == "all"
         self._limits = Limits(
             wall_s=config.timeout_s,
             output_bytes=config.output_kb << 10,
@@ -70,13 +72,10 @@ class CodeSource:
         self._threads = Threads(config.concurrency, self.name)
         self._num_refused, self._first_refused = 0, ""
 
-    def check_columns(self, columns: Sequence[str]) -> None:
-        check_column(self.name, self._column, columns)
-
     async def score(
         self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> list[float | None]:
-        pairs = zip(completions, columns[self._column], strict=True)
+        pairs = zip(completions, columns[self.column], strict=True)
         return [await self._threads.run(self._score, completion, value) for completion, value in pairs]
 
     def _score(self, completion: str, value: Any) -> float | None:
@@ -88,7 +87,7 @@ class CodeSource:
             raise RewardError(
                 f"the reward {self.name!r} cannot read the tests of a sample",
                 found=f"{error}: {value!r:.300}",
-                remedy=f"give the column {self._column!r} asserts, or pairs of input and output",
+                remedy=f"give the column {self.column!r} asserts, or pairs of input and output",
             ) from error
         try:
             passed = self._passed(extract_code(completion), tests)

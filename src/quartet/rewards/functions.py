@@ -19,32 +19,15 @@ from typing import Any
 from quartet.config.errors import UserError
 from quartet.config.foreign import excerpt
 from quartet.observe.global_state import GlobalStateGuard
-from quartet.rewards.called import Fault, Parameters, is_async, scores_of
-from quartet.rewards.source import RewardError
+from quartet.rewards.called import Fault, Parameters, scores_of
+from quartet.rewards.source import RewardError, RewardSource
 from quartet.text.examples import PromptText
 
 
-class FunctionReward:
-    """A function passed from Python, under a name. It runs in the event loop, so a plain one while generation waits.
+class FunctionSource(RewardSource):
+    """What every function has: its parameters, and errors that show the sample."""
 
-    What it changes about the process is put back after every call, and told in ``remarks``.
-
-    Args:
-        function: see this module's head.
-        name: how metrics and messages call it; the function's own name when left out.
-    """
-
-    def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
-        self.function = function
-        # A lambda is called "<lambda>", which no metric may be.
-        self.name = name or str(getattr(function, "__name__", type(function).__name__)).strip("<>")
-        self._parameters = Parameters.of(function)
-        self._guard = GlobalStateGuard(f"the reward {self.name!r}")
-
-    @property
-    def holds_loop(self) -> bool:
-        """A call of it cannot be ended from outside."""
-        return not is_async(self.function)
+    _parameters: Parameters
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Fails before any work where the function asks for a column that the data do not have.
@@ -54,11 +37,58 @@ class FunctionReward:
         """
         self._parameters.accepted(self.name, ["prompts", "completions", *columns])
 
+    def _arguments(
+        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> dict[str, Any]:
+        """What the function is called with, in lists of its own.
+
+        Raises:
+            UserError: it asks for a column that is not there.
+        """
+        offered: dict[str, Any] = {
+            **{column: list(values) for column, values in columns.items()},
+            "prompts": list(prompts),
+            "completions": [
+                text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                for prompt, text in zip(prompts, completions, strict=True)
+            ],
+        }
+        return {argument: offered[argument] for argument in self._parameters.accepted(self.name, [*offered])}
+
+    def _failure(self, fault: Fault, prompts: Sequence[PromptText], completions: Sequence[str]) -> RewardError:
+        """The error for what the function did wrong: with the sample, and the place in its code."""
+        found = "no sample"
+        if completions:
+            n = max(0, min(fault.sample, len(completions) - 1))
+            found = f"sample {n}: prompt {excerpt(prompts[n])}, completion {excerpt(completions[n])}"
+        if fault.where is not None:
+            found += f"; raised in {fault.where}"
+        return RewardError(
+            f"the reward {self.name!r} {fault.what}",
+            found=found,
+            remedy="correct the function and resume the run: it stopped before the update, nothing is lost "
+            "(return None for a sample to which the reward does not apply)",
+        )
+
+
+class FunctionReward(FunctionSource):
+    """A function passed from Python. It runs in the event loop, so a plain one while generation waits.
+
+    What it changes about the process is put back after every call, and told in ``remarks``.
+
+    Args:
+        function: see this module's head.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        # A lambda is called "<lambda>", which no metric may be.
+        self.name = str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+        self._parameters = Parameters.of(function)
+        self._guard = GlobalStateGuard(f"the reward {self.name!r}")
+
     async def score(
-        self,
-        prompts: Sequence[PromptText],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
+        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> list[float | None]:
         """One score per completion; None where the function says that it does not apply.
 
@@ -72,7 +102,7 @@ class FunctionReward:
                 float32 or something not a number.
             UserError: the function asks for a column that is not there.
         """
-        arguments = arguments_of(self.name, self._parameters, prompts, completions, columns)
+        arguments = self._arguments(prompts, completions, columns)
         try:
             with self._guard.held():
                 result = self.function(**arguments)
@@ -82,61 +112,18 @@ class FunctionReward:
             with self._guard.held():
                 return scores_of(result, len(completions))
         except Fault as fault:
-            raise failure(self.name, fault, prompts, completions) from None
+            raise self._failure(fault, prompts, completions) from None
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # Something inside was cancelled, and not this call: nobody would ever hear of it.
-            raise failure(self.name, Fault("raised CancelledError"), prompts, completions) from error
+            raise self._failure(Fault("raised CancelledError"), prompts, completions) from error
         except (KeyboardInterrupt, GeneratorExit, UserError):
             raise  # Ctrl-C, the end of the event loop, or a change that cannot be put back.
         except BaseException as error:  # User code may raise anything; it is passed on with its cause.
-            raise failure(self.name, Fault.of(error), prompts, completions) from error
+            raise self._failure(Fault.of(error), prompts, completions) from error
 
     def remarks(self) -> list[str]:
         """What it changed about this process."""
         return self._guard.remarks()
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def arguments_of(
-    name: str,
-    parameters: Parameters,
-    prompts: Sequence[PromptText],
-    completions: Sequence[str],
-    columns: Mapping[str, Sequence[Any]],
-) -> dict[str, Any]:
-    """What the function ``name`` is called with, in lists of its own.
-
-    Raises:
-        UserError: it asks for a column that is not there.
-    """
-    chat = [not isinstance(prompt, str) for prompt in prompts]
-    offered: dict[str, Any] = {
-        **{column: list(values) for column, values in columns.items()},
-        "prompts": list(prompts),
-        "completions": [
-            [{"role": "assistant", "content": text}] if is_chat else text
-            for text, is_chat in zip(completions, chat, strict=True)
-        ],
-    }
-    return {argument: offered[argument] for argument in parameters.accepted(name, [*offered])}
-
-
-def failure(name: str, fault: Fault, prompts: Sequence[PromptText], completions: Sequence[str]) -> RewardError:
-    """The error for what the reward ``name`` did wrong: with the sample, and the place in its code."""
-    found = "no sample"
-    if completions:
-        n = max(0, min(fault.sample, len(completions) - 1))
-        found = f"sample {n}: prompt {excerpt(prompts[n])}, completion {excerpt(completions[n])}"
-    if fault.where is not None:
-        found += f"; raised in {fault.where}"
-    return RewardError(
-        f"the reward {name!r} {fault.what}",
-        found=found,
-        remedy="correct the function and resume the run: it stopped before the update, nothing is lost "
-        "(return None for a sample to which the reward does not apply)",
-    )

@@ -6,10 +6,10 @@ mean is 0.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from quartet.config.errors import UserError
@@ -17,9 +17,8 @@ from quartet.config.foreign import excerpt
 from quartet.config.nearest import nearest
 from quartet.config.rewards import JudgeReward, PairwiseJudge, PointwiseJudge
 from quartet.rewards.builtin import text_of
-from quartet.rewards.http_reward import remote_failure
-from quartet.rewards.remote import JSONClient, RemoteError
-from quartet.rewards.source import GuardedReward, RewardSource, Threads, check_column
+from quartet.rewards.remote import JSONClient
+from quartet.rewards.source import GuardedReward, RewardSource
 from quartet.text.examples import PromptText
 
 T = TypeVar("T")
@@ -68,40 +67,63 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
-class _Endpoint:
-    """Asks the model one question, and reads a score or a verdict out of what it says."""
+class _Judge(RewardSource):
+    """Asks the model about one completion after the other, and reads a score or a verdict out of what it says.
 
-    def __init__(self, config: JudgeReward) -> None:
+    Args:
+        template: of the question, with places for these ``own`` values and for columns.
+    """
+
+    def __init__(self, config: JudgeReward, method: PointwiseJudge | PairwiseJudge, template: str, *own: str) -> None:
         self.name = config.name
-        self._config = config
+        self._config, self._template, self._own = config, method.template or template, ("rubric", "prompt", *own)
+        self._pattern = re.compile(method.pattern)
         self._client = JSONClient(config, "/chat/completions")
-        self._threads = Threads(config.concurrency, self.name)
 
-    async def ask(self, question: str, read: Callable[[str], T]) -> T:
-        """What ``read`` makes of the judge's answer; it raises ValueError where the answer will not do, and the judge
-        is asked again.
+    def check_columns(self, columns: Sequence[str]) -> None:
+        super().check_columns(columns)
+        self.check_template(columns)
+
+    def check_template(self, columns: Sequence[str]) -> None:
+        known = [*self._own, *columns]
+        unknown = sorted({place for place in _PLACE.findall(self._template) if place not in known})
+        if unknown:
+            raise UserError(
+                f"the template of the judge {self.name!r} asks for what is not there",
+                found=f"{{{unknown[0]}}}; there are {', '.join(known)}",
+                remedy=nearest(unknown[0], known) or "use these, or give the data that column",
+            )
+
+    async def score(
+        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> list[float | None]:
+        rows = [{name: values[n] for name, values in columns.items()} for n in range(len(completions))]
+        asked = zip(prompts, completions, rows, strict=True)
+        return [await self.judged(transcript(prompt), completion, row) for prompt, completion, row in asked]
+
+    @abc.abstractmethod
+    async def judged(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float | None:
+        """The score of one completion."""
+
+    async def ask(self, fields: Mapping[str, Any], read: Callable[[str], T]) -> T:
+        """What ``read`` makes of the last match in the judge's answer; it raises ValueError where that will not do, and
+        the judge is asked again.
 
         Raises:
             RewardError: no answer that will do after all attempts.
         """
-        return await self._threads.run(self._ask, question, read)
-
-    def _ask(self, question: str, read: Callable[[str], T]) -> T:
+        # In one pass: a completion that holds "{prompt}" stays as it is.
+        question = _PLACE.sub(lambda place: str(fields[place[1]]) if place[1] in fields else place[0], self._template)
         body = {
             "model": self._config.model,
             "messages": [{"role": "user", "content": question}],
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
         }
-        try:
-            found: T = self._client.post(body, lambda answer: read(_content(answer)))
-        except RemoteError as error:
-            raise remote_failure(self.name, error) from error
-        return found
+        return await self._client.post(body, lambda answer: read(_last_match(self._pattern, _content(answer))))
 
     def close(self) -> None:
         self._client.close()
-        self._threads.close()
 
 
 def _content(answer: Any) -> str:
@@ -121,35 +143,18 @@ def _last_match(pattern: re.Pattern[str], text: str) -> str:
     return str(matches[-1])
 
 
-class PointwiseSource:
+class PointwiseSource(_Judge):
     """A score for each completion by itself, from ``lowest`` to ``highest`` mapped to 0 to 1."""
 
     def __init__(self, config: JudgeReward, method: PointwiseJudge) -> None:
-        self.name = config.name
+        super().__init__(config, method, POINTWISE, "completion", "lowest", "highest")
         self._method = method
-        self._template = method.template or POINTWISE
-        self._pattern = re.compile(method.pattern)
-        self._endpoint = _Endpoint(config)
 
-    def check_columns(self, columns: Sequence[str]) -> None:
-        _check_template(self.name, self._template, ("rubric", "prompt", "completion", "lowest", "highest"), columns)
-
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
-        return [
-            await self._score(prompt, completion, {name: values[n] for name, values in columns.items()})
-            for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-        ]
-
-    async def _score(self, prompt: PromptText, completion: str, row: Mapping[str, Any]) -> float:
+    async def judged(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float:
         method = self._method
         own = {"rubric": method.rubric, "lowest": f"{method.lowest:g}", "highest": f"{method.highest:g}"}
-        question = _filled(self._template, {**row, **own, "prompt": transcript(prompt), "completion": completion})
-        return await self._endpoint.ask(question, lambda text: _on_scale(_last_match(self._pattern, text), method))
-
-    def close(self) -> None:
-        self._endpoint.close()
+        fields = {**row, **own, "prompt": prompt, "completion": completion}
+        return await self.ask(fields, lambda text: _on_scale(text, method))
 
 
 def _on_scale(text: str, method: PointwiseJudge) -> float:
@@ -161,49 +166,29 @@ def _on_scale(text: str, method: PointwiseJudge) -> float:
     return share
 
 
-class PairwiseSource:
+class PairwiseSource(_Judge):
     """Compares answers; as a source of reward, each completion with its row's text in a column."""
 
+    column: str
+
     def __init__(self, config: JudgeReward, method: PairwiseJudge) -> None:
-        self.name = config.name
-        self._column, self._rubric = method.column, method.rubric
-        self._template = method.template or PAIRWISE
-        self._pattern = re.compile(method.pattern)
-        self._endpoint = _Endpoint(config)
+        super().__init__(config, method, PAIRWISE, "a", "b")
+        self.column, self._rubric = method.column, method.rubric
 
-    def check_columns(self, columns: Sequence[str]) -> None:
-        check_column(self.name, self._column, columns)
-        self.check_template(columns)
-
-    def check_template(self, columns: Sequence[str]) -> None:
-        _check_template(self.name, self._template, ("rubric", "prompt", "a", "b"), columns)
-
-    async def score(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[float | None]:
-        return [
-            None
-            if columns[self._column][n] is None
-            else await self.verdict(prompt, completion, text_of(columns[self._column][n]), _row(columns, n))
-            for n, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-        ]
-
-    async def verdict(self, prompt: PromptText, ours: str, theirs: str, row: Mapping[str, Any]) -> float:
-        """1 where the first answer wins in both places, -1 where the second does, 0 or ±0.5 in between."""
-        fields = {**row, "rubric": self._rubric, "prompt": transcript(prompt)}
-        verdict = partial(_last_match, self._pattern)
+    async def judged(self, prompt: str, completion: str, row: Mapping[str, Any]) -> float | None:
+        """1 where the completion wins in both places, -1 where the other text does, 0 or ±0.5 in between."""
+        if row[self.column] is None:
+            return None
+        fields, other = {**row, "rubric": self._rubric, "prompt": prompt}, text_of(row[self.column])
         as_a, as_b = await asyncio.gather(
-            self._endpoint.ask(_filled(self._template, {**fields, "a": ours, "b": theirs}), verdict),
-            self._endpoint.ask(_filled(self._template, {**fields, "a": theirs, "b": ours}), verdict),
+            self.ask({**fields, "a": completion, "b": other}, _points),
+            self.ask({**fields, "a": other, "b": completion}, _points),
         )
-        return ({"A": 1, "B": -1}.get(as_a, 0) - {"A": 1, "B": -1}.get(as_b, 0)) / 2
-
-    def close(self) -> None:
-        self._endpoint.close()
+        return (as_a - as_b) / 2
 
 
-def _row(columns: Mapping[str, Sequence[Any]], n: int) -> dict[str, Any]:
-    return {name: values[n] for name, values in columns.items()}
+def _points(verdict: str) -> int:
+    return {"A": 1, "B": -1}.get(verdict, 0)
 
 
 def judge_source(config: JudgeReward) -> RewardSource:
@@ -229,16 +214,9 @@ class Comparer:
                 found=f"method.name: {config.method.name}",
                 remedy="set method.name: pairwise",
             )
-        pair = config.method.model_copy(update={"column": _OTHER})
-        self._source = PairwiseSource(config, pair)
-        self._source.check_template([])
-        self._guarded = GuardedReward(
-            self._source,
-            on_error=config.on_error,
-            deadline_s=config.deadline_s,
-            batch_size=1,
-            concurrency=config.concurrency,
-        )
+        source = PairwiseSource(config, config.method.model_copy(update={"column": _OTHER}))
+        source.check_template([])
+        self._guarded = GuardedReward.of(source, config)
 
     async def compare(
         self, prompts: Sequence[PromptText], answers_a: Sequence[str], answers_b: Sequence[str]
@@ -252,7 +230,7 @@ class Comparer:
         return (await self._guarded.score(prompts, answers_a, {_OTHER: answers_b})).scores
 
     def close(self) -> None:
-        self._source.close()
+        self._guarded.close()
 
 
 _OTHER = "the other answer"
@@ -263,19 +241,3 @@ def transcript(prompt: PromptText) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-
-
-def _filled(template: str, fields: Mapping[str, Any]) -> str:
-    # In one pass: a completion that holds "{prompt}" stays as it is.
-    return _PLACE.sub(lambda match: str(fields[match[1]]) if match[1] in fields else match[0], template)
-
-
-def _check_template(name: str, template: str, own: Sequence[str], columns: Sequence[str]) -> None:
-    known = [*own, *columns]
-    unknown = sorted({place for place in _PLACE.findall(template) if place not in known})
-    if unknown:
-        raise UserError(
-            f"the template of the judge {name!r} asks for what is not there",
-            found=f"{{{unknown[0]}}}; there are {', '.join(known)}",
-            remedy=nearest(unknown[0], known) or "use these, or give the data that column",
-        )

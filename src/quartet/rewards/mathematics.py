@@ -9,7 +9,7 @@ from typing import Any
 from quartet.config.errors import UserError
 from quartet.config.rewards import MathReward
 from quartet.rewards.process import Process, ProcessLost, ProcessPool, ProcessSilent
-from quartet.rewards.source import RewardError, Threads, check_column
+from quartet.rewards.source import RewardError, RewardSource, Threads
 from quartet.text.examples import PromptText
 
 _WORKER = "quartet.rewards.math_worker"
@@ -19,7 +19,7 @@ _PATIENCE = 3.0
 """The worker stops parsing twice and comparing once, after ``timeout_s`` each; later than that it is stuck."""
 
 
-class MathSource:
+class MathSource(RewardSource):
     """See :class:`~quartet.config.rewards.MathReward`.
 
     Raises:
@@ -27,7 +27,7 @@ class MathSource:
     """
 
     def __init__(self, config: MathReward) -> None:
-        self.name = config.name
+        self.name, self.column = config.name, config.column
         if importlib.util.find_spec("math_verify") is None:
             raise UserError(
                 f"the reward {self.name!r} needs the library math-verify",
@@ -37,9 +37,6 @@ class MathSource:
         self._config = config
         self._threads = Threads(config.concurrency, self.name)
         self._pool = ProcessPool(self._start, config.concurrency)
-
-    def check_columns(self, columns: Sequence[str]) -> None:
-        check_column(self.name, self._config.column, columns)
 
     async def score(
         self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
@@ -72,14 +69,9 @@ class MathSource:
         return 0.0
 
     def _start(self) -> Process:
-        process = None
         try:
-            process = Process(_WORKER, {}, quiet=True)
-            process.greeting(_START_S)
-            return process
+            return Process(_WORKER, {}, quiet=True, patience_s=_START_S)
         except ProcessLost as error:
-            if process is not None:
-                process.kill()
             raise RewardError(
                 f"the process of the reward {self.name!r} does not start",
                 found=str(error),

@@ -12,13 +12,12 @@ import itertools
 import json
 import os
 import pickle
-import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -29,8 +28,6 @@ _MAIN = Path(__file__).with_name("process_main.py")
 _MAX_ANSWER_BYTES = 64 << 20
 _END_S = 1.0
 """Most seconds for an idle process to end by itself, and for a dying one to be dead once its socket is closed."""
-_LOOK_S = 0.5
-"""Between two looks whether it is still there: what it has forked may keep the socket open when it is gone."""
 
 
 class ProcessLost(Exception):
@@ -46,7 +43,7 @@ class ProcessSilent(ProcessLost):
 
 
 class Process:
-    """One process.
+    """One process, which is ready when it is made; ``greeting`` is what it said then.
 
     Args:
         module: whose ``serve(settings, channel)`` runs there, found as this process finds modules. It answers question
@@ -54,13 +51,21 @@ class Process:
         settings: pickled for it.
         quiet: what it prints is dropped, and not printed where this process prints.
         threads: what OpenMP, and so torch and numpy, computes with there; None: as many as it likes.
+        patience_s: most seconds until it is ready.
 
     Raises:
         ProcessLost: it cannot be started.
+        ProcessSilent: it is not ready in time.
     """
 
     def __init__(
-        self, module: str, settings: Mapping[str, Any], *, quiet: bool = False, threads: int | None = None
+        self,
+        module: str,
+        settings: Mapping[str, Any],
+        *,
+        quiet: bool = False,
+        threads: int | None = None,
+        patience_s: float | None = None,
     ) -> None:
         self._wire, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
@@ -84,18 +89,23 @@ class Process:
         finally:
             theirs.close()
             os.close(lifeline)
-        self._wire.setblocking(False)
         self._writing = threading.Lock()
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[Any]] = {}
         self._lost: str | None = None
         self._is_killed = self._is_reaped = False
-        number, self._greeting = self._expect()
+        self._has_ended = threading.Event()
+        number, greeting = self._expect()
         self._reader = threading.Thread(target=self._read, name=f"process-{self._process.pid}", daemon=True)
         self._reader.start()
-        with contextlib.suppress(ProcessLost):  # Whoever waits for the greeting is told.
+        threading.Thread(target=self._watch, name=f"process-{self._process.pid}-end", daemon=True).start()
+        try:
             self._send(number, pickle.dumps(([*sys.path], module, dict(settings))), None)
+            self.greeting = _result(greeting, patience_s)
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def pid(self) -> int:
@@ -104,14 +114,6 @@ class Process:
     @property
     def is_lost(self) -> bool:
         return self._is_killed or self._lost is not None
-
-    def greeting(self, patience_s: float | None = None) -> Any:
-        """What it says when it is ready.
-
-        Raises:
-            ProcessSilent, ProcessLost: as ``ask``.
-        """
-        return _result(self._greeting, patience_s)
 
     def ask(self, question: Any, patience_s: float | None = None) -> Any:
         """The answer to ``question``: plain data whose form nobody has checked. Several threads may ask at a time.
@@ -162,65 +164,48 @@ class Process:
             return number, answer
 
     def _send(self, number: int, data: bytes, patience_s: float | None) -> None:
-        deadline = float("inf") if patience_s is None else time.monotonic() + patience_s
-        rest = memoryview(number.to_bytes(8, "big") + len(data).to_bytes(8, "big") + data)
+        most = struct.pack("@ll", *divmod(int((patience_s or 0) * 1e6), 1_000_000))  # 0: no limit
         with self._writing:
-            while rest:
-                try:
-                    rest = rest[self._wire.send(rest) :]
-                except BlockingIOError:
-                    if self._lost is not None:
-                        return
-                    if time.monotonic() > deadline:
-                        raise ProcessSilent(f"it took no question within {patience_s:g} s") from None
-                    _wait(self._wire, select.POLLOUT)
-                except OSError:
-                    return  # It is lost, or will be soon; the reader tells why.
+            try:
+                self._wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, most)
+                self._wire.sendall(number.to_bytes(8, "big") + len(data).to_bytes(8, "big") + data)
+            except BlockingIOError:
+                raise ProcessSilent(f"it took no question within {patience_s:g} s") from None
+            except OSError:
+                return  # It is lost, or will be soon; the reader tells why.
 
     # Answers ---------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        what = "it closed its connection to the trainer"
         try:
-            while True:
-                size = int.from_bytes(self._exactly(8), "big")
-                if size > _MAX_ANSWER_BYTES:
-                    raise ValueError(f"{size} bytes")
-                number, value = json.loads(self._exactly(size))
-                with self._lock:
-                    answer = self._waiting.pop(number)
-                answer.set_result(value)
-        except (EOFError, OSError):
-            what = "it closed its connection to the trainer"
+            with self._wire.makefile("rb") as answers:
+                while len(head := answers.read(8)) == 8:
+                    size = int.from_bytes(head, "big")
+                    if size > _MAX_ANSWER_BYTES:
+                        raise ValueError(f"{size} bytes")
+                    if len(data := answers.read(size)) < size:
+                        break
+                    number, value = json.loads(data)
+                    with self._lock:
+                        answer = self._waiting.pop(number)
+                    answer.set_result(value)
+        except OSError:
+            pass  # The same.
         except Exception as error:  # Whatever the bytes do to a reader: they are no answer.
             what = f"it wrote something that is no answer: {type(error).__name__}"
         self._bury(what)
 
-    def _exactly(self, num: int) -> bytes:
-        found = bytearray()
-        while len(found) < num:
-            try:
-                part = self._wire.recv(min(1 << 16, num - len(found)))
-            except BlockingIOError:
-                if not _wait(self._wire, select.POLLIN) and self._has_ended():
-                    raise EOFError from None
-                continue
-            if not part:
-                raise EOFError
-            found += part
-        return bytes(found)
-
-    def _has_ended(self, patience_s: float = 0.0) -> bool:
-        """Whether it has ended within ``patience_s``; it is not reaped, so its number stays its own."""
-        deadline = time.monotonic() + patience_s
-        with contextlib.suppress(ChildProcessError):  # Somebody ignores SIGCHLD: the kernel has reaped it.
-            while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-                if self._is_killed or time.monotonic() >= deadline:
-                    return False
-                time.sleep(0.002)
-        return True
+    def _watch(self) -> None:
+        """Ends the reading when the process has ended: what it has forked may keep the socket open."""
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored: the kernel has reaped it.
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # not reaped, so its number stays its own
+        self._has_ended.set()
+        with contextlib.suppress(OSError):
+            self._wire.shutdown(socket.SHUT_RDWR)
 
     def _bury(self, what: str) -> None:
-        ended_itself = self._has_ended(_END_S) and not self._is_killed
+        ended_itself = self._has_ended.wait(_END_S) and not self._is_killed
         was_killed = self._is_killed
         self.kill()
         with self._lock:
@@ -238,12 +223,6 @@ class Process:
         with self._writing:
             self._wire.close()
         os.close(self._lifeline)
-
-
-def _wait(wire: socket.socket, event: int) -> bool:
-    poll = select.poll()
-    poll.register(wire, event)
-    return bool(poll.poll(_LOOK_S * 1000))
 
 
 def _result(answer: Future[Any], patience_s: float | None) -> Any:
@@ -297,10 +276,6 @@ class ProcessPool:
         finally:
             with self._lock:
                 seat.num_calls -= 1
-
-    def put(self, process: Process) -> None:
-        """Gives it the first place, of a pool that has none yet."""
-        self._seats[0].process = process
 
     @property
     def is_full(self) -> bool:

@@ -15,7 +15,7 @@ from quartet.config.errors import UserError
 from quartet.config.foreign import described
 from quartet.config.rewards import FunctionReward
 from quartet.rewards.called import Fault, Parameters, scores_of
-from quartet.rewards.functions import arguments_of, failure
+from quartet.rewards.functions import FunctionSource
 from quartet.rewards.process import Process, ProcessLost, ProcessPool
 from quartet.rewards.source import Threads
 from quartet.text.examples import PromptText
@@ -23,7 +23,7 @@ from quartet.text.examples import PromptText
 _WORKER = "quartet.rewards.function_worker"
 
 
-class ProcessFunction:
+class ProcessFunction(FunctionSource):
     """A function in processes of its own, beside generation.
 
     They are started here, keep what the module keeps between calls, and are killed with everything that they started by
@@ -35,10 +35,14 @@ class ProcessFunction:
     """
 
     def __init__(self, config: FunctionReward) -> None:
-        start = partial(_start, config.target, config.concurrency if config.thread else 0)
-        self._pool = ProcessPool(lambda: start()[0], config.processes)
-        process, said = start()
-        self._pool.put(process)
+        said: dict[str, Any] = {}
+        start = partial(_start, config.target, config.concurrency if config.thread else 0, said)
+        self._pool = ProcessPool(start, config.processes)
+        try:
+            self._pool.fill()
+        except BaseException:
+            self._pool.close()
+            raise
         # A lambda is called "<lambda>", which no metric may be.
         self.name = config.name or str(said.get("name"))[:100].strip("<>")
         self._parameters = Parameters(dict(said["named"]), bool(said["takes_all"]))
@@ -47,15 +51,6 @@ class ProcessFunction:
         self._threads = Threads(num_calls, self.name)
         self._starts = Threads(1, f"{self.name}-start")
         self._end = weakref.finalize(self, _close, self._pool, self._threads, self._starts)
-        self._pool.fill()
-
-    def check_columns(self, columns: Sequence[str]) -> None:
-        """Fails before any work where the function asks for a column that the data do not have.
-
-        Raises:
-            UserError: such a column, or a signature without ``completions``.
-        """
-        self._parameters.accepted(self.name, ["prompts", "completions", *columns])
 
     async def ready(self) -> None:
         """Waits for the start of a process in place of one that is gone."""
@@ -71,7 +66,7 @@ class ProcessFunction:
             RewardError: the function or its process failed.
             UserError: the function asks for a column that is not there, or the data cannot be handed to a process.
         """
-        arguments = arguments_of(self.name, self._parameters, prompts, completions, columns)
+        arguments = self._arguments(prompts, completions, columns)
         call = _Call()
         try:
             answer = await self._threads.run(self._ask, arguments, call)
@@ -81,10 +76,10 @@ class ProcessFunction:
             raise
         except ProcessLost as error:
             what = f"lost its process: {error} (os._exit, a crash in native code, too much memory)"
-            raise failure(self.name, Fault(what), prompts, completions) from error
+            raise self._failure(Fault(what), prompts, completions) from error
         except Fault as fault:
             cause = _Traceback(fault.traceback) if fault.traceback else None
-            raise failure(self.name, fault, prompts, completions) from cause
+            raise self._failure(fault, prompts, completions) from cause
 
     def close(self) -> None:
         self._end()
@@ -163,36 +158,29 @@ class _Traceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def _start(target: str, num_threads: int) -> tuple[Process, dict[str, Any]]:
-    """A process that has loaded the function, and what it says of it."""
+def _start(target: str, num_threads: int, said: dict[str, Any]) -> Process:
+    """A process that has loaded the function; ``said`` becomes what it says of it."""
     torch = sys.modules.get("torch")
+    settings = {"target": target, "threads": num_threads}
     try:
-        process = Process(
-            _WORKER,
-            {"target": target, "threads": num_threads},
-            threads=None if torch is None else torch.get_num_threads(),
-        )
-        try:
-            said = process.greeting()
-        except BaseException:
-            process.kill()
-            raise
+        process = Process(_WORKER, settings, threads=None if torch is None else torch.get_num_threads())
     except ProcessLost as error:
         raise UserError(
             f"the process of the function {target!r} does not start",
             found=str(error),
             remedy="see what it printed; correct what its module does while it is imported",
         ) from error
-    match said:
+    match process.greeting:
         case {"name": _, "named": dict(), "takes_all": _, "is_async": _}:
-            return process, said
+            said.update(process.greeting)
+            return process
     process.end()
-    match said:
+    match process.greeting:
         case {"error": [str() as problem, str() as found, str() as remedy]}:
             raise UserError(problem, found=found, remedy=remedy)
     raise UserError(
         f"the process of the function {target!r} does not start",
-        found=f"it said {said!r}"[:400],
+        found=f"it said {process.greeting!r}"[:400],
         remedy="correct what its module does while it is imported",
     )
 

@@ -1,52 +1,67 @@
-"""JSON over HTTP: connections that are used again, retries with back-off, a circuit breaker.
+"""Rewards of servers: JSON over HTTP with retries, back-off and a circuit breaker.
 
 Waits are a function of a seed, the request and the attempt, so that many workers do not come back at the same moment
-and a run waits as it did before. These functions wait; call them in threads.
+and a run waits as it did before.
 """
 
 from __future__ import annotations
 
-import contextlib
-import http.client
+import asyncio
 import json
 import os
 import random
 import re
-import socket
 import ssl
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Any, Literal, TypeVar
+
+import httpx2
 
 from quartet.config.errors import UserError
 from quartet.config.foreign import described
-from quartet.config.rewards import BreakerConfig, RemoteSource, RetryConfig
+from quartet.config.rewards import BreakerConfig, HTTPReward, RemoteSource, RetryConfig
+from quartet.config.scores import as_score
+from quartet.rewards.source import RewardError, RewardSource
+from quartet.text.examples import PromptText
 
 MAX_ANSWER_BYTES = 16 << 20
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 _CONTENT = {400, 413, 422, 500}
 
+T = TypeVar("T")
 Kind = Literal["unreachable", "silent", "refused", "malformed", "resting", "stopped"]
 
 
-class RemoteError(Exception):
+class RemoteError(RewardError):
     """No usable answer. ``kind`` says why: ``unreachable`` (no connection, or it broke), ``silent`` (no whole answer in
     time), ``refused`` (an HTTP status), ``malformed`` (no such answer as agreed), ``resting`` (the circuit breaker is
     open), ``stopped`` (the run ends). ``again``: another attempt may succeed, after ``wait_s`` where the server says
-    so; ``about_content``: what was sent may be at fault, not the server.
+    so.
     """
 
     def __init__(
-        self, kind: Kind, text: str, *, again: bool = False, wait_s: float | None = None, status: int | None = None
+        self,
+        name: str,
+        kind: Kind,
+        text: str,
+        *,
+        again: bool = False,
+        wait_s: float | None = None,
+        status: int | None = None,
     ) -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.again = again
-        self.wait_s = wait_s
-        self.about_content = kind == "malformed" or status in _CONTENT
+        super().__init__(
+            f"the server of the reward {name!r} gave no score ({kind})",
+            found=text,
+            remedy="see that it runs and answers as docs/rewards.md says; set on_error: leave_out to go on without",
+        )
+        self.kind, self.again, self.wait_s = kind, again, wait_s
+        # What was sent may be at fault, not the server.
+        self.splits = kind == "malformed" or status in _CONTENT
 
 
 class CircuitBreaker:
@@ -59,37 +74,32 @@ class CircuitBreaker:
     def __init__(self, config: BreakerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
-        self._lock = threading.Lock()
         self._failures = 0
         self._closed_again_s = 0.0
 
-    def check(self) -> None:
-        """Raises RemoteError (resting) while the breaker is open."""
-        with self._lock:
-            if self._failures < self._config.failures:
-                return
-            now = self._clock()
-            if now < self._closed_again_s:
-                left = self._closed_again_s - now
-                raise RemoteError("resting", f"{self._failures} failures in a row; not tried for {left:.0f} s more")
-            # One goes ahead; the others wait for how it fares.
-            self._closed_again_s = now + self._config.rest_s
+    def resting(self) -> str | None:
+        """Why nothing is tried; None where a request may go ahead."""
+        if self._failures < self._config.failures:
+            return None
+        now = self._clock()
+        if now < self._closed_again_s:
+            return f"{self._failures} failures in a row; not tried for {self._closed_again_s - now:.0f} s more"
+        # One goes ahead; the others wait for how it fares.
+        self._closed_again_s = now + self._config.rest_s
+        return None
 
     def note(self, *, answered: bool) -> None:
-        with self._lock:
-            if answered:
-                self._failures = 0
-                return
-            self._failures += 1
-            if self._failures >= self._config.failures:
-                self._closed_again_s = self._clock() + self._config.rest_s
+        self._failures = 0 if answered else self._failures + 1
+        if self._failures >= self._config.failures:
+            self._closed_again_s = self._clock() + self._config.rest_s
 
 
 class JSONClient:
-    """Posts JSON to paths under one URL.
+    """Posts JSON to a URL. Requests have an event loop in a thread of their own, so that they go on while the caller's
+    is busy, and a caller may come from one loop after the other.
 
     Args:
-        config: where, how patiently, how often.
+        config: where, how patiently, how often, how many at a time.
         path: added to the URL's path.
 
     Raises:
@@ -97,25 +107,56 @@ class JSONClient:
     """
 
     def __init__(self, config: RemoteSource, path: str = "") -> None:
-        parts = urlsplit(config.url)
-        assert parts.hostname is not None, "checked by the recipe"
-        self._host, self._port, self._is_tls = parts.hostname, parts.port, parts.scheme == "https"
-        self._path = (parts.path.rstrip("/") if path else parts.path or "/") + path
-        self._timeout_s, self._retry = config.timeout_s, config.retry
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json", **_authorization(config)}
+        self._config = config
+        self._url = config.url.rstrip("/") + path if path else config.url
         self._breaker = CircuitBreaker(config.breaker)
-        self._idle: list[_Connection] = []
-        self._in_use: set[_Connection] = set()
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._is_closed = False
+        own = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
+        self._client = httpx2.AsyncClient(
+            headers={**own, **_authorization(config)},
+            verify=ssl.create_default_context(),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+            timeout=None,  # The whole attempt has one: a server that sends a byte now and then is silent, too.
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None),
+            trust_env=False,
+        )
 
-    def post(self, body: Any, read: Callable[[Any], Any]) -> Any:
+    async def post(self, body: Any, read: Callable[[Any], T]) -> T:
         """``read`` of the answer's JSON, which raises ValueError where the answer is not as agreed.
 
         Raises:
             RemoteError: no such answer after all attempts.
             UserError: ``body`` holds what cannot be written as JSON, not even as text.
         """
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._post(body, read), self._loop))
+
+    def close(self) -> None:
+        """Ends waits between attempts, attempts under way, and the connections."""
+        if "_loop" in vars(self) and not self._is_closed:
+            self._is_closed = True
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+
+        def run() -> None:
+            loop.run_forever()
+            loop.close()
+
+        threading.Thread(target=run, name=f"reward-{self._config.name}", daemon=True).start()
+        return loop
+
+    async def _end(self) -> None:
+        under_way = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+        await self._client.aclose()
+        self._loop.stop()
+
+    async def _post(self, body: Any, read: Callable[[Any], T]) -> T:
         try:
             data = json.dumps(body, ensure_ascii=False, default=str).encode("utf-8", errors="replace")
         except Exception as error:  # An object's own __str__ may raise anything.
@@ -124,139 +165,66 @@ class JSONClient:
                 found=described(error),
                 remedy="keep plain values in the columns: text, numbers, lists, objects with text as keys",
             ) from error
-        waits = waits_s(self._retry, data)
+        try:
+            async with self._slots:
+                return await self._patiently(data, read)
+        except asyncio.CancelledError:
+            if not self._is_closed:
+                raise
+            raise self._error("stopped", "the run ends") from None
+
+    async def _patiently(self, data: bytes, read: Callable[[Any], T]) -> T:
+        waits = waits_s(self._config.retry, data)
         while True:
-            self._breaker.check()
+            if (why := self._breaker.resting()) is not None:
+                raise self._error("resting", why)
             try:
-                return self._attempt(data, read)
+                return await self._attempt(data, read)
             except RemoteError as error:
                 wait_s = next(waits, None)
                 if wait_s is None or not error.again:
                     raise
                 if error.wait_s is not None:
-                    wait_s = min(error.wait_s, self._retry.longest_wait_s)
-            if self._stopped.wait(wait_s):
-                raise RemoteError("stopped", "the run ends")
+                    wait_s = min(error.wait_s, self._config.retry.longest_wait_s)
+            await asyncio.sleep(wait_s)
 
-    def close(self) -> None:
-        """Ends waits between attempts, attempts under way, and the connections."""
-        self._stopped.set()
-        with self._lock:
-            idle, self._idle = self._idle, []
-            in_use = list(self._in_use)
-        for connection in in_use:
-            connection.break_off()
-        for connection in idle:
-            connection.close()
-
-    # One attempt -----------------------------------------------------------------------------------------
-
-    def _attempt(self, data: bytes, read: Callable[[Any], Any]) -> Any:
+    async def _attempt(self, data: bytes, read: Callable[[Any], T]) -> T:
         try:
-            status, headers, text = self._exchange(data)
+            status, headers, text = await self._exchange(data)
         except RemoteError:
             self._breaker.note(answered=False)
             raise
-        if status in _AGAIN:
-            self._breaker.note(answered=False)
-            wait_s = _seconds(headers.get("Retry-After"))
-            raise RemoteError("refused", f"HTTP {status}: {_excerpt(text)}", again=True, wait_s=wait_s, status=status)
-        self._breaker.note(answered=True)
+        self._breaker.note(answered=status not in _AGAIN)
         if status != 200:
             place = f" to {headers['Location'][:200]}" if "Location" in headers else ""
-            raise RemoteError("refused", f"HTTP {status}{place}: {_excerpt(text)}", status=status)
+            wait_s = _seconds(headers.get("Retry-After"))
+            why = f"HTTP {status}{place}: {_excerpt(text)}"
+            raise self._error("refused", why, again=status in _AGAIN, wait_s=wait_s, status=status)
         try:
             return read(json.loads(text))
         except (ValueError, RecursionError) as error:
             # A proxy's page, or a language model that answered otherwise than asked: it may do better.
-            raise RemoteError("malformed", f"{error}; the answer is {_excerpt(text)}", again=True) from error
+            raise self._error("malformed", f"{error}; the answer is {_excerpt(text)}", again=True) from error
 
-    def _exchange(self, data: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        connection = self._take()
-        is_used = connection.wire is not None
+    async def _exchange(self, data: bytes) -> tuple[int, httpx2.Headers, bytes]:
+        seconds, text = self._config.timeout_s, bytearray()
         try:
-            try:
-                return self._send(connection, data)
-            except (http.client.RemoteDisconnected, ConnectionError, ssl.SSLEOFError):
-                if not is_used or connection.is_broken_off:
-                    raise
-                # The server had closed it while it was idle: no failure, only an old connection.
-                connection.close()
-                return self._send(connection, data)
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a name that no host can have
-            connection.close()
-            if isinstance(error, TimeoutError) or connection.is_broken_off:
-                raise RemoteError("silent", f"no answer within {self._timeout_s} s", again=True) from error
-            raise RemoteError("unreachable", f"{type(error).__name__}: {error}", again=True) from error
-        finally:
-            with self._lock:
-                self._in_use.discard(connection)
+            async with asyncio.timeout(seconds), self._client.stream("POST", self._url, content=data) as response:
+                async for part in response.aiter_raw():
+                    text += part
+                    if len(text) > MAX_ANSWER_BYTES:
+                        raise self._error("malformed", f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+        except TimeoutError as error:
+            raise self._error("silent", f"no answer within {seconds} s", again=True) from error
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # What the system said of it.
+                cause = cause.__cause__
+            raise self._error("unreachable", f"{type(cause).__name__}: {cause}", again=True) from error
+        return response.status_code, response.headers, bytes(text)
 
-    def _send(self, connection: _Connection, data: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        with connection.broken_off_after(self._timeout_s):
-            connection.request("POST", self._path, data, self._headers)
-            response = connection.getresponse()
-            text = response.read(MAX_ANSWER_BYTES + 1)
-        if connection.is_broken_off:
-            raise TimeoutError
-        if len(text) > MAX_ANSWER_BYTES:
-            connection.close()
-            raise RemoteError("malformed", f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-        if response.length:
-            raise http.client.IncompleteRead(text, response.length)
-        if response.isclosed() and not response.will_close:
-            with self._lock:
-                self._idle.append(connection)
-        else:
-            connection.close()
-        return response.status, response.headers, text
-
-    def _take(self) -> _Connection:
-        kind = _TLSConnection if self._is_tls else _Connection
-        with self._lock:
-            connection = self._idle.pop() if self._idle else kind(self._host, self._port, timeout=self._timeout_s)
-            self._in_use.add(connection)
-        return connection
-
-
-class _Connection(http.client.HTTPConnection):
-    """``wire`` is its socket, also while only an answer still reads from it; None before the first request."""
-
-    wire: socket.socket | None = None
-    is_broken_off = False
-
-    def connect(self) -> None:
-        super().connect()
-        if self.is_broken_off:
-            raise TimeoutError
-        self.wire = self.sock
-        # Headers and body go out as two writes; without this the second waits for the first's acknowledgement.
-        self.wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def break_off(self) -> None:
-        """From another thread: whoever reads or writes gets an error, and no request is sent again."""
-        self.is_broken_off = True
-        if self.wire is not None:
-            with contextlib.suppress(OSError):
-                # Not the method of a TLS socket, which would take the encryption away under a reader's feet.
-                socket.socket.shutdown(self.wire, socket.SHUT_RDWR)
-
-    @contextlib.contextmanager
-    def broken_off_after(self, seconds: float) -> Iterator[None]:
-        """The limit of the whole exchange. A socket's own timeout counts silence alone: a server that sends a byte now
-        and then would hold a thread for ever.
-        """
-        timer = threading.Timer(seconds, self.break_off)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-
-class _TLSConnection(_Connection, http.client.HTTPSConnection):
-    pass
+    def _error(self, kind: Kind, text: str, **more: Any) -> RemoteError:
+        return RemoteError(self._config.name or "", kind, text, **more)
 
 
 def waits_s(config: RetryConfig, request: bytes) -> Iterator[float]:
@@ -287,3 +255,41 @@ def _seconds(text: str | None) -> float | None:
 def _excerpt(text: bytes) -> str:
     shown = text[:200].decode("utf-8", errors="replace")
     return repr(shown + ("…" if len(text) > 200 else ""))
+
+
+class HTTPSource(RewardSource):
+    """See :class:`~quartet.config.rewards.HTTPReward`. The server gets all columns."""
+
+    def __init__(self, config: HTTPReward) -> None:
+        self.name = config.name
+        self._client = JSONClient(config)
+
+    async def score(
+        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> list[float | None]:
+        body = {
+            "prompts": list(prompts),
+            "completions": list(completions),
+            "columns": {name: list(values) for name, values in columns.items()},
+        }
+        return await self._client.post(body, lambda answer: _scores(answer, len(completions)))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _scores(answer: Any, num: int) -> list[float | None]:
+    scores = answer.get("scores") if isinstance(answer, dict) else None
+    if not isinstance(scores, list):
+        raise ValueError('not {"scores": [...]}')
+    if len(scores) != num:
+        raise ValueError(f"{len(scores)} scores for {num} completions")
+    return [None if score is None else _score(score) for score in scores]
+
+
+def _score(value: Any) -> float:
+    score = as_score(value)
+    if isinstance(score, str) or isinstance(value, bool):
+        shown = value if isinstance(value, bool) else score
+        raise ValueError(f"{shown} among the scores, where a finite number or null belongs")
+    return score

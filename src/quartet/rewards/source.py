@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from functools import partial
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from quartet.config.errors import UserError
-from quartet.config.nearest import nearest
-from quartet.config.rewards import OnError
+from quartet.config.rewards import CodeReward, FunctionReward, HTTPReward, JudgeReward, MathReward, OnError
+from quartet.rewards.called import check_column
 from quartet.text.examples import PromptText
 
 P = ParamSpec("P")
@@ -34,15 +37,21 @@ class RewardError(UserError):
 Score: TypeAlias = "float | RewardError | None"
 
 
-class RewardSource(Protocol):
-    """Scores completions. ``name`` is how metrics and messages call it."""
+class RewardSource(abc.ABC):
+    """Scores completions. ``name`` is how metrics and messages call it, ``column`` the data's column that it needs."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    column: str | None = None
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Raises ``UserError`` before any work where the source needs a column that the data do not have."""
+        if self.column is not None:
+            check_column(f"the reward {self.name!r}", self.column, columns)
 
+    async def ready(self) -> None:  # noqa: B027 - most have nothing to start
+        """Returns when all that is to be started is there, so that starts do not cost the calls their time."""
+
+    @abc.abstractmethod
     async def score(
         self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> list[float | None]:
@@ -57,23 +66,12 @@ class RewardSource(Protocol):
             RewardError: these samples cannot be scored.
         """
 
-    def close(self) -> None:
+    def remarks(self) -> list[str]:
+        """What the user should know."""
+        return []
+
+    def close(self) -> None:  # noqa: B027 - or to let go of
         """Lets go of threads, processes and connections; the source is not used after it."""
-
-
-@runtime_checkable
-class Remarking(Protocol):
-    """A source that notices something the user should know."""
-
-    def remarks(self) -> list[str]: ...
-
-
-@runtime_checkable
-class Starting(Protocol):
-    """A source with something to start, which is not to cost the calls their time."""
-
-    async def ready(self) -> None:
-        """Returns when all of it is there."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +93,6 @@ class GuardedReward:
         deadline_s: most seconds for one chunk; calls that are not through by then have failed.
         batch_size: completions per call of the source; None: a whole chunk.
         concurrency: most calls under way at a time, over all chunks; None: no limit.
-
-    Raises:
-        UserError: there is a deadline, and nothing could end a call of the source.
     """
 
     def __init__(
@@ -109,14 +104,7 @@ class GuardedReward:
         batch_size: int | None = None,
         concurrency: int | None = None,
     ) -> None:
-        if deadline_s is not None and getattr(source, "holds_loop", False):
-            raise UserError(
-                f"deadline_s does not hold for the reward {source.name!r}",
-                found=f"deadline_s: {deadline_s} and a plain Python function, which nothing can end in this process",
-                remedy="name it in the recipe (type: function, target: file.py:name), where it has a process of its "
-                "own; or write it as async def, and let it await what takes long",
-            )
-        self.source = source
+        self.source, self.name = source, source.name
         self._on_error = on_error
         self._deadline_s = deadline_s
         self._batch_size = batch_size
@@ -126,9 +114,18 @@ class GuardedReward:
         self._first_reason: RewardError | None = None
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
-    @property
-    def name(self) -> str:
-        return self.source.name
+    @classmethod
+    def of(
+        cls, source: RewardSource, config: FunctionReward | MathReward | CodeReward | HTTPReward | JudgeReward
+    ) -> GuardedReward:
+        """The source under the rules of its recipe's section."""
+        return cls(
+            source,
+            on_error=config.on_error,
+            deadline_s=config.deadline_s,
+            batch_size=config.batch_size if isinstance(config, FunctionReward | HTTPReward) else 1,
+            concurrency=config.concurrency,
+        )
 
     @property
     def may_leave_out(self) -> bool:
@@ -156,21 +153,21 @@ class GuardedReward:
         Raises:
             RewardError: a call failed and the rule is to stop.
         """
+
+        async def marked_call(part: slice) -> list[Score]:
+            mark()
+            try:
+                return await self._call(prompts, completions, columns, part)
+            finally:
+                mark()
+
         num = len(completions)
-        size = self._batch_size or max(1, num)
-        if isinstance(self.source, Starting):
-            await self.source.ready()
-        parts = [slice(start, min(start + size, num)) for start in range(0, num, size)]
-        tasks = [
-            asyncio.create_task(
-                self._marked_call(
-                    prompts[part], completions[part], {name: values[part] for name, values in columns.items()}, mark
-                )
-            )
-            for part in parts
-        ]
-        if not tasks:
+        if not num:
             return Outcome([], [])
+        size = self._batch_size or num
+        await self.source.ready()
+        parts = [slice(start, min(start + size, num)) for start in range(0, num, size)]
+        tasks = [asyncio.create_task(marked_call(part)) for part in parts]
         try:
             _, waiting = await asyncio.wait(tasks, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION)
             for _ in range(_LAST_LOOK if waiting else 0):
@@ -193,43 +190,33 @@ class GuardedReward:
 
     def remarks(self) -> list[str]:
         """How many samples were left out so far and why the first of them was, and what the source has to say."""
-        found = self.source.remarks() if isinstance(self.source, Remarking) else []
+        found = self.source.remarks()
         if self._first_reason is not None:
             reason = f"{self._first_reason.problem}: {self._first_reason.found}"
             found = [*found, f"reward {self.name!r}: {self._num_left_out} samples left out; the first because {reason}"]
         return found
 
-    async def _marked_call(
+    async def _call(
         self,
         prompts: Sequence[PromptText],
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
-        mark: Callable[[], None],
+        part: slice,
     ) -> list[Score]:
-        mark()
-        try:
-            return await self._call(prompts, completions, columns)
-        finally:
-            mark()
-
-    async def _call(
-        self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
-    ) -> list[Score]:
-        """One score per completion, or why there is none."""
+        """One score per completion of the part, or why there is none."""
+        num = part.stop - part.start
         try:
             async with self._place():
-                return [*await self.source.score(prompts, completions, columns)]
+                cut = {name: values[part] for name, values in columns.items()}
+                return [*await self.source.score(prompts[part], completions[part], cut)]
         except RewardError as error:
             if not self.may_leave_out:
                 raise
-            num = len(completions)
             if num == 1 or not error.splits:
                 return [error] * num
-        found: list[Score] = []
-        for part in (slice(num // 2), slice(num // 2, num)):
-            cut = {name: values[part] for name, values in columns.items()}
-            found += await self._call(prompts[part], completions[part], cut)
-        return found
+        middle = part.start + num // 2
+        first = await self._call(prompts, completions, columns, slice(part.start, middle))
+        return first + await self._call(prompts, completions, columns, slice(middle, part.stop))
 
     def _place(self) -> contextlib.AbstractAsyncContextManager[Any]:
         if self._concurrency is None:
@@ -262,35 +249,19 @@ class Threads:
     def __init__(self, concurrency: int, name: str) -> None:
         self._most, self._name = concurrency, f"reward-{name}"
         self._started: list[threading.Thread] = []
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        waiting: asyncio.Future[tuple[T | None, BaseException | None]] = loop.create_future()
-
-        def settle(result: T | None, error: BaseException | None) -> None:
-            if not waiting.done():
-                waiting.set_result((result, error))
-
-        def call() -> None:
-            if waiting.cancelled():
-                return
-            result, error = None, None
-            try:
-                result = function(*arguments, **keywords)
-            except BaseException as raised:  # Whatever it is, it is raised where the call is waited for.
-                error = raised
-            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
-                loop.call_soon_threadsafe(settle, result, error)
-
-        self._calls.put(call)
-        self._start_another()
-        result, error = await waiting
-        if error is not None:
-            raise error
-        return cast(T, result)
+        result: Future[T] = Future()
+        self._calls.put((result, partial(function, *arguments, **keywords)))
+        with self._lock:
+            if len(self._started) < self._most:
+                name = f"{self._name}_{len(self._started)}"
+                self._started.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._started[-1].start()
+        return await asyncio.wrap_future(result)
 
     def close(self) -> None:
         """Calls that are under way end by themselves, those that have not begun never begin."""
@@ -298,23 +269,14 @@ class Threads:
         for _ in self._started:
             self._calls.put(None)
 
-    def _start_another(self) -> None:
-        with self._lock:
-            if len(self._started) < self._most:
-                name = f"{self._name}_{len(self._started)}"
-                self._started.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._started[-1].start()
-
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None and not self._is_closed:
-            call()
-
-
-def check_column(name: str, column: str, columns: Sequence[str]) -> None:
-    """Raises ``UserError`` where ``column``, which the reward ``name`` needs, is not among those of the data."""
-    if column not in columns:
-        raise UserError(
-            f"the reward {name!r} asks for a column that the data do not have",
-            found=f"{column!r}; the columns are {', '.join(columns) or 'none'}",
-            remedy=nearest(column, columns) or f"give the data that column, or map it: data.columns.{column}=…",
-        )
+        while (asked := self._calls.get()) is not None and not self._is_closed:
+            result, call = asked
+            if not result.set_running_or_notify_cancel():
+                continue  # not waited for any more
+            try:
+                result.set_result(call())
+            except StopIteration as error:  # which no future of asyncio takes
+                result.set_exception(RuntimeError(f"it raised {error!r}"))
+            except BaseException as error:  # Whatever it is, it is raised where the call is waited for.
+                result.set_exception(error)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quartet.batch.prefixes import Segments
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
 from quartet.config import UserError
 from quartet.rollout.protocol import Completion, FinishReason
@@ -73,13 +72,7 @@ def group_batch(
     segments = Segments()
     ends = segments.add_prompts(row.sequence.prompt_ids for row in rows)
     leaves = [segments.add(row.sequence.token_ids, ends[row.sequence.prompt_ids]) for row in rows]
-    batch = RaggedBatch(
-        input_ids=torch.tensor(segments.input_ids, dtype=torch.int64),
-        segment_lengths=tuple(segments.lengths),
-        parents=tuple(segments.parents),
-        leaves=tuple(leaves),
-        ids=tuple(row.name for row in rows),
-    )
+    batch = segments.batch(leaves, [row.name for row in rows])
     return _with_columns(batch, rows).with_objects(
         state=[row.sequence.state for row in rows],
         completion=[_text(row.sequence, texts) for row in rows],

@@ -134,7 +134,7 @@ def _piece(atoms: Atoms) -> Piece:
 def outline(batch: RaggedBatch) -> RaggedBatch:
     """What planning needs of a batch: lengths, parents and ids."""
     ids = torch.zeros(batch.num_tokens, dtype=torch.int64)
-    return replace(batch, input_ids=ids, token={}, sequence={}, objects={}, attachments={})
+    return replace(batch, input_ids=ids, token={}, sequence={}, objects={})
 
 
 # Gradients -----------------------------------------------------------------------------------------------

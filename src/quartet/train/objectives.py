@@ -17,13 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quartet.algorithms.aggregate import AggregationDenominators, aggregation_denominators
-from quartet.algorithms.losses import (
-    entropy_bonus,
-    kl_loss,
-    sft_loss,
-    value_loss,
-)
+from quartet.algorithms.aggregate import AggregationDenominators, LossTokens, aggregate, aggregation_denominators
+from quartet.algorithms.losses import kl_loss, sft_loss, value_loss
 from quartet.algorithms.off_policy import importance_weights
 from quartet.algorithms.policy_losses import (
     PolicyLossOutput,
@@ -33,7 +28,7 @@ from quartet.algorithms.policy_losses import (
     reinforce_loss,
     sequence_policy_loss,
 )
-from quartet.algorithms.segments import segment_sum
+from quartet.algorithms.segments import keep, segment_sum
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
     PPO,
@@ -98,7 +93,7 @@ class SFTObjective:
         self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
     ) -> Tensor:
         logprobs = required(outputs.logprobs, "logprobs")
-        loss = sft_loss(logprobs, batch.token["loss_mask"], batch.sequence_index(), denominators)
+        loss = sft_loss(logprobs, LossTokens(batch.token["loss_mask"], batch.sequence_index(), denominators))
         sums.total(self.metric, loss)
         return loss
 
@@ -150,31 +145,23 @@ class PolicyObjective:
         self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
     ) -> Tensor:
         logprobs = required(outputs.logprobs, "logprobs")
-        mask, owner = batch.token["loss_mask"], trajectory_index(batch)
+        mask, config = batch.token["loss_mask"], self.config
+        tokens = LossTokens(mask, trajectory_index(batch), denominators, config.aggregation)
         old = logprobs.detach() if self.is_first else batch.token["old_logprobs"]
-        weights = self._correction(old, batch, mask, owner, sums)
-        out = self._policy_loss(logprobs, old, weights, batch, mask, owner, denominators)
+        weights = self._correction(old, batch, sums)
+        out = self._policy_loss(logprobs, old, weights, batch.token["advantages"], tokens)
         total = out.loss
         sums.total("loss/policy", out.loss)
         self._clip_metrics(out, sums)
         entropies = required(outputs.entropies, "entropies")
         sums.mean("policy/entropy", entropies, mask)
-        config = self.config
         if config.entropy_coef > 0:
-            bonus = entropy_bonus(entropies, mask, owner, denominators, aggregation=config.aggregation)
+            bonus = aggregate(entropies, tokens)
             sums.total("loss/entropy", bonus)
             total = total - config.entropy_coef * bonus
         kl = kl_term(config)
         if self.kl_coef > 0 and kl.place == "loss":
-            penalty = kl_loss(
-                logprobs,
-                batch.token["ref_logprobs"],
-                mask,
-                owner,
-                denominators,
-                kind=kl.estimator,
-                aggregation=config.aggregation,
-            )
+            penalty = kl_loss(logprobs, batch.token["ref_logprobs"], tokens, kl.estimator)
             sums.total("loss/kl", penalty)
             total = total + self.kl_coef * penalty
         if self.is_first:
@@ -183,18 +170,16 @@ class PolicyObjective:
             sums.maximum("agreement/logprob_diff_max", difference, mask)
         return total
 
-    def _correction(
-        self, old: Tensor, batch: RaggedBatch, mask: Tensor, owner: Tensor, sums: MetricSums
-    ) -> Tensor | None:
+    def _correction(self, old: Tensor, batch: RaggedBatch, sums: MetricSums) -> Tensor | None:
         """``[T]`` importance weights, where the recipe asks for them."""
-        config = self.config.off_policy
+        config, mask = self.config.off_policy, batch.token["loss_mask"]
         if config is None:
             return None
         found = importance_weights(
             old,
             batch.token["rollout_logprobs"],
             mask,
-            owner,
+            trajectory_index(batch),
             self.num_trajectories,
             level=config.level,
             mode=config.mode,
@@ -205,69 +190,24 @@ class PolicyObjective:
         return found.weights
 
     def _policy_loss(
-        self,
-        logprobs: Tensor,
-        old: Tensor,
-        weights: Tensor | None,
-        batch: RaggedBatch,
-        mask: Tensor,
-        owner: Tensor,
-        denominators: AggregationDenominators,
+        self, logprobs: Tensor, old: Tensor, weights: Tensor | None, advantages: Tensor, tokens: LossTokens
     ) -> PolicyLossOutput:
-        advantages, aggregation = batch.token["advantages"], self.config.aggregation
+        inputs = (logprobs, old, advantages, tokens)
         match self.config.policy_loss:
-            case ClippedLoss(clip_eps_low=low, clip_eps_high=high, dual_clip=dual_clip):
-                return policy_loss(
-                    logprobs,
-                    old,
-                    advantages,
-                    mask,
-                    owner,
-                    denominators,
-                    clip_eps_low=low,
-                    clip_eps_high=high,
-                    dual_clip=dual_clip,
-                    aggregation=aggregation,
-                    weights_T=weights,
-                )
+            case ClippedLoss(clip_eps_low=low, clip_eps_high=high, dual_clip=dual):
+                return policy_loss(*inputs, clip_eps_low=low, clip_eps_high=high, dual_clip=dual, weights_T=weights)
             case SequenceClippedLoss(clip_eps_low=low, clip_eps_high=high):
                 # The advantage stands on every token of its trajectory; its mean over them is itself.
-                spread = torch.where(mask, advantages if weights is None else advantages * weights, 0.0)
-                sums_N = segment_sum(spread, torch.where(mask, owner, -1), self.num_trajectories)
-                advantages_N = sums_N / denominators.tokens_per_sequence.clamp(min=1)
-                return sequence_policy_loss(
-                    logprobs, old, advantages_N, mask, owner, denominators, clip_eps_low=low, clip_eps_high=high
-                )
+                spread = keep(advantages if weights is None else advantages * weights, tokens.mask_T)
+                sums_N = segment_sum(spread, tokens.owner_T, self.num_trajectories)
+                advantages_N = sums_N / tokens.denominators.tokens_per_sequence.clamp(min=1)
+                return sequence_policy_loss(logprobs, old, advantages_N, tokens, clip_eps_low=low, clip_eps_high=high)
             case GSPOLoss(clip_eps_low=low, clip_eps_high=high):
-                return gspo_loss(
-                    logprobs,
-                    old,
-                    advantages,
-                    mask,
-                    owner,
-                    denominators,
-                    clip_eps_low=low,
-                    clip_eps_high=high,
-                    aggregation=aggregation,
-                    weights_T=weights,
-                )
+                return gspo_loss(*inputs, clip_eps_low=low, clip_eps_high=high, weights_T=weights)
             case CISPOLoss(clip_eps_low=bound, clip_eps_high=high):
-                return cispo_loss(
-                    logprobs,
-                    old,
-                    advantages,
-                    mask,
-                    owner,
-                    denominators,
-                    clip_eps_low=bound,
-                    clip_eps_high=high,
-                    aggregation=aggregation,
-                    weights_T=weights,
-                )
+                return cispo_loss(*inputs, clip_eps_low=bound, clip_eps_high=high, weights_T=weights)
             case ReinforceLoss():
-                return reinforce_loss(
-                    logprobs, old, advantages, mask, owner, denominators, aggregation=aggregation, weights_T=weights
-                )
+                return reinforce_loss(*inputs, weights_T=weights)
 
     def _clip_metrics(self, out: PolicyLossOutput, sums: MetricSums) -> None:
         if not isinstance(self.config.policy_loss, ReinforceLoss):
@@ -301,18 +241,10 @@ class ValueObjective:
     def loss(
         self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
     ) -> Tensor:
-        values = required(outputs.values, "values")
-        out = value_loss(
-            values,
-            batch.token["values"],
-            batch.token["returns"],
-            batch.token["action_mask"],
-            trajectory_index(batch),
-            denominators,
-            clip_eps=self.config.value_clip,
-            aggregation="token_mean",
-        )
+        values, mask = required(outputs.values, "values"), batch.token["action_mask"]
+        tokens = LossTokens(mask, trajectory_index(batch), denominators)
+        out = value_loss(values, batch.token["values"], batch.token["returns"], tokens, clip_eps=self.config.value_clip)
         sums.total("loss/value", out.loss)
         sums.add("critic/clip_frac", out.num_clipped, out.num_tokens)
-        sums.mean("critic/value_mean", values, batch.token["action_mask"])
+        sums.mean("critic/value_mean", values, mask)
         return out.loss

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quartet.algorithms.aggregate import Aggregation, AggregationDenominators, aggregation_denominators
+from quartet.algorithms.aggregate import Aggregation, AggregationDenominators, LossTokens, aggregation_denominators
 from quartet.algorithms.losses import pairwise_reward_loss, sft_loss
 from quartet.algorithms.preference import (
     PreferenceLossOutput,
@@ -324,13 +324,8 @@ class BestOfNObjective:
     ) -> Tensor:
         if self.is_first:
             _agreement(outputs, batch, sums)
-        loss = sft_loss(
-            required(outputs.logprobs, "logprobs"),
-            batch.token["loss_mask"],
-            trajectory_index(batch),
-            denominators,
-            aggregation=self.aggregation,
-        )
+        tokens = LossTokens(batch.token["loss_mask"], trajectory_index(batch), denominators, self.aggregation)
+        loss = sft_loss(required(outputs.logprobs, "logprobs"), tokens)
         sums.total("loss/sft", loss)
         return loss
 

@@ -281,7 +281,6 @@ def learned_from(config: Selection, batch: RaggedBatch) -> RaggedBatch:
     """
     advantages_T, owner_T = batch.token["advantages"], batch.sequence_index()
     is_trained_T = batch.token["loss_mask"] & (advantages_T != 0)
-    batch, _ = batch.pop("loss_mask")
     batch = batch.with_token(loss_mask=is_trained_T)
     trained = torch.unique(owner_T[is_trained_T]).tolist()
     if isinstance(config, OnlineDPO):

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +31,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.storage import write_atomically
 from quartet.config import UserError
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.train.preference_objectives import answer_logprobs
@@ -224,8 +225,22 @@ class _Draft:
             )
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, save(dict(tables), metadata={**self.header, "values": _checksum(tables)}))
+            _write_atomically(self.path, save(dict(tables), metadata={**self.header, "values": _checksum(tables)}))
         return tables
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Whole or not at all. Under a temporary name of its own: several runs may compute the same reference at a time."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def _weights(reference: Reference, path: Path, digests: Mapping[str, str], *, is_resumed: bool) -> str:

@@ -48,7 +48,8 @@ from quartet.trainers.roles import Cast, refresh_steps
 from quartet.trainers.run import use_threads
 
 TRAINED = ("actor", "critic")
-WRITER = "writer"
+WRITER = "writer of rollouts"
+"""Among the roles of a process; no reward model can be called that, as their names have no spaces."""
 _PATIENCE_S = 5.0
 """So long a worker may take to say that it lives; one that is busy counts as living."""
 Sizes = dict[str, dict[Mode, int]]

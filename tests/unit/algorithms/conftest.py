@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quartet.algorithms.aggregate import Aggregation, LossTokens, aggregation_denominators
+
 
 @dataclass
 class Layout:
@@ -28,6 +30,13 @@ class Layout:
         return torch.randn(self.num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
             dtype
         )
+
+    def tokens(
+        self, aggregation: Aggregation = "token_mean", own: Tensor | slice = slice(None), norm: float | None = None
+    ) -> LossTokens:
+        """Those of a micro-batch that has the tokens ``own``."""
+        denominators = aggregation_denominators(self.mask, self.owner, self.num_owners, norm=norm)
+        return LossTokens(self.mask[own], self.owner[own], denominators, aggregation)
 
     def poisoned(self, values: Tensor, poison: float) -> Tensor:
         """``values`` with ``poison`` wherever a token does not count."""
@@ -66,7 +75,9 @@ def unchanged() -> Callable[..., None]:
     """Runs a function and asserts that it left its tensor arguments as they were."""
 
     def check(function: Callable[..., object], *arguments: object, **options: object) -> None:
-        tensors = [a for a in (*arguments, *options.values()) if isinstance(a, Tensor)]
+        values = [*arguments, *options.values()]
+        values += [x for a in values if isinstance(a, LossTokens) for x in (a.loss_mask_T, a.owner_T)]
+        tensors = [a for a in values if isinstance(a, Tensor)]
         copies = [t.detach().clone() for t in tensors]
         versions = [t._version for t in tensors]
         function(*arguments, **options)

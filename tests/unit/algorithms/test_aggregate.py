@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quartet.algorithms.aggregate import aggregate, aggregation_denominators
+from quartet.algorithms.aggregate import LossTokens, aggregate, aggregation_denominators
 
 MODES = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"]
 NORM = 16.0
@@ -39,15 +39,14 @@ def test_by_hand(mode, expected):
     values = torch.tensor([float("nan"), 1.0, 2.0, 9.0, float("inf"), 5.0])
     denominators = aggregation_denominators(mask, owner, 3, norm=NORM)
     assert denominators.num_tokens == 3 and denominators.num_sequences == 2
-    assert aggregate(values, mask, owner, denominators, mode).item() == pytest.approx(expected)
+    assert aggregate(values, LossTokens(mask, owner, denominators, mode)).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_matches_a_loop(mode, make_layout, close):
     layout = make_layout(0)
     values = layout.poisoned(layout.normal(1), float("-inf"))
-    denominators = aggregation_denominators(layout.mask, layout.owner, layout.num_owners, norm=NORM)
-    close(aggregate(values, layout.mask, layout.owner, denominators, mode), slow_aggregate(values, layout, mode))
+    close(aggregate(values, layout.tokens(mode, norm=NORM)), slow_aggregate(values, layout, mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -56,14 +55,10 @@ def test_micro_batches_add_up(mode, num_parts, make_layout, close):
     # Tokens of one owner land in several micro-batches, and some micro-batches have no loss token.
     layout = make_layout(6)
     values = layout.normal(1)
-    denominators = aggregation_denominators(layout.mask, layout.owner, layout.num_owners, norm=NORM)
-    whole = aggregate(values, layout.mask, layout.owner, denominators, mode)
+    whole = aggregate(values, layout.tokens(mode, norm=NORM))
     part = torch.arange(layout.num_tokens) * num_parts // layout.num_tokens
     part = part[torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(1))]
-    shares = [
-        aggregate(values[part == p], layout.mask[part == p], layout.owner[part == p], denominators, mode)
-        for p in range(num_parts)
-    ]
+    shares = [aggregate(values[part == p], layout.tokens(mode, part == p, NORM)) for p in range(num_parts)]
     close(torch.stack(shares).sum(), whole)
 
 
@@ -72,28 +67,16 @@ def test_ranks_add_up_with_summed_denominators(mode, make_layout, close):
     # Two ranks number their own trajectories; only the two counts are summed over ranks.
     layout = make_layout(7)
     values = layout.normal(1)
-    whole = aggregate(
-        values,
-        layout.mask,
-        layout.owner,
-        aggregation_denominators(layout.mask, layout.owner, layout.num_owners, norm=NORM),
-        mode,
-    )
+    whole = aggregate(values, layout.tokens(mode, norm=NORM))
     ranks = [layout.owner < 2, layout.owner >= 2]
     local = [
         aggregation_denominators(layout.mask[own], layout.owner[own], layout.num_owners, norm=NORM) for own in ranks
     ]
     num_tokens, num_sequences = sum(d.num_tokens for d in local), sum(d.num_sequences for d in local)
-    shares = [
-        aggregate(
-            values[own],
-            layout.mask[own],
-            layout.owner[own],
-            replace(d, num_tokens=num_tokens, num_sequences=num_sequences),
-            mode,
-        )
-        for own, d in zip(ranks, local, strict=True)
-    ]
+    shares = []
+    for own, d in zip(ranks, local, strict=True):
+        summed = replace(d, num_tokens=num_tokens, num_sequences=num_sequences)
+        shares.append(aggregate(values[own], LossTokens(layout.mask[own], layout.owner[own], summed, mode)))
     close(sum(shares), whole)
 
 
@@ -101,19 +84,15 @@ def test_ranks_add_up_with_summed_denominators(mode, make_layout, close):
 def test_order_of_tokens_does_not_matter(mode, make_layout, close):
     layout = make_layout(2)
     values = layout.normal(1)
-    denominators = aggregation_denominators(layout.mask, layout.owner, layout.num_owners, norm=NORM)
     p = torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(1))
-    close(
-        aggregate(values[p], layout.mask[p], layout.owner[p], denominators, mode),
-        aggregate(values, layout.mask, layout.owner, denominators, mode),
-    )
+    close(aggregate(values[p], layout.tokens(mode, p, NORM)), aggregate(values, layout.tokens(mode, norm=NORM)))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_to_train_on_is_zero_with_zero_gradient(mode):
     values = torch.full((3,), float("-inf"), requires_grad=True)
     mask, owner = torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
-    loss = aggregate(values, mask, owner, aggregation_denominators(mask, owner, 1, norm=NORM), mode)
+    loss = aggregate(values, LossTokens(mask, owner, aggregation_denominators(mask, owner, 1, norm=NORM), mode))
     loss.backward()
     assert loss.item() == 0 and values.grad.tolist() == [0, 0, 0]
 
@@ -121,9 +100,8 @@ def test_nothing_to_train_on_is_zero_with_zero_gradient(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_gradcheck(mode, make_layout):
     layout = make_layout(3, 12, 4)
-    denominators = aggregation_denominators(layout.mask, layout.owner, 4, norm=NORM)
     values = layout.normal(0).requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: aggregate(v, layout.mask, layout.owner, denominators, mode), values)
+    assert torch.autograd.gradcheck(lambda v: aggregate(v, layout.tokens(mode, norm=NORM)), values)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -131,20 +109,14 @@ def test_bfloat16_is_summed_in_single(mode):
     values = torch.ones(1000, dtype=torch.bfloat16)
     mask, owner = torch.ones(1000, dtype=torch.bool), torch.arange(1000) // 10
     denominators = aggregation_denominators(mask, owner, 100, norm=1.0)
-    loss = aggregate(values, mask, owner, denominators, mode)
+    loss = aggregate(values, LossTokens(mask, owner, denominators, mode))
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(1 if mode.endswith("mean") else 10)
 
 
 def test_refusals_and_unchanged_inputs(make_layout, unchanged):
     layout = make_layout(0)
-    tensors = (layout.normal(0), layout.mask, layout.owner)
-    denominators = aggregation_denominators(layout.mask, layout.owner, layout.num_owners)
     with pytest.raises(ValueError, match="needs denominators with a norm"):
-        aggregate(*tensors, denominators, "sequence_mean_token_sum_norm")
-    with pytest.raises(ValueError, match="unknown aggregation 'median'"):
-        aggregate(*tensors, denominators, "median")
-    with pytest.raises(ValueError, match="above 0"):
-        aggregation_denominators(layout.mask, layout.owner, layout.num_owners, norm=0.0)
-    unchanged(aggregate, *tensors, denominators, "sequence_mean_token_mean")
+        aggregate(layout.normal(0), layout.tokens("sequence_mean_token_sum_norm"))
+    unchanged(aggregate, layout.normal(0), layout.tokens("sequence_mean_token_mean"))
     unchanged(aggregation_denominators, layout.mask, layout.owner, layout.num_owners)

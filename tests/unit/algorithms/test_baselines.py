@@ -83,12 +83,6 @@ def test_returns_of_bfloat16_are_single_and_close(make_layout, close):
     close(found, slow_returns(rewards.double(), layout, 0.9))
 
 
-def test_returns_refuse_a_discount_above_one(make_layout):
-    layout = make_layout(0)
-    with pytest.raises(ValueError, match="gamma must lie in"):
-        discounted_returns(layout.normal(0), layout.mask, layout.owner, 1.01)
-
-
 def test_reinforce_plus_plus_is_whitened_over_the_whole_batch(make_layout, close):
     layout = make_layout(5)
     rewards = layout.normal(0)
@@ -241,12 +235,6 @@ def test_overlong_penalty_by_hand():
     lengths = torch.tensor([1, 12, 13, 14, 16, 99])
     found = overlong_penalty(lengths, limit=16, buffer=4, penalty=2.0)
     assert found.tolist() == [0.0, 0.0, 0.5, 1.0, 2.0, 2.0]
-
-
-@pytest.mark.parametrize(("buffer", "penalty"), [(0, 1.0), (17, 1.0), (4, -1.0)])
-def test_overlong_penalties_that_make_no_sense_are_refused(buffer, penalty):
-    with pytest.raises(ValueError, match="buffer must lie in"):
-        overlong_penalty(torch.tensor([1]), 16, buffer, penalty)
 
 
 def test_baselines_leave_inputs_unchanged_and_are_constants(make_layout, unchanged):

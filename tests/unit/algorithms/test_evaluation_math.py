@@ -66,12 +66,6 @@ def test_pass_at_k_is_unbiased_where_the_naive_estimate_is_not() -> None:
     assert abs(float((weights * naive).sum()) - truth) > 0.02
 
 
-@pytest.mark.parametrize(("num", "right", "k"), [(3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)])
-def test_pass_at_k_refuses_what_makes_no_sense(num: int, right: int, k: int) -> None:
-    with pytest.raises(ValueError):
-        pass_at_k(torch.tensor([num]), torch.tensor([right]), k)
-
-
 # Majority --------------------------------------------------------------------------------------------------
 
 
@@ -117,9 +111,6 @@ def test_wilson_by_hand() -> None:
     assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
     assert wilson_interval(0.0, 5).low == 0 and wilson_interval(1.0, 5).high == 1
     assert wilson_interval(0.0, 5).high > 0.3, "five failures prove little"
-    for mean, num in ((0.5, 0), (1.5, 3)):
-        with pytest.raises(ValueError):
-            wilson_interval(mean, num)
 
 
 def test_wilson_is_where_the_score_test_just_accepts() -> None:
@@ -152,8 +143,6 @@ def test_bootstrap_is_a_function_of_its_seed_and_of_nothing_else(monkeypatch: py
     assert torch.equal(torch.random.get_rng_state(), before)
     assert bootstrap_interval(values, torch.Generator().manual_seed(1)) == once
     assert bootstrap_interval(values, torch.Generator().manual_seed(2)) != once
-    with pytest.raises(ValueError):
-        bootstrap_interval(values[:1], torch.Generator())
 
 
 def test_bootstrap_covers_the_true_mean() -> None:
@@ -202,8 +191,6 @@ def test_win_rate_interval_of_ties_alone_has_a_width() -> None:
     low, high = win_rate_interval(0, 40, 0)
     assert high == pytest.approx(0.5 + z2 / (40 + z2) / 2, rel=1e-6) and low == pytest.approx(1 - high)
     assert win_rate_interval(3, 0, 0).high == 1
-    with pytest.raises(ValueError):
-        win_rate_interval(0, 0, 0)
 
 
 def test_win_rate_interval_turns_round_with_the_models() -> None:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from quartet.algorithms.kl import kl_estimate
+from quartet.algorithms.kl import adaptive_kl_coef, kl_estimate
 
 POLICY = torch.tensor([-12.3, -8.3, -2.3], dtype=torch.float64)
 REFERENCE = torch.tensor([-11.3, -8.4, -2.0], dtype=torch.float64)
@@ -78,7 +78,28 @@ def test_nearly_equal_policies_keep_their_digits():
     assert kl.item() == pytest.approx(5e-9, rel=1e-2)
 
 
-def test_unknown_kind_and_inputs_unchanged(unchanged):
-    with pytest.raises(ValueError, match="k4"):
-        kl_estimate(POLICY, REFERENCE, "k4")
+def test_inputs_unchanged(unchanged):
     unchanged(kl_estimate, POLICY, REFERENCE, "k3")
+
+
+# The adaptive coefficient -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("observed", "expected"),
+    [
+        (6.0, 0.2),  # on target: unchanged
+        (6.6, 0.2 * (1 + 0.1 * 256 / 10_000)),  # 10 % above
+        (60.0, 0.2 * (1 + 0.2 * 256 / 10_000)),  # far above: the error counts 20 % at most
+        (-1.0, 0.2 * (1 - 0.2 * 256 / 10_000)),  # an estimate may be negative
+    ],
+)
+def test_coefficient_by_hand(observed, expected):
+    assert adaptive_kl_coef(0.2, observed, 6.0, 10_000, 256) == pytest.approx(expected)
+
+
+def test_it_holds_a_divergence_that_falls_with_the_coefficient():
+    coef = 0.01
+    for _ in range(2000):
+        coef = adaptive_kl_coef(coef, 1.0 / coef, 5.0, 1000, 100)
+    assert 1.0 / coef == pytest.approx(5.0, rel=1e-3)

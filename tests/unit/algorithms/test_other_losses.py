@@ -3,13 +3,8 @@ import math
 import pytest
 import torch
 
-from quartet.algorithms.aggregate import aggregation_denominators
+from quartet.algorithms.aggregate import LossTokens, aggregation_denominators
 from quartet.algorithms.losses import pairwise_reward_loss, sft_loss, value_loss
-
-
-def whole(layout):
-    return aggregation_denominators(layout.mask, layout.owner, layout.num_owners)
-
 
 # Values --------------------------------------------------------------------------------------------------
 
@@ -24,11 +19,8 @@ def test_value_loss_by_hand():
         values,
         torch.zeros(3, dtype=torch.float64),
         returns,
-        mask,
-        owner,
-        aggregation_denominators(mask, owner, 1),
+        LossTokens(mask, owner, aggregation_denominators(mask, owner, 1)),
         clip_eps=0.5,
-        aggregation="token_mean",
     )
     out.loss.backward()
     assert out.loss.item() == pytest.approx(0.5 * (2.5**2 + 1 + 0.8**2) / 3)
@@ -49,11 +41,8 @@ def test_value_loss_matches_a_loop(clip_eps, make_layout):
         layout.poisoned(values, nan),
         layout.poisoned(old, nan),
         layout.poisoned(returns, nan),
-        layout.mask,
-        layout.owner,
-        whole(layout),
+        layout.tokens(),
         clip_eps=clip_eps,
-        aggregation="token_mean",
     )
     losses, num_clipped = [], 0
     for n in range(layout.num_owners):
@@ -72,60 +61,25 @@ def test_value_loss_matches_a_loop(clip_eps, make_layout):
 @pytest.mark.parametrize("clip_eps", [None, 0.2])
 def test_value_loss_gradcheck_split_and_order(clip_eps, make_layout, close, unchanged):
     layout, values, old, returns = value_case(make_layout, 30)
-    denominators = whole(layout)
 
     def loss(rows, x):
         return value_loss(
-            x[rows],
-            old[rows],
-            returns[rows],
-            layout.mask[rows],
-            layout.owner[rows],
-            denominators,
-            clip_eps=clip_eps,
-            aggregation="sequence_mean_token_mean",
+            x[rows], old[rows], returns[rows], layout.tokens("sequence_mean_token_mean", rows), clip_eps=clip_eps
         ).loss
 
     everything = torch.arange(layout.num_tokens)
     assert torch.autograd.gradcheck(lambda x: loss(everything, x), values.clone().requires_grad_())
     close(loss(everything[:11], values) + loss(everything[11:], values), loss(everything, values))
     close(loss(everything.flip(0), values), loss(everything, values))
-    unchanged(
-        value_loss,
-        values,
-        old,
-        returns,
-        layout.mask,
-        layout.owner,
-        denominators,
-        clip_eps=clip_eps,
-        aggregation="token_mean",
-    )
-
-
-def test_value_loss_refuses_a_clip_of_zero(make_layout):
-    layout, values, old, returns = value_case(make_layout)
-    with pytest.raises(ValueError, match="clip_eps"):
-        value_loss(
-            values,
-            old,
-            returns,
-            layout.mask,
-            layout.owner,
-            whole(layout),
-            clip_eps=0.0,
-            aggregation="token_mean",
-        )
+    unchanged(value_loss, values, old, returns, layout.tokens(), clip_eps=clip_eps)
 
 
 def test_value_loss_of_bfloat16_is_single(make_layout, close):
     layout, values, old, returns = value_case(make_layout)
-    rest = (layout.mask, layout.owner, whole(layout))
-    options = {"clip_eps": 0.2, "aggregation": "token_mean"}
     half = [x.bfloat16() for x in (values, old, returns)]
-    found = value_loss(*half, *rest, **options).loss
+    found = value_loss(*half, layout.tokens(), clip_eps=0.2).loss
     assert found.dtype == torch.float32
-    close(found, value_loss(*(x.double() for x in half), *rest, **options).loss)
+    close(found, value_loss(*(x.double() for x in half), layout.tokens(), clip_eps=0.2).loss)
 
 
 # Demonstrations ------------------------------------------------------------------------------------------
@@ -135,7 +89,7 @@ def test_sft_loss_by_hand():
     logprobs = torch.tensor([-9.0, -1.0, -3.0, float("-inf")])
     mask, owner = torch.tensor([False, True, True, False]), torch.tensor([0, 0, 1, 1])
     denominators = aggregation_denominators(mask, owner, 2)
-    assert sft_loss(logprobs, mask, owner, denominators).item() == 2.0
+    assert sft_loss(logprobs, LossTokens(mask, owner, denominators)).item() == 2.0
 
 
 def test_sft_loss_is_cross_entropy(make_layout, close, unchanged):
@@ -145,10 +99,9 @@ def test_sft_loss_is_cross_entropy(make_layout, close, unchanged):
     counted = layout.mask & (layout.owner >= 0)
     expected = torch.nn.functional.cross_entropy(logits[counted], labels[counted])
     logprobs = logits.log_softmax(1)[torch.arange(12), labels]
-    rest = (layout.mask, layout.owner, whole(layout))
-    close(sft_loss(logprobs, *rest), expected)
-    unchanged(sft_loss, logprobs, *rest)
-    assert torch.autograd.gradcheck(lambda x: sft_loss(x, *rest), logprobs.requires_grad_())
+    close(sft_loss(logprobs, layout.tokens()), expected)
+    unchanged(sft_loss, logprobs, layout.tokens())
+    assert torch.autograd.gradcheck(lambda x: sft_loss(x, layout.tokens()), logprobs.requires_grad_())
 
 
 # Pairs ---------------------------------------------------------------------------------------------------
@@ -185,9 +138,7 @@ def test_pairwise_loss_split_order_and_gradcheck(close, unchanged):
     options = {"margin_P": torch.tensor([0.5, 1.0, 0.0]), "centring": 0.1}
     total = pairwise_reward_loss(CHOSEN, REJECTED, 3, **options)
     shares = [
-        pairwise_reward_loss(
-            CHOSEN[rows], REJECTED[rows], torch.tensor(3), margin_P=options["margin_P"][rows], centring=0.1
-        )
+        pairwise_reward_loss(CHOSEN[rows], REJECTED[rows], 3, margin_P=options["margin_P"][rows], centring=0.1)
         for rows in (slice(0, 1), slice(1, 3), slice(3, 3))
     ]
     close(sum(s.loss for s in shares), total.loss)
@@ -206,5 +157,3 @@ def test_pairwise_loss_of_far_scores_is_finite_and_bfloat16_becomes_single():
     out = pairwise_reward_loss(torch.tensor([-1e4]).bfloat16(), torch.tensor([1e4]).bfloat16(), 1)
     assert out.loss.dtype == torch.float32
     assert out.loss.item() == pytest.approx(2e4, rel=1e-2)
-    with pytest.raises(ValueError, match="centring"):
-        pairwise_reward_loss(CHOSEN, REJECTED, 3, centring=-1.0)

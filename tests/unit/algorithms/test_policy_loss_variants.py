@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from quartet.algorithms.aggregate import aggregation_denominators
+from quartet.algorithms.aggregate import LossTokens, aggregation_denominators
 from quartet.algorithms.policy_losses import cispo_loss, gspo_loss, policy_loss, reinforce_loss
 
 AGGREGATIONS = (
@@ -23,10 +23,6 @@ LOSSES = {
 SEQUENCE = ("gspo",)
 
 
-def whole(layout):
-    return aggregation_denominators(layout.mask, layout.owner, layout.num_owners, norm=NORM)
-
-
 def case(make_layout, num_tokens=60, num_owners=7, dtype=torch.float64):
     """Policy, old and advantages; the advantage is one per trajectory, as with group baselines."""
     layout = make_layout(0, num_tokens, num_owners)
@@ -38,9 +34,7 @@ def case(make_layout, num_tokens=60, num_owners=7, dtype=torch.float64):
 
 
 def run(name, layout, policy, old, advantages, aggregation="sequence_mean_token_mean", weights=None):
-    return LOSSES[name](
-        policy, old, advantages, layout.mask, layout.owner, whole(layout), aggregation=aggregation, weights_T=weights
-    )
+    return LOSSES[name](policy, old, advantages, layout.tokens(aggregation, norm=NORM), weights_T=weights)
 
 
 def slow(name, layout, policy, old, advantages, aggregation, weights):
@@ -115,12 +109,9 @@ def test_gspo_by_hand():
         policy,
         old,
         advantages,
-        mask,
-        owner,
-        aggregation_denominators(mask, owner, 2),
+        LossTokens(mask, owner, aggregation_denominators(mask, owner, 2), "sequence_mean_token_mean"),
         clip_eps_low=0.08,
         clip_eps_high=0.08,
-        aggregation="sequence_mean_token_mean",
     )
     out.loss.backward()
     ratio = float(torch.tensor(-0.05, dtype=torch.float64).exp())
@@ -133,12 +124,12 @@ def test_gspo_by_hand():
 def test_gspo_equals_its_stop_gradient_form(aggregation, make_layout, close):
     """``stop(s) * exp(policy_t - stop(policy_t))`` per token (GSPO-token; Zheng et al., 2025), one advantage each."""
     layout, policy, old, advantages = case(make_layout)
-    arguments = (layout.mask, layout.owner, whole(layout))
+    tokens = layout.tokens(aggregation, norm=NORM)
     mine, other = (policy.clone().requires_grad_() for _ in range(2))
-    out = gspo_loss(mine, old, advantages, *arguments, aggregation=aggregation, **CLIP)
+    out = gspo_loss(mine, old, advantages, tokens, **CLIP)
     out.loss.backward()
     # The same clip on the same value: an old that makes the token's own ratio the sequence's.
-    surrogate = policy_loss(other, policy - out.ratios.log(), advantages, *arguments, aggregation=aggregation, **CLIP)
+    surrogate = policy_loss(other, policy - out.ratios.log(), advantages, tokens, **CLIP)
     surrogate.loss.backward()
     close(out.loss.detach(), surrogate.loss.detach())
     close(mine.grad, other.grad)
@@ -151,12 +142,9 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
         policy,
         torch.zeros(3, dtype=torch.float64),
         torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64),
-        mask,
-        owner,
-        aggregation_denominators(mask, owner, 1),
+        LossTokens(mask, owner, aggregation_denominators(mask, owner, 1)),
         clip_eps_low=0.2,
         clip_eps_high=0.28,
-        aggregation="token_mean",
     )
     out.loss.backward()
     assert policy.grad.tolist() == pytest.approx([-1.28 / 3, 2 * 0.8 / 3, -3 / 3])
@@ -185,15 +173,7 @@ def test_micro_batches_add_up(name, aggregation, make_layout, close):
     place = torch.arange(layout.num_tokens)
     part = layout.owner.clamp(min=0) % 3 if name in SEQUENCE else place % 3
     shares = [
-        LOSSES[name](
-            policy[own],
-            old[own],
-            advantages[own],
-            layout.mask[own],
-            layout.owner[own],
-            whole(layout),
-            aggregation=aggregation,
-        )
+        LOSSES[name](policy[own], old[own], advantages[own], layout.tokens(aggregation, own, NORM))
         for own in (part == p for p in range(3))
     ]
     (of_shares,) = torch.autograd.grad(sum(s.loss for s in shares), policy)
@@ -207,15 +187,7 @@ def test_a_torn_trajectory_is_refused_by_gspo(make_layout):
     layout, policy, old, advantages = case(make_layout)
     half = torch.arange(layout.num_tokens) < layout.num_tokens // 2
     with pytest.raises(ValueError, match="whole in one micro-batch"):
-        LOSSES["gspo"](
-            policy[half],
-            old[half],
-            advantages[half],
-            layout.mask[half],
-            layout.owner[half],
-            whole(layout),
-            aggregation="token_mean",
-        )
+        LOSSES["gspo"](policy[half], old[half], advantages[half], layout.tokens(own=half))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -223,15 +195,7 @@ def test_order_of_tokens_does_not_matter(name, make_layout, close):
     layout, policy, old, advantages = case(make_layout)
     p = torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(0))
     before = run(name, layout, policy, old, advantages)
-    after = LOSSES[name](
-        policy[p],
-        old[p],
-        advantages[p],
-        layout.mask[p],
-        layout.owner[p],
-        whole(layout),
-        aggregation="sequence_mean_token_mean",
-    )
+    after = LOSSES[name](policy[p], old[p], advantages[p], layout.tokens("sequence_mean_token_mean", p))
     close(after.loss, before.loss)
     close(after.ratios, before.ratios[p])
 
@@ -263,8 +227,7 @@ def test_only_the_policy_gets_a_gradient_and_inputs_stay(name, make_layout, unch
     weights = layout.normal(5).abs()
     for tensor in (policy, old, advantages, weights):
         tensor.requires_grad_()
-    rest = (layout.mask, layout.owner, whole(layout))
-    unchanged(LOSSES[name], policy, old, advantages, *rest, aggregation="token_mean", weights_T=weights)
+    unchanged(LOSSES[name], policy, old, advantages, layout.tokens(), weights_T=weights)
     out = run(name, layout, policy, old, advantages, weights=weights)
     out.loss.backward()
     assert old.grad is None and advantages.grad is None and weights.grad is None
@@ -287,9 +250,7 @@ def test_length_one_responses(name):
     owner, mask = torch.arange(3), torch.ones(3, dtype=torch.bool)
     old, advantages = torch.full((3,), -1.0), torch.tensor([1.0, -1.0, 0.0])
     policy = (old + torch.tensor([0.05, -0.05, 0.0])).requires_grad_()
-    out = LOSSES[name](
-        policy, old, advantages, mask, owner, aggregation_denominators(mask, owner, 3), aggregation="token_mean"
-    )
+    out = LOSSES[name](policy, old, advantages, LossTokens(mask, owner, aggregation_denominators(mask, owner, 3)))
     out.loss.backward()
     ratio = torch.ones(3) if name == "reinforce" else (policy - old).exp().detach()
     torch.testing.assert_close(policy.grad, -advantages * ratio / 3)
@@ -302,10 +263,8 @@ def test_logits_with_minus_infinity_in_any_dtype(name, dtype):
     logits = torch.tensor([[1.0, -INFINITY, 0.5], [0.0, 2.0, -INFINITY]], dtype=dtype, requires_grad=True)
     policy = logits.float().log_softmax(-1)[torch.arange(2), torch.tensor([0, 1])]
     owner, mask = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
-    denominators = aggregation_denominators(mask, owner, 1)
-    out = LOSSES[name](
-        policy, policy.detach(), torch.ones(2), mask, owner, denominators, aggregation="sequence_mean_token_mean"
-    )
+    tokens = LossTokens(mask, owner, aggregation_denominators(mask, owner, 1), "sequence_mean_token_mean")
+    out = LOSSES[name](policy, policy.detach(), torch.ones(2), tokens)
     out.loss.backward()
     assert torch.isfinite(out.loss) and torch.isfinite(logits.grad).all()
     # Of -log softmax, halved: probabilities less the one-hot of the token.
@@ -325,27 +284,8 @@ def test_bfloat16_log_probabilities_are_reduced_in_single(name, make_layout, clo
 def test_extreme_ratios_stay_finite(name):
     mask, owner = torch.ones(2, dtype=torch.bool), torch.tensor([0, 1])
     policy = torch.tensor([0.0, -500.0], requires_grad=True)
-    denominators = aggregation_denominators(mask, owner, 2)
+    tokens = LossTokens(mask, owner, aggregation_denominators(mask, owner, 2))
     advantages = torch.tensor([-1.0, 1.0])
-    out = LOSSES[name](
-        policy, torch.tensor([-500.0, 0.0]), advantages, mask, owner, denominators, aggregation="token_mean"
-    )
+    out = LOSSES[name](policy, torch.tensor([-500.0, 0.0]), advantages, tokens)
     out.loss.backward()
     assert torch.isfinite(out.loss) and torch.isfinite(policy.grad).all()
-
-
-@pytest.mark.parametrize("low", [1.5, -0.1])
-def test_clips_of_cispo_that_make_no_sense_are_refused(low, make_layout):
-    layout, policy, old, advantages = case(make_layout)
-    with pytest.raises(ValueError, match="clip_eps_low"):
-        cispo_loss(
-            policy,
-            old,
-            advantages,
-            layout.mask,
-            layout.owner,
-            whole(layout),
-            clip_eps_low=low,
-            clip_eps_high=0.2,
-            aggregation="token_mean",
-        )

@@ -3,16 +3,11 @@ from functools import partial
 import pytest
 import torch
 
-from quartet.algorithms.aggregate import aggregation_denominators
-from quartet.algorithms.losses import entropy_bonus, kl_loss
+from quartet.algorithms.aggregate import LossTokens, aggregate, aggregation_denominators
+from quartet.algorithms.losses import kl_loss
 from quartet.algorithms.policy_losses import policy_loss, sequence_policy_loss
 
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.3}
-TOKEN_MEAN = {**CLIP, "aggregation": "token_mean"}
-
-
-def whole(layout):
-    return aggregation_denominators(layout.mask, layout.owner, layout.num_owners)
 
 
 def near(logprobs, seed, spread=0.3):
@@ -45,13 +40,7 @@ def test_by_hand():
     mask, owner = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
     policy = ratio.log().requires_grad_()
     out = policy_loss(
-        policy,
-        torch.zeros(4),
-        advantages,
-        mask,
-        owner,
-        aggregation_denominators(mask, owner, 1),
-        **TOKEN_MEAN,
+        policy, torch.zeros(4), advantages, LossTokens(mask, owner, aggregation_denominators(mask, owner, 1)), **CLIP
     )
     out.loss.backward()
     assert out.loss.item() == pytest.approx((-1.3 + 2.0 - 0.5 + 0.8) / 4)
@@ -68,11 +57,11 @@ def test_ppo_at_ratio_one_is_reinforce(close):
     logits = torch.tensor([1.0, 2.0, 1.0, 1.0], dtype=torch.float64, requires_grad=True)
     logprob = logits.log_softmax(0)[1:2]
     mask, owner = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
-    denominators = aggregation_denominators(mask, owner, 1)
+    tokens = LossTokens(mask, owner, aggregation_denominators(mask, owner, 1))
     advantage = torch.ones(1, dtype=torch.float64)
     losses = [
-        policy_loss(logprob, logprob.detach(), advantage, mask, owner, denominators, **TOKEN_MEAN).loss,
-        sequence_policy_loss(logprob, logprob.detach(), advantage, mask, owner, denominators, **CLIP).loss,
+        policy_loss(logprob, logprob.detach(), advantage, tokens, **CLIP).loss,
+        sequence_policy_loss(logprob, logprob.detach(), advantage, tokens, **CLIP).loss,
         -logprob.sum(),
     ]
     gradients = [-torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in losses]
@@ -90,11 +79,9 @@ def test_matches_a_loop(dual_clip, make_layout):
         layout.poisoned(policy, float("-inf")),
         layout.poisoned(old, float("-inf")),
         layout.poisoned(advantages, float("nan")),
-        layout.mask,
-        layout.owner,
-        whole(layout),
+        layout.tokens(),
         dual_clip=dual_clip,
-        **TOKEN_MEAN,
+        **CLIP,
     )
     tokens = [t for n in range(layout.num_owners) for t in layout.tokens_of(n)]
     ratio = (policy - old).exp()
@@ -110,25 +97,23 @@ def test_matches_a_loop(dual_clip, make_layout):
 def test_weights_multiply_each_tokens_loss(make_layout, close):
     layout, policy, old, advantages = case(make_layout)
     weights = layout.normal(7).abs()
-    arguments = (layout.mask, layout.owner, whole(layout))
     weighted = policy_loss(
-        policy, old, advantages, *arguments, **TOKEN_MEAN, weights_T=layout.poisoned(weights, float("nan"))
+        policy, old, advantages, layout.tokens(), **CLIP, weights_T=layout.poisoned(weights, float("nan"))
     )
     # A positive weight may as well stand in the advantage.
-    close(weighted.loss, policy_loss(policy, old, advantages * weights, *arguments, **TOKEN_MEAN).loss)
+    close(weighted.loss, policy_loss(policy, old, advantages * weights, layout.tokens(), **CLIP).loss)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"])
 def test_micro_batches_add_up_in_loss_gradient_and_sums(aggregation, make_layout, close):
     layout, policy, old, advantages = case(make_layout)
-    denominators = whole(layout)
-    loss_of = partial(policy_loss, **CLIP, aggregation=aggregation)
+    loss_of = partial(policy_loss, **CLIP)
     policy.requires_grad_()
-    out = loss_of(policy, old, advantages, layout.mask, layout.owner, denominators)
+    out = loss_of(policy, old, advantages, layout.tokens(aggregation))
     (gradient,) = torch.autograd.grad(out.loss, policy)
     part = torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(0)) % 4
     shares = [
-        loss_of(policy[own], old[own], advantages[own], layout.mask[own], layout.owner[own], denominators)
+        loss_of(policy[own], old[own], advantages[own], layout.tokens(aggregation, own))
         for own in (part == p for p in range(4))
     ]
     (gradient_of_shares,) = torch.autograd.grad(sum(s.loss for s in shares), policy)
@@ -141,8 +126,8 @@ def test_micro_batches_add_up_in_loss_gradient_and_sums(aggregation, make_layout
 def test_order_of_tokens_does_not_matter(make_layout, close):
     layout, policy, old, advantages = case(make_layout)
     p = torch.randperm(layout.num_tokens, generator=torch.Generator().manual_seed(0))
-    before = policy_loss(policy, old, advantages, layout.mask, layout.owner, whole(layout), **TOKEN_MEAN)
-    after = policy_loss(policy[p], old[p], advantages[p], layout.mask[p], layout.owner[p], whole(layout), **TOKEN_MEAN)
+    before = policy_loss(policy, old, advantages, layout.tokens(), **CLIP)
+    after = policy_loss(policy[p], old[p], advantages[p], layout.tokens(own=p), **CLIP)
     close(after.loss, before.loss)
     close(after.ratios, before.ratios[p])
 
@@ -151,18 +136,7 @@ def test_order_of_tokens_does_not_matter(make_layout, close):
 def test_gradcheck(dual_clip, make_layout):
     layout, policy, old, advantages = case(make_layout, num_tokens=20, num_owners=4)
     assert torch.autograd.gradcheck(
-        lambda x: (
-            policy_loss(
-                x,
-                old,
-                advantages,
-                layout.mask,
-                layout.owner,
-                whole(layout),
-                dual_clip=dual_clip,
-                **TOKEN_MEAN,
-            ).loss
-        ),
+        lambda x: policy_loss(x, old, advantages, layout.tokens(), dual_clip=dual_clip, **CLIP).loss,
         policy.requires_grad_(),
     )
 
@@ -171,7 +145,7 @@ def test_only_the_policy_gets_a_gradient(make_layout):
     layout, policy, old, advantages = case(make_layout)
     for tensor in (policy, old, advantages):
         tensor.requires_grad_()
-    out = policy_loss(policy, old, advantages, layout.mask, layout.owner, whole(layout), **TOKEN_MEAN)
+    out = policy_loss(policy, old, advantages, layout.tokens(), **CLIP)
     out.loss.backward()
     assert old.grad is None and advantages.grad is None
     assert torch.all(policy.grad[~layout.mask] == 0) and torch.any(policy.grad[layout.mask] != 0)
@@ -185,10 +159,8 @@ def test_masked_infinities_reach_neither_loss_nor_gradient(make_layout):
         poisoned,
         layout.poisoned(old, float("-inf")),
         layout.poisoned(advantages, float("inf")),
-        layout.mask,
-        layout.owner,
-        whole(layout),
-        **TOKEN_MEAN,
+        layout.tokens(),
+        **CLIP,
     )
     out.loss.backward()
     assert torch.isfinite(poisoned.grad).all() and torch.isfinite(out.ratios).all()
@@ -198,7 +170,7 @@ def test_fully_masked_micro_batch_contributes_nothing(make_layout):
     layout, policy, old, advantages = case(make_layout)
     nothing = torch.zeros_like(layout.mask)
     policy.requires_grad_()
-    out = policy_loss(policy, old, advantages, nothing, layout.owner, whole(layout), **TOKEN_MEAN)
+    out = policy_loss(policy, old, advantages, LossTokens(nothing, layout.owner, layout.tokens().denominators), **CLIP)
     out.loss.backward()
     assert out.loss == 0 and torch.all(policy.grad == 0) and out.num_units == 0
 
@@ -210,10 +182,8 @@ def test_extreme_ratios_stay_finite():
         policy,
         torch.tensor([-500.0, 0.0]),
         torch.tensor([-1.0, 0.0]),
-        mask,
-        owner,
-        aggregation_denominators(mask, owner, 2),
-        **TOKEN_MEAN,
+        LossTokens(mask, owner, aggregation_denominators(mask, owner, 2)),
+        **CLIP,
     )
     out.loss.backward()
     assert torch.isfinite(out.loss) and torch.isfinite(policy.grad).all()
@@ -222,34 +192,11 @@ def test_extreme_ratios_stay_finite():
 def test_bfloat16_at_ratio_one_clips_nothing(make_layout, close):
     layout, policy, _, advantages = case(make_layout)
     policy = policy.bfloat16()
-    out = policy_loss(policy, policy, advantages.bfloat16(), layout.mask, layout.owner, whole(layout), **TOKEN_MEAN)
+    out = policy_loss(policy, policy, advantages.bfloat16(), layout.tokens(), **CLIP)
     assert out.loss.dtype == torch.float32
     assert out.num_clipped == 0 and out.approx_kl_sum == 0 and torch.all(out.ratios == 1)
     own = advantages.bfloat16().double()[layout.mask & (layout.owner >= 0)]
     close(out.loss, -own.mean().float())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"clip_eps_low": 1.2, "clip_eps_high": 0.2},
-        {"clip_eps_low": 0.2, "clip_eps_high": -0.1},
-        {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "dual_clip": 1.0},
-    ],
-)
-def test_clips_that_make_no_sense_are_refused(options, make_layout):
-    layout, policy, old, advantages = case(make_layout)
-    with pytest.raises(ValueError, match="clip"):
-        policy_loss(
-            policy,
-            old,
-            advantages,
-            layout.mask,
-            layout.owner,
-            whole(layout),
-            aggregation="token_mean",
-            **options,
-        )
 
 
 # Sequences -----------------------------------------------------------------------------------------------
@@ -267,10 +214,8 @@ def test_sequence_loss_by_hand():
     mask = torch.ones(4, dtype=torch.bool)
     policy = torch.tensor([-1.0, -9.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([-1.1, -1.0, -1.9, -3.2], dtype=torch.float64)
-    denominators = aggregation_denominators(mask, owner, 2)
-    out = sequence_policy_loss(
-        policy, old, torch.tensor([2.0, -3.0], dtype=torch.float64), mask, owner, denominators, **CLIP
-    )
+    tokens = LossTokens(mask, owner, aggregation_denominators(mask, owner, 2))
+    out = sequence_policy_loss(policy, old, torch.tensor([2.0, -3.0], dtype=torch.float64), tokens, **CLIP)
     out.loss.backward()
     ratio = float(torch.tensor(-0.1, dtype=torch.float64).exp())
     assert out.loss.item() == pytest.approx((-2 * 1.3 + 3 * ratio) / 2)
@@ -282,13 +227,7 @@ def test_sequence_loss_matches_a_loop(make_layout):
     layout, policy, old, advantages = sequence_case(make_layout)
     poison = float("-inf")
     out = sequence_policy_loss(
-        layout.poisoned(policy, poison),
-        layout.poisoned(old, poison),
-        advantages,
-        layout.mask,
-        layout.owner,
-        whole(layout),
-        **CLIP,
+        layout.poisoned(policy, poison), layout.poisoned(old, poison), advantages, layout.tokens(), **CLIP
     )
     losses = []
     for n in range(layout.num_owners):
@@ -303,12 +242,9 @@ def test_sequence_loss_matches_a_loop(make_layout):
 
 def test_sequence_micro_batches_add_up(make_layout, close):
     layout, policy, old, advantages = sequence_case(make_layout)
-    denominators = whole(layout)
-    out = sequence_policy_loss(policy, old, advantages, layout.mask, layout.owner, denominators, **CLIP)
+    out = sequence_policy_loss(policy, old, advantages, layout.tokens(), **CLIP)
     shares = [
-        sequence_policy_loss(
-            policy[own], old[own], advantages, layout.mask[own], layout.owner[own], denominators, **CLIP
-        )
+        sequence_policy_loss(policy[own], old[own], advantages, layout.tokens(own=own), **CLIP)
         for own in (layout.owner < 2, layout.owner >= 2)
     ]
     close(sum(s.loss for s in shares), out.loss)
@@ -320,14 +256,12 @@ def test_a_torn_trajectory_is_refused(make_layout):
     layout, policy, old, advantages = sequence_case(make_layout)
     half = torch.arange(layout.num_tokens) < layout.num_tokens // 2
     with pytest.raises(ValueError, match="whole in one micro-batch"):
-        sequence_policy_loss(
-            policy[half], old[half], advantages, layout.mask[half], layout.owner[half], whole(layout), **CLIP
-        )
+        sequence_policy_loss(policy[half], old[half], advantages, layout.tokens(own=half), **CLIP)
 
 
 def test_sequence_gradcheck_and_unchanged_inputs(make_layout, unchanged):
     layout, policy, old, advantages = sequence_case(make_layout)
-    rest = (old, advantages, layout.mask, layout.owner, whole(layout))
+    rest = (old, advantages, layout.tokens())
     unchanged(sequence_policy_loss, policy, *rest, **CLIP)
     assert torch.autograd.gradcheck(lambda x: sequence_policy_loss(x, *rest, **CLIP).loss, policy.requires_grad_())
 
@@ -338,26 +272,22 @@ def test_sequence_gradcheck_and_unchanged_inputs(make_layout, unchanged):
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_loss(kind, make_layout, close, unchanged):
     layout, policy, reference, _ = case(make_layout, num_tokens=20, num_owners=4)
-    rest = (layout.mask, layout.owner, whole(layout))
-    options = {"kind": kind, "aggregation": "token_mean"}
-    unchanged(kl_loss, policy, reference, *rest, **options)
+    unchanged(kl_loss, policy, reference, layout.tokens(), kind)
     d = (policy - reference)[layout.mask & (layout.owner >= 0)]
     per_token = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[kind]
     poison = float("-inf")
-    found = kl_loss(layout.poisoned(policy, poison), layout.poisoned(reference, poison), *rest, **options)
+    found = kl_loss(layout.poisoned(policy, poison), layout.poisoned(reference, poison), layout.tokens(), kind)
     close(found, per_token.mean())
     reference.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: kl_loss(x, reference, *rest, **options), policy.requires_grad_())
-    kl_loss(policy, reference, *rest, **options).backward()
+    assert torch.autograd.gradcheck(lambda x: kl_loss(x, reference, layout.tokens(), kind), policy.requires_grad_())
+    kl_loss(policy, reference, layout.tokens(), kind).backward()
     assert reference.grad is None
 
 
-def test_entropy_bonus(make_layout, close, unchanged):
+def test_aggregated_entropies(make_layout, close):
     layout = make_layout(0)
     entropies = layout.normal(0).abs()
-    rest = (layout.mask, layout.owner, whole(layout))
-    unchanged(entropy_bonus, entropies, *rest, aggregation="token_mean")
-    found = entropy_bonus(layout.poisoned(entropies, float("nan")), *rest, aggregation="token_mean")
+    found = aggregate(layout.poisoned(entropies, float("nan")), layout.tokens())
     close(found, entropies[layout.mask & (layout.owner >= 0)].mean())
 
 
@@ -365,14 +295,5 @@ def test_policy_loss_leaves_inputs_unchanged(make_layout, unchanged):
     layout, policy, old, advantages = case(make_layout)
     weights = layout.normal(5)
     unchanged(
-        policy_loss,
-        policy.requires_grad_(),
-        old,
-        advantages,
-        layout.mask,
-        layout.owner,
-        whole(layout),
-        weights_T=weights,
-        dual_clip=2.0,
-        **TOKEN_MEAN,
+        policy_loss, policy.requires_grad_(), old, advantages, layout.tokens(), weights_T=weights, dual_clip=2.0, **CLIP
     )

@@ -116,13 +116,6 @@ def test_no_steps_at_all() -> None:
         assert step_credits(torch.ones(4), nothing, torch.zeros(4, dtype=torch.int64), rule).tolist() == [0.0] * 4
 
 
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown rule 'mean'"):
-        step_credits(SCORES, STEP, OWNER, "mean")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown kind of score 'odds'"):
-        step_scores(SCORES, "odds")  # type: ignore[arg-type]
-
-
 # The loss ------------------------------------------------------------------------------------------------
 
 LABELS = torch.tensor([1.0, 0.0, 0.5, 0.25, 1.0], dtype=torch.float64)

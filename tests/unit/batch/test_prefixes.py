@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.batch.prefixes import MIN_SHARED, Segments
+from quartet.batch.ragged import MIN_SHARED, Segments
 
 LONG = tuple(range(100, 100 + MIN_SHARED))
 

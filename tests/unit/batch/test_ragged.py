@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.batch.ragged import Attachment, RaggedBatch
+from quartet.batch.ragged import RaggedBatch
+from unshared import rows_of
 
 
 @dataclass
@@ -34,8 +35,6 @@ class Forest:
 def build(forest: Forest) -> RaggedBatch:
     lengths = [len(tokens) for tokens in forest.tokens]
     num_tokens, num_sequences = sum(lengths), len(forest.leaves)
-    rows = [s % 3 for s in range(num_sequences)]
-    offsets = tuple(sum(rows[:s]) for s in range(num_sequences + 1))
     in_leaf = [k in forest.leaves for k, n in enumerate(lengths) for _ in range(n)]
     return RaggedBatch(
         input_ids=torch.tensor([t for tokens in forest.tokens for t in tokens], dtype=torch.int64),
@@ -50,8 +49,6 @@ def build(forest: Forest) -> RaggedBatch:
         },
         sequence={"score": torch.arange(num_sequences, dtype=torch.float32)},
         objects={"answer": tuple({"text": f"answer {s}"} for s in range(num_sequences))},
-        attachments={"image": Attachment(torch.arange(2.0 * offsets[-1]).view(-1, 2), offsets)},
-        meta={"step": 3},
     )
 
 
@@ -74,22 +71,18 @@ def forests(draw, min_sequences=0):
 
 def rows(batch: RaggedBatch) -> list[dict]:
     """A batch as one dictionary per sequence; two batches are the same if these are."""
-    flat, source = batch.unshare()
     found = []
     for s in range(len(batch)):
-        start, stop = flat.leaf_span(s)
-        own_start, own_stop = batch.leaf_span(s)
-        image = batch.attachments["image"]
+        stored = rows_of(batch, s)
         found.append(
             {
                 "id": batch.ids[s],
                 "tokens": batch.token_ids(s),
-                "logprobs": batch.token["logprobs"][source[start:stop]].tolist(),
-                "hidden": batch.token["hidden"][source[start:stop]].tolist(),
-                "mask": batch.token["loss_mask"][own_start:own_stop].tolist(),
+                "logprobs": batch.token["logprobs"][stored].tolist(),
+                "hidden": batch.token["hidden"][stored].tolist(),
+                "mask": batch.token["loss_mask"][slice(*batch.leaf_span(s))].tolist(),
                 "score": batch.sequence["score"][s].item(),
                 "answer": batch.objects["answer"][s],
-                "image": image.values[image.offsets[s] : image.offsets[s + 1]].tolist(),
             }
         )
     return found
@@ -129,7 +122,6 @@ def test_an_empty_batch_works_throughout():
     empty = RaggedBatch.from_sequences([])
     assert len(empty) == empty.num_tokens == 0
     assert empty.sequence_index().tolist() == [] and empty.sequence_lengths() == []
-    assert empty.unshare()[0].num_tokens == 0
     assert len(empty.select([])) == len(RaggedBatch.concat([empty, empty])) == 0
     full = RaggedBatch.from_sequences([[1, 2]])
     assert RaggedBatch.concat([empty, full]).token_ids(0) == [1, 2]
@@ -147,16 +139,13 @@ def test_select_keeps_the_chosen_rows(forest, random):
     assert rows(selected) == [expected[s] for s in indices]
     needed = {k for s in indices for k in forest.chain(forest.leaves[s])}
     assert selected.num_tokens == sum(len(forest.tokens[k]) for k in needed), "an ancestor is stored once"
-    assert selected.meta == batch.meta
 
 
 @given(forests(), st.integers(1, 4))
-def test_split_then_concat_is_the_identity(forest, num_parts):
+def test_cut_then_concat_is_the_identity(forest, num_parts):
     batch = build(forest)
     parts = [[s for s in range(len(batch)) if s * num_parts // len(batch) == p] for p in range(num_parts)]
-    joined = RaggedBatch.concat(batch.split(parts))
-    assert rows(joined) == rows(batch)
-    assert rows(RaggedBatch.concat([batch.select([]), *batch])) == rows(batch)
+    assert rows(RaggedBatch.concat([batch.select(part) for part in parts])) == rows(batch)
 
 
 @given(forests(), forests())
@@ -166,32 +155,6 @@ def test_concat_puts_rows_behind_each_other(first, second):
     joined = RaggedBatch.concat([left, right])
     assert rows(joined) == rows(left) + rows(right)
     assert joined.num_tokens == left.num_tokens + right.num_tokens
-
-
-@given(forests())
-def test_unshare_copies_every_ancestor(forest):
-    batch = build(forest)
-    flat, source = batch.unshare()
-    assert flat.parents == (-1,) * len(batch) and flat.ids == batch.ids
-    torch.testing.assert_close(flat.input_ids, batch.input_ids[source])
-    for s in range(len(batch)):
-        assert flat.token_ids(s) == batch.token_ids(s)
-        start, stop = flat.leaf_span(s)
-        assert flat.token["logprobs"][start:stop].tolist() == forest.flat(batch.token["logprobs"].tolist(), s)
-        own = len(forest.tokens[forest.leaves[s]])
-        mask = [False] * (stop - start - own) + [True] * own
-        assert flat.token["loss_mask"][start:stop].tolist() == mask
-    assert flat.token["loss_mask"].dtype == torch.bool
-    again, _ = flat.unshare()
-    assert rows(again) == rows(flat)
-
-
-def test_unshare_zeroes_masks_of_ancestors_whatever_their_shape():
-    batch = RaggedBatch.from_groups([[1, 2]], [[[3], [4]]], ["a", "b"])
-    batch = batch.with_token(action_mask=torch.ones(4, 3), weights=torch.ones(4))
-    flat, _ = batch.unshare()
-    assert flat.token["action_mask"][:, 0].tolist() == [0, 0, 1, 0, 0, 1]
-    assert flat.token["weights"].tolist() == [1] * 6
 
 
 def test_negative_indices_count_from_the_end_and_others_are_refused():
@@ -216,8 +179,6 @@ def test_with_and_pop_are_inverse(forest):
         grown, found = grown.pop(name)
         assert found is expected or found == expected
     assert set(grown.token) == set(batch.token) and rows(grown) == rows(batch)
-    without, image = batch.pop("image")
-    assert image is batch.attachments["image"] and not without.attachments
     with pytest.raises(KeyError):
         batch.pop("missing")
 
@@ -227,18 +188,12 @@ def test_moving_pickling_and_copying_keep_everything(forest):
     batch = build(forest)
     for other in (batch.to("cpu"), pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
         assert rows(other) == rows(batch)
-        assert other.meta == batch.meta
         assert (other.parents, other.leaves) == (batch.parents, batch.leaves)
 
 
 def test_to_moves_every_tensor():
     moved = build(Forest([[1], [2, 3], [4]], [-1, 0, 0], [1, 2])).to("meta")
-    tensors = [
-        moved.input_ids,
-        *moved.token.values(),
-        *moved.sequence.values(),
-        moved.attachments["image"].values,
-    ]
+    tensors = [moved.input_ids, *moved.token.values(), *moved.sequence.values()]
     assert {t.device.type for t in tensors} == {"meta"}
     assert moved.device.type == "meta"
 
@@ -250,7 +205,7 @@ def test_to_moves_every_tensor():
 def test_operations_leave_the_batch_alone(forest):
     batch = build(forest)
     before = copy.deepcopy(batch)
-    derived = [batch.select([0]), batch.unshare()[0], RaggedBatch.concat([batch]), batch.pop("score")[0]]
+    derived = [batch.select([0]), RaggedBatch.concat([batch]), batch.without_objects()]
     for other in derived:
         # Whoever owns a derived batch may even write into its mask without reaching ours.
         if other.token["loss_mask"] is not batch.token["loss_mask"]:
@@ -261,14 +216,7 @@ def test_operations_leave_the_batch_alone(forest):
 def test_nothing_can_be_written_into_a_batch():
     lengths, fields, answers = [1, 2], {"x": torch.zeros(3)}, ["a", "b"]
     batch = RaggedBatch(
-        torch.zeros(3, dtype=torch.int64),
-        lengths,
-        [-1, -1],
-        [0, 1],
-        ["0", "1"],
-        fields,
-        {},
-        {"answer": answers},
+        torch.zeros(3, dtype=torch.int64), lengths, [-1, -1], [0, 1], ["0", "1"], fields, {}, {"answer": answers}
     )
     lengths.append(7)
     fields["y"] = torch.zeros(1)
@@ -276,7 +224,7 @@ def test_nothing_can_be_written_into_a_batch():
     assert batch.segment_lengths == (1, 2) and set(batch.token) == {"x"} and batch.objects["answer"] == ("a", "b")
     with pytest.raises(dataclasses.FrozenInstanceError):
         batch.ids = ()
-    for family in (batch.token, batch.sequence, batch.objects, batch.attachments, batch.meta):
+    for family in (batch.token, batch.sequence, batch.objects):
         with pytest.raises(TypeError):
             family["x"] = torch.zeros(3)
 
@@ -313,19 +261,12 @@ GOOD = {
         ({"token": {"x": torch.tensor(1.0)}}, "token field 'x'"),
         ({"sequence": {"x": torch.zeros(3)}}, "sequence field 'x'"),
         ({"objects": {"x": ("one",)}}, "object field 'x'"),
-        ({"attachments": {"x": Attachment(torch.zeros(1, 2), (0, 1))}}, "needs 3 offsets"),
     ],
 )
 def test_malformed_batches_are_refused(change, message):
     RaggedBatch(**GOOD)
     with pytest.raises(ValueError, match=message):
         RaggedBatch(**{**GOOD, **change})
-
-
-@pytest.mark.parametrize("offsets", [(), (0, 3), (1, 2), (0, 2, 1, 2), (0, 1)])
-def test_malformed_attachments_are_refused(offsets):
-    with pytest.raises(ValueError, match="offsets must ascend"):
-        Attachment(torch.zeros(2, 4), offsets)
 
 
 def test_concat_refuses_nothing_and_different_fields():

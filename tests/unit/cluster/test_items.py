@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from quartet.batch import Attachment, ColumnSet, RaggedBatch, join
+from quartet.batch import ColumnSet, RaggedBatch, join
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.dispatch import merge_results, portion, survey
 from quartet.cluster.items import Part, Whole, arrange, cut, placed
@@ -24,7 +24,6 @@ def batch_of(groups: list[list[int]], prompt: int = 3) -> RaggedBatch:
     responses = [[[next(start) for _ in range(n)] for n in group] for group in groups]
     batch = RaggedBatch.from_groups(prompts, responses, ids)
     lengths = torch.tensor([batch.leaf_span(s)[1] - batch.leaf_span(s)[0] for s in range(len(batch))])
-    offsets = tuple(range(0, 2 * len(batch) + 1, 2))
     return RaggedBatch(
         batch.input_ids,
         batch.segment_lengths,
@@ -34,8 +33,6 @@ def batch_of(groups: list[list[int]], prompt: int = 3) -> RaggedBatch:
         token={"logprobs": -batch.input_ids.float()},
         sequence={"length": lengths},
         objects={"text": [f"text {i}" for i in ids]},
-        attachments={"image": Attachment(torch.arange(4.0 * len(batch)).view(-1, 2), offsets)},
-        meta={"step": 7},
     )
 
 
@@ -46,8 +43,7 @@ def assert_same(a: RaggedBatch, b: RaggedBatch) -> None:
         ours, theirs = getattr(a, family), getattr(b, family)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert dict(a.objects) == dict(b.objects) and dict(a.meta) == dict(b.meta)
-    assert all(torch.equal(a.attachments[n].values, b.attachments[n].values) for n in a.attachments)
+    assert dict(a.objects) == dict(b.objects)
 
 
 GROUPS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=6)

@@ -15,10 +15,10 @@ import pytest
 
 from quartet.config import UserError
 from quartet.rewards.functions import FunctionReward
-from quartet.rewards.source import GuardedReward, Outcome, RewardError, Threads
+from quartet.rewards.source import GuardedReward, Outcome, RewardError, RewardSource, Threads
 
 
-class Source:
+class Source(RewardSource):
     """Scores by a function of one completion, after whatever ``before`` does."""
 
     name = "probe"
@@ -26,10 +26,6 @@ class Source:
     def __init__(self, judge: Callable[[str], float | None], before: Callable[[], Any] | None = None) -> None:
         self.judge, self.before = judge, before
         self.calls: list[list[str]] = []
-
-    def check_columns(self, columns: Sequence[str]) -> None: ...
-
-    def close(self) -> None: ...
 
     async def score(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
@@ -224,8 +220,7 @@ def test_what_is_cancelled_stops_its_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "raised"),
-    [(StopIteration("over"), RuntimeError), (KeyError("k"), KeyError), (SystemExit(3), SystemExit)],
+    ("error", "raised"), [(StopIteration("over"), RuntimeError), (KeyError("k"), KeyError), (SystemExit(3), SystemExit)]
 )
 def test_whatever_a_thread_raises_is_raised_where_it_is_waited_for(
     error: BaseException, raised: type[BaseException]
@@ -244,19 +239,11 @@ def test_whatever_a_thread_raises_is_raised_where_it_is_waited_for(
     threads.close()
 
 
-def test_a_deadline_that_cannot_hold_is_refused() -> None:
-    """Nothing ends a plain function in this process; a recipe that says otherwise would be a lie."""
-
-    def plain(completions: list[str]) -> list[float]:
-        return [1.0]
-
+def test_a_deadline_holds_for_an_async_function() -> None:
     async def awaits(completions: list[str]) -> list[float]:
         await asyncio.sleep(30 if "slow" in completions else 0)
         return [1.0]
 
-    with pytest.raises(UserError, match="deadline_s does not hold for the reward 'plain'") as caught:
-        GuardedReward(FunctionReward(plain), deadline_s=1.0)
-    assert "name it in the recipe" in caught.value.remedy and "async def" in caught.value.remedy
     held = GuardedReward(FunctionReward(awaits), deadline_s=0.1, on_error="leave_out")
     assert asyncio.run(held.score(["?"], ["slow"], {})).failed == [True]
     assert asyncio.run(held.score(["?"], ["quick"], {})).failed == [False]

@@ -379,7 +379,6 @@ BARE_CALL = """
 import sys
 from quartet.rewards.process import Process
 process = Process("quartet.rewards.function_worker", {"target": sys.argv[1], "threads": 0})
-process.greeting()
 print(process.pid, flush=True)
 process.ask({"completions": ["slow"]})
 """

@@ -138,12 +138,7 @@ def test_the_names_by_which_processes_are_looked_for_do_find_them() -> None:
 
 
 def test_no_process_leaves_the_group() -> None:
-    refused(
-        "os.setsid()",
-        "os.setpgid(0, 0)",
-        "os.setpgrp()",
-        f"call({_number('setsid')})",
-    )
+    refused("os.setsid()", "os.setpgid(0, 0)", "os.setpgrp()", f"call({_number('setsid')})")
 
 
 def test_time_is_limited() -> None:

@@ -9,13 +9,13 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config.rewards import ExactMatchReward, FormatReward, LengthReward, NumericReward, RegexReward
+from quartet.rewards.build import RuleSource
 from quartet.rewards.builtin import exact_match, format_match, last_number, length, numeric, regex
 from quartet.rewards.functions import FunctionReward
-from quartet.rewards.rules import rule_source
 
 
 def score(config: Any, completions: list[str], **columns: Any) -> list[float | None]:
-    return asyncio.run(rule_source(config).score(["?"] * len(completions), completions, columns))
+    return asyncio.run(RuleSource(config).score(["?"] * len(completions), completions, columns))
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_builtins_are_functions_of_a_recipe_too() -> None:
 
 
 def test_a_missing_column_is_named_before_any_work() -> None:
-    source = rule_source(NumericReward(column="answr"))
+    source = RuleSource(NumericReward(column="answr"))
     with pytest.raises(UserError, match="did you mean 'answer'"):
         source.check_columns(["answer"])
     source.check_columns(["answr"])
-    rule_source(LengthReward(max=1)).check_columns([])
+    RuleSource(LengthReward(max=1)).check_columns([])

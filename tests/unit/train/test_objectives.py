@@ -31,6 +31,7 @@ from quartet.config.algorithms import (
 )
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.preference_objectives import PairwiseObjective
+from unshared import unshared
 
 TEMPERATURE = 0.9
 NUM_TRAJECTORIES = 6
@@ -311,7 +312,7 @@ def test_order_of_sequences_changes_nothing(case, data, whole, make_engine, grad
 
 def test_sharing_prompts_changes_nothing(case, data, whole, make_engine, gradients, weights, same):
     engine = make_engine(case.kind, token_budget=24)
-    flat, _ = data.unshare()
+    flat = unshared(data)
     assert flat.num_tokens > data.num_tokens
     metrics = engine.train_step(flat, case.objective)
     _check((metrics, gradients(engine), weights(engine)), whole, same)
@@ -353,9 +354,9 @@ def test_the_batch_is_cut_and_clipped(batch, make_engine):
 def test_first_ratio_is_exactly_one(precision, config, batch, make_engine):
     """Whatever the dtype, the cut and the weights by now; ``old_logprobs`` of the batch is not even looked at."""
     engine = make_engine(dtype=torch.float32, precision=precision, token_budget=20)
-    without, _ = batch.pop("old_logprobs")
+    bare, _ = batch.pop("old_logprobs")
     for _ in range(3):
-        metrics = engine.train_step(without, _policy(config, is_first=True))
+        metrics = engine.train_step(bare, _policy(config, is_first=True))
         assert metrics["policy/ratio_mean"] == 1.0
         assert metrics["policy/ratio_max"] == 1.0
         assert metrics["policy/clip_frac"] == metrics["policy/clip_frac_numerical"] == 0.0

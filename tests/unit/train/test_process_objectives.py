@@ -11,6 +11,7 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.train.engine import Needs
 from quartet.train.process_objectives import STEP_NEEDS, StepObjective
+from unshared import unshared
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_order_of_answers_changes_nothing(steps, whole, make_engine, gradients, 
 
 @pytest.mark.parametrize("share", [True, False])
 def test_sharing_prompts_changes_nothing(steps, whole, share, make_engine, gradients, weights, same) -> None:
-    flat, _ = steps.unshare()
+    flat = unshared(steps)
     assert flat.num_tokens > steps.num_tokens
     data = steps if not share else flat
     check(one_step(make_engine, gradients, weights, data, token_budget=24, share_prefixes=share), whole, same)
@@ -122,8 +123,7 @@ def test_the_batch_is_left_alone(steps, make_engine) -> None:
 
 
 def test_no_labelled_step_leaves_the_gradient_zero(steps, make_engine) -> None:
-    bare, _ = steps.pop("step_mask")
-    bare = bare.with_token(step_mask=torch.zeros(steps.num_tokens, dtype=torch.bool))
+    bare = steps.with_token(step_mask=torch.zeros(steps.num_tokens, dtype=torch.bool))
     metrics = make_engine("scalar").train_step(bare, StepObjective())
     assert metrics["grad_norm"] == 0.0 and metrics["loss/process_reward"] == 0.0
     assert "process_reward/accuracy" not in metrics

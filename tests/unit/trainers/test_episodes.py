@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from quartet.batch.columns import ColumnSet
-from quartet.batch.prefixes import MIN_SHARED
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.ragged import MIN_SHARED, RaggedBatch
 from quartet.batch.trajectory import (
     STEP_PREFIX,
     Trajectories,

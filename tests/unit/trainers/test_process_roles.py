@@ -138,7 +138,7 @@ def test_a_turn_ends_its_last_step(codec: TextCodec) -> None:
     start, stop = batch.leaf_span(0)
     mask = batch.token["action_mask"].clone()
     mask[start + 3] = False  # of 1;2;3<eos> the second separator
-    batch = batch.pop("action_mask")[0].with_token(action_mask=mask)
+    batch = batch.with_token(action_mask=mask)
     turns = steps_of(batch, 0, codec, ";")
     assert [[t - start for t in turn.tokens] for turn in turns] == [[1, 2], [5]]
     assert [[step.text for step in turn.steps] for turn in turns] == [["1", "2"], ["3"]]
@@ -247,7 +247,7 @@ def test_answers_of_several_turns_are_not_rendered(role_of: Any, codec: TextCode
     chunk = chunk_with(codec)
     mask = chunk.data.token["action_mask"].clone()
     mask[chunk.data.leaf_span(0)[0] + 2] = False
-    turns = Chunk(0, 0, chunk.num_tokens, chunk.data.pop("action_mask")[0].with_token(action_mask=mask))
+    turns = Chunk(0, 0, chunk.num_tokens, chunk.data.with_token(action_mask=mask))
     with pytest.raises(UserError, match="reads answers of one turn only"):
         score(role_of(merging_tokenizer()), turns)
     assert not bool(score(role_of(), turns).sequence["reward/process_reward"].isnan().any()), "own tokens are read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gzip
 import os
@@ -13,15 +14,23 @@ import pytest
 import torch
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.cluster import ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
+from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptItem
 from quartet.observe import rollouts
 from quartet.observe.rollouts import list_steps, read_step, step_path
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.group_batch import answered, group_batch
 from quartet.schedule.groups import Group, chunk_of, without_texts
+from quartet.schedule.model_worker import ScoreWorker
+from quartet.schedule.placement import LOCAL_POOL, local_placement
+from quartet.schedule.role_group import RemoteGroup
 from quartet.schedule.writer import Writer
 from quartet.text.tokenizer import TextCodec
+from quartet.train.engine import Needs
+from quartet.trainers.loader import UserObjects
+from quartet.trainers.workers import WRITER, PoolWorker
 
 
 @pytest.fixture
@@ -127,3 +136,23 @@ def test_an_outline_is_no_record(run: Path, codec: TextCodec) -> None:
     whole = batch.outline(["far"]).filled([batch])
     Writer(codec).write_rollouts(run / "rollouts", 1, [whole], background=False)
     assert [record.response_text for record in read_step(run / "rollouts", 1)] == ["7"]
+
+
+def test_a_reward_model_may_be_called_writer(tmp_path: Path, causal_lm: Any, scalar_model: Any, tokenizer: Any) -> None:
+    """Where it is in the actor's process it stood under the writer's own name."""
+    for name, model in (("policy", causal_lm()), ("judge", scalar_model())):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    recipe = RLRecipe(
+        actor={"model": {"path": str(tmp_path / "policy")}},
+        data={"path": "unused.jsonl"},
+        rewards=[{"type": "model", "name": "writer", "path": str(tmp_path / "judge")}],
+    )
+    with connect("local") as backend:
+        made = (recipe, UserObjects(), local_placement(("actor", "writer")), LOCAL_POOL, str(Path.cwd()))
+        group = WorkerGroup(ResourcePool([1]), PoolWorker, *made, backend=backend)
+        batch = RaggedBatch.from_groups([[3, 4]], [[[5], [6, 7]]], ["a", "b"])
+        model = RemoteGroup(group, "writer", ScoreWorker)
+        scores = asyncio.run(model.call(ScoreWorker.forward, batch, Needs(scores=True)))
+        assert scores.ids == batch.ids and len(scores.sequence["scores"]) == 2
+        assert asyncio.run(RemoteGroup(group, WRITER, Writer, 0).call(Writer.finish_rollouts, 1)) is False

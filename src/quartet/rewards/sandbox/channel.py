@@ -334,13 +334,9 @@ def _items(value: Any) -> list[Any]:
     return found
 
 
-def _call(function: Any, *arguments: Any, **keywords: Any) -> Any:
-    return function(*arguments, **keywords)
-
-
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": _call,
-    "make": _call,
+    "call": operator.call,
+    "make": operator.call,
     "getattr": getattr,
     "setattr": setattr,
     "getitem": operator.getitem,
@@ -352,7 +348,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "isinstance": lambda kind, value: isinstance(value, kind),
 }
 """What tests may ask of an object of the code under test, by the methods of :class:`SolutionObject`."""
-CALLS: dict[str, Callable[..., Any]] = {"call": _call}
+CALLS: dict[str, Callable[..., Any]] = {"call": operator.call}
 """What the code under test may ask of an object of the tests."""
 
 

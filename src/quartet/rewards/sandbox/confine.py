@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 NOBODY = 65534
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -47,17 +48,8 @@ def write_id_maps(pid: int) -> None:
         if os.geteuid() == 0:
             lines += f"{NOBODY} {NOBODY} 1\n"
         elif name == "gid":
-            _write(f"/proc/{pid}/setgroups", "deny")
-        _write(f"/proc/{pid}/{name}_map", lines)
-
-
-def _write(path: str, text: str) -> None:
-    # In one call: the kernel takes a map whole or not at all.
-    fd = os.open(path, os.O_WRONLY)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
+            Path(f"/proc/{pid}/setgroups").write_text("deny")
+        Path(f"/proc/{pid}/{name}_map").write_text(lines)  # in one call: the kernel takes a map whole or not at all
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:

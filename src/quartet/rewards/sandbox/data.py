@@ -29,21 +29,8 @@ _MAX_DECIMAL = 20_000  # characters
 _NAMED: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        bytearray,
-        list,
-        tuple,
-        dict,
-        set,
-        frozenset,
-        range,
-        object,
-        type,
+        *(bool, int, float, complex, str, bytes, bytearray),
+        *(list, tuple, dict, set, frozenset, range, object, type),
     )
 }
 """Types that cross by name, so that ``f(x, int)`` and ``type_of(3) is int`` mean Python's own."""
@@ -111,6 +98,9 @@ def encode(value: Any, refer: Callable[[Any], list[Any]], keep: bool = False) ->
     return down(value)
 
 
+_flat: Callable[[Iterable[tuple[Any, Any]]], Iterable[Any]] = itertools.chain.from_iterable
+
+
 def _int(value: int) -> Any:
     value = int.__pos__(value)
     if (bits := value.bit_length()) > MAX_INT_BITS:
@@ -153,10 +143,6 @@ def _defaultdict(value: Any) -> Iterable[Any]:
     factory = defaultdict.__dict__["default_factory"].__get__(value)
     known = any(factory is kind for kind in _NAMED.values())
     return itertools.chain([factory if known else None], _flat(dict.items(value)))
-
-
-def _flat(items: Iterable[tuple[Any, Any]]) -> Iterable[Any]:
-    return itertools.chain.from_iterable(items)
 
 
 _SCALARS: dict[type, Callable[[Any], Any]] = {

@@ -32,7 +32,7 @@ import os
 import signal
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ def main() -> None:
     from quartet.rewards.sandbox import confine
 
     job = json.loads(sys.stdin.buffer.read())
-    _or_report(job["status_fd"], confine.end_with_parent)
+    with _reported(job["status_fd"]):
+        confine.end_with_parent()
     if job["confinement"] == "bubblewrap":
         _in_bubblewrap(job)
     from quartet.rewards.sandbox import refuse, work  # noqa: F401 - while they can be found
@@ -71,13 +72,14 @@ def _in_bubblewrap(job: dict[str, Any]) -> None:
     from quartet.rewards.sandbox import confine
 
     status = int(job["status_fd"])
-    _or_report(status, confine.adopt_orphans)
+    with _reported(status):
+        confine.adopt_orphans()
     bwrap = _fork()
     if bwrap:
         os.close(status)
         _end_as(bwrap, signal.SIGKILL, wait_for_all=True)
 
-    def become() -> None:
+    with _reported(status):
         confine.end_with_parent()
         again = os.memfd_create("job", 0)
         os.write(again, json.dumps({**job, "confinement": "inside"}).encode())
@@ -102,14 +104,12 @@ def _in_bubblewrap(job: dict[str, Any]) -> None:
         interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         os.execv(command[0], [*command, interpreter, *sys.orig_argv[1 : -len(sys.argv)], f"{_INSIDE}/launcher.py"])
 
-    _or_report(status, become)
-
 
 def _inside(job: dict[str, Any]) -> None:
     """What bubblewrap leaves to do in the worker."""
     from quartet.rewards.sandbox import confine
 
-    def confined() -> None:
+    with _reported(int(job["status_fd"])):
         confine.mount_memory("/tmp", job["limits"]["disk_bytes"], "1777")
         os.chdir("/tmp")
         confine.drop_privileges(job["user"])
@@ -117,8 +117,6 @@ def _inside(job: dict[str, Any]) -> None:
         confine.forbid_tracing()
         # Where this user made the namespace, bubblewrap's own process in it is counted, too.
         _limit_worker(job, others=0 if job["user"] != job["trainer"] else 1)
-
-    _or_report(int(job["status_fd"]), confined)
 
 
 def _limit_worker(job: dict[str, Any], others: int) -> None:
@@ -139,13 +137,14 @@ def _in_namespaces(job: dict[str, Any]) -> None:
         os.close(ready[1])
         os.close(told[0])
         if os.read(ready[0], 1):
-            _or_report(status, lambda: confine.write_id_maps(builder))
+            with _reported(status):
+                confine.write_id_maps(builder)
             os.write(told[1], b"1")
         os.close(status)
         _end_as(builder, signal.SIGTERM)
     os.close(told[1])
 
-    def build() -> None:
+    with _reported(status):
         confine.end_with_parent()
         confine.enter_namespaces()
         os.write(ready[1], b"1")
@@ -155,22 +154,22 @@ def _in_namespaces(job: dict[str, Any]) -> None:
         confine.change_root(job["mount_point"], prefixes, job["limits"]["disk_bytes"])
         confine.drop_privileges()
         confine.end_with_parent()  # forgotten when the user changes
-
-    _or_report(status, build)
     for fd in (*ready, told[0]):
         os.close(fd)
     init = _fork()
     if init:
         os.close(status)
         _end_as(init, signal.SIGKILL)
-    _or_report(status, confine.end_with_parent)
-    _or_report(status, confine.forbid_tracing)
+    with _reported(status):
+        confine.end_with_parent()
+        confine.forbid_tracing()
     worker = _fork()
     if worker:
         os.close(status)
         _end_as(worker, signal.SIGKILL)
     # Counted in the user namespace, where two more keep house.
-    _or_report(status, lambda: _limit_worker(job, others=2))
+    with _reported(status):
+        _limit_worker(job, others=2)
 
 
 def _in_group(job: dict[str, Any]) -> None:
@@ -179,20 +178,18 @@ def _in_group(job: dict[str, Any]) -> None:
 
     status = int(job["status_fd"])
 
-    def prepare() -> int:
+    with _reported(status):
         confine.adopt_orphans()
         confine.forbid_tracing()
         # The kernel counts all processes of a user together; nobody else is this one, where it is not the trainer's.
-        return 0 if os.geteuid() == 0 else confine.num_tasks(os.geteuid())
-
-    others: int = _or_report(status, prepare)
+        others = 0 if os.geteuid() == 0 else confine.num_tasks(os.geteuid())
     worker = _fork()
     if worker:
         os.close(status)
         os.setpgid(worker, worker)
         _end_group(worker)
 
-    def confined() -> None:
+    with _reported(status):
         os.setpgid(0, 0)
         os.chdir(job["folder"])
         shown = confine.visible([sys.base_prefix, sys.base_exec_prefix])
@@ -206,8 +203,6 @@ def _in_group(job: dict[str, Any]) -> None:
         refuse.restrict_files(list(opened.values()), ".")
         _limit_worker(job, others)
         os.listdir(sys.path[-1])  # an error where the code's user cannot read the interpreter's modules
-
-    _or_report(status, confined)
 
 
 def _import_through(opened: dict[str, int]) -> None:
@@ -230,9 +225,11 @@ def _fork() -> int:
     return os.fork()
 
 
-def _or_report(status: int, action: Callable[[], Any]) -> Any:
+@contextlib.contextmanager
+def _reported(status: int) -> Iterator[None]:
+    """What goes wrong inside is told, and ends this process."""
     try:
-        return action()
+        yield
     except (OSError, ValueError) as error:
         os.write(status, f"{error}".encode())
         os._exit(1)

@@ -16,104 +16,44 @@ from collections.abc import Iterator, Sequence
 
 from quartet.rewards.sandbox.confine import DEVICES, checked, libc
 
-# Calls by name with their numbers on (x86-64, ARM64) -------------------------------------------------------
+# Calls by name, each with its numbers on x86-64 and ARM64 -------------------------------------------------------
 
 _NONE = 0xFFFF  # there is no such call
-_CALLS = {
+
+
+def _by_name(*rows: str) -> dict[str, tuple[int, int]]:
+    calls = [call.split() for row in rows for call in row.split(", ")]
+    return {name: (int(x86), _NONE if arm == "-" else int(arm)) for name, x86, arm in calls}
+
+
+_CALLS = _by_name(
     # Connections. Pairs of connected sockets remain; they may not be led elsewhere, by an address or by a file handed
     # over.
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "accept": (43, 202),
-    "accept4": (288, 242),
-    "sendmsg": (46, 211),
-    "sendmmsg": (307, 269),
-    # Memory that no limit of a process counts, and that outlives it.
-    "shmget": (29, 194),
-    "shmctl": (31, 195),
-    "shmat": (30, 196),
-    "shmdt": (67, 197),
-    "semget": (64, 190),
-    "semctl": (66, 191),
-    "semtimedop": (220, 192),
-    "semop": (65, 193),
-    "msgget": (68, 186),
-    "msgctl": (71, 187),
-    "msgrcv": (70, 188),
-    "msgsnd": (69, 189),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
-    "mq_timedsend": (242, 182),
-    "mq_timedreceive": (243, 183),
-    "mq_notify": (244, 184),
-    "mq_getsetattr": (245, 185),
-    "memfd_create": (319, 279),
-    "io_setup": (206, 0),  # counted machine-wide
+    "socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242, sendmsg 46 211",
+    "sendmmsg 307 269",
+    # Memory that no limit of a process counts, and that outlives it; io_setup is counted machine-wide.
+    "shmget 29 194, shmctl 31 195, shmat 30 196, shmdt 67 197, semget 64 190, semctl 66 191, semtimedop 220 192",
+    "semop 65 193, msgget 68 186, msgctl 71 187, msgrcv 70 188, msgsnd 69 189, mq_open 240 180, mq_unlink 241 181",
+    "mq_timedsend 242 182, mq_timedreceive 243 183, mq_notify 244 184, mq_getsetattr 245 185",
+    "memfd_create 319 279, io_setup 206 0",
     # Signals to, memory, open files and scheduling of other processes.
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setattr": (314, 274),
-    "sched_setaffinity": (203, 122),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
+    "kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240",
+    "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, migrate_pages 256 238",
+    "move_pages 279 239, sched_setparam 142 118, sched_setscheduler 144 119, sched_setattr 314 274",
+    "sched_setaffinity 203 122, setpriority 141 140, ioprio_set 251 30",
     # Ways out of the process group, which is ended as a whole.
-    "setsid": (112, 157),
-    "setpgid": (109, 154),
+    "setsid 112 157, setpgid 109 154",
     # Namespaces, mounts and other roots.
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
+    "unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51",
+    "name_to_handle_at 303 264, open_by_handle_at 304 265",
     # Keys of the user, and parts of the kernel that no honest program needs.
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "fanotify_init": (300, 262),
-    "personality": (135, 92),
-    "modify_ldt": (154, _NONE),
-    "iopl": (172, _NONE),
-    "ioperm": (173, _NONE),
-    "uselib": (134, _NONE),
-    "lookup_dcookie": (212, 18),
-    "syslog": (103, 116),
-    "vhangup": (153, 58),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "settimeofday": (164, 170),
-    "adjtimex": (159, 171),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-}
+    "add_key 248 217, request_key 249 218, keyctl 250 219, bpf 321 280, perf_event_open 298 241",
+    "userfaultfd 323 282, fanotify_init 300 262, personality 135 92, modify_ldt 154 -, iopl 172 -, ioperm 173 -",
+    "uselib 134 -, lookup_dcookie 212 18, syslog 103 116, vhangup 153 58, acct 163 89, quotactl 179 60",
+    "swapon 167 224, swapoff 168 225, reboot 169 142, kexec_load 246 104, kexec_file_load 320 294",
+    "init_module 175 105, finit_module 313 273, delete_module 176 106, sethostname 170 161, setdomainname 171 162",
+    "settimeofday 164 170, adjtimex 159 171, clock_settime 227 112, clock_adjtime 305 266",
+)
 _FIRST_COMMON = 424
 """From this number on calls have one number everywhere. New ones come with every kernel: those below are allowed, the
 others do not exist, as on an older kernel. Among these are io_uring, pidfd, clone3, memfd_secret and those that mount.

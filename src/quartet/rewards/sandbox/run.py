@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,8 +64,7 @@ class Limits:
     isolation: Isolation = "namespaces"
 
     def of_process(self) -> dict[str, int]:
-        others = ("wall_s", "output_bytes", "isolation")
-        return {name: value for name, value in asdict(self).items() if name not in others}
+        return {name: getattr(self, name) for name in ("cpu_s", "memory_bytes", "disk_bytes", "processes")}
 
 
 @dataclass(frozen=True)
@@ -125,23 +124,18 @@ def tool_for_namespaces() -> Tool:
 
 
 class _Sandboxed:
-    """One sandboxed process. ``stdout``: a descriptor, or one of subprocess' constants."""
+    """One sandboxed process, gone with all it started when its ``with`` is over.
 
-    def __init__(
-        self,
-        role: str,
-        job: dict[str, Any],
-        limits: Limits,
-        stdout: int,
-        fds: Sequence[int] = (),
-        tool: Tool | None = None,
-    ) -> None:
+    Args:
+        job: what the role needs; its entries ``…_fd`` are open there, too.
+        stdout: a descriptor, or one of subprocess' constants.
+    """
+
+    def __init__(self, role: str, job: dict[str, Any], limits: Limits, stdout: int, tool: Tool | None = None) -> None:
         tool = tool or (_PROCESS if limits.isolation == "process" else tool_for_namespaces())
-        self._folder: Path | None = None
         # For root one that nobody else is, and no other run.
         self._user = _FIRST_USER + secrets.randbelow(_NUM_USERS) if os.geteuid() == 0 else os.geteuid()
-        if tool.confinement == "process":
-            self._folder = self._own_folder()
+        self._folder = _own_folder(self._user) if tool.confinement == "process" else None
         self._status, status_fd = os.pipe()
         job = {
             **job,
@@ -165,7 +159,7 @@ class _Sandboxed:
                 env={},
                 cwd="/",
                 start_new_session=True,
-                pass_fds=(status_fd, *fds),
+                pass_fds=[fd for name, fd in job.items() if name.endswith("_fd")],
             )
         except OSError as error:
             os.close(self._status)
@@ -174,16 +168,6 @@ class _Sandboxed:
         finally:
             os.close(job_fd)
             os.close(status_fd)
-
-    def _own_folder(self) -> Path:
-        try:
-            self._folder = Path(tempfile.mkdtemp(prefix="quartet-code-"))
-            if self._user != os.geteuid():
-                os.chown(self._folder, self._user, self._user)
-        except OSError as error:
-            self._remove_folder()
-            raise SandboxError(f"no folder for its files could be made: {error}") from error
-        return self._folder
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
@@ -195,7 +179,10 @@ class _Sandboxed:
             slow = f"nothing was said within {_SETUP_S} s" if ended == "time" else "its process ended"
             raise SandboxError(said.decode(errors="replace") or slow)
 
-    def end(self) -> None:
+    def __enter__(self) -> _Sandboxed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Kills what is left, and returns when all of it is gone."""
         self.process.terminate()
         try:
@@ -209,13 +196,17 @@ class _Sandboxed:
         self._remove_folder()
 
 
-@contextlib.contextmanager
-def _ended_at_exit(*started: _Sandboxed) -> Iterator[None]:
+def _own_folder(user: int) -> Path:
+    folder = None
     try:
-        yield
-    finally:
-        for sandboxed in started:
-            sandboxed.end()
+        folder = Path(tempfile.mkdtemp(prefix="quartet-code-"))
+        if user != os.geteuid():
+            os.chown(folder, user, user)
+    except OSError as error:
+        if folder is not None:
+            remove_tree(folder)
+        raise SandboxError(f"no folder for its files could be made: {error}") from error
+    return folder
 
 
 def _memory_file(content: bytes) -> int:
@@ -240,10 +231,10 @@ def run_program(source: str, text: str, limits: Limits, tool: Tool | None = None
     input_fd = _memory_file(text.encode("utf-8", "surrogatepass"))
     try:
         job = {"source": source, "input_fd": input_fd}
-        program = _Sandboxed("program", job, limits, subprocess.PIPE, (input_fd,), tool)
+        program = _Sandboxed("program", job, limits, subprocess.PIPE, tool)
     finally:
         os.close(input_fd)
-    with _ended_at_exit(program):
+    with program:
         program.wait_until_ready()
         deadline = time.monotonic() + limits.wall_s
         assert program.process.stdout is not None, "asked for above"
@@ -268,23 +259,18 @@ def judge(source: str, tests: Sequence[Check], limits: Limits) -> list[Verdict]:
         SandboxError: no sandbox could be set up.
     """
     to_solution, to_tests = os.pipe(), os.pipe()
-    started: list[_Sandboxed] = []
     with contextlib.ExitStack() as stack:
         try:
-            ends = {"read_fd": to_solution[0], "write_fd": to_tests[1]}
-            job = {"source": source, **ends}
-            started.append(_Sandboxed("solution", job, limits, subprocess.DEVNULL, tuple(ends.values())))
-            stack.enter_context(_ended_at_exit(started[0]))
-            ends = {"read_fd": to_tests[0], "write_fd": to_solution[1]}
-            judging = {"tests": [asdict(test) for test in tests], **ends}
-            started.append(_Sandboxed("tests", judging, limits, subprocess.PIPE, tuple(ends.values())))
-            stack.enter_context(_ended_at_exit(started[1]))
+            job = {"source": source, "read_fd": to_solution[0], "write_fd": to_tests[1]}
+            solution = stack.enter_context(_Sandboxed("solution", job, limits, subprocess.DEVNULL))
+            job = {"tests": [asdict(test) for test in tests], "read_fd": to_tests[0], "write_fd": to_solution[1]}
+            judging = stack.enter_context(_Sandboxed("tests", job, limits, subprocess.PIPE))
         finally:
             for fd in (*to_solution, *to_tests):
                 os.close(fd)
-        for sandboxed in started:
+        for sandboxed in (solution, judging):
             sandboxed.wait_until_ready()
-        stdout = started[1].process.stdout
+        stdout = judging.process.stdout
         assert stdout is not None, "asked for above"
         num = sum(test.counts for test in tests)
         # A character of a reason is at most two escapes of six bytes.

@@ -31,14 +31,14 @@ MAX_REASON = 500
 
 def run_program(job: dict[str, Any]) -> None:
     """The code as a program, the file ``input_fd`` its standard input. Ends as Python ends: waits for its threads."""
-    _redirect(0, job["input_fd"])
+    os.dup2(job["input_fd"], 0)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
     _execute(job["source"], "__main__")
 
 
 def offer_solution(job: dict[str, Any]) -> None:
     """Runs the code, says which names it defines, then answers requests for them and what they give."""
-    _redirect(0, os.open("/dev/null", os.O_RDONLY))
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     channel = Channel(job["read_fd"], job["write_fd"], OPERATIONS, TestObject)
     try:
         try:
@@ -62,8 +62,8 @@ def run_tests(job: dict[str, Any]) -> None:
     """
     verdicts = os.dup(1)
     quiet = os.open("/dev/null", os.O_RDWR)
-    _redirect(0, quiet)
-    _redirect(1, quiet)
+    os.dup2(quiet, 0)
+    os.dup2(quiet, 1)
     channel = Channel(job["read_fd"], job["write_fd"], CALLS, SolutionObject)
     uses = [node for test in job["tests"] for node in ast.walk(ast.parse(test["source"]))]
     namespace: dict[str, Any] = {"__name__": "tests"}
@@ -147,10 +147,6 @@ def _execute(source: str, name: str) -> dict[str, Any]:
 def _compiled(source: str, name: str) -> types.CodeType:
     # Not with this module's own ``from __future__ import annotations``: code may use its annotations.
     return compile(source, name, "exec", dont_inherit=True)
-
-
-def _redirect(fd: int, target: int) -> None:
-    os.dup2(target, fd)
 
 
 ROLES: dict[str, Callable[[dict[str, Any]], None]] = {

@@ -1,0 +1,49 @@
+"""What a run does about workers that died: how often it starts them anew, and how it ends where that does not help."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quartet.cluster import ResourcePool, Worker, WorkerDied, WorkerGroup, connect
+from quartet.config import UserError
+from quartet.trainers.rl import RLTrainer
+from quartet.trainers.workers import RayCompany
+
+
+class Once(Worker):
+    """Can be made once."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Once.made += 1
+        if Once.made > 1:
+            raise OSError("no such model")
+
+
+def company(group: WorkerGroup, max_restarts: int) -> RayCompany:
+    found: Any = RayCompany.__new__(RayCompany)
+    found._groups, found._num_deaths, found._changing = {group.name: group}, 0, {"actor"}
+    found.cluster = SimpleNamespace(max_restarts=max_restarts)
+    found.placement = SimpleNamespace(pool_of={"actor": group.name, "rollout": group.name})
+    return found
+
+
+def test_a_worker_that_cannot_be_made_anew_ends_the_run_after_its_restarts() -> None:
+    """It was asked for ever whether it lives."""
+    with connect("local") as backend:
+        group = WorkerGroup(ResourcePool([1]), Once, name="trained", backend=backend, max_restarts=2**31)
+        backend.stop(group._processes.handles)
+        trainer: Any = RLTrainer.__new__(RLTrainer)
+        trainer.company, trainer._session = company(group, max_restarts=3), None
+        trainer.run = SimpleNamespace(check_stop=lambda step: None)
+        with pytest.raises(UserError, match="died more often") as caught:
+            asyncio.run(asyncio.wait_for(trainer._after_death(WorkerDied(group.dead()[0])), 60))
+    assert Once.made == 1 + 3
+    assert caught.value.found == (
+        "death 4, cluster.max_restarts is 3; rank 0 of group 'trained' died: OSError: no such model (actor, rollout)"
+    )
