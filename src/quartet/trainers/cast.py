@@ -11,9 +11,8 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, OnlineDPO, ReMax, Selection, keeps_trajectories_whole, kl_term
-from quartet.config.environments import EnvironmentConfig
 from quartet.config.fits import without_effect
-from quartet.config.recipe import RLRecipe
+from quartet.config.recipe import EnvironmentConfig, RLRecipe
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.data.order import draw
 from quartet.envs.episode import EpisodeLimits

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import CUT_OFF
-from quartet.config.environments import EnvironmentConfig
+from quartet.config.recipe import EnvironmentConfig
 from quartet.data.datasets import PromptItem
 from quartet.envs.episode import NoRoom, play_episode
 from quartet.envs.protocol import EnvironmentFactory, Item
