@@ -43,7 +43,6 @@ from .config.common import (
     SourceConfig as SourceConfig,
     TrainConfig as TrainConfig,
 )
-from .config.environments import EnvironmentConfig as EnvironmentConfig
 from .config.errors import (
     Interrupted as Interrupted,
     UserError as UserError,
@@ -58,7 +57,6 @@ from .config.evaluation import (
     RegexAnswer as RegexAnswer,
     TextAnswer as TextAnswer,
 )
-from .config.iterated import CollectConfig as CollectConfig
 from .config.load import (
     dump_recipe as dump_recipe,
     load_recipe as load_recipe,
@@ -92,7 +90,9 @@ from .config.process_reward import (
 )
 from .config.recipe import (
     ActorConfig as ActorConfig,
+    CollectConfig as CollectConfig,
     CriticConfig as CriticConfig,
+    EnvironmentConfig as EnvironmentConfig,
     IteratedRecipe as IteratedRecipe,
     PTXConfig as PTXConfig,
     RLRecipe as RLRecipe,

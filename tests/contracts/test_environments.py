@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
-from quartet.config.environments import EnvironmentConfig
+from quartet.config.recipe import EnvironmentConfig
 from quartet.envs.episode import play_episode
 from quartet.envs.protocol import Environment, Item, Observation, StepResult, environment_factory
 from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript

@@ -37,7 +37,6 @@ from quartet.config.algorithms import (
     ReMax,
 )
 from quartet.config.common import LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.environments import EnvironmentConfig
 from quartet.config.preference import (
     DPOLoss,
     HingeLoss,
@@ -53,6 +52,7 @@ from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.config.recipe import (
     ActorConfig,
     CriticConfig,
+    EnvironmentConfig,
     LogConfig,
     PTXConfig,
     ReferenceConfig,

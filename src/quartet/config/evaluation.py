@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from quartet.config.common import DataConfig, ModelConfig, PrecisionChoice, Recipe, SamplingConfig, Strict
-from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig
+from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig, compiled
 from quartet.config.units import Prompts, Samples, Sequences
 
 # What counts as right --------------------------------------------------------------------------------------
@@ -35,11 +34,7 @@ class RegexAnswer(Strict):
     @field_validator("pattern")
     @classmethod
     def _compiles(cls, pattern: str) -> str:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-        return pattern
+        return compiled(pattern).pattern
 
 
 AnswerConfig = Annotated[TextAnswer | NumberAnswer | RegexAnswer, Field(discriminator="type")]
@@ -68,10 +63,10 @@ class GradingConfig(Strict):
         return self.majority_at if self.majority_at is not None else (samples,) if samples > 2 else ()
 
 
-def sampling_misfits(samples: int, sampling: SamplingConfig, grading: GradingConfig) -> list[str]:
-    """What of several samples per prompt does not fit together, in words."""
-    found = []
-    if samples > 1 and sampling.temperature == 0:
+def _sampling_fits(config: Any) -> Any:
+    """Refuses what of ``samples_per_prompt``, ``sampling`` and ``grading`` does not fit together."""
+    samples, grading, found = config.samples_per_prompt, config.grading, []
+    if samples > 1 and config.sampling.temperature == 0:
         found.append(
             f"sampling.temperature is 0, so all {samples} samples of a prompt would be the same; "
             "set a temperature or samples_per_prompt: 1"
@@ -80,7 +75,9 @@ def sampling_misfits(samples: int, sampling: SamplingConfig, grading: GradingCon
         wrong = [k for k in ks or () if not 1 <= k <= samples]
         if wrong:
             found.append(f"grading.{name} has {wrong[0]}, which is not within 1 and samples_per_prompt ({samples})")
-    return found
+    if found:
+        raise ValueError("; ".join(found))
+    return config
 
 
 # During training -------------------------------------------------------------------------------------------
@@ -112,11 +109,7 @@ class EvaluationConfig(Strict):
     grading: GradingConfig = GradingConfig()
     alarm: AlarmConfig | None = Field(AlarmConfig(), description="Reward-hacking alarm; null: none.")
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> EvaluationConfig:
-        if found := sampling_misfits(self.samples_per_prompt, self.sampling, self.grading):
-            raise ValueError("; ".join(found))
-        return self
+    _fits_together = model_validator(mode="after")(_sampling_fits)
 
 
 # On its own ------------------------------------------------------------------------------------------------
@@ -166,8 +159,4 @@ class EvalRecipe(Recipe):
         "auto", description="Of the model and of reward models; auto: bf16 on a GPU that has it, fp32 on the CPU."
     )
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> EvalRecipe:
-        if found := sampling_misfits(self.samples_per_prompt, self.sampling, self.grading):
-            raise ValueError("; ".join(found))
-        return self
+    _fits_together = model_validator(mode="after")(_sampling_fits)

@@ -1,11 +1,12 @@
-"""What of an RL recipe does not fit together: one small check per reason.
+"""What of an RL recipe does not fit together, and what fits and yet does nothing.
 
-A check returns the reason, or None. All reasons are reported at once. What fits and yet does nothing is a remark.
+The reasons are grouped by topic; a group yields every reason that it finds, and all of them are reported at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from quartet.config.algorithms import (
@@ -29,296 +30,161 @@ from quartet.config.rewards import ModelReward, ProcessModelReward
 if TYPE_CHECKING:
     from quartet.config.recipe import RLRecipe
 
-Check = Callable[["RLRecipe"], str | None]
-
-
-# Sizes ---------------------------------------------------------------------------------------------------
-
-
-def _minibatches(recipe: RLRecipe) -> str | None:
-    if recipe.prompts_per_step % recipe.minibatches == 0:
-        return None
-    return (
-        f"minibatches ({recipe.minibatches}) must divide prompts_per_step ({recipe.prompts_per_step}): "
-        "every mini-batch holds whole groups"
-    )
-
-
-def _group_size(recipe: RLRecipe) -> str | None:
-    algorithm = recipe.algorithm
-    if not isinstance(algorithm, GroupAlgorithm | Selection) or recipe.responses_per_prompt >= 2:
-        return None
-    return (
-        f"{algorithm.name} compares the responses of a group; responses_per_prompt is "
-        f"{recipe.responses_per_prompt}, set it to 2 or more"
-    )
-
-
-def _kept_of_group(recipe: RLRecipe) -> str | None:
-    algorithm = recipe.algorithm
-    if not isinstance(algorithm, BestOfN) or algorithm.keep < recipe.responses_per_prompt:
-        return None
-    return (
-        f"algorithm.keep ({algorithm.keep}) must be less than responses_per_prompt ({recipe.responses_per_prompt}): "
-        "nothing would be selected"
-    )
-
-
-def _overlong(recipe: RLRecipe) -> str | None:
-    algorithm, longest = recipe.algorithm, recipe.rollout.sampling.max_new_tokens
-    overlong = algorithm.overlong if isinstance(algorithm, ScoredAlgorithm) else None
-    if overlong is None or overlong.buffer < longest:
-        return None
-    return (
-        f"algorithm.overlong.buffer ({overlong.buffer}) must be less than rollout.sampling.max_new_tokens "
-        f"({longest}): every response would be too long"
-    )
-
-
-# Numerics and sampling -----------------------------------------------------------------------------------
-
-
-def _exact_precision(recipe: RLRecipe) -> str | None:
-    if recipe.numerics != "exact" or "bf16" not in (recipe.actor.train.precision, recipe.critic.train.precision):
-        return None
-    return "numerics: exact needs precision: fp32 for actor and critic; found bf16"
-
-
-def _exact_device(recipe: RLRecipe) -> str | None:
-    if recipe.numerics != "exact":
-        return None
-    if recipe.device.startswith("cuda"):
-        return f"numerics: exact needs the CPU; found device: {recipe.device}"
-    gpus = recipe.cluster.gpus_per_process if recipe.cluster.type == "ray" else 0
-    return f"numerics: exact needs the CPU; found cluster.gpus_per_process: {gpus:g}" if gpus else None
-
-
-def _exact_compiled(recipe: RLRecipe) -> str | None:
-    if recipe.numerics != "exact" or not (recipe.actor.train.compile or recipe.critic.train.compile):
-        return None
-    return "numerics: exact needs the model's own layers, whose sums were examined: leave out train.compile"
-
-
-def _exact_threads(recipe: RLRecipe) -> str | None:
-    if recipe.numerics != "exact" or recipe.threads in (None, 1):
-        return None
-    return f"numerics: exact needs threads: 1; found {recipe.threads}"
-
-
-def _temperature(recipe: RLRecipe) -> str | None:
-    if recipe.rollout.sampling.temperature > 0:
-        return None
-    return "rollout.sampling.temperature is 0: greedy rollouts cannot be trained on; use e.g. 1.0"
-
-
-# Advantages and losses -----------------------------------------------------------------------------------
-
-
-def _sequence_ratio_and_advantages(recipe: RLRecipe) -> str | None:
-    algorithm = recipe.algorithm
-    if not isinstance(algorithm, PolicyGradient) or isinstance(algorithm, GroupAlgorithm):
-        return None
-    if not isinstance(algorithm.policy_loss, SEQUENCE_LOSSES):
-        return None
-    return (
-        f"algorithm.policy_loss {algorithm.policy_loss.name} has one ratio per response, {algorithm.name} one "
-        "advantage per token, which the ratio would average away; use clipped, cispo or reinforce"
-    )
-
-
-def _sequence_ratio_and_correction(recipe: RLRecipe) -> str | None:
-    algorithm = recipe.algorithm
-    if not isinstance(algorithm, PolicyGradient) or not isinstance(algorithm.policy_loss, SEQUENCE_LOSSES):
-        return None
-    if algorithm.off_policy is None or algorithm.off_policy.level == "sequence":
-        return None
-    return (
-        f"algorithm.policy_loss {algorithm.policy_loss.name} has a ratio of the sequence: "
-        "set algorithm.off_policy.level: sequence"
-    )
-
-
-def _aggregation_without_effect(recipe: RLRecipe) -> str | None:
-    algorithm = recipe.algorithm
-    if not isinstance(algorithm, PolicyGradient) or not isinstance(algorithm.policy_loss, SequenceClippedLoss):
-        return None
-    is_default = algorithm.aggregation == type(algorithm).model_fields["aggregation"].default
-    kl = kl_term(algorithm)
-    if is_default or algorithm.entropy_coef > 0 or (kl.coef > 0 and kl.place == "loss"):
-        return None
-    return (
-        "algorithm.policy_loss sequence_clipped is the mean over responses, and there is no entropy or KL term in the "
-        f"loss: algorithm.aggregation ({algorithm.aggregation}) would do nothing; leave it out"
-    )
-
-
-# KL and the reference ------------------------------------------------------------------------------------
-
-
-def _kl_target(recipe: RLRecipe) -> str | None:
-    kl = kl_term(recipe.algorithm)
-    if kl.target is None or kl.coef > 0:
-        return None
-    return "algorithm.kl.coef is 0, so algorithm.kl.target has nothing to adapt; set a first coef"
-
-
-def _kl_horizon(recipe: RLRecipe) -> str | None:
-    kl, responses = kl_term(recipe.algorithm), recipe.prompts_per_step * recipe.responses_per_prompt
-    if kl.target is None or kl.horizon >= responses:
-        return None
-    return (
-        f"algorithm.kl.horizon ({kl.horizon}) is less than the responses of one step ({responses}): the "
-        "coefficient would jump, and could turn negative"
-    )
-
-
-def _teacher(recipe: RLRecipe) -> str | None:
-    if not isinstance(recipe.algorithm, Distillation) or recipe.reference.path is not None:
-        return None
-    return "distillation needs reference.path, the teacher: from itself the actor has nothing to learn"
-
-
-# Environments ------------------------------------------------------------------------------------------
-
-
-def _greedy_episodes(recipe: RLRecipe) -> str | None:
-    if recipe.environment is None or not isinstance(recipe.algorithm, ReMax):
-        return None
-    return "remax has no greedy episodes for its baseline; with an environment use ppo, or rloo and several responses"
-
-
-def _overlong_episodes(recipe: RLRecipe) -> str | None:
-    algorithm = recipe.algorithm
-    if recipe.environment is None or not isinstance(algorithm, ScoredAlgorithm) or algorithm.overlong is None:
-        return None
-    return (
-        "algorithm.overlong is about one response of at most max_new_tokens, which holds for each turn of an episode; "
-        "let the environment's rewards charge for length"
-    )
-
-
-def _pairs_of_episodes(recipe: RLRecipe) -> str | None:
-    if recipe.environment is None or not isinstance(recipe.algorithm, OnlineDPO):
-        return None
-    return "online_dpo compares two answers to one prompt; episodes see different states: use best_of_n, grpo or rloo"
-
-
-def _refreshed_reference(recipe: RLRecipe) -> str | None:
-    algorithm = recipe.algorithm
-    if not isinstance(algorithm, OnlineDPO) or algorithm.refresh_steps is None:
-        return None
-    if not reads_reference(algorithm):
-        return f"algorithm.loss {algorithm.loss.name} has no reference, so algorithm.refresh_steps would do nothing"
-    if recipe.reference.path is None and recipe.actor.train.lora is not None:
-        return (
-            "with actor.train.lora the reference is the actor without its adapters, which never changes: leave out "
-            "algorithm.refresh_steps"
-        )
-    return None
-
-
-# Rewards -------------------------------------------------------------------------------------------------
-
-
-def _reward_names(recipe: RLRecipe) -> str | None:
-    sources = (*recipe.rewards, *(recipe.evaluation.rewards if recipe.evaluation is not None else ()))
-    models = {source.name for source in sources if isinstance(source, ModelReward | ProcessModelReward)}
-    if clash := sorted(models & set(ROLES) - {"reward"}):
-        return f"a reward model is called {clash[0]!r}, as a role of every run is: give it another name"
-    names = [source.name for source in recipe.rewards if source.name]
-    names += ["environment"] if recipe.environment is not None else []
-    return f"two rewards have the same name: {names}" if len(set(names)) != len(names) else None
-
-
-def _greedy_baseline_and_steps(recipe: RLRecipe) -> str | None:
-    steps = [source.name for source in recipe.rewards if isinstance(source, ProcessModelReward)]
-    if not isinstance(recipe.algorithm, ReMax) or not steps:
-        return None
-    return (
-        f"algorithm remax takes the greedy response's whole score off every token, but the process reward {steps[0]!r} "
-        "pays steps one by one: after the first step the baseline would count what is paid already; use "
-        "reinforce_pp, ppo or a group method"
-    )
-
-
-# Placements ----------------------------------------------------------------------------------------------
-
-
-def _stale_without_correction(recipe: RLRecipe) -> str | None:
-    placement, algorithm = recipe.placement, recipe.algorithm
-    if not isinstance(placement, AsynchronousPlacement) or placement.max_staleness == 0:
-        return None
-    if not isinstance(algorithm, PolicyGradient) or algorithm.off_policy is not None:
-        return None
-    return (
-        f"an asynchronous placement trains on answers of weights up to {placement.max_staleness} versions old: set "
-        "algorithm.off_policy (importance weights), say {level: token, mode: truncate, cap: 2.0}"
-    )
-
-
-def _cut_models(recipe: RLRecipe) -> str | None:
-    cut = [role for role, of in (recipe.placement.sharding if recipe.placement else {}).items() if of.processes > 1]
-    if not cut:
-        return None
-    return f"placement.sharding: models cannot be cut over processes yet ({', '.join(cut)}); leave it out"
-
-
-def _cluster_without_placement(recipe: RLRecipe) -> str | None:
-    if recipe.cluster.type == "local" or recipe.placement is not None:
-        return None
-    return "cluster.type ray needs a placement: say which role works where, {type: full_offload, pool: {}} say"
-
-
-def _compiled_and_replaced(recipe: RLRecipe) -> str | None:
-    compiles, cluster = recipe.actor.train.compile or recipe.critic.train.compile, recipe.cluster
-    if not compiles or cluster.type != "ray" or cluster.max_restarts == 0:
-        return None
-    return (
-        "train.compile cannot go on from a checkpoint with equal bits, which is what a replaced worker does: set "
-        "cluster.max_restarts: 0, or leave train.compile out"
-    )
-
-
-def _device_of_workers(recipe: RLRecipe) -> str | None:
-    return device_misfit(recipe.cluster, recipe.device)
-
-
-CHECKS: tuple[Check, ...] = (
-    _minibatches,
-    _group_size,
-    _kept_of_group,
-    _overlong,
-    _exact_precision,
-    _exact_threads,
-    _exact_device,
-    _exact_compiled,
-    _temperature,
-    _sequence_ratio_and_advantages,
-    _sequence_ratio_and_correction,
-    _aggregation_without_effect,
-    _kl_target,
-    _kl_horizon,
-    _teacher,
-    _greedy_episodes,
-    _overlong_episodes,
-    _pairs_of_episodes,
-    _refreshed_reference,
-    _reward_names,
-    _greedy_baseline_and_steps,
-    _stale_without_correction,
-    _cut_models,
-    _cluster_without_placement,
-    _device_of_workers,
-    _compiled_and_replaced,
-)
-
 
 def misfits(recipe: RLRecipe) -> list[str]:
     """Every reason why the recipe's parts do not fit together."""
-    return [reason for check in CHECKS if (reason := check(recipe)) is not None]
+    groups = (_sizes, _numerics, _losses, _kl_and_reference, _environments, _rewards, _placements)
+    return list(chain.from_iterable(group(recipe) for group in groups))
 
 
-# Without effect ------------------------------------------------------------------------------------------
+def _sizes(recipe: RLRecipe) -> Iterator[str]:
+    algorithm, responses, longest = (
+        recipe.algorithm,
+        recipe.responses_per_prompt,
+        recipe.rollout.sampling.max_new_tokens,
+    )
+    if recipe.prompts_per_step % recipe.minibatches:
+        yield (
+            f"minibatches ({recipe.minibatches}) must divide prompts_per_step ({recipe.prompts_per_step}): "
+            "every mini-batch holds whole groups"
+        )
+    if isinstance(algorithm, GroupAlgorithm | Selection) and responses < 2:
+        yield (
+            f"{algorithm.name} compares the responses of a group; responses_per_prompt is {responses}, "
+            "set it to 2 or more"
+        )
+    if isinstance(algorithm, BestOfN) and algorithm.keep >= responses:
+        yield (
+            f"algorithm.keep ({algorithm.keep}) must be less than responses_per_prompt ({responses}): "
+            "nothing would be selected"
+        )
+    overlong = algorithm.overlong if isinstance(algorithm, ScoredAlgorithm) else None
+    if overlong is not None and overlong.buffer >= longest:
+        yield (
+            f"algorithm.overlong.buffer ({overlong.buffer}) must be less than rollout.sampling.max_new_tokens "
+            f"({longest}): every response would be too long"
+        )
+
+
+def _numerics(recipe: RLRecipe) -> Iterator[str]:
+    trained = (recipe.actor.train, recipe.critic.train)
+    gpus = recipe.cluster.gpus_per_process if recipe.cluster.type == "ray" else 0
+    if recipe.numerics == "exact":
+        if any(train.precision == "bf16" for train in trained):
+            yield "numerics: exact needs precision: fp32 for actor and critic; found bf16"
+        if recipe.threads not in (None, 1):
+            yield f"numerics: exact needs threads: 1; found {recipe.threads}"
+        if recipe.device.startswith("cuda"):
+            yield f"numerics: exact needs the CPU; found device: {recipe.device}"
+        elif gpus:
+            yield f"numerics: exact needs the CPU; found cluster.gpus_per_process: {gpus:g}"
+        if any(train.compile for train in trained):
+            yield "numerics: exact needs the model's own layers, whose sums were examined: leave out train.compile"
+    if recipe.rollout.sampling.temperature == 0:
+        yield "rollout.sampling.temperature is 0: greedy rollouts cannot be trained on; use e.g. 1.0"
+
+
+def _losses(recipe: RLRecipe) -> Iterator[str]:
+    algorithm, kl = recipe.algorithm, kl_term(recipe.algorithm)
+    if not isinstance(algorithm, PolicyGradient):
+        return
+    loss, correction = algorithm.policy_loss, algorithm.off_policy
+    if isinstance(loss, SEQUENCE_LOSSES) and not isinstance(algorithm, GroupAlgorithm):
+        yield (
+            f"algorithm.policy_loss {loss.name} has one ratio per response, {algorithm.name} one "
+            "advantage per token, which the ratio would average away; use clipped, cispo or reinforce"
+        )
+    if isinstance(loss, SEQUENCE_LOSSES) and correction is not None and correction.level != "sequence":
+        yield f"algorithm.policy_loss {loss.name} has a ratio of the sequence: set algorithm.off_policy.level: sequence"
+    is_default = algorithm.aggregation == type(algorithm).model_fields["aggregation"].default
+    aggregates = algorithm.entropy_coef > 0 or (kl.coef > 0 and kl.place == "loss")
+    if isinstance(loss, SequenceClippedLoss) and not is_default and not aggregates:
+        yield (
+            "algorithm.policy_loss sequence_clipped is the mean over responses, and there is no entropy or KL term in "
+            f"the loss: algorithm.aggregation ({algorithm.aggregation}) would do nothing; leave it out"
+        )
+
+
+def _kl_and_reference(recipe: RLRecipe) -> Iterator[str]:
+    algorithm, kl = recipe.algorithm, kl_term(recipe.algorithm)
+    responses = recipe.prompts_per_step * recipe.responses_per_prompt
+    if kl.target is not None and kl.coef == 0:
+        yield "algorithm.kl.coef is 0, so algorithm.kl.target has nothing to adapt; set a first coef"
+    if kl.target is not None and kl.horizon < responses:
+        yield (
+            f"algorithm.kl.horizon ({kl.horizon}) is less than the responses of one step ({responses}): the "
+            "coefficient would jump, and could turn negative"
+        )
+    if isinstance(algorithm, Distillation) and recipe.reference.path is None:
+        yield "distillation needs reference.path, the teacher: from itself the actor has nothing to learn"
+    if isinstance(algorithm, OnlineDPO) and algorithm.refresh_steps is not None:
+        if not reads_reference(algorithm):
+            yield f"algorithm.loss {algorithm.loss.name} has no reference, so algorithm.refresh_steps would do nothing"
+        elif recipe.reference.path is None and recipe.actor.train.lora is not None:
+            yield (
+                "with actor.train.lora the reference is the actor without its adapters, which never changes: leave out "
+                "algorithm.refresh_steps"
+            )
+
+
+def _environments(recipe: RLRecipe) -> Iterator[str]:
+    algorithm = recipe.algorithm
+    if recipe.environment is None:
+        return
+    if isinstance(algorithm, ReMax):
+        yield (
+            "remax has no greedy episodes for its baseline; with an environment use ppo, or rloo and several responses"
+        )
+    if isinstance(algorithm, ScoredAlgorithm) and algorithm.overlong is not None:
+        yield (
+            "algorithm.overlong is about one response of at most max_new_tokens, which holds for each turn of an "
+            "episode; let the environment's rewards charge for length"
+        )
+    if isinstance(algorithm, OnlineDPO):
+        yield (
+            "online_dpo compares two answers to one prompt; episodes see different states: use best_of_n, grpo or rloo"
+        )
+
+
+def _rewards(recipe: RLRecipe) -> Iterator[str]:
+    sources = (*recipe.rewards, *(recipe.evaluation.rewards if recipe.evaluation is not None else ()))
+    models = {source.name for source in sources if isinstance(source, ModelReward | ProcessModelReward)}
+    names = [source.name for source in recipe.rewards if source.name]
+    names += ["environment"] if recipe.environment is not None else []
+    if clash := sorted(models & set(ROLES) - {"reward"}):
+        yield f"a reward model is called {clash[0]!r}, as a role of every run is: give it another name"
+    elif len(set(names)) != len(names):
+        yield f"two rewards have the same name: {names}"
+    steps = [source.name for source in recipe.rewards if isinstance(source, ProcessModelReward)]
+    if isinstance(recipe.algorithm, ReMax) and steps:
+        yield (
+            "algorithm remax takes the greedy response's whole score off every token, but the process reward "
+            f"{steps[0]!r} pays steps one by one: after the first step the baseline would count what is paid already; "
+            "use reinforce_pp, ppo or a group method"
+        )
+
+
+def _placements(recipe: RLRecipe) -> Iterator[str]:
+    placement, algorithm, cluster = recipe.placement, recipe.algorithm, recipe.cluster
+    staleness = placement.max_staleness if isinstance(placement, AsynchronousPlacement) else 0
+    if staleness and isinstance(algorithm, PolicyGradient) and algorithm.off_policy is None:
+        yield (
+            f"an asynchronous placement trains on answers of weights up to {staleness} versions old: set "
+            "algorithm.off_policy (importance weights), say {level: token, mode: truncate, cap: 2.0}"
+        )
+    cut = [role for role, of in (placement.sharding if placement else {}).items() if of.processes > 1]
+    if cut:
+        yield f"placement.sharding: models cannot be cut over processes yet ({', '.join(cut)}); leave it out"
+    if cluster.type == "ray" and placement is None:
+        yield "cluster.type ray needs a placement: say which role works where, {type: full_offload, pool: {}} say"
+    if (reason := device_misfit(cluster, recipe.device)) is not None:
+        yield reason
+    compiles = recipe.actor.train.compile or recipe.critic.train.compile
+    if compiles and cluster.type == "ray" and cluster.max_restarts > 0:
+        yield (
+            "train.compile cannot go on from a checkpoint with equal bits, which is what a replaced worker does: set "
+            "cluster.max_restarts: 0, or leave train.compile out"
+        )
 
 
 def without_effect(recipe: RLRecipe) -> list[str]:

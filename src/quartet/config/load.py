@@ -16,8 +16,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from quartet.config.errors import UserError
-from quartet.config.nearest import missing_file, nearest
+from quartet.config.nearest import missing_file
 from quartet.config.recipe import RECIPES, Recipe
+from quartet.config.reference import no_such_job
 from quartet.config.schema import chosen_member, item_annotation, members
 from quartet.config.validation import explain, shortened
 from quartet.config.yamls import MAX_CHARACTERS, MAX_DEPTH, dump_yaml, parse_yaml, yaml_complaint
@@ -39,11 +40,7 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
         UserError: anything wrong with file, overrides or values; all mistakes in values are listed at once.
     """
     if job not in RECIPES:
-        raise UserError(
-            "there is no such job",
-            found=repr(job),
-            remedy=nearest(job, RECIPES) or f"use one of {', '.join(RECIPES)}",
-        )
+        raise no_such_job(job)
     data = {} if path is None else _read(Path(path), _how_to_begin(job, Path(path)))
     label = "the recipe" if path is None else f"recipe {path}"
     for override in [overrides] if isinstance(overrides, str) else overrides:

@@ -17,15 +17,15 @@ asynchronous       any, by name                                             chun
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from quartet.config.common import Strict
 from quartet.config.errors import UserError
-from quartet.config.packing import packs, shrunk
 from quartet.config.units import Processes
 
 Role = Literal["actor", "critic", "reference", "reward", "rollout"]
@@ -148,7 +148,21 @@ class _Pools(_Placement):
     @field_validator("after")
     @classmethod
     def _edges_go_forward(cls, after: Edges) -> Edges:
-        check_edges(after)
+        """Refuses an extra edge that goes against the flow of data or closes a circle."""
+        rank = {"generate": 0, **dict.fromkeys(SCORING, 1), **dict.fromkeys(LEARNING, 2)}
+        for stage, earlier in after.items():
+            for other in earlier:
+                if rank[other] > rank[stage] or stage == "generate":
+                    raise ValueError(
+                        f"{stage} cannot come after {other}: {other} needs what {stage} gives, or its update"
+                    )
+        open_stages = dict(after)
+        while open_stages:
+            ready = [stage for stage, earlier in open_stages.items() if not set(earlier) & set(open_stages)]
+            if not ready:
+                raise ValueError(f"{', '.join(sorted(open_stages))} wait for each other: leave out one of these edges")
+            for stage in ready:
+                del open_stages[stage]
         return after
 
 
@@ -210,7 +224,6 @@ class ResolvedPlacement:
 
     Args:
         pool_of: role name → pool name, for every role of the run.
-        copies: role name → how many copies of its model the pool's processes hold.
         max_staleness: None for synchronous generation.
         in_flight: what new weights do to responses that are being generated.
         after: stage → stages of the same step that must have ended wholly before any part of it begins.
@@ -219,7 +232,6 @@ class ResolvedPlacement:
     type: str
     pools: tuple[ResolvedPool, ...]
     pool_of: Mapping[str, str]
-    copies: Mapping[str, int]
     max_staleness: int | None = None
     in_flight: InFlight = "pick_up"
     after: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -236,16 +248,15 @@ def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlace
     """The placement of a run whose roles are ``roles`` (name → kind: there may be several reward models).
 
     Raises:
-        UserError: a role without a pool, a pool without a role, an edge of a stage that the run does not have, or
-            a model cut into more processes than divide its pool.
+        UserError: a role without a pool, a pool without a role, or an edge of a stage that the run does not have.
     """
     home = _homes(config)
-    pools = {pool.name: pool for pool in _pools_of(config)}
+    pools = _pools_of(config)
     kinds = set(roles.values())
     for name, kind in roles.items():
         if kind not in home:
             raise _homeless(config, name, kind)
-    for pool in pools.values():
+    for pool in pools:
         _check_used(pool, home, kinds)
     # Functions score, too, and need no pool.
     kinds.add("reward")
@@ -253,9 +264,8 @@ def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlace
     asynchronous = config if isinstance(config, AsynchronousPlacement) else None
     return ResolvedPlacement(
         type=config.type,
-        pools=tuple(pools.values()),
+        pools=pools,
         pool_of={name: home[kind] for name, kind in roles.items()},
-        copies={name: _copies(pools[home[kind]], name, config.sharding.get(kind)) for name, kind in roles.items()},
         max_staleness=asynchronous.max_staleness if asynchronous is not None else None,
         in_flight=asynchronous.in_flight if asynchronous is not None else "pick_up",
         after=_edges_of_run(after, kinds, is_explicit=isinstance(config, _Pools)),
@@ -281,25 +291,9 @@ def check_devices(placement: ResolvedPlacement, devices_per_node: Sequence[int])
     raise UserError(
         "the placement needs more processes than there are devices",
         found=f"{placement.num_processes} processes (nodes × processes: {asked}); "
-        f"{sum(devices_per_node)} devices on {len(devices_per_node)} nodes of {_list(devices_per_node)}",
+        f"{sum(devices_per_node)} devices on {len(devices_per_node)} nodes of {', '.join(map(str, devices_per_node))}",
         remedy=remedy,
     )
-
-
-def check_edges(after: Mapping[Stage, Sequence[Stage]]) -> None:
-    """Raises `ValueError` when an extra edge goes against the flow of data or closes a circle."""
-    rank = {"generate": 0, **dict.fromkeys(SCORING, 1), **dict.fromkeys(LEARNING, 2)}
-    for stage, earlier in after.items():
-        for other in earlier:
-            if rank[other] > rank[stage] or stage == "generate":
-                raise ValueError(f"{stage} cannot come after {other}: {other} needs what {stage} gives, or its update")
-    open_stages = dict(after)
-    while open_stages:
-        ready = [stage for stage, earlier in open_stages.items() if not set(earlier) & set(open_stages)]
-        if not ready:
-            raise ValueError(f"{', '.join(sorted(open_stages))} wait for each other: leave out one of these edges")
-        for stage in ready:
-            del open_stages[stage]
 
 
 def _pools_of(config: PlacementConfig) -> tuple[ResolvedPool, ...]:
@@ -365,20 +359,67 @@ def _edges_of_run(after: Edges, kinds: set[Role], *, is_explicit: bool) -> dict[
     return {stage: tuple(earlier) for stage, earlier in after.items() if stage not in missing}
 
 
-def _copies(pool: ResolvedPool, role: str, sharding: ShardingConfig | None) -> int:
-    cut = sharding if sharding is not None else ShardingConfig()
-    if pool.num_processes % cut.processes == 0:
-        return pool.num_processes // cut.processes
-    nearest = max(size for size in range(1, cut.processes + 1) if pool.num_processes % size == 0)
-    below = pool.num_processes // cut.processes * cut.processes
-    sizes = " or ".join(str(size) for size in (below, below + cut.processes) if size)
-    raise UserError(
-        f"role {role!r} cannot be cut that way on pool {pool.name!r}",
-        found=f"tensor {cut.tensor} × context {cut.context} = {cut.processes} processes per copy, "
-        f"which do not divide the pool's {pool.num_processes}",
-        remedy=f"use tensor × context = {nearest}, or give the pool {sizes} processes",
-    )
+# Packing: whether pools fit on the nodes of a cluster, and the largest ones that do ---------------------
+
+Want = tuple[int, int]
+"""``(processes, nodes)``: so many devices on each of so many different nodes."""
 
 
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
+def packs(wanted: Sequence[Want], devices_per_node: Sequence[int]) -> bool:
+    """True when every pool finds its nodes and no device is given away twice. Exact, not a heuristic."""
+
+    @cache
+    def fits(first: int, free: tuple[int, ...]) -> bool:
+        if first == len(order):
+            return True
+        processes, nodes = order[first]
+        return any(fits(first + 1, rest) for rest in _takings(free, processes, nodes))
+
+    order = sorted(wanted, reverse=True)
+    enough = sum(processes * nodes for processes, nodes in wanted) <= sum(devices_per_node)
+    return enough and fits(0, tuple(sorted(devices_per_node)))
+
+
+def shrunk(wanted: Sequence[Want], devices_per_node: Sequence[int]) -> list[Want] | None:
+    """The same pools, the largest ones made smaller step by step until they fit; None when one each does not."""
+    free = [devices for devices in devices_per_node if devices > 0]
+    if not free:
+        return None
+    # More than this no pool could have; counting down from what was asked for might never end.
+    bounds = [(min(processes, max(free)), min(nodes, len(free))) for processes, nodes in wanted]
+    smaller = list(bounds)
+    while not packs(smaller, free):
+        sizes = [processes * nodes for processes, nodes in smaller]
+        largest = sizes.index(max(sizes))
+        if sizes[largest] == 1:
+            return None
+        smaller[largest] = _below(bounds[largest], sizes[largest])
+    return smaller
+
+
+def _below(bound: Want, size: int) -> Want:
+    """The largest shape within ``bound`` that has fewer than ``size`` devices; of equal ones that on fewest nodes."""
+    shapes = [(min(bound[0], (size - 1) // nodes), nodes) for nodes in range(1, min(bound[1], size - 1) + 1)]
+    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
+
+
+def _takings(free: tuple[int, ...], processes: int, nodes: int) -> Iterator[tuple[int, ...]]:
+    """What may be left of ``free`` devices per node (sorted) after a pool took its own; equal nodes are one case."""
+
+    def choose(values: list[int], missing: int) -> Iterator[dict[int, int]]:
+        if not values:
+            if missing == 0:
+                yield {}
+            return
+        value, rest = values[0], values[1:]
+        for used in range(min(missing, free.count(value)), -1, -1):
+            for others in choose(rest, missing - used):
+                yield {value: used, **others}
+
+    for used in choose(sorted({value for value in free if value >= processes}), nodes):
+        left = list(free)
+        for value, times in used.items():
+            for _ in range(times):
+                left.remove(value)
+                left.append(value - processes)
+        yield tuple(sorted(left))

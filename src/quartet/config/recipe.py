@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from quartet.config.algorithms import PPO, AlgorithmConfig
 from quartet.config.cluster import ClusterConfig, LocalCluster, OffloadConfig, WeightSyncConfig
@@ -24,16 +24,14 @@ from quartet.config.common import (
     TrainConfig,
 )
 from quartet.config.common import LogConfig as LogConfig
-from quartet.config.environments import EnvironmentConfig
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.fits import misfits
-from quartet.config.iterated import CollectConfig
 from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.config.rewards import RewardConfig
 from quartet.config.supervised import SupervisedRecipe
-from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Sequences, Steps
+from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Samples, Sequences, Steps
 
 
 class SFTRecipe(SupervisedRecipe):
@@ -100,6 +98,22 @@ class PTXConfig(Strict):
     prefetch: Batches = Field(2, ge=0, description="Tokenised batches prepared ahead, in a thread.")
 
 
+class EnvironmentConfig(Strict):
+    """A Python class that answers the policy's actions; ``rollout.sampling`` holds for each of its turns."""
+
+    target: str | None = Field(
+        None, description="path/to/file.py:Class or package.module:Class; left out only from Python, which passes it."
+    )
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Keyword arguments of the class.")
+    max_turns: int = Field(8, ge=1, description="Actions of an episode; one that is not done then is truncated.")
+    max_tokens: int | None = Field(
+        None, ge=2, description="Longest sequence, state and action together; the model's context when left out."
+    )
+    max_environments: int = Field(64, ge=1, description="Episodes that are played at a time.")
+    timeout_s: float = Field(60.0, gt=0, description="Longest reset or step.")
+    weight: float = Field(1.0, description="Factor of the environment's own rewards in the score.")
+
+
 def _responses(algorithm: Any) -> int:
     return int(getattr(algorithm, "default_responses", 1))
 
@@ -151,6 +165,21 @@ class RLRecipe(Recipe):
         if reasons:
             raise ValueError("; ".join(reasons))
         return self
+
+
+class CollectConfig(Strict):
+    """Where fresh pairs come from: the round's policy answers prompts, a labeller scores the answers."""
+
+    labeller: RewardConfig = Field(description="Scores every answer; it stands for the people one would ask.")
+    data: DataConfig | None = Field(None, description="Prompts; those of rl.data when left out.")
+    prompts_per_round: Prompts = Field(256, ge=1, description="Prompts answered in each round.")
+    samples_per_prompt: Samples = Field(4, ge=2, description="Answers to each prompt, of which two make a pair.")
+    sampling: SamplingConfig = SamplingConfig()
+    pairs: Literal["best_worst", "random"] = Field(
+        "best_worst", description="The best and the worst answer of a prompt, or two drawn at random."
+    )
+    least_difference: float = Field(0.0, ge=0, description="Labels must differ by more than this to make a pair.")
+    max_running: Sequences = Field(64, ge=1, description="Sequences that decode together.")
 
 
 class IteratedRecipe(Recipe):

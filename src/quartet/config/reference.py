@@ -109,7 +109,7 @@ def sections(job: str, address: str = "", *, variants: bool = False) -> list[Sec
     name, place, key = _find(job, address)
     if key is not None:
         return [Section(name.rpartition(".")[0], "", (key,))]
-    return list(_walk(name, place, _Walk(variants, {})))
+    return list(_walk(name, place, variants, {}))
 
 
 def jobs() -> dict[str, str]:
@@ -139,35 +139,21 @@ def children(job: str, address: str = "") -> list[str]:
     return list(place.variants) if place.is_choice else [name for name, _ in _keys_of(place.model)]
 
 
-def keys_without_meaning() -> list[str]:
-    """``job: address`` of every public key that no line says anything about; the tests want none."""
-    found = []
-    for job in RECIPES:
-        for section in sections(job, variants=True):
-            found += [f"{job}: {section.address}.{key.name}" for key in section.keys if not key.meaning]
-            found += [f"{job}: {section.address}.{name}" for name, words in section.variants.items() if not words]
-    return found
-
-
 # Walking -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Walk:
-    """``seen``: what was listed so far, with its address and its defaults."""
-
-    variants: bool
-    seen: dict[tuple[type[BaseModel], ...], tuple[str, BaseModel | None]]
+Seen = dict[tuple[type[BaseModel], ...], tuple[str, BaseModel | None]]
+"""The sections listed so far, each with its address and its defaults."""
 
 
-def _walk(address: str, place: _Place, walk: _Walk) -> Iterator[Section]:
-    walk.seen.setdefault(tuple(place.models.values()), (address, place.default))
+def _walk(address: str, place: _Place, variants: bool, seen: Seen) -> Iterator[Section]:
+    seen.setdefault(tuple(place.models.values()), (address, place.default))
     if place.is_choice:
         words = {name: purpose(model) for name, model in place.models.items()}
         yield Section(address, place.meaning, variants=words, tag=place.tag)
-        if walk.variants:
+        if variants:
             for name in place.models:
-                first, *others = _walk(_join(address, name), place.variant(name), walk)
+                first, *others = _walk(_join(address, name), place.variant(name), variants, seen)
                 yield replace(first, tag=f"{place.tag}: {name}")
                 yield from others
         return
@@ -176,24 +162,24 @@ def _walk(address: str, place: _Place, walk: _Walk) -> Iterator[Section]:
     for name, info in _keys_of(place.model):
         key, below = _key(place, name, info), _below(place, name, info)
         if below is not None:
-            key, is_open = _with_section(key, _join(address, name), below, walk)
+            key, is_open = _with_section(key, _join(address, name), below, seen)
             open_places += [(str(key.section), below)] if is_open else []
         keys.append(key)
     yield Section(address, place.meaning, tuple(keys))
     for where, below in open_places:
-        yield from _walk(where, below, walk)
+        yield from _walk(where, below, variants, seen)
 
 
-def _with_section(key: Key, address: str, place: _Place, walk: _Walk) -> tuple[Key, bool]:
+def _with_section(key: Key, address: str, place: _Place, seen: Seen) -> tuple[Key, bool]:
     """The key with the address of its keys, and whether they are still to be listed there."""
     job = next((job for job, recipe in RECIPES.items() if not place.is_choice and recipe is place.model), None)
     if job is not None:
         return replace(key, section=f"job {job}", default=None if key.default is None else "{}"), False
     models = tuple(place.models.values())
-    if models not in walk.seen:
-        walk.seen[models] = (address, place.default)
+    if models not in seen:
+        seen[models] = (address, place.default)
         return replace(key, section=address, default=key.default if _is_plain(key) else ""), True
-    where, default = walk.seen[models]
+    where, default = seen[models]
     if not _is_plain(key) and not place.is_choice:
         key = replace(key, default=inline(_difference(_dump(place), _dump(replace(place, default=default)))))
     return replace(key, section=where), False

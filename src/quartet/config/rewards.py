@@ -18,28 +18,32 @@ types                where a score is made                                      
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from quartet.config.common import Strict
 from quartet.config.process_reward import CombineConfig, MinSteps
 from quartet.config.units import Processes, Responses, Tokens
-from quartet.config.urls import checked_url
 
 OnError = Literal["stop", "leave_out"]
 Isolation = Literal["namespaces", "process"]
+_FORM = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
+_HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 _DAY_S = 86_400.0
-"""Systems refuse to wait for very long times; nobody waits for longer than this."""
+"""Systems refuse to wait for very long times; no wait of a recipe is longer than this."""
 
 
-def _compiled(pattern: str, key: str) -> re.Pattern[str]:
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Raises ``ValueError`` where it is not a regular expression."""
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{key} {pattern!r} is not a regular expression: {error}") from None
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
 
 
 class GateConfig(Strict):
@@ -157,7 +161,7 @@ class RegexReward(Source):
 
     @model_validator(mode="after")
     def _can_be_matched(self) -> RegexReward:
-        groups = _compiled(self.pattern, "pattern").groups
+        groups = compiled(self.pattern).groups
         if self.column is not None and groups != 1:
             raise ValueError(
                 f"pattern {self.pattern!r} has {groups} groups; with `column` it needs one, what is compared"
@@ -182,7 +186,7 @@ class FormatReward(Source):
         if (self.pattern is None) == (self.tags is None):
             raise ValueError("a format is either a `pattern` or a list of `tags`; give one of them")
         if self.pattern is not None:
-            _compiled(self.pattern, "pattern")
+            compiled(self.pattern)
         if self.tags is not None and not self.tags:
             raise ValueError("tags is empty; name at least one")
         wrong = [tag for tag in self.tags or () if not re.fullmatch(r"[\w.:-]+", tag)]
@@ -271,6 +275,46 @@ class BreakerConfig(Strict):
     rest_s: float = Field(30.0, gt=0, description="How long nothing is asked of it then.")
 
 
+def _checked_url(url: str) -> str:
+    """``url`` itself.
+
+    Raises:
+        ValueError: it is not of the form, or has a host, a port or a path that no server can have.
+    """
+    if not _FORM.fullmatch(url):
+        raise ValueError(f"url is written http://host:port/path or https://…, without a query; found {url!r}")
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError as error:  # Brackets that hold no address, characters that stand for others.
+        raise ValueError(f"url has no host such as localhost or [::1]; found {url!r} ({error})") from None
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if port == 0:
+        raise ValueError(f"the port of a url is a number from 1 to 65535; found {url!r}")
+    if not _is_host(host):
+        raise ValueError(f"url has no host such as localhost or 10.0.0.1; found {host!r} in {url!r}")
+    if not re.fullmatch(r"[!-~]*", parts.path):
+        raise ValueError(f"the path of a url is ASCII, anything else written as %…; found {parts.path!r}")
+    return url
+
+
+def _is_host(host: str) -> bool:
+    if ":" in host:
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return True
+    try:
+        # What connections do with it: labels of 1 to 63 characters, other alphabets as ASCII.
+        return _HOST.fullmatch(host.encode("idna").decode("ascii")) is not None
+    except UnicodeError:
+        return False
+
+
 class RemoteSource(Fallible):
     """What every source on a server has."""
 
@@ -289,7 +333,7 @@ class RemoteSource(Fallible):
     @field_validator("url")
     @classmethod
     def _is_http(cls, url: str) -> str:
-        return checked_url(url)
+        return _checked_url(url)
 
 
 class HTTPReward(RemoteSource):
@@ -320,7 +364,7 @@ class PointwiseJudge(Strict):
             raise ValueError(f"lowest ({self.lowest}) must be less than highest ({self.highest})")
         if not math.isfinite(self.highest - self.lowest):
             raise ValueError(f"from lowest ({self.lowest}) to highest ({self.highest}) is too far for a number")
-        if _compiled(self.pattern, "pattern").groups != 1:
+        if compiled(self.pattern).groups != 1:
             raise ValueError(f"pattern {self.pattern!r} needs one group, the score")
         if self.template is not None and "{completion}" not in self.template:
             raise ValueError("template lacks {completion}, so the judge would not see what it judges")
@@ -342,7 +386,7 @@ class PairwiseJudge(Strict):
 
     @model_validator(mode="after")
     def _shows_both(self) -> PairwiseJudge:
-        if _compiled(self.pattern, "pattern").groups != 1:
+        if compiled(self.pattern).groups != 1:
             raise ValueError(f"pattern {self.pattern!r} needs one group, the verdict")
         if self.template is not None and not ("{a}" in self.template and "{b}" in self.template):
             raise ValueError("template lacks {a} or {b}, so the judge would not see what it compares")

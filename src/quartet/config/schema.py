@@ -14,10 +14,7 @@ def members(annotation: Any) -> list[type[BaseModel]]:
     """The models an annotation allows directly: one for a section, several for a tagged union, none for a
     scalar.
     """
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return members(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
+    if get_origin(annotation) in (Annotated, Union, types.UnionType):
         return [model for part in get_args(annotation) for model in members(part)]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from quartet.config.algorithms import PPO, BestOfN, Distillation, RewardedAlgorithm
-from quartet.config.commented import Line, commented
+from quartet.config.describe import inline
 from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
 from quartet.config.preference import KTOLoss
 from quartet.config.recipe import RECIPES
-from quartet.config.reference import METHODS, no_such_job
+from quartet.config.reference import METHODS, meaning_at, no_such_job
 
 REWARDS: Mapping[str, Mapping[str, Any]] = {
     "model": {"path": "runs/reward-model/model"},
@@ -52,7 +55,24 @@ _ALIASES = {
     "answer": ("solution", "final_answer", "ground_truth", "target"),
     "tests": ("test_list", "test_cases", "test"),
 }
+_WIDTH, _COLUMN = 100, 40
+"""Longest line, and where comments begin."""
 Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One key: its address as in an override, and what it is set to.
+
+    Args:
+        is_example: commented out.
+        note: follows the key's own description.
+    """
+
+    address: str
+    value: Any
+    is_example: bool = False
+    note: str = ""
 
 
 def starter(
@@ -71,7 +91,8 @@ def starter(
     _check(job, "reward", reward, REWARDS if job in REWARDED else ())
     chosen = method or next(iter(METHODS.get(job, ())), None)
     source = data or _DATA[job]
-    lines = [Line("job", job), Line("output_dir", f"runs/{job}"), *_BODIES[job](job, chosen, reward, source, row)]
+    body = {"rl": _rl, "eval": _eval, "iterated-reward-model": _iterated}.get(job, _supervised)
+    lines = [Line("job", job), Line("output_dir", f"runs/{job}"), *body(job, chosen, reward, source, row)]
     called = "".join(f" --{name} {value}" for name, value in (("method", method), ("reward", reward)) if value)
     head = [
         f"quartet {job} recipe.yaml",
@@ -80,7 +101,7 @@ def starter(
     ]
     if reward == "math":
         head.append("The reward needs math-verify: pip install 'quartet-rl[math]'")
-    return commented(job, lines, head)
+    return _commented(job, lines, head)
 
 
 def _check(job: str, what: str, name: str | None, known: Any) -> None:
@@ -137,7 +158,7 @@ def _rl(
         yield Line(f"{above}reference.path", "runs/teacher/model")
     needs = ["prompt"]
     if job == "rl" and (reward or not isinstance(algorithm, Distillation)):
-        yield from _reward("rewards.0.", kind, row)
+        yield from _reward("rewards.0.", kind)
         needs += _reward_columns(kind)
     yield Line(f"{above}algorithm.name", algorithm.name)
     if isinstance(algorithm, RewardedAlgorithm):
@@ -159,7 +180,7 @@ def _rl(
 def _eval(job: str, method: str | None, reward: str | None, data: str, row: Row | None) -> Iterator[Line]:
     yield Line("model.path", _MODELS[job])
     yield from _data("data.", data, ("prompt", *_reward_columns(reward or "function")), row)
-    yield from _reward("rewards.0.", reward or "function", row)
+    yield from _reward("rewards.0.", reward or "function")
     yield Line("sampling.temperature", 0.0)
     yield Line("sampling.max_new_tokens", 256)
     yield Line("samples_per_prompt", 1)
@@ -168,7 +189,7 @@ def _eval(job: str, method: str | None, reward: str | None, data: str, row: Row 
 
 def _iterated(job: str, method: str | None, reward: str | None, data: str, row: Row | None) -> Iterator[Line]:
     yield Line("rounds", 2)
-    yield from _reward("collect.labeller.", reward or "function", row)
+    yield from _reward("collect.labeller.", reward or "function")
     yield Line("collect.prompts_per_round", 256)
     yield Line("collect.samples_per_prompt", 4)
     yield Line("collect.sampling.max_new_tokens", 256)
@@ -177,17 +198,6 @@ def _iterated(job: str, method: str | None, reward: str | None, data: str, row: 
     yield Line("reward_model.centring", 0.01)
     yield from _training("reward_model.train.", 1e-5)
     yield from _rl(job, method, reward, data, row, "rl.")
-
-
-_BODIES: Mapping[str, Callable[[str, str | None, str | None, str, Row | None], Iterator[Line]]] = {
-    "sft": _supervised,
-    "reward-model": _supervised,
-    "process-reward": _supervised,
-    "preference": _supervised,
-    "rl": _rl,
-    "eval": _eval,
-    "iterated-reward-model": _iterated,
-}
 
 
 # Sections ------------------------------------------------------------------------------------------------
@@ -220,7 +230,7 @@ def _mapped(needs: tuple[str, ...], row: Row) -> dict[str, str]:
     return found
 
 
-def _reward(above: str, kind: str, row: Row | None) -> Iterator[Line]:
+def _reward(above: str, kind: str) -> Iterator[Line]:
     yield Line(f"{above}type", kind)
     for key, value in REWARDS[kind].items():
         yield Line(f"{above}{key}", value)
@@ -229,3 +239,51 @@ def _reward(above: str, kind: str, row: Row | None) -> Iterator[Line]:
 def _reward_columns(kind: str) -> list[str]:
     column = REWARDS[kind].get("column")
     return [] if column is None else [column]
+
+
+# As YAML, with what the recipe's classes say behind every key ------------------------------------------
+
+
+def _commented(job: str, lines: Sequence[Line], head: Sequence[str]) -> str:
+    """The recipe that ``lines`` make, section by section in their order, under comments with the text of ``head``.
+
+    Raises:
+        UserError: a key that the recipe of ``job`` does not have.
+    """
+    written = [f"# {text}" for text in head]
+    chosen: dict[str, str] = {}
+    before: list[str] = []
+    for line in lines:
+        *above, name = line.address.split(".")
+        if name in ("name", "type"):
+            chosen[".".join(above)] = str(line.value)
+        shared = list(takewhile(lambda pair: pair[0] == pair[1], zip(above, before, strict=False)))
+        opened = above[len(shared) :]
+        depth = len(above) - len(opened)
+        written += [f"{'  ' * (depth + more)}{part}:" for more, part in enumerate(opened) if not part.isdecimal()]
+        is_item = bool(opened) and opened[-1].isdecimal()
+        indent = "  " * (len(above) - is_item) + "- " * is_item
+        text = f"{'# ' * line.is_example}{name}: {inline(line.value)}"
+        words = meaning_at(job, _resolved(line.address, chosen))
+        written += _with_comment(indent + text, " ".join(filter(None, (words, line.note))))
+        before = above
+    return "\n".join(written) + "\n"
+
+
+def _resolved(address: str, chosen: Mapping[str, str]) -> str:
+    """The address at which a key is described: ``algorithm.grpo.kl.coef``, and ``algorithm.grpo`` for its name."""
+    *above, name = address.split(".")
+    parts: list[str] = []
+    for depth, part in enumerate(above, start=1):
+        tag = chosen.get(".".join(above[:depth]))
+        parts += [part, *([tag] if tag is not None else [])]
+    return ".".join(parts if ".".join(above) in chosen and name in ("name", "type") else [*parts, name])
+
+
+def _with_comment(text: str, comment: str) -> list[str]:
+    """The line with its comment beside it; what does not fit goes on below."""
+    if not comment:
+        return [text]
+    column = max(_COLUMN, len(text) + 2)
+    first, *others = textwrap.wrap(comment, max(_WIDTH - column - 2, 24))
+    return [f"{text:<{column}}# {first}", *(f"{'':<{column}}# {other}" for other in others)]

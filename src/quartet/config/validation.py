@@ -50,7 +50,7 @@ def _mistake(detail: Any, root: type[BaseModel]) -> tuple[str, str]:
         return f"{path} is missing", f"set {path}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         field = str(context.get("discriminator", "type")).strip("'")
-        choices = str(context["expected_tags"]) if "expected_tags" in context else _tag_choices(detail["loc"], root)
+        choices = str(context.get("expected_tags") or ", ".join(tags(members(annotation))[1]))
         found = f"{path}.{field} is missing" if kind == "union_tag_not_found" else f"{path}.{field}: {context['tag']}"
         close = nearest(str(context.get("tag", "")), choices.replace("'", "").split(", "))
         return found, close or f"set {path}.{field} to one of {choices}"
@@ -115,18 +115,6 @@ def _section_remedy(path: str, annotation: Any, value: Any) -> str:
     if "path" in keys and isinstance(value, str):
         return f"write {path}.path={value}"
     return f"{path} takes a mapping" + (f" of {', '.join(keys)}" if keys else "")
-
-
-def _tag_choices(loc: tuple[Any, ...], root: type[BaseModel]) -> str:
-    annotation: Any = root
-    for part in loc:
-        if isinstance(part, int):
-            annotation = item_annotation(annotation)
-        else:
-            models = members(annotation)
-            model = models[0] if len(models) == 1 else tags(models)[1][part]
-            annotation = model if len(models) > 1 else model.model_fields[part].annotation
-    return ", ".join(tags(members(annotation))[1])
 
 
 def _unknown_key(path: str, parent: type[BaseModel] | None, root: type[BaseModel], value: Any) -> tuple[str, str]:

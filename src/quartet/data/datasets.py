@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -17,16 +18,34 @@ from quartet.text.examples import Example, Prompt, PromptText
 from quartet.text.tokenizer import TextCodec
 
 Overlong = Literal["error", "skip"]
-T = TypeVar("T")
 
 
+class Item(Protocol):
+    """A tokenised row."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its longest sequence."""
+
+    @property
+    def place(self) -> str:
+        """File and line, for messages."""
+
+
+T = TypeVar("T", bound=Item)
+
+
+@dataclass(frozen=True)
 class Ordered:
-    """Tokenised rows, drawn by number."""
+    """Tokenised rows, drawn by number.
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+    ``remarks`` says in words what was left out or converted; ``mixture`` how the sources are drawn from, where they
+    have weights.
+    """
+
     items: tuple[Any, ...]
-    remarks: tuple[str, ...]
-    mixture: Mixture | None
+    remarks: tuple[str, ...] = ()
+    mixture: Mixture | None = None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -35,6 +54,19 @@ class Ordered:
     def order(self) -> int | Mixture:
         """What decides the order of the rows."""
         return self.mixture or len(self)
+
+
+class Batches(Ordered, ABC):
+    """Rows that are trained on."""
+
+    def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
+        """The step's ``size`` rows; fields as in ``select``."""
+        drawn = draws(seed, step, self.order, size)
+        return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
+
+    @abstractmethod
+    def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
+        """Rows by index, in that order. ``ids`` name them; ``row<index>`` when left out."""
 
 
 D = TypeVar("D", bound=Ordered)
@@ -64,6 +96,10 @@ class SFTItem:
     loss_mask: tuple[bool, ...]
     place: str
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
 
 @dataclass(frozen=True)
 class PromptItem:
@@ -80,16 +116,10 @@ class PromptItem:
 
 
 @dataclass(frozen=True)
-class SFTData(Ordered):
-    """Demonstrations as token ids.
-
-    ``remarks`` says in words what was left out or converted; ``mixture`` how the sources are drawn from, where they
-    have weights.
-    """
+class SFTData(Batches):
+    """Demonstrations as token ids."""
 
     items: tuple[SFTItem, ...]
-    remarks: tuple[str, ...] = ()
-    mixture: Mixture | None = None
 
     @classmethod
     def build(
@@ -107,17 +137,11 @@ class SFTData(Ordered):
             with placed(example.place):
                 ids, mask = codec.encode_example(example)
             items.append(SFTItem(tuple(ids), tuple(mask), example.place))
-        lengths = [len(item.input_ids) for item in items]
-        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence", section)
-        return cls(tuple(kept), (*parsed.report(), *remark))
-
-    def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
-        """The step's ``size`` sequences, with token field ``loss_mask`` (bool)."""
-        drawn = draws(seed, step, self.order, size)
-        return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
+        kept, remark = fitting(items, max_tokens, overlong, "sequence", section)
+        return cls(kept, (*parsed.report(), *remark))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
-        """Rows by index, in that order."""
+        """Rows by index, in that order, with token field ``loss_mask`` (bool)."""
         items = [self.items[i] for i in indices]
         mask = torch.tensor([learned for item in items for learned in item.loss_mask], dtype=torch.bool)
         names = list(ids) if ids is not None else [f"row{i}" for i in indices]
@@ -129,8 +153,6 @@ class PromptData(Ordered):
     """Prompts with the columns their rewards receive; ``seen`` are the token ids that occur in any of them."""
 
     items: tuple[PromptItem, ...]
-    remarks: tuple[str, ...] = field(default=())
-    mixture: Mixture | None = None
     seen: frozenset[int] = frozenset()
 
     @classmethod
@@ -144,15 +166,14 @@ class PromptData(Ordered):
         prefix: str = "p",
     ) -> PromptData:
         """Tokenises; a prompt longer than ``max_tokens`` is an error or is left out. Ids begin with ``prefix``."""
-        encoded, seen = [], set[int]()
+        items, seen = [], set[int]()
         for index, row in enumerate(parsed.items):
             with placed(row.place):
                 ids = codec.encode_prompt(row.prompt)
-            encoded.append(PromptItem(f"{prefix}{index}", row.prompt, row.columns, row.place, len(ids)))
+            items.append(PromptItem(f"{prefix}{index}", row.prompt, row.columns, row.place, len(ids)))
             seen.update(ids if len(ids) <= max_tokens else ())
-        lengths = [item.num_tokens for item in encoded]
-        kept, remark = fitting(encoded, lengths, [i.place for i in encoded], max_tokens, overlong, "prompt", section)
-        return cls(tuple(kept), (*parsed.report(), *remark), seen=frozenset(seen))
+        kept, remark = fitting(items, max_tokens, overlong, "prompt", section)
+        return cls(kept, (*parsed.report(), *remark), seen=frozenset(seen))
 
     def __iter__(self) -> Iterator[PromptItem]:
         return iter(self.items)
@@ -162,46 +183,46 @@ class PromptData(Ordered):
 
 
 def fitting(
-    items: Sequence[T],
-    lengths: Sequence[int],
-    places: Sequence[str],
-    limit: int,
-    overlong: Overlong,
-    what: str,
-    section: str = "data",
-) -> tuple[list[T], tuple[str, ...]]:
+    items: Sequence[T], limit: int, overlong: Overlong, what: str, section: str = "data"
+) -> tuple[tuple[T, ...], tuple[str, ...]]:
     """The items within the limit, and a remark on the others.
 
     Raises:
         UserError: some are too long and ``overlong`` is "error", or none is left.
     """
-    long = [k for k, length in enumerate(lengths) if length > limit]
-    if not long:
-        return list(items), ()
-    first = Overlength(len(long), places[long[0]] or f"row {long[0] + 1}", lengths[long[0]], max(lengths))
-    remark = first.remark(len(items), limit, overlong, what, section)
-    dropped = set(long)
-    kept = [item for k, item in enumerate(items) if k not in dropped]
-    return kept, (remark,)
+    too_long = Overlength(limit)
+    kept = tuple(item for item in items if too_long.fits(item.place, item.num_tokens))
+    return kept, too_long.remark(len(items), overlong, what, section)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Overlength:
-    """Rows beyond the limit: how many, the first one's place and tokens, the tokens of the longest."""
+    """Counts rows beyond the limit of tokens; keeps the first one's place and length, and the largest length."""
 
-    num: int
-    first_place: str
-    first_length: int
-    longest: int
+    limit: int
+    num: int = 0
+    first: str = ""
+    longest: int = 0
 
-    def remark(self, num_rows: int, limit: int, overlong: Overlong, what: str, section: str = "data") -> str:
-        """What is said when they are left out; remedies name keys of the recipe's ``section``.
+    def fits(self, place: str, length: int) -> bool:
+        """Whether a row is within the limit; one that is not is counted."""
+        if length <= self.limit:
+            return True
+        self.first = self.first or f"first {place} with {length} tokens"
+        self.num += 1
+        self.longest = max(self.longest, length)
+        return False
+
+    def remark(self, num_rows: int, overlong: Overlong, what: str, section: str = "data") -> tuple[str, ...]:
+        """What is said when they are left out, nothing where all rows fit; remedies name keys of the recipe's
+        ``section``.
 
         Raises:
             UserError: ``overlong`` is "error", or no other row is left.
         """
-        first = f"first {self.first_place} with {self.first_length} tokens"
-        found = f"{self.num} of {num_rows}, {first}, longest {self.longest}; allowed {limit}"
+        if not self.num:
+            return ()
+        found = f"{self.num} of {num_rows}, {self.first}, longest {self.longest}; allowed {self.limit}"
         if overlong == "error":
             raise UserError(
                 f"a {what} is longer than allowed",
@@ -212,4 +233,4 @@ class Overlength:
             raise UserError(
                 f"every {what} is longer than allowed", found=found, remedy="use a longer context, or other data"
             )
-        return f"{self.num} rows left out: {what} longer than {limit} tokens ({first})"
+        return (f"{self.num} rows left out: {what} longer than {self.limit} tokens ({self.first})",)

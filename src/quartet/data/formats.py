@@ -25,7 +25,7 @@ texts become messages; ``section`` of the recipe is named in remedies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -52,7 +52,6 @@ from quartet.text.examples import (
 )
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 EMPTY = "one answer is empty"
 BEGINNING = "the chosen answer is the beginning of the rejected one"
@@ -63,41 +62,42 @@ _KEPT_PLACES = 6
 """Places remembered per remark: one more than are shown."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parsed(Generic[T]):
     """Typed examples, and how many rows fell under which remark.
 
     ``skipped`` counts rows that were left out, ``notes`` rows that were used after a conversion; both by
-    reason, with their places.
+    reason, with their first places.
     """
 
-    items: tuple[T, ...]
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    notes: Mapping[str, int] = field(default_factory=dict)
-    places: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    items: Sequence[T] = ()
+    skipped: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    places: dict[str, list[str]] = field(default_factory=dict)
+
+    def skip(self, reason: str, place: str) -> None:
+        """Counts one more row that is left out."""
+        self._count(self.skipped, reason, place)
+
+    def note(self, reason: str, place: str) -> None:
+        """Counts one more row that was converted."""
+        self._count(self.notes, reason, place)
+
+    def _count(self, counts: dict[str, int], reason: str, place: str) -> None:
+        counts[reason] = counts.get(reason, 0) + 1
+        known = self.places.setdefault(reason, [])
+        known += [place][: _KEPT_PLACES - len(known)]
 
     def report(self) -> list[str]:
         """One line per remark, for the log."""
-        lines = [f"{count} rows left out: {reason}" for reason, count in self.skipped.items()]
-        lines += [f"{count} rows: {reason}" for reason, count in self.notes.items()]
-        reasons = [*self.skipped, *self.notes]
-        return [f"{line} ({shown_places(self.places[reason])})" for line, reason in zip(lines, reasons, strict=True)]
+        lines = {reason: f"{count} rows left out: {reason}" for reason, count in self.skipped.items()}
+        lines |= {reason: f"{count} rows: {reason}" for reason, count in self.notes.items()}
+        return [f"{line} ({shown_places(self.places[reason])})" for reason, line in lines.items()]
 
-
-def demonstrations(
-    rows: Sequence[Row],
-    columns: Mapping[str, str] | None = None,
-    *,
-    turns: Turns = "text",
-    section: str = "data",
-) -> Parsed[Example]:
-    """SFT examples.
-
-    Raises:
-        UserError: missing columns, empty or non-text values, a conversation without an answer, labels that are not the
-            row's own token ids.
-    """
-    return parse_rows(rows, columns, _demonstration, turns=turns, section=section)
+    def counted(self, reasons: Iterable[str]) -> str:
+        """Rows that were left out for these reasons, in words; '' where there are none."""
+        found = [r for r in reasons if r in self.skipped]
+        return "; ".join(f"{self.skipped[r]}: {r} ({shown_places(self.places[r])})" for r in found)
 
 
 def preferences(
@@ -123,41 +123,20 @@ def preferences(
             finite number, doubtful pairs.
     """
     parse = partial(_preference, keep_empty=doubtful == "keep")
-    parsed = parse_rows(rows, columns, parse, turns=turns, section=section)
+    parsed = parse_rows(parse, rows, columns, turns=turns, section=section)
     if doubtful == "error":
-        refuse_doubtful(parsed.skipped, parsed.places)
+        refuse_doubtful(parsed)
     return parsed
 
 
-def refuse_doubtful(counts: Mapping[str, int], places: Mapping[str, Sequence[str]]) -> None:
-    """Stops where pairs were left out that the recipe wants to be an error.
-
-    Args:
-        counts: pairs by reason; reasons that have to do with something else are passed over.
-        places: the first places of each reason.
-    """
-    found = [f"{counts[r]}: {r} ({shown_places(places[r])})" for r in (SAME, EMPTY, BEGINNING) if r in counts]
-    if found:
+def refuse_doubtful(parsed: Parsed[Any]) -> None:
+    """Stops where pairs were left out that the recipe wants to be an error."""
+    if found := parsed.counted((SAME, EMPTY, BEGINNING)):
         raise UserError(
             "some pairs are doubtful",
-            found="; ".join(found),
+            found=found,
             remedy="mend or remove these rows, or set doubtful_pairs to keep or skip",
         )
-
-
-def judgements(
-    rows: Sequence[Row],
-    columns: Mapping[str, str] | None = None,
-    *,
-    turns: Turns = "text",
-    section: str = "data",
-) -> Parsed[Judgement]:
-    """Answers judged good or bad one by one.
-
-    Raises:
-        UserError: missing columns, an empty prompt, a label that is neither true nor false.
-    """
-    return parse_rows(rows, columns, _judgement, turns=turns, section=section)
 
 
 def has_judgements(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> bool:
@@ -166,56 +145,37 @@ def has_judgements(rows: Sequence[Row], columns: Mapping[str, str] | None = None
     return {"completion", "label"} <= names and not {"chosen", "rejected"} <= names
 
 
-def prompts(
+def parse_rows(
+    parse: Callable[[Fields], T],
     rows: Sequence[Row],
     columns: Mapping[str, str] | None = None,
     *,
     turns: Turns = "text",
     section: str = "data",
-) -> Parsed[Prompt]:
-    """Prompts for generation; every other column goes to the rewards.
+) -> Parsed[T]:
+    """What ``parse`` makes of every row.
 
     Raises:
-        UserError: missing columns, an empty prompt, values that are neither text nor messages.
+        UserError: no row is left; what ``parse`` raises.
     """
-    return parse_rows(rows, columns, _prompt, turns=turns, section=section)
-
-
-def parse_rows(
-    rows: Sequence[Row],
-    columns: Mapping[str, str] | None,
-    parse: Callable[[Fields], U],
-    *,
-    turns: Turns = "text",
-    section: str = "data",
-) -> Parsed[U]:
-    items: list[U] = []
-    skipped: dict[str, int] = {}
-    notes: dict[str, int] = {}
-    places: dict[str, list[str]] = {}
+    items: list[T] = []
+    parsed: Parsed[T] = Parsed()
     for row in rows:
         fields = Fields(_renamed(row, columns or {}, section), row.place, turns=turns, section=section)
         try:
             items.append(parse(fields))
         except Skip as reason:
-            note_place(str(reason), row.place, skipped, places)
+            parsed.skip(str(reason), row.place)
             continue
         if isinstance(row.values.get("tools"), list):
             fields.notes.append("`tools` are not told to the chat template")
         for note in fields.notes:
-            note_place(note, row.place, notes, places)
+            parsed.note(note, row.place)
     if not items:
-        found = "; ".join(f"{count}: {reason} ({shown_places(places[reason])})" for reason, count in skipped.items())
-        raise UserError("no row is left to use", found=f"of {len(rows)} rows left out {found}", remedy="use other data")
-    return Parsed(tuple(items), skipped, notes, places)
-
-
-def note_place(reason: str, place: str, counts: dict[str, int], places: dict[str, list[str]]) -> None:
-    """Counts one more row under ``reason``, and remembers its place while there are few."""
-    counts[reason] = counts.get(reason, 0) + 1
-    known = places.setdefault(reason, [])
-    if len(known) < _KEPT_PLACES:
-        known.append(place)
+        found = f"of {len(rows)} rows left out {parsed.counted(parsed.skipped)}"
+        raise UserError("no row is left to use", found=found, remedy="use other data")
+    parsed.items = tuple(items)
+    return parsed
 
 
 def _renamed(row: Row, columns: Mapping[str, str], section: str) -> dict[str, Any]:
@@ -357,3 +317,24 @@ def _prompt(fields: Fields) -> Prompt:
             )
         fields.notes.append("the final assistant turn was taken off the prompt")
     return Prompt(prompt, {k: v for k, v in fields.values.items() if k not in used}, fields.place)
+
+
+demonstrations = partial(parse_rows, _demonstration)
+"""SFT examples.
+
+Raises:
+    UserError: missing columns, empty or non-text values, a conversation without an answer, labels that are not the
+        row's own token ids.
+"""
+judgements = partial(parse_rows, _judgement)
+"""Answers judged good or bad one by one.
+
+Raises:
+    UserError: missing columns, an empty prompt, a label that is neither true nor false.
+"""
+prompts = partial(parse_rows, _prompt)
+"""Prompts for generation; every other column goes to the rewards.
+
+Raises:
+    UserError: missing columns, an empty prompt, values that are neither text nor messages.
+"""

@@ -30,7 +30,6 @@ from quartet.text.examples import Example
 from quartet.text.tokenizer import TextCodec
 
 _LINES = {".jsonl", ".ndjson"}
-_SHOWN_PLACES = 6
 BYTES_PER_TOKEN = 9
 """Of a tokenised batch: an id of 8 bytes and a mask of one."""
 
@@ -194,33 +193,22 @@ class LazyDemonstrations:
         self.remarks = self._go_through(max_tokens, overlong, source)
 
     def _go_through(self, max_tokens: int, overlong: Overlong, source: str) -> tuple[str, ...]:
-        notes: dict[str, int] = {}
-        places: dict[str, list[str]] = {}
-        too_long: Overlength | None = None
+        told: Parsed[Example] = Parsed()
+        too_long = Overlength(max_tokens)
         num_rows = 0
         for number, row in enumerate(self._rows.scan()):
             num_rows += 1
             parsed = self._parsed(row)
-            for note, count in parsed.notes.items():
-                notes[note] = notes.get(note, 0) + count
-                shown = places.setdefault(note, [])
-                shown += [row.place][: _SHOWN_PLACES - len(shown)]
+            for note in parsed.notes:
+                told.note(note, row.place)
             with placed(row.place):
                 length = len(self._codec.encode_example(parsed.items[0])[0])
-            if length <= max_tokens:
+            if too_long.fits(row.place, length):
                 self._kept.append(number)
                 self.longest = max(self.longest, length)
-            elif too_long is None:
-                too_long = Overlength(1, row.place, length, length)
-            else:
-                longest = max(length, too_long.longest)
-                too_long = Overlength(too_long.num + 1, too_long.first_place, too_long.first_length, longest)
         if not num_rows:
             raise no_rows(source)
-        left_out = (
-            () if too_long is None else (too_long.remark(num_rows, max_tokens, overlong, "sequence", self._section),)
-        )
-        return (*Parsed((), {}, notes, places).report(), *left_out)
+        return (*told.report(), *too_long.remark(num_rows, overlong, "sequence", self._section))
 
     def __len__(self) -> int:
         return len(self._kept)

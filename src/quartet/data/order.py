@@ -99,11 +99,6 @@ def draws(seed: int, step: int, rows: int | Mixture, batch_size: int) -> list[tu
     return [draw(seed, place, rows) for place in range(step * batch_size, (step + 1) * batch_size)]
 
 
-def batch_indices(seed: int, step: int, n: int, batch_size: int) -> list[int]:
-    """Row indices of step ``step`` (from 0); every row is used once per epoch."""
-    return [index for index, _ in draws(seed, step, n, batch_size)]
-
-
 def steps_for(epochs: int, n: int, batch_size: int) -> int:
     """Steps of at least ``epochs`` epochs, in which every row is seen so many times (not so in a mixture)."""
     return -(-epochs * n // batch_size)

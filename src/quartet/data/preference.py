@@ -6,7 +6,7 @@ Both kinds give batches with the same fields, in which a prompt is stored once f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -14,53 +14,88 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.config.preference import DoubtfulPairs
-from quartet.data.datasets import Ordered, Overlong, fitting
+from quartet.data.datasets import Batches, Overlong, fitting
 from quartet.data.fields import placed
-from quartet.data.formats import BEGINNING, SAME, Parsed, note_place, refuse_doubtful
-from quartet.data.order import Mixture, draws
+from quartet.data.formats import BEGINNING, SAME, Parsed, refuse_doubtful
 from quartet.text.examples import Judgement, Preference
 from quartet.text.tokenizer import TextCodec
 
 
 @dataclass(frozen=True)
-class PreferenceItem:
-    """A prompt and its two answers, which end with end-of-text."""
+class AnsweredItem:
+    """A prompt and its answers, which end with end-of-text; ``chosen`` says of each whether it is the good one."""
 
     prompt_ids: tuple[int, ...]
-    chosen_ids: tuple[int, ...]
-    rejected_ids: tuple[int, ...]
-    margin: float
+    answers: tuple[tuple[int, ...], ...]
+    chosen: tuple[bool, ...]
     place: str
+    margin: float = 0.0
 
     @property
     def parts(self) -> tuple[tuple[int, ...], ...]:
         """The prompt and its answers."""
-        return self.prompt_ids, self.chosen_ids, self.rejected_ids
-
-
-@dataclass(frozen=True)
-class JudgedItem:
-    """A prompt and an answer, which ends with end-of-text, judged good (``desirable``) or bad."""
-
-    prompt_ids: tuple[int, ...]
-    answer_ids: tuple[int, ...]
-    desirable: bool
-    place: str
+        return self.prompt_ids, *self.answers
 
     @property
-    def parts(self) -> tuple[tuple[int, ...], ...]:
-        """The prompt and its answer."""
-        return self.prompt_ids, self.answer_ids
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + max(map(len, self.answers))
 
 
 @dataclass(frozen=True)
-class PreferenceData(Ordered):
-    """Preference pairs as token ids; no sequence is longer than ``max_tokens``."""
+class AnsweredData(Batches):
+    """Prompts with their answers as token ids; no sequence is longer than ``max_tokens``."""
 
-    items: tuple[PreferenceItem, ...]
-    max_tokens: int
-    remarks: tuple[str, ...] = ()
-    mixture: Mixture | None = None
+    items: tuple[AnsweredItem, ...]
+    max_tokens: int = field(kw_only=True)
+
+    def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
+        """Rows by index: a prompt segment with a child per answer, the chosen one of a pair first. ``ids`` name rows.
+
+        Token field ``loss_mask``: the answers. Sequence fields: ``row`` ``[S]`` int64, the row's index in these data;
+        ``pair`` ``[S]`` int64, its position in this batch; ``chosen`` ``[S]`` bool; ``margin`` ``[S]`` float32, 0 where
+        the data have none.
+        """
+        return self._batch(indices, [self.items[i].answers for i in indices], ids)
+
+    def mismatched(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
+        """As ``select``, with the answers of the next row that has another prompt, cut where they do not fit."""
+        room = [self.max_tokens - len(self.items[i].prompt_ids) for i in indices]
+        others = [self.items[self._partners[i]].answers for i in indices]
+        return self._batch(
+            indices, [[ids[:most] for ids in answers] for answers, most in zip(others, room, strict=True)], ids
+        )
+
+    def check_mismatched(self) -> None:
+        """Raises a UserError where all rows have the same prompt, so that ``mismatched`` has nothing to give."""
+        _ = self._partners
+
+    @cached_property
+    def _partners(self) -> tuple[int, ...]:
+        return _next_with_other([item.prompt_ids for item in self.items])
+
+    def _batch(
+        self, indices: Sequence[int], answers: Sequence[Sequence[Sequence[int]]], ids: Sequence[str] | None
+    ) -> RaggedBatch:
+        """The rows' prompts with these answers, which carry the loss."""
+        items = [self.items[i] for i in indices]
+        names = list(ids) if ids is not None else [f"row{i}" for i in indices]
+        sides = ("answer",) if len(items[0].chosen) == 1 else ("chosen", "rejected")
+        batch = RaggedBatch.from_groups(
+            [item.prompt_ids for item in items],
+            answers,
+            [f"{name}/{side}" for name in names for side in sides],
+            sequence={
+                "row": torch.tensor(list(indices), dtype=torch.int64).repeat_interleave(len(sides)),
+                "pair": torch.arange(len(items)).repeat_interleave(len(sides)),
+                "chosen": torch.tensor([is_chosen for item in items for is_chosen in item.chosen]),
+                "margin": torch.tensor([i.margin for i in items], dtype=torch.float32).repeat_interleave(len(sides)),
+            },
+        )
+        return batch.with_token(loss_mask=batch.sequence_index() >= 0)
+
+
+class PreferenceData(AnsweredData):
+    """Preference pairs: of each row's answers the first is the chosen one."""
 
     @classmethod
     def build(
@@ -77,88 +112,31 @@ class PreferenceData(Ordered):
         Pairs of the same tokens are left out, as are pairs of the same text; ``doubtful`` is what happens to pairs
         whose chosen answer is the beginning of the rejected one, end-of-text apart.
         """
-        items, remarks = [], list(parsed.report())
-        skipped: dict[str, int] = {}
-        notes: dict[str, int] = {}
-        places: dict[str, list[str]] = {}
+        items: list[AnsweredItem] = []
+        told = Parsed(items)
         for pair in parsed.items:
             with placed(pair.place):
-                prompt, chosen, rejected = codec.encode_pair(pair)
-            is_long = len(prompt) + max(len(chosen), len(rejected)) > max_tokens
-            found = None if is_long else _doubt(chosen, rejected)
+                prompt, chosen = codec.encode_completion(pair.prompt, pair.chosen)
+                _, rejected = codec.encode_completion(pair.prompt, pair.rejected)
+            answers = (tuple(chosen), tuple(rejected))
+            item = AnsweredItem(tuple(prompt), answers, (True, False), pair.place, pair.margin or 0.0)
+            found = None if item.num_tokens > max_tokens else _doubt(chosen, rejected)
             if found == SAME or (found is not None and doubtful != "keep"):
-                note_place(found, pair.place, skipped, places)
+                told.skip(found, pair.place)
                 continue
             if found is not None:
-                note_place(found, pair.place, notes, places)
-            margin = 0.0 if pair.margin is None else pair.margin
-            items.append(PreferenceItem(tuple(prompt), tuple(chosen), tuple(rejected), margin, pair.place))
+                told.note(found, pair.place)
+            items.append(item)
         if doubtful == "error":
-            refuse_doubtful(skipped, places)
-        told = Parsed(tuple(items), skipped, notes, places).report()
+            refuse_doubtful(told)
         if not items:
-            raise UserError("no row is left to use", found="; ".join(told), remedy="use other data")
-        lengths = [len(i.prompt_ids) + max(len(i.chosen_ids), len(i.rejected_ids)) for i in items]
-        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "pair", section)
-        return cls(tuple(kept), max_tokens, (*remarks, *told, *remark))
-
-    def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
-        """The step's ``size`` pairs; fields as in ``select``."""
-        drawn = draws(seed, step, self.order, size)
-        return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
-
-    def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
-        """Pairs by index: a prompt segment with two children, chosen then rejected, so S is twice the pairs.
-
-        Token field ``loss_mask``: the answers. Sequence fields: ``row`` ``[S]`` int64, the pair's index in these data;
-        ``pair`` ``[S]`` int64, its position in this batch; ``chosen`` ``[S]`` bool; ``margin`` ``[S]`` float32, 0 where
-        the data have none.
-        """
-        items = [self.items[i] for i in indices]
-        margins = torch.tensor([item.margin for item in items], dtype=torch.float32).repeat_interleave(2)
-        return _answers(
-            [(item.prompt_ids, (item.chosen_ids, item.rejected_ids)) for item in items],
-            indices,
-            ids,
-            ("chosen", "rejected"),
-            torch.tensor([True, False]).repeat(len(items)),
-        ).with_sequence(margin=margins)
-
-    def mismatched(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
-        """As ``select``, with the two answers of the next pair that has another prompt, cut where they do not fit."""
-        items = [self.items[i] for i in indices]
-        others = [self.items[self._partners[i]] for i in indices]
-        return _answers(
-            [
-                (
-                    i.prompt_ids,
-                    tuple(ids[: self.max_tokens - len(i.prompt_ids)] for ids in (o.chosen_ids, o.rejected_ids)),
-                )
-                for i, o in zip(items, others, strict=True)
-            ],
-            indices,
-            ids,
-            ("chosen", "rejected"),
-            torch.tensor([True, False]).repeat(len(items)),
-        )
-
-    def check_mismatched(self) -> None:
-        """Raises a UserError where all rows have the same prompt, so that ``mismatched`` has nothing to give."""
-        _ = self._partners
-
-    @cached_property
-    def _partners(self) -> tuple[int, ...]:
-        return _next_with_other([item.prompt_ids for item in self.items])
+            raise UserError("no row is left to use", found="; ".join(told.report()), remedy="use other data")
+        kept, remark = fitting(items, max_tokens, overlong, "pair", section)
+        return cls(kept, (*parsed.report(), *told.report(), *remark), max_tokens=max_tokens)
 
 
-@dataclass(frozen=True)
-class JudgedData(Ordered):
-    """Answers judged one by one, as token ids; no sequence is longer than ``max_tokens``."""
-
-    items: tuple[JudgedItem, ...]
-    max_tokens: int
-    remarks: tuple[str, ...] = ()
-    mixture: Mixture | None = None
+class JudgedData(AnsweredData):
+    """Answers judged one by one, good or bad; each is its own ``pair``."""
 
     @classmethod
     def build(
@@ -173,62 +151,10 @@ class JudgedData(Ordered):
         items = []
         for row in parsed.items:
             with placed(row.place):
-                prompt, answer = codec.encode_judgement(row)
-            items.append(JudgedItem(tuple(prompt), tuple(answer), row.label, row.place))
-        lengths = [len(item.prompt_ids) + len(item.answer_ids) for item in items]
-        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence", section)
-        return cls(tuple(kept), max_tokens, (*parsed.report(), *remark))
-
-    def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
-        """The step's ``size`` answers; fields as in ``select``."""
-        drawn = draws(seed, step, self.order, size)
-        return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
-
-    def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
-        """Answers by index; fields as in ``PreferenceData.select`` without ``margin``, each answer its own ``pair``."""
-        items = [self.items[i] for i in indices]
-        chosen = torch.tensor([item.desirable for item in items])
-        return _answers([(i.prompt_ids, (i.answer_ids,)) for i in items], indices, ids, ("answer",), chosen)
-
-    def mismatched(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
-        """As ``select``, with the answer of the next row that has another prompt, cut where it does not fit."""
-        items = [self.items[i] for i in indices]
-        others = [self.items[self._partners[i]].answer_ids for i in indices]
-        answers = [
-            (item.prompt_ids, (other[: self.max_tokens - len(item.prompt_ids)],))
-            for item, other in zip(items, others, strict=True)
-        ]
-        return _answers(answers, indices, ids, ("answer",), torch.tensor([item.desirable for item in items]))
-
-    def check_mismatched(self) -> None:
-        """Raises a UserError where all rows have the same prompt, so that ``mismatched`` has nothing to give."""
-        _ = self._partners
-
-    @cached_property
-    def _partners(self) -> tuple[int, ...]:
-        return _next_with_other([item.prompt_ids for item in self.items])
-
-
-def _answers(
-    groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]],
-    rows: Sequence[int],
-    ids: Sequence[str] | None,
-    sides: Sequence[str],
-    chosen: torch.Tensor,
-) -> RaggedBatch:
-    """A batch of prompts, each with its answers, which carry the loss. ``ids`` name the groups."""
-    names = list(ids) if ids is not None else [f"row{i}" for i in rows]
-    batch = RaggedBatch.from_groups(
-        [prompt for prompt, _ in groups],
-        [answers for _, answers in groups],
-        [f"{name}/{side}" for name in names for side in sides],
-        sequence={
-            "row": torch.tensor(list(rows), dtype=torch.int64).repeat_interleave(len(sides)),
-            "pair": torch.arange(len(groups)).repeat_interleave(len(sides)),
-            "chosen": chosen,
-        },
-    )
-    return batch.with_token(loss_mask=batch.sequence_index() >= 0)
+                prompt, answer = codec.encode_completion(row.prompt, row.completion)
+            items.append(AnsweredItem(tuple(prompt), (tuple(answer),), (row.label,), row.place))
+        kept, remark = fitting(items, max_tokens, overlong, "sequence", section)
+        return cls(kept, (*parsed.report(), *remark), max_tokens=max_tokens)
 
 
 def _doubt(chosen: Sequence[int], rejected: Sequence[int]) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from quartet.observe.openmp import end_pool
@@ -24,17 +23,10 @@ class Prefetcher(Generic[T]):
     """
 
     def __init__(self, make: Callable[[int], T], *, ahead: int) -> None:
-        if ahead < 0:
-            raise ValueError(f"ahead must be at least 0, found {ahead}")
         self._make = make
         self._ahead = ahead
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch") if ahead else None
         self._waiting: dict[int, Future[T]] = {}
-
-    @property
-    def num_waiting(self) -> int:
-        """Results prepared or in preparation."""
-        return len(self._waiting)
 
     def start(self, number: int) -> None:
         """Prepares ``number`` and what follows it; what waits for others is given up."""
@@ -69,11 +61,3 @@ class Prefetcher(Generic[T]):
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()
-
-    def __enter__(self) -> Prefetcher[T]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

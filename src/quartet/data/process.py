@@ -13,21 +13,20 @@ a step without a label. In CSV the lists are JSON text.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.data.datasets import Ordered, Overlong, fitting
-from quartet.data.fields import Fields, Skip, Turns, excerpt, prompt_field
+from quartet.data.datasets import Batches, Overlong, fitting
+from quartet.data.fields import Fields, Skip, Turns, excerpt, placed, prompt_field
 from quartet.data.formats import Parsed, parse_rows
 from quartet.data.json_rows import Unreadable, loads
-from quartet.data.order import Mixture, draws
 from quartet.data.readers import Row, shown_places
 from quartet.text.examples import PromptText
 from quartet.text.steps import answer_pieces, last_tokens, split_steps
@@ -48,12 +47,36 @@ class StepLabelled:
     place: str = ""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """A row whose labels cannot be used, and why."""
+class Fault(Exception):
+    """Why the labels of a row cannot be used."""
 
-    reason: str
-    place: str
+
+class _Faults:
+    """Collects the faults of all rows, for one message."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, str]] = []
+
+    @contextlib.contextmanager
+    def of(self, place: str) -> Iterator[None]:
+        """Remembers the row's fault if it has one, and goes on."""
+        try:
+            yield
+        except Fault as fault:
+            self._found.append((place, str(fault)))
+
+    def refuse(self, num_rows: int) -> None:
+        """Raises a UserError where there are any."""
+        if not self._found:
+            return
+        shown = "; ".join(f"{place}: {reason}" for place, reason in self._found[:_SHOWN_FAULTS])
+        others = [place for place, _ in self._found[_SHOWN_FAULTS:]]
+        more = f"; also {shown_places(others, 20)}" if others else ""
+        raise UserError(
+            "step labels do not fit their answers",
+            found=f"{len(self._found)} of {num_rows} rows: {shown}{more}",
+            remedy="mend or remove these rows, or set the separator that ends a step in them",
+        )
 
 
 def step_labelled(
@@ -70,40 +93,30 @@ def step_labelled(
         UserError: missing columns or empty values; labels that do not match the steps or are out of range (all such
             rows in one message).
     """
-    parse = partial(_example, separator=separator)
-    parsed: Parsed[StepLabelled | Fault] = parse_rows(rows, columns, parse, turns=turns, section=section)
-    examples = [item for item in parsed.items if isinstance(item, StepLabelled)]
-    _refuse([item for item in parsed.items if isinstance(item, Fault)], len(rows))
-    return Parsed(tuple(examples), parsed.skipped, parsed.notes, parsed.places)
+    faults = _Faults()
+
+    def parse(fields: Fields) -> StepLabelled:
+        found = StepLabelled("", "", ())
+        with faults.of(fields.place):
+            found = _example(fields, separator)
+        return found  # after a fault the empty one, which ``refuse`` keeps from being used
+
+    parsed = parse_rows(parse, rows, columns, turns=turns, section=section)
+    faults.refuse(len(rows))
+    return parsed
 
 
-def _refuse(faults: Sequence[Fault], num_rows: int) -> None:
-    if not faults:
-        return
-    shown = "; ".join(f"{fault.place}: {fault.reason}" for fault in faults[:_SHOWN_FAULTS])
-    others = [fault.place for fault in faults[_SHOWN_FAULTS:]]
-    more = f"; also {shown_places(others, 20)}" if others else ""
-    raise UserError(
-        "step labels do not fit their answers",
-        found=f"{len(faults)} of {num_rows} rows: {shown}{more}",
-        remedy="mend or remove these rows, or set the separator that ends a step in them",
-    )
-
-
-def _example(fields: Fields, *, separator: str) -> StepLabelled | Fault:
+def _example(fields: Fields, separator: str) -> StepLabelled:
     name = next((name for name in _STEPS if fields.has(name)), None)
     if not fields.has("labels") or (name is None and not fields.has("completion")):
         raise fields.missing("`prompt`, `steps` (or `completion`) and `labels`")
     prompt = prompt_field(fields)
-    try:
-        values = _list(fields, "labels")
-        labels = tuple(_label(value, n) for n, value in enumerate(values, start=1))
-        text = _joined(_list(fields, name), separator) if name is not None else fields.text("completion")
-    except _Unusable as error:
-        return Fault(str(error), fields.place)
+    values = _list(fields, "labels")
+    labels = tuple(_label(value, n) for n, value in enumerate(values, start=1))
+    text = _joined(_list(fields, name), separator) if name is not None else fields.text("completion")
     num_steps = len(split_steps(text, separator))
     if num_steps != len(labels):
-        return Fault(f"{len(labels)} labels for {num_steps} steps that end with {separator!r}", fields.place)
+        raise Fault(f"{len(labels)} labels for {num_steps} steps that end with {separator!r}")
     if all(label is None for label in labels):
         raise Skip("no step has a label")
     if -1 in values and 0 in values:
@@ -112,19 +125,15 @@ def _example(fields: Fields, *, separator: str) -> StepLabelled | Fault:
     return StepLabelled(prompt, text, labels, fields.place)
 
 
-class _Unusable(Exception):
-    """Why a row cannot be used."""
-
-
 def _list(fields: Fields, name: str) -> list[Any]:
     value = fields.get(name)
     if isinstance(value, str):
         try:
             value = loads(value)
         except Unreadable:
-            raise _Unusable(f"`{name}` is text, not a list") from None
+            raise Fault(f"`{name}` is text, not a list") from None
     if not isinstance(value, list):
-        raise _Unusable(f"`{name}` is not a list")
+        raise Fault(f"`{name}` is not a list")
     return value
 
 
@@ -138,18 +147,18 @@ def _label(value: Any, number: int) -> float | None:
         label = 0.0 if value == -1 else value
         if 0 <= label <= 1:
             return float(label)
-    raise _Unusable(f"label {number} is {excerpt(value)}, not 0, 1, -1, true, false, '+', '-' or a number from 0 to 1")
+    raise Fault(f"label {number} is {excerpt(value)}, not 0, 1, -1, true, false, '+', '-' or a number from 0 to 1")
 
 
 def _joined(steps: Sequence[Any], separator: str) -> str:
     """The steps as one text, each but the last ended by the separator."""
     for number, step in enumerate(steps, start=1):
         if not isinstance(step, str) or not step.removesuffix(separator).strip():
-            raise _Unusable(f"step {number} is {'empty' if isinstance(step, str) else 'not text'}")
+            raise Fault(f"step {number} is {'empty' if isinstance(step, str) else 'not text'}")
         if separator in step.removesuffix(separator):
-            raise _Unusable(f"step {number} holds the separator {separator!r} inside")
+            raise Fault(f"step {number} holds the separator {separator!r} inside")
     if not steps:
-        raise _Unusable("`steps` is empty")
+        raise Fault("`steps` is empty")
     return separator.join([*(step.removesuffix(separator) for step in steps[:-1]), steps[-1]])
 
 
@@ -174,14 +183,16 @@ class ProcessItem:
         """The prompt and its answer."""
         return self.prompt_ids, self.completion_ids
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
 
 @dataclass(frozen=True)
-class ProcessData(Ordered):
-    """Step-labelled answers as token ids; ``remarks`` says in words what was left out or converted."""
+class ProcessData(Batches):
+    """Step-labelled answers as token ids."""
 
     items: tuple[ProcessItem, ...]
-    remarks: tuple[str, ...] = ()
-    mixture: Mixture | None = None
 
     @classmethod
     def build(
@@ -198,17 +209,14 @@ class ProcessData(Ordered):
         Raises:
             UserError: the steps cannot be told apart in the tokens (all such rows in one message).
         """
-        found = [_tokenised(example, codec, separator, max_tokens) for example in parsed.items]
-        _refuse([item for item in found if isinstance(item, Fault)], len(found))
-        items = [item for item in found if isinstance(item, ProcessItem)]
-        lengths = [len(item.prompt_ids) + len(item.completion_ids) for item in items]
-        kept, remark = fitting(items, lengths, [i.place for i in items], max_tokens, overlong, "sequence", section)
-        return cls(tuple(kept), (*parsed.report(), *remark))
-
-    def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
-        """The step's ``size`` answers; fields as in ``select``."""
-        drawn = draws(seed, step, self.order, size)
-        return self.select([i for i, _ in drawn], [f"row{i}@{epoch}" for i, epoch in drawn])
+        faults = _Faults()
+        items = []
+        for example in parsed.items:
+            with faults.of(example.place), placed(example.place):
+                items.append(_tokenised(example, codec, separator, max_tokens))
+        faults.refuse(len(parsed.items))
+        kept, remark = fitting(items, max_tokens, overlong, "sequence", section)
+        return cls(kept, (*parsed.report(), *remark))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Answers by index; those of one prompt stand together, at the place of the first, and share its tokens.
@@ -232,24 +240,20 @@ class ProcessData(Ordered):
         return batch.with_token(step_mask=~labels.isnan(), step_labels=labels.nan_to_num(0.0))
 
 
-def _tokenised(example: StepLabelled, codec: TextCodec, separator: str, max_tokens: int) -> ProcessItem | Fault:
+def _tokenised(example: StepLabelled, codec: TextCodec, separator: str, max_tokens: int) -> ProcessItem:
     """Of a row that is too long the length alone counts, so its steps are not looked for."""
-    try:
-        prompt_ids, completion_ids = codec.encode_completion(example.prompt, example.completion)
-    except UserError as error:
-        raise UserError(error.problem, found=f"{example.place}: {error.found}", remedy=error.remedy) from None
+    prompt_ids, completion_ids = codec.encode_completion(example.prompt, example.completion)
     if len(prompt_ids) + len(completion_ids) > max_tokens:
         return ProcessItem(tuple(prompt_ids), tuple(completion_ids), (), (), example.place)
     pieces = answer_pieces(codec, prompt_ids, completion_ids)
     ends = last_tokens(pieces, split_steps("".join(pieces), separator))
     if len(ends) != len(example.labels):
-        return Fault(
+        raise Fault(
             f"{len(example.labels)} steps, of which the tokenizer keeps {len(ends)}; it changes the separator "
-            f"{separator!r} or what stands around it",
-            example.place,
+            f"{separator!r} or what stands around it"
         )
     if len(set(ends)) != len(ends):
-        return Fault("two steps end in the same token", example.place)
+        raise Fault("two steps end in the same token")
     labelled = [(end, label) for end, label in zip(ends, example.labels, strict=True) if label is not None]
     return ProcessItem(
         tuple(prompt_ids),

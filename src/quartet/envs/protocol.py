@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from quartet.config.environments import EnvironmentConfig
 from quartet.config.errors import UserError
+from quartet.config.recipe import EnvironmentConfig
 from quartet.config.targets import load_target
 from quartet.observe.global_state import GlobalStateGuard
 from quartet.text.examples import PromptText

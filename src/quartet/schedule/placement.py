@@ -13,9 +13,8 @@ LOCAL_POOL = "local"
 
 def local_placement(roles: Iterable[str]) -> ResolvedPlacement:
     """What a run without a placement has: one pool with one slot, on which all roles take turns and nothing moves."""
-    names = list(roles)
     pool = ResolvedPool(LOCAL_POOL, processes=1, nodes=1, slots=1, budget_bytes=None)
-    return ResolvedPlacement("local", (pool,), dict.fromkeys(names, LOCAL_POOL), dict.fromkeys(names, 1))
+    return ResolvedPlacement("local", (pool,), dict.fromkeys(roles, LOCAL_POOL))
 
 
 def states_of(roles: Iterable[RoleSpec]) -> list[str]:

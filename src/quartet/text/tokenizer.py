@@ -27,9 +27,7 @@ from quartet.text.examples import (
     Conversation,
     Document,
     Example,
-    Judgement,
     Messages,
-    Preference,
     PromptText,
     Tokenised,
 )
@@ -154,45 +152,15 @@ class TextCodec:
         """``(input_ids, loss_mask)`` of equal length for SFT: completions and assistant turns carry loss,
         with their end-of-text token, and nothing else does. Of a document everything does but the first token, which
         nothing predicts; token ids stay as they are.
-
-        Raises:
-            UserError: the example's place is named.
         """
-        try:
-            if isinstance(example, Conversation):
-                return self.encode_conversation(example.messages)
-            if isinstance(example, Document):
-                return self._encode_document(example.text)
-            if isinstance(example, Tokenised):
-                return self._checked(example)
-            prompt_ids, completion_ids = self.encode_completion(example.prompt, example.completion)
-        except UserError as error:
-            raise _at(example.place, error) from None
+        if isinstance(example, Conversation):
+            return self.encode_conversation(example.messages)
+        if isinstance(example, Document):
+            return self._encode_document(example.text)
+        if isinstance(example, Tokenised):
+            return self._checked(example)
+        prompt_ids, completion_ids = self.encode_completion(example.prompt, example.completion)
         return prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids)
-
-    def encode_pair(self, pair: Preference) -> tuple[list[int], list[int], list[int]]:
-        """``(prompt_ids, chosen_ids, rejected_ids)``; both answers end with an end-of-text id.
-
-        Raises:
-            UserError: the pair's place is named.
-        """
-        try:
-            prompt_ids, chosen_ids = self.encode_completion(pair.prompt, pair.chosen)
-            _, rejected_ids = self.encode_completion(pair.prompt, pair.rejected)
-        except UserError as error:
-            raise _at(pair.place, error) from None
-        return prompt_ids, chosen_ids, rejected_ids
-
-    def encode_judgement(self, example: Judgement) -> tuple[list[int], list[int]]:
-        """``(prompt_ids, answer_ids)``; the answer ends with an end-of-text id.
-
-        Raises:
-            UserError: the example's place is named.
-        """
-        try:
-            return self.encode_completion(example.prompt, example.completion)
-        except UserError as error:
-            raise _at(example.place, error) from None
 
     def encode_conversation(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """``(input_ids, loss_mask)`` of a conversation whose assistant turns carry loss.
@@ -362,7 +330,3 @@ class TextCodec:
             ids, mask = ids + answer, mask + [True] * stop + [False] * (len(answer) - stop)
             text = whole
         return ids, mask
-
-
-def _at(place: str, error: UserError) -> UserError:
-    return UserError(error.problem, found=f"{place}: {error.found}" if place else error.found, remedy=error.remedy)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from quartet.config.environments import EnvironmentConfig
+from quartet.config.recipe import EnvironmentConfig
 from quartet.data.datasets import PromptItem
 from quartet.envs.episode import NoRoom, play_episode
 from quartet.envs.protocol import EnvironmentFactory, Item

@@ -28,8 +28,7 @@ from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.common import DataConfig, ModelConfig
 from quartet.config.file_errors import read_file
-from quartet.config.iterated import CollectConfig
-from quartet.config.recipe import IteratedRecipe, RewardModelRecipe, RLRecipe
+from quartet.config.recipe import CollectConfig, IteratedRecipe, RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
 from quartet.data.datasets import PromptData
 from quartet.data.formats import preferences

@@ -90,7 +90,7 @@ def accuracy_interval(right_P: Tensor, prompts: Sequence[Hashable], *, seed: int
 
 def longer_answer_accuracy(data: PreferenceData) -> float:
     """Share of pairs whose chosen answer has more tokens; equal lengths count half."""
-    differences = [len(pair.chosen_ids) - len(pair.rejected_ids) for pair in data.items]
+    differences = [len(chosen) - len(rejected) for chosen, rejected in (pair.answers for pair in data.items)]
     return sum(1.0 if d > 0 else 0.5 if d == 0 else 0.0 for d in differences) / len(differences)
 
 

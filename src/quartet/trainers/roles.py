@@ -22,9 +22,8 @@ from quartet.config.algorithms import (
     keeps_trajectories_whole,
     kl_term,
 )
-from quartet.config.environments import EnvironmentConfig
 from quartet.config.fits import without_effect
-from quartet.config.recipe import RLRecipe
+from quartet.config.recipe import EnvironmentConfig, RLRecipe
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.data.order import draw
 from quartet.envs.episode import EpisodeLimits

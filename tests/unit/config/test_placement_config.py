@@ -10,8 +10,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from quartet.config.errors import UserError
-from quartet.config.packing import packs, shrunk
-from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, check_devices, resolve
+from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, check_devices, packs, resolve, shrunk
 
 PPO: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout")}
 GRPO: dict[str, Role] = {role: role for role in ("actor", "reward", "rollout")}
@@ -91,12 +90,10 @@ def test_several_reward_models_share_the_place_of_the_reward() -> None:
     assert placement.pool_of["helpful"] == placement.pool_of["harmless"] == "b"
 
 
-def test_sizes_and_copies() -> None:
-    pool = {"processes": 8, "nodes": 2, "slots": 2, "budget_bytes": 10}
-    placement = resolved(type="full_offload", pool=pool, sharding={"actor": {"tensor": 2, "context": 4}})
+def test_sizes() -> None:
+    placement = resolved(type="full_offload", pool={"processes": 8, "nodes": 2, "slots": 2, "budget_bytes": 10})
     (only,) = placement.pools
     assert (only.num_processes, only.processes_per_node, only.slots, only.budget_bytes) == (16, (8, 8), 2, 10)
-    assert placement.copies == {**dict.fromkeys(ALL, 16), "actor": 2}
     assert placement.num_processes == 16
 
 
@@ -161,18 +158,6 @@ def test_what_cannot_be_written(fragment: dict[str, Any], says: str) -> None:
             {"type": "pipelined", "pools": pools(a=ALL), "after": {"values": ("reward",)}},
             "values (of the critic)",
             "leave these edges out",
-        ),
-        (
-            PPO,
-            {"type": "full_offload", "pool": {"processes": 8}, "sharding": {"actor": {"tensor": 2, "context": 3}}},
-            "tensor 2 × context 3 = 6 processes per copy, which do not divide the pool's 8",
-            "use tensor × context = 4, or give the pool 6 or 12 processes",
-        ),
-        (
-            PPO,
-            {"type": "full_offload", "pool": {"processes": 2}, "sharding": {"reward": {"tensor": 4}}},
-            "4 processes per copy, which do not divide the pool's 2",
-            "use tensor × context = 2, or give the pool 4 processes",
         ),
     ],
 )

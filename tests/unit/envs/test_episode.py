@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
-from quartet.config.environments import EnvironmentConfig
 from quartet.config.errors import UserError
+from quartet.config.recipe import EnvironmentConfig
 from quartet.envs.episode import EpisodeError, NoRoom, play_episode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult, environment_factory
 from quartet.envs.transcript import SOURCE as ENVIRONMENT

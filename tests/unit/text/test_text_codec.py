@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from quartet.config.errors import UserError
-from quartet.text.examples import Conversation, Demonstration, Preference
+from quartet.text.examples import Conversation, Demonstration
 from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
 from quartet.text.tokenizer import TextCodec
 
@@ -120,7 +120,7 @@ def test_a_completion_keeps_the_space_it_begins_with(llama: TextCodec) -> None:
 
 
 def test_an_empty_answer_is_end_of_text_alone(chat: TextCodec) -> None:
-    assert chat.encode_pair(Preference("hello", "", "w"))[1] == [chat.eos_id]
+    assert chat.encode_completion("hello", "")[1] == [chat.eos_id]
 
 
 # Chat --------------------------------------------------------------------------------------------------
@@ -142,13 +142,10 @@ def test_both_ways_of_marking_agree(chat: TextCodec, marked: TextCodec) -> None:
     assert chat.encode_conversation(TALK) == marked.encode_conversation(TALK)
 
 
-def test_a_pair_in_a_chat_ends_where_generation_would(chat: TextCodec) -> None:
-    prompt, chosen, rejected = chat.encode_pair(Preference(TALK[:2], "yes", "no"))
+def test_an_answer_in_a_chat_ends_where_generation_would(chat: TextCodec) -> None:
+    prompt, answer = chat.encode_completion(TALK[:2], "yes")
     assert prompt == chat.encode_prompt(TALK[:2])
-    assert [chat.decode(ids, skip_special=False) for ids in (chosen, rejected)] == [
-        "yes<|im_end|>",
-        "no<|im_end|>",
-    ]
+    assert chat.decode(answer, skip_special=False) == "yes<|im_end|>"
 
 
 def test_end_of_text_is_added_where_the_template_writes_none(byte_level: Build) -> None:
@@ -169,12 +166,12 @@ def test_conversations_with_nothing_to_learn(chat: TextCodec, roles: list[str]) 
         chat.encode_conversation([{"role": role, "content": "x"} for role in roles])
 
 
-def test_a_template_that_rewrites_history_is_refused_with_its_place(byte_level: Build) -> None:
+def test_a_template_that_rewrites_history_is_refused(byte_level: Build) -> None:
     template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     codec = TextCodec(byte_level(template, eos_token="<|im_end|>"))
     with pytest.raises(UserError, match="differently") as caught:
-        codec.encode_example(Conversation(TALK, "talk.jsonl:7"))
-    assert caught.value.found.startswith("talk.jsonl:7: ") and "{% generation %}" in caught.value.remedy
+        codec.encode_example(Conversation(TALK))
+    assert "{% generation %}" in caught.value.remedy
 
 
 def test_messages_without_template(llama: TextCodec) -> None:

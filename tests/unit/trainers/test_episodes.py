@@ -27,9 +27,16 @@ from quartet.batch.trajectory import (
 from quartet.config import UserError
 from quartet.config.algorithms import DAPO, GRPO, PPO, RLOO, KLConfig, OverlongConfig, ReMax
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.environments import EnvironmentConfig
 from quartet.config.evaluation import EvaluationConfig
-from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
+from quartet.config.recipe import (
+    ActorConfig,
+    CheckpointConfig,
+    CriticConfig,
+    EnvironmentConfig,
+    LogConfig,
+    RLRecipe,
+    RolloutConfig,
+)
 from quartet.data.datasets import PromptItem
 from quartet.envs.episode import EpisodeError
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult

@@ -11,9 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from quartet.config import Interrupted, UserError
-from quartet.config.iterated import CollectConfig
 from quartet.config.load import load_recipe
-from quartet.config.recipe import IteratedRecipe
+from quartet.config.recipe import CollectConfig, IteratedRecipe
 from quartet.config.rewards import LengthReward
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task

@@ -119,7 +119,7 @@ def test_figures_are_those_of_unmodified_models(train: Any, causal_lm: Any) -> N
     for item in trainer.worker.evaluation.items:
         ratios = [
             total_logprob(result.model, item.prompt_ids, ids) - total_logprob(reference, item.prompt_ids, ids)
-            for ids in (item.chosen_ids, item.rejected_ids)
+            for ids in item.answers
         ]
         losses.append(math.log1p(math.exp(-0.3 * (ratios[0] - ratios[1]))))
         chosen_rewards.append(0.3 * ratios[0])
@@ -138,7 +138,7 @@ def test_another_reference(train: Any, causal_lm: Any) -> None:
     tables = load_file(next((metrics.path / "reference").glob("*.safetensors")))
     assert tables["answers"].shape == (12, 2)
     assert float(tables["answers"][3, 1]) == pytest.approx(
-        total_logprob(other, item.prompt_ids, item.rejected_ids), abs=1e-4
+        total_logprob(other, item.prompt_ids, item.answers[1]), abs=1e-4
     ), "and the model given as reference works on its own again"
 
 
@@ -162,7 +162,7 @@ def test_the_reference_point_of_kto_is_the_one_of_unmodified_models(train: Any, 
     for row in rows:
         item, other = data.items[row], data.items[(row + 1) % len(data)]
         assert item.prompt_ids != other.prompt_ids
-        for ids in (other.chosen_ids, other.rejected_ids):
+        for ids in other.answers:
             cut = ids[: data.max_tokens - len(item.prompt_ids)]
             ratios.append(total_logprob(policy, item.prompt_ids, cut) - total_logprob(reference, item.prompt_ids, cut))
     expected = max(0.0, sum(ratios) / len(ratios))

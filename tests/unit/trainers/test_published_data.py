@@ -85,7 +85,7 @@ def test_a_reward_model_learns_from_dialogues_as_published(
     head = "u|Is 0 so?\na|Why?\nu|Just say.\na|" if turns == "messages" else dialogues(1)[0]["chosen"][:-6]
     first = trainer.worker.data.items[0]
     assert letters.decode(first.prompt_ids) == head
-    assert letters.decode(first.chosen_ids[:-1]) == ("yes!!\n" if turns == "messages" else " yes!!")
+    assert letters.decode(first.answers[0][:-1]) == ("yes!!\n" if turns == "messages" else " yes!!")
     result = trainer.train()
     assert any("differ before their last turn" in note for note in result.summary["notes"])
     found = result.summary["stages"][0]["metrics"]

@@ -133,8 +133,8 @@ def test_a_reward_model_learns_to_prefer_and_reports_it(
     assert trainer.worker.evaluation is not None
     with torch.no_grad():
         margins = [
-            result.model(torch.tensor([item.prompt_ids + item.chosen_ids])).logits.item()
-            - result.model(torch.tensor([item.prompt_ids + item.rejected_ids])).logits.item()
+            result.model(torch.tensor([item.prompt_ids + item.answers[0]])).logits.item()
+            - result.model(torch.tensor([item.prompt_ids + item.answers[1]])).logits.item()
             for item in trainer.worker.evaluation.items
         ]
     assert after["eval/accuracy"] == pytest.approx(sum(m > 0 for m in margins) / len(margins))
