@@ -127,7 +127,7 @@ def calls(group: WorkerGroup, raw: Sequence[Any], args: Any) -> list[dict[str, A
     """Seconds per call, ours and raw, for several payloads."""
     import ray
 
-    from quartet.cluster.wire import deregister_tensors, register_tensors
+    from quartet.cluster.ray_backend import deregister_tensors, register_tensors
 
     def raw_call(method: str, actors: Sequence[Any], payloads: Sequence[Any]) -> Callable[[], Any]:
         def run() -> None:

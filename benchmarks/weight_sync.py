@@ -30,8 +30,6 @@ from common import arguments, markdown, write_results
 from torch import Tensor
 
 from quartet.weights import (
-    TRANSPORTS,
-    Hasher,
     NamedSource,
     TensorSink,
     WeightReceiver,
@@ -39,9 +37,9 @@ from quartet.weights import (
     control,
     sync_in_process,
 )
-from quartet.weights.digest import BLOCK_BYTES
+from quartet.weights.digest import BLOCK_BYTES, Hasher
 from quartet.weights.disk import DiskReceive, DiskSend
-from quartet.weights.messages import Answer, Message
+from quartet.weights.endpoint import TRANSPORTS
 from quartet.weights.transport import ReceiveTransport, SendTransport
 
 HIDDEN, INNER = 1024, 2816
@@ -124,13 +122,13 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def engine(kind: str, adopts: bool, num_bytes: int, threads: int, pipe: Connection) -> None:
-    """The other process: answers messages until there are no more."""
+    """The other process: answers requests until there are no more."""
     torch.set_num_threads(threads)
     receiver = WeightReceiver(TensorSink(zeros(num_bytes).items(), adopts=adopts))
     receiver.use(receive_transport(kind))
     pipe.send(None)
-    while (message := pipe.recv()) is not None:
-        pipe.send(receiver.answer(message))
+    while (request := pipe.recv()) is not None:
+        pipe.send(receiver.answer(*request))
     receiver.disconnect()
 
 
@@ -163,16 +161,15 @@ def sync_seconds(kind: str, adopts: bool, args: Any, num_bytes: int, folder: Pat
     pipe.recv()
     thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(args.threads,))
 
-    async def ask_sender(message: Message) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(thread, sender.answer, message)
+    async def ask_sender(request: str, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(thread, sender.answer, request, *args)
 
-    def asked(message: Message) -> Answer:
-        pipe.send(message)
-        answer: Answer = pipe.recv()
-        return answer
+    def asked(*request: Any) -> Any:
+        pipe.send(request)
+        return pipe.recv()
 
-    async def ask_engine(message: Message) -> Answer:
-        return await asyncio.to_thread(asked, message)
+    async def ask_engine(request: str, *args: Any) -> Any:
+        return await asyncio.to_thread(asked, request, *args)
 
     with asyncio.Runner() as runner:
         pairs = repeat(lambda version: runner.run(control.sync(ask_sender, [ask_engine], version, timeout_s=300)))

@@ -1,17 +1,17 @@
-"""Both ends of every weight transport, for the tests; run as a script, a process that is one of them.
+"""Both ends of every weight transport for the tests, and processes that are one of them.
 
-weight_ends.py engine                     takes commands on standard input, one JSON object per line, and answers each
-weight_ends.py trainer RANK WORLD STORE   one rank of a trainer with weights sharded on two axes; the same
+The processes are forked from a server that has imported torch and this file once: one of its own takes seconds.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import forkserver
 from quartet.weights import (
     GATE_UP,
-    TRANSPORTS,
     GatherWatch,
-    Hasher,
     NamedSource,
     TensorSink,
     WeightReceiver,
@@ -33,8 +32,10 @@ from quartet.weights import (
     WeightSyncError,
     qkv,
 )
+from quartet.weights.cuda_ipc import CudaHandles
+from quartet.weights.digest import Hasher
 from quartet.weights.disk import DiskReceive, DiskSend
-from quartet.weights.messages import from_json, to_json
+from quartet.weights.endpoint import TRANSPORTS
 from quartet.weights.shared_memory import Segment
 from quartet.weights.transport import ReceiveTransport, SendTransport
 
@@ -45,7 +46,7 @@ BUCKET_BYTES = 1024
 FUSED = (qkv(4, 2), GATE_UP)
 
 
-class SegmentHandles:
+class SegmentHandles(CudaHandles):
     """In the place of CUDA handles: memory of the machine that another process opens by a path."""
 
     def __init__(self) -> None:
@@ -80,14 +81,14 @@ def send_transport(
     options: dict[str, Any] = {"handles": SegmentHandles()} if kind == "cuda_ipc" else {}
     if kind in ("cuda_ipc", "collective"):
         options["bucket_bytes"] = bucket_bytes
-    return TRANSPORTS[kind][0](num_receivers, timeout_s=timeout_s, **options)
+    return TRANSPORTS[kind][0](num_receivers, timeout_s=timeout_s, **options)  # type: ignore[index]
 
 
 def receive_transport(kind: str, rank: int = 0, timeout_s: float = 20.0) -> ReceiveTransport:
     if kind == "disk":
         return DiskReceive()
     options: dict[str, Any] = {"handles": SegmentHandles()} if kind == "cuda_ipc" else {}
-    return TRANSPORTS[kind][1](rank, timeout_s=timeout_s, **options)
+    return TRANSPORTS[kind][1](rank, timeout_s=timeout_s, **options)  # type: ignore[index]
 
 
 def sender_of(weights: Mapping[str, Tensor]) -> WeightSender:
@@ -112,103 +113,119 @@ def empty_like(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 
 
-def reply(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
+# Processes -----------------------------------------------------------------------------------------------
 
 
-def answer(end: WeightSender | WeightReceiver, message: Mapping[str, Any]) -> None:
-    """One message of a sync, as it goes between machines."""
-    print(json.dumps(to_json(end.answer(from_json(message)))), flush=True)
+class Process:
+    """A process that answers requests one after the other: methods of what ``make(*args)`` returns there."""
+
+    def __init__(self, make: Callable[..., Any], *args: Any) -> None:
+        context = forkserver.context()
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, make, *args), daemon=True)
+        self._process.start()
+        other.close()
+        self._thread = ThreadPoolExecutor(1)
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def lives(self) -> bool:
+        return self._process.is_alive()
+
+    def tell(self, request: str, *args: Any) -> None:
+        self._pipe.send((request, args))
+
+    def heard(self) -> Any:
+        """The answer to the oldest request that has not been answered; EOFError where the process has ended."""
+        return self._pipe.recv()
+
+    def ask(self, request: str, *args: Any) -> Any:
+        self.tell(request, *args)
+        return self.heard()
+
+    async def answer(self, request: str, *args: Any) -> Any:
+        """To a request of a sync; one after the other, as a worker's calls."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.ask, "answer", request, *args)
+
+    def idle(self) -> None:
+        """Returns when no request is under way."""
+        self._thread.submit(lambda: None).result(30)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._thread.shutdown()
+        self._pipe.close()
 
 
-# An engine in a process of its own -----------------------------------------------------------------------
+def _serve(pipe: Connection, make: Callable[..., Any], *args: Any) -> None:
+    torch.set_num_threads(1)
+    made = make(*args)
+    while True:
+        try:
+            request, given = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(getattr(made, request)(*given))
 
 
 class Engine:
     def __init__(self) -> None:
         self.receiver: WeightReceiver | None = None
 
-    def hold(self, staged: bool = False, adopts: bool = False) -> dict[str, Any]:
+    def hold(self, staged: bool = False, adopts: bool = False) -> None:
         self.weights = empty_like(fused_weights())
         self.sink = TensorSink(self.weights.items(), staged=staged, adopts=adopts)
         if self.receiver is not None:
             self.receiver.disconnect()
         self.receiver = WeightReceiver(self.sink)
-        return {}
 
-    def use(self, kind: str, rank: int, timeout_s: float) -> dict[str, Any]:
+    def use(self, kind: str, rank: int, timeout_s: float) -> None:
         assert self.receiver is not None
         self.receiver.use(receive_transport(kind, rank, timeout_s))
-        return {}
+
+    def answer(self, request: str, *args: Any) -> Any:
+        assert self.receiver is not None
+        return self.receiver.answer(request, *args)
 
     def state(self) -> dict[str, Any]:
         digests = [Hasher().digest(tensor) for tensor in self.weights.values()]
         return {"version": self.sink.version, "status": str(self.sink.status), "digests": digests}
 
 
-def run_engine() -> None:
-    engine = Engine()
-    reply(pid=os.getpid())
-    for line in sys.stdin:
-        command = json.loads(line)
-        if "do" in command:
-            reply(**getattr(engine, command.pop("do"))(**command))
-        else:
-            assert engine.receiver is not None
-            answer(engine.receiver, command)
+class Trainer:
+    """One rank of a trainer whose weights, ``fused_weights``, are sharded: rows over one axis, columns over another."""
 
+    def __init__(self, rank: int, world: int, store: str) -> None:
+        self.rank, self.world, self.store = rank, world, store
+        limit = timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+        mesh = init_device_mesh("cpu", (2, world // 2))
+        self.weights = {
+            name: distribute_tensor(tensor, mesh, [Shard(0), Shard(1) if tensor.dim() > 1 else Replicate()])
+            for name, tensor in fused_weights().items()
+        }
+        self.sender = WeightSender(self.weights.items, device=torch.device("cpu"), rank=rank)
 
-# A sharded trainer ---------------------------------------------------------------------------------------
+    def use(self, kind: str) -> None:
+        source = NamedSource(self.weights.items, fused=FUSED)
+        self.sender.use(send_transport(kind, Path(self.store).parent), source)
 
+    def answer(self, request: str, *args: Any) -> Any:
+        return self.sender.answer(request, *args)
 
-def sharded_weights(rank: int, world: int, store: str) -> dict[str, Tensor]:
-    """``fused_weights`` as DTensors on a mesh of two axes: rows over one, columns over the other."""
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
-    mesh = init_device_mesh("cpu", (2, world // 2))
-    return {
-        name: distribute_tensor(tensor, mesh, [Shard(0), Shard(1) if tensor.dim() > 1 else Replicate()])
-        for name, tensor in fused_weights().items()
-    }
-
-
-def run_trainer(rank: int, world: int, store: str, _: list[str]) -> None:
-    """Answers messages; a line ``{"use": KIND}`` before them chooses the transport."""
-    weights = sharded_weights(rank, world, store)
-    source = NamedSource(lambda: weights.items(), fused=FUSED)
-    sender = WeightSender(lambda: weights.items(), device=torch.device("cpu"), rank=rank)
-    reply(pid=os.getpid())
-    for line in sys.stdin:
-        command = json.loads(line)
-        if "use" in command:
-            sender.use(send_transport(command["use"], Path(store).parent), source)
-            reply()
-        else:
-            answer(sender, command)
-    dist.destroy_process_group()
-
-
-def run_gather(rank: int, world: int, store: str, _: list[str]) -> None:
-    """Rank 1 stops before its second tensor; what rank 0 says then is the result."""
-    weights = sharded_weights(rank, world, store)
-    progress = dist.FileStore(store + ".progress", world)
-    source = NamedSource(lambda: weights.items(), watch=GatherWatch(progress, rank, world, timeout_s=2.0))
-    tensors: Iterator[Tensor] = source.tensors()
-    try:
-        for n, _tensor in enumerate(tensors):
-            if rank == 1 and n == 0:
-                reply(stopped=True)
-                time.sleep(300)
-    except WeightSyncError as error:
-        reply(error=type(error).__name__, rank=error.rank, tensor=error.tensor, found=error.found)
-        sys.stdout.flush()
-        os._exit(0)  # the collective that hangs is still there
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if sys.argv[1] == "engine":
-        run_engine()
-    else:
-        run = {"trainer": run_trainer, "gather": run_gather}[sys.argv[1]]
-        run(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:])
+    def gather(self) -> WeightSyncError:
+        """Rank 1 stops before its second tensor; returns what the others say then."""
+        progress = dist.FileStore(self.store + ".progress", self.world)
+        watch = GatherWatch(progress, self.rank, self.world, timeout_s=2.0)
+        try:
+            for n, _ in enumerate(NamedSource(self.weights.items, watch=watch).tensors()):
+                if self.rank == 1 and n == 0:
+                    time.sleep(300)
+        except WeightSyncError as error:
+            return error
+        raise AssertionError("no rank is missing")

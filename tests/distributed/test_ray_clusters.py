@@ -148,7 +148,7 @@ def test_a_second_back_end_shares_the_connection(spread: WorkerGroup, cluster: o
     from_wire = []
     with pytest.MonkeyPatch.context() as patch:
         copy = np.copyto
-        patch.setattr("quartet.cluster.wire.np.copyto", lambda *arrays: (from_wire.append(1), copy(*arrays)))
+        patch.setattr("quartet.cluster.ray_backend.np.copyto", lambda *arrays: (from_wire.append(1), copy(*arrays)))
         made.result()
     assert from_wire, "tensors still travel as raw bytes"
     with pytest.raises(UserError, match="connected to another Ray cluster"):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import json
+import importlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ import pytest
 from torch import Tensor
 
 from quartet.weights import (
-    Hasher,
     Manifest,
     NamedSource,
     Status,
@@ -31,78 +27,18 @@ from quartet.weights import (
     WeightSyncTimeout,
     control,
 )
-from quartet.weights.messages import Answer, Message, from_json, to_json
+from quartet.weights.digest import Hasher
 
-ENDS = Path(__file__).parents[1] / "weight_ends.py"
-_spec = importlib.util.spec_from_file_location("weight_ends", ENDS)
-assert _spec is not None and _spec.loader is not None
-ends: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ends)
+sys.path.append(str(Path(__file__).parents[1]))  # where processes of the tests find it, too
+ends: Any = importlib.import_module("weight_ends")
 
 IN_PIECES = ("shared_memory", "cuda_ipc", "collective")
 """Transports over which half a sync can be in the receiver's memory."""
 
 
-class EngineProcess:
-    """One ``weight_ends.py engine``."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, str(ENDS), "engine"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.pid = self.heard()["pid"]
-        self._thread = ThreadPoolExecutor(1)
-
-    @property
-    def lives(self) -> bool:
-        return self._process.poll() is None
-
-    def tell(self, do: str, **fields: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
-        self._process.stdin.flush()
-
-    def heard(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the engine's process ended"
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        self.tell(do, **fields)
-        return self.heard()
-
-    async def answer(self, message: Message) -> Answer:
-        """To a message of a sync; one after the other, as a worker's calls."""
-
-        def asked() -> Answer:
-            answer: Answer = from_json(self.ask_line(json.dumps(to_json(message))))
-            return answer
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, asked)
-
-    def ask_line(self, line: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self.heard()
-
-    def idle(self) -> None:
-        """Returns when nothing is asked of it."""
-        self._thread.submit(lambda: None).result(30)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-
 @pytest.fixture(scope="module")
-def running() -> Iterator[list[EngineProcess]]:
-    found = [EngineProcess() for _ in range(2)]
+def running() -> Iterator[list[Any]]:
+    found = [ends.Process(ends.Engine) for _ in range(2)]
     try:
         yield found
     finally:
@@ -111,34 +47,32 @@ def running() -> Iterator[list[EngineProcess]]:
 
 
 @pytest.fixture
-def engines(running: list[EngineProcess]) -> list[EngineProcess]:
+def engines(running: list[Any]) -> list[Any]:
     """Two engines that all tests use; one that a test killed is started again."""
     for rank, engine in enumerate(running):
         if not engine.lives:
             engine.end()
-            running[rank] = EngineProcess()
+            running[rank] = ends.Process(ends.Engine)
     return running
 
 
 class Sync:
     """A sender in this process and engines in others, over one transport."""
 
-    def __init__(
-        self, kind: str, engines: list[EngineProcess], folder: Path, timeout_s: float, engine_timeout_s: float
-    ) -> None:
+    def __init__(self, kind: str, engines: list[Any], folder: Path, timeout_s: float, engine_timeout_s: float) -> None:
         self.engines = engines
         self.timeout_s = timeout_s
         self._sender = ends.sender_of({})
         self._transport = ends.send_transport(kind, folder, len(engines), timeout_s)
         self._sender.use(self._transport)
         for rank, engine in enumerate(engines):
-            engine.ask("use", kind=kind, rank=rank, timeout_s=engine_timeout_s)
+            engine.ask("use", kind, rank, engine_timeout_s)
 
     def run(self, source: Any, version: int) -> Manifest:
         self._sender._source = source
 
-        async def ask(message: Message) -> Answer:
-            return await asyncio.to_thread(self._sender.answer, message)
+        async def ask(request: str, *args: Any) -> Any:
+            return await asyncio.to_thread(self._sender.answer, request, *args)
 
         calls = [engine.answer for engine in self.engines]
         return asyncio.run(control.sync(ask, calls, version, timeout_s=self.timeout_s))
@@ -149,7 +83,7 @@ class Sync:
 
 @contextlib.contextmanager
 def connected(
-    kind: str, engines: list[EngineProcess], folder: Path, *, timeout_s: float = 20.0, engine_timeout_s: float = 20.0
+    kind: str, engines: list[Any], folder: Path, *, timeout_s: float = 20.0, engine_timeout_s: float = 20.0
 ) -> Iterator[Sync]:
     sync = Sync(kind, engines, folder, timeout_s, engine_timeout_s)
     try:
@@ -192,11 +126,11 @@ def shared_memory_names() -> set[str]:
 @pytest.mark.parametrize("kind", ends.BETWEEN_PROCESSES)
 @pytest.mark.parametrize("how", ["in_place", "staged", "adopts"])
 def test_engines_in_other_processes_serve_what_was_sent(
-    kind: str, how: str, engines: list[EngineProcess], tmp_path: Path
+    kind: str, how: str, engines: list[Any], tmp_path: Path
 ) -> None:
     before = shared_memory_names()
     for engine in engines:
-        engine.ask("hold", staged=how == "staged", adopts=how == "adopts")
+        engine.ask("hold", how == "staged", how == "adopts")
     with connected(kind, engines, tmp_path) as sync:
         for version in (1, 2):
             sync.run(source_of(version), version)
@@ -208,11 +142,11 @@ def test_engines_in_other_processes_serve_what_was_sent(
 @pytest.mark.parametrize("kind", IN_PIECES)
 @pytest.mark.parametrize("staged", [False, True], ids=["in_place", "staged"])
 def test_an_engine_killed_in_the_middle_is_named_and_replaced(
-    kind: str, staged: bool, engines: list[EngineProcess], tmp_path: Path
+    kind: str, staged: bool, engines: list[Any], tmp_path: Path
 ) -> None:
     before = shared_memory_names()
     for engine in engines:
-        engine.ask("hold", staged=staged)
+        engine.ask("hold", staged)
     with connected(kind, engines, tmp_path) as sync:
         sync.run(source_of(1), 1)
         begin = time.monotonic()
@@ -232,8 +166,8 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced(
         else:
             assert state["status"] == "unusable"
     engines[1].end()
-    engines[1] = EngineProcess()
-    engines[1].ask("hold", staged=staged)
+    engines[1] = ends.Process(ends.Engine)
+    engines[1].ask("hold", staged)
     with connected(kind, engines, tmp_path) as sync:
         sync.run(source_of(3), 3)
         assert [engine.ask("state")["digests"] for engine in engines] == [digests(3)] * 2
@@ -242,7 +176,7 @@ def test_an_engine_killed_in_the_middle_is_named_and_replaced(
 
 @pytest.mark.parametrize("kind", IN_PIECES)
 def test_an_engine_that_stands_still_is_named_after_the_time_limit(
-    kind: str, engines: list[EngineProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, engines: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "GRACE_S", 0.5)
     for engine in engines:
@@ -265,11 +199,9 @@ def test_an_engine_that_stands_still_is_named_after_the_time_limit(
 
 
 @pytest.mark.parametrize("kind", IN_PIECES)
-def test_a_trainer_that_stands_still_is_named_with_the_tensor(
-    kind: str, engines: list[EngineProcess], tmp_path: Path
-) -> None:
+def test_a_trainer_that_stands_still_is_named_with_the_tensor(kind: str, engines: list[Any], tmp_path: Path) -> None:
     for engine in engines:
-        engine.ask("hold", staged=True)
+        engine.ask("hold", True)
     with connected(kind, engines, tmp_path, engine_timeout_s=0.7) as sync:
         sync.run(source_of(1), 1)
         with pytest.raises(WeightSyncTimeout, match=r"the sender of weights .*did nothing for 0.7 s") as caught:
@@ -286,47 +218,39 @@ def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
 ) -> None:
     """The trainer's rank 0 of one that shards over two ranks; rank 1 is killed with it."""
     before = shared_memory_names()
-    command = [sys.executable, str(ENDS), "trainer"]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank), "2", str(tmp_path / "store")], **pipes) for rank in range(2)]
+    ranks = [ends.Process(ends.Trainer, rank, 2, str(tmp_path / "store")) for rank in range(2)]
 
     class Killing(TensorSink):
         """Kills the trainer when the first tensor arrives."""
 
         def arrived(self, name: str, stop: int) -> None:
             for rank in ranks:
-                rank.kill()
-                rank.wait()
+                os.kill(rank.pid, signal.SIGKILL)
             super().arrived(name, stop)
 
-    def told(line: dict[str, Any]) -> dict[str, Any]:
+    def told(request: str, *args: Any) -> Any:
         for rank in ranks:
-            rank.stdin.write(json.dumps(line) + "\n")
-            rank.stdin.flush()
-        answers = [rank.stdout.readline() for rank in ranks]
-        answer: dict[str, Any] = json.loads(answers[0])
-        return answer
+            rank.tell(request, *args)
+        first, *_ = [rank.heard() for rank in ranks]
+        return first
 
-    async def ask(message: Message) -> Answer:
-        answer: Answer = from_json(await asyncio.to_thread(told, to_json(message)))
-        return answer
+    async def ask(request: str, *args: Any) -> Any:
+        return await asyncio.to_thread(told, "answer", request, *args)
 
     sink = Killing(ends.empty_like(ends.fused_weights()).items(), fused=ends.FUSED)
     receiver = WeightReceiver(sink)
     receiver.use(ends.receive_transport(kind, timeout_s=30))
     told_end: list[BaseException] = []
 
-    async def receive(message: Message) -> Answer:
+    async def receive(request: str, *args: Any) -> Any:
         try:
-            return await asyncio.to_thread(receiver.answer, message)
+            return await asyncio.to_thread(receiver.answer, request, *args)
         except BaseException as error:
             told_end.append(error)
             raise
 
     try:
-        for rank in ranks:
-            assert rank.stdout.readline()
-        assert told({"use": kind}) == {}
+        told("use", kind)
         begin = time.monotonic()
         with pytest.raises(WeightSyncError, match="the trainer failed") as caught:
             asyncio.run(control.sync(ask, [receive], 1, timeout_s=30))
@@ -335,33 +259,18 @@ def test_a_trainer_that_is_killed_is_noticed_and_leaves_nothing(
     finally:
         receiver.disconnect()
         for rank in ranks:
-            rank.kill()
-            rank.wait()
-            rank.stdout.close()
-            with contextlib.suppress(BrokenPipeError):
-                rank.stdin.close()
+            rank.end()
     assert shared_memory_names() == before
 
 
 def test_a_gather_that_a_rank_misses_ends_with_its_name(tmp_path: Path) -> None:
-    command = [sys.executable, str(ENDS), "gather"]
-    ranks = [
-        subprocess.Popen([*command, str(rank), "2", str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    ranks = [ends.Process(ends.Trainer, rank, 2, str(tmp_path / "store")) for rank in range(2)]
     try:
-        assert ranks[0].stdout is not None
-        said: list[str] = []
-        reading = threading.Thread(target=lambda: said.append(ranks[0].stdout.readline()))  # type: ignore[union-attr]
-        reading.start()
-        reading.join(90)
-        answer = json.loads(said[0])
+        for rank in ranks:
+            rank.tell("gather")
+        error = ranks[0].heard()
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.wait()
-            assert rank.stdout is not None
-            rank.stdout.close()
-    names = list(ends.fused_weights())
-    assert (answer["error"], answer["rank"], answer["tensor"]) == ("WeightSyncTimeout", 1, names[1])
-    assert f"rank 1 is at '{names[0]}'" in answer["found"]
+            rank.end()
+    assert isinstance(error, WeightSyncTimeout)
+    assert (error.rank, error.tensor, error.found) == (1, list(ends.fused_weights())[1], "rank 1 did not come to it")

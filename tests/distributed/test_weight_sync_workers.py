@@ -23,7 +23,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.schedule.role_group import RemoteGroup, RolesWorker
-from quartet.schedule.weight_sync import SendsWeights, TakesWeights, close_weight_sync, open_weight_sync, sync_weights
+from quartet.schedule.weight_sync import SendsWeights, TakesWeights, open_weight_sync, sync_weights
 from quartet.train.engine import Needs, TrainEngine
 from quartet.weights import WeightMismatch, WeightSyncError
 
@@ -150,7 +150,6 @@ def test_versions_and_canary_agree_after_every_sync(stage: Stage, transport: Any
             assert await sync_weights(stage.trainer, stage.handles, version, timeout_s=TIMEOUT_S) > 0
             await stage.served(version)
         stage.version = version
-        await close_weight_sync(stage.trainer, stage.handles)
         return chosen
 
     assert asyncio.run(run()) == ("shared_memory" if transport == "auto" else transport)
@@ -180,7 +179,6 @@ def test_an_engine_killed_in_mid_sync_is_named(stage: Stage, transport: Any) -> 
         await stage.trainer.call(TrainerHost.train, 2)
         await sync_weights(stage.trainer, stage.handles, 20, timeout_s=TIMEOUT_S)
         await stage.served(20)
-        await close_weight_sync(stage.trainer, stage.handles)
 
     stage.engines.restart()
     asyncio.run(again())
@@ -197,6 +195,5 @@ def test_a_mismatch_travels_with_its_rank_tensor_and_digests(stage: Stage) -> No
             assert await handle.call(EngineHost.version) != 30
             with pytest.raises(UserError, match="cannot compute with"):
                 await handle.call(EngineHost.sing)
-        await close_weight_sync(stage.trainer, stage.handles)
 
     asyncio.run(run())

@@ -7,7 +7,7 @@
 - ``futures``, ``manifests``: results that travel from worker to worker
 - ``processes``, ``pending``, ``errors``: starting, calling, watching, naming what went wrong
 - ``allocation``, ``ray_node``: Ray inside an allocation that torchrun has started
-- ``backend``: the interface; ``local`` (this process) and ``ray_backend`` (with ``ray_address``, ``wire``)
+- ``backend``: the interface; ``local`` (this process) and ``ray_backend`` (with ``ray_address``)
 """
 
 from quartet.cluster.backend import connect

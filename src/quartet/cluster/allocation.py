@@ -2,8 +2,8 @@
 
 torchrun starts the same command in many processes. The first of each node (its *keeper*) starts a Ray node there, all
 of them one cluster. Rank 0 then runs the command itself, in a process of its own that sees the cluster as
-``RAY_ADDRESS`` and nothing of torchrun. Everybody else waits for its end and leaves with its exit status. Whoever fails
-or is killed ends all: torchrun ends the processes of a node together, their keeper tells the other nodes and ends the
+``RAY_ADDRESS`` and nothing of torchrun. All others wait for its end and leave with its exit status. A process that
+fails or is killed ends all: torchrun ends the processes of a node together, their keeper tells the others and ends the
 Ray node that it has started.
 
 A signal to any of them (SIGINT, SIGTERM, SIGUSR1; torchrun passes on what it gets, and sends SIGTERM when a process of
@@ -12,6 +12,7 @@ its node has ended) is passed on to the command, which saves and ends; its Ray s
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ GRACE_S = 25.0
 """For the command to save and end after a signal; torchrun kills 30 s after it has passed one on."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 EXPECTED = (0, 2, *(128 + number for number in STOP_SIGNALS))
-"""Exit statuses for which nobody needs Ray's logs: done, a mistake of the user, stopped by a signal."""
+"""Exit statuses for which Ray's logs are not needed: done, a mistake of the user, stopped by a signal."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class _Member:
     """One process of the allocation. What the processes tell each other stands in torchrun's store:
 
     ``host/<node>`` (machine and address), ``ray`` (the cluster's address and token), ``beat`` (rank 0 lives), ``stop``
-    (the signal that somebody got), ``end`` (exit status and why), ``left`` (how many processes have seen it).
+    (the signal that one of them got), ``end`` (exit status and why), ``left`` (how many processes have seen it).
     """
 
     def __init__(self, seat: Seat) -> None:
@@ -105,23 +107,25 @@ class _Member:
         self._running: subprocess.Popen[bytes] | None = None
         self.node: RayNode | None = None
         self._beaten_s = 0.0
-        self._heard: tuple[bytes, float] = (b"", time.monotonic())
+        self._heard: tuple[bytes | None, float] = (None, time.monotonic())
 
     def run(self, command: Sequence[str]) -> int:
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
-        status, failure = 1, None
+        status = 1
         try:
             if self.seat.is_keeper:
                 self._join()
             status = self._command(command) if self.seat.rank == 0 else self._await(lambda: None)
-        except UserError as error:
-            failure = error
+        except UserError:
+            status = 2
+            raise
         except _Ended as end:
             status = end.status
-        self._leave(2 if failure is not None else status)
-        if failure is not None:
-            raise failure
+        except distributed.DistError:
+            status = 1  # the process that held the store is gone
+        finally:
+            self._leave(status)
         return status
 
     def _stop(self, number: int, *_: object) -> None:
@@ -134,20 +138,23 @@ class _Member:
         seat = self.seat
         master = os.environ["MASTER_ADDR"]
         self.store.set(f"host/{seat.node}", json.dumps([machine(), address_towards(master)]))
-        hosts = [json.loads(self._get(f"host/{node}")) for node in range(seat.num_nodes)]
+        hosts = [json.loads(self._told(f"host/{node}")) for node in range(seat.num_nodes)]
         address = own_address(seat.node, hosts)
         if seat.rank == 0:
             cluster, token = f"{address}:{free_port()}", secrets.token_hex(32)
         else:
-            cluster, token = json.loads(self._get("ray"))
+            cluster, token = json.loads(self._told("ray"))
         self.node = RayNode(cluster, address, token, is_head=seat.rank == 0, least_cpus=seat.local_world_size)
         if seat.rank == 0:
             self._await(partial(self.node.answers, 0))
             self.store.set("ray", json.dumps([cluster, token]))
 
-    def _get(self, key: str) -> bytes:
-        found = self._await(lambda: self.store.get(key) if self.store.check([key]) else None, START_S)
-        return bytes(found)
+    def _read(self, key: str) -> bytes | None:
+        return bytes(self.store.get(key)) if self.store.check([key]) else None
+
+    def _told(self, key: str) -> bytes:
+        """What another process will say."""
+        return bytes(self._await(partial(self._read, key), START_S))
 
     def _command(self, command: Sequence[str]) -> int:
         """Runs it once all nodes are there."""
@@ -167,10 +174,11 @@ class _Member:
 
         Raises:
             _Ended: the allocation has come to its end meanwhile.
+            DistError: the store is gone, with the process that held it.
             UserError: not within the time.
         """
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
-        while (value := self._asked(found)) is None or value is False:
+        while (value := found()) is None or value is False:
             self._check()
             if deadline is not None and time.monotonic() > deadline:
                 raise UserError(
@@ -189,59 +197,53 @@ class _Member:
             raise _Ended(128 + (self.stopped_by or signal.SIGTERM))
         if self.node is not None:
             self.node.check()
-        if (status := self._asked(lambda: self.store.get("end") if self.store.check(["end"]) else None)) is not None:
+        if (status := self._read("end")) is not None:
             raise _Ended(int(status))
-        self._asked(self._beat if self.seat.rank == 0 else self._listen)
+        if self.seat.rank == 0:
+            self._beat()
+        else:
+            self._listen()
 
     def _pass_on(self, number: int) -> None:
-        """Tells the command to save and end, and everybody that it was told."""
+        """Tells the command to save and end, and the others that it was told."""
         self._told_s = time.monotonic()
-        self._asked(lambda: self.store.compare_set("stop", "", str(number)))
+        self.store.compare_set("stop", "", str(number))
         if self._running is not None:
             # Not as SIGINT: the terminal sends that to the command, too, and a second one stops it at once.
             self._running.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
         elif self.seat.rank == 0:
             raise _Ended(128 + number)  # there is no command yet
 
-    def _asked(self, question: Callable[[], Any]) -> Any:
-        """The answer; without one from the store, whoever held it is gone, and so are we."""
-        try:
-            return question()
-        except distributed.DistError as error:
-            raise _Ended(1) from error
-
     def _beat(self) -> None:
-        if self.stopped_by is None and self.store.check(["stop"]):
-            self.stopped_by = int(self.store.get("stop"))
+        if self.stopped_by is None and (number := self._read("stop")) is not None:
+            self.stopped_by = int(number)
         if time.monotonic() - self._beaten_s > BEAT_S:
             self._beaten_s = time.monotonic()
             self.store.set("beat", str(self._beaten_s))
 
     def _listen(self) -> None:
-        beat = self.store.get("beat") if self.store.check(["beat"]) else b""
+        beat = self._read("beat")
         if beat != self._heard[0]:
             self._heard = (beat, time.monotonic())
-        elif beat and time.monotonic() - self._heard[1] > SILENCE_S:
+        elif beat is not None and time.monotonic() - self._heard[1] > SILENCE_S:
             raise _Ended(1)
 
     def _leave(self, status: int) -> None:
         """Tells the others, ends this node's Ray, and lets rank 0, whose machine may hold the store, go last."""
         try:
-            # The first word counts: others fail because somebody has.
+            # The first status counts: the others fail because one has.
             self.store.compare_set("end", "", str(status))
         except distributed.DistError:
             status = status or 1
         if self.node is not None:
             self.node.stop(keep_logs=status not in EXPECTED)
-        try:
+        with contextlib.suppress(distributed.DistError):
             self.store.add("left", 1)
             deadline = time.monotonic() + LEAVE_S
             while self.seat.rank == 0 and time.monotonic() < deadline:
                 if self.store.add("left", 0) >= self.seat.world_size:
                     break
                 time.sleep(POLL_S)
-        except distributed.DistError:
-            return
 
 
 class _Ended(Exception):
@@ -278,10 +280,6 @@ def own_address(node: int, hosts: Sequence[tuple[str, str]], towards: Callable[[
     """
     if len({name for name, _ in hosts}) == 1:
         return LOOPBACK
-    if not _is_loopback(hosts[node][1]):
+    if not ip_address(hosts[node][1]).is_loopback:
         return hosts[node][1]
-    return towards(next(address for _, address in hosts if not _is_loopback(address)))
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    return towards(next(address for _, address in hosts if not ip_address(address).is_loopback))

@@ -89,6 +89,9 @@ class Backend(AbstractContextManager["Backend"], Protocol):
     def close(self) -> None:
         """Ends what this back end has started."""
 
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
 
 _connected: list[Backend] = []
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.balance import plan_parts
-from quartet.cluster.items import Part, PerRank, Positions, Whole, arrange, cut, is_items, num_items, placed
+from quartet.cluster.items import PerRank, Positions, Share, Whole, arrange, cut, is_items, num_items, placed
 from quartet.cluster.layout import Layout
 from quartet.cluster.structure import Structure
 
@@ -28,12 +28,11 @@ _origins = itertools.count()
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments for one rank; where the call is split, the positions of its items and their segment table."""
+    """Arguments for one rank, and where the call is split its share of the items."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    positions: Positions | None = None
-    table: Structure | None = None
+    share: Share | None = None
 
 
 @dataclass(frozen=True)
@@ -138,31 +137,24 @@ class Split:
     def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         structure, count = survey([*args, *kwargs.values()])
         parts = plan_parts(count, layout.parts, structure)
-        tables = [structure.select(part) if structure is not None else None for part in parts]
+        shares = [Share(part, structure.select(part) if structure is not None else None) for part in parts]
         of_part = [
             Call(
-                tuple(portion(value, part, structure) for value in args),
-                {name: portion(value, part, structure) for name, value in kwargs.items()},
-                part,
-                table,
+                tuple(portion(value, share.positions, structure) for value in args),
+                {name: portion(value, share.positions, structure) for name, value in kwargs.items()},
+                share,
             )
-            for part, table in zip(parts, tables, strict=True)
+            for share in shares
         ]
 
         def collect(results: list[Any]) -> Any:
-            return self.merge(results, parts, tables, structure)
+            return self.merge(results, shares, structure)
 
         return Plan([of_part[part] for part in layout.part_of], layout.answering, collect, structure, is_split=True)
 
-    def merge(
-        self,
-        results: list[Any],
-        positions: Sequence[Positions],
-        tables: Sequence[Structure | None],
-        target: Structure | None,
-    ) -> Any:
+    def merge(self, results: list[Any], shares: Sequence[Share], target: Structure | None) -> Any:
         """Results of parts with these items as the call's result."""
-        return list(results) if self.results == "parts" else merge_results(results, positions, tables, target)
+        return list(results) if self.results == "parts" else merge_results(results, shares, target)
 
 
 BROADCAST, RANK_ZERO, PER_RANK, SPLIT = Broadcast(), OneRank(0), PerRankLists(), Split()
@@ -190,26 +182,18 @@ def portion(value: Any, part: Positions, structure: Structure | None) -> Any:
     return cut(value, part, structure) if is_items(value) else value
 
 
-def merge_results(
-    results: Sequence[Any],
-    positions: Sequence[Positions],
-    tables: Sequence[Structure | None],
-    target: Structure | None,
-) -> Any:
-    """Results of parts as one value; ``tables`` are the segment tables of the parts, ``target`` that of all items."""
+def merge_results(results: Sequence[Any], shares: Sequence[Share], target: Structure | None) -> Any:
+    """Results of parts as one value; ``shares`` are what the parts were given, ``target`` the table of all items."""
     first = results[0]
     if isinstance(first, tuple) and all(isinstance(r, tuple) and len(r) == len(first) for r in results):
-        return tuple(merge_results(list(each), positions, tables, target) for each in zip(*results, strict=True))
+        return tuple(merge_results(each, shares, target) for each in zip(*results, strict=True))
     if all(result is None for result in results):
         return None
     if not all(is_items(result) for result in results):
         return list(results)
-    parts = []
-    for result, given, table in zip(results, positions, tables, strict=True):
-        stands, own = placed(result, given, table)
-        parts.append(Part(result, stands, own))
-    kept = target is not None and all(part.structure is table for part, table in zip(parts, tables, strict=True))
-    return arrange(parts, target if kept else None)
+    made = [placed(result, share) for result, share in zip(results, shares, strict=True)]
+    kept = target is not None and all(own.table is given.table for own, given in zip(made, shares, strict=True))
+    return arrange(results, made, target if kept else None)
 
 
 def _each(layout: Layout, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

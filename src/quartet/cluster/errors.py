@@ -103,9 +103,8 @@ class WorkerError(ClusterError):
 
     def __str__(self) -> str:
         f = self.failure
-        lines = [f"{f.where} raised in rank {f.rank} of group {f.group!r} (pid {f.pid} on {f.host}): {f.summary}"]
-        lines += [f"  also failed: {line}" for line in self.also]
-        return "\n".join([*lines, f.traceback])
+        head = f"{f.where} raised in rank {f.rank} of group {f.group!r} (pid {f.pid} on {f.host}): {f.summary}"
+        return "\n".join([head, *(f"  also failed: {line}" for line in self.also), f.traceback])
 
 
 class WorkerDied(ClusterError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from quartet.cluster.backend import Backend, current_backend
 from quartet.cluster.dispatch import BROADCAST, Mark, Mode, marks_of
@@ -13,7 +13,7 @@ from quartet.cluster.futures import BatchFuture, plan_call
 from quartet.cluster.host import ClassWithArgs, ProcessInfo
 from quartet.cluster.layout import Layout
 from quartet.cluster.pool import ResourcePool
-from quartet.cluster.processes import GroupSpec, Processes
+from quartet.cluster.processes import GroupSpec, Processes, StartOptions
 from quartet.config.errors import UserError
 
 _names = itertools.count()
@@ -91,24 +91,11 @@ class WorkerGroup:
         name: str | None = None,
         layout: Layout | Mapping[str, int] | None = None,
         backend: Backend | None = None,
-        environment: Mapping[str, str] | None = None,
-        detached: bool = False,
-        max_restarts: int = 3,
-        start_timeout_s: float = 120.0,
+        **options: Unpack[StartOptions],
     ) -> None:
         deferred = worker if isinstance(worker, ClassWithArgs) else ClassWithArgs(worker, *args)
         role = name or f"{deferred.cls.__name__.lower()}-{next(_names)}"
-        spec = GroupSpec(
-            name=role,
-            pool=pool,
-            roles={role: deferred},
-            layout=_layout(layout, deferred.cls, pool),
-            environment=dict(environment or {}),
-            detached=detached,
-            max_restarts=max_restarts,
-            start_timeout_s=start_timeout_s,
-        )
-        self._bind(Processes(backend or current_backend(), spec), role)
+        self._bind(_processes(role, pool, {role: deferred}, layout, backend, options), role)
         self._processes.start()
 
     def _bind(self, processes: Processes, role: str) -> None:
@@ -220,10 +207,7 @@ def colocate(
     name: str | None = None,
     layout: Layout | Mapping[str, int] | None = None,
     backend: Backend | None = None,
-    environment: Mapping[str, str] | None = None,
-    detached: bool = False,
-    max_restarts: int = 3,
-    start_timeout_s: float = 120.0,
+    **options: Unpack[StartOptions],
 ) -> dict[str, WorkerGroup]:
     """Several roles fused into one process per rank, with a handle each: ``colocate(pool, {"actor": …, "ref": …})``.
 
@@ -233,29 +217,27 @@ def colocate(
     deferred = {role: w if isinstance(w, ClassWithArgs) else ClassWithArgs(w) for role, w in roles.items()}
     if not deferred:
         raise ValueError("colocate needs at least one role")
-    spec = GroupSpec(
-        name=name or f"{'-'.join(deferred)}-{next(_names)}",
-        pool=pool,
-        roles=deferred,
-        layout=_layout(layout, next(iter(deferred.values())).cls, pool),
-        environment=dict(environment or {}),
-        detached=detached,
-        max_restarts=max_restarts,
-        start_timeout_s=start_timeout_s,
-    )
-    processes = Processes(backend or current_backend(), spec)
+    processes = _processes(name or f"{'-'.join(deferred)}-{next(_names)}", pool, deferred, layout, backend, options)
     groups = {role: WorkerGroup._of(processes, role) for role in deferred}
     processes.start()
     return groups
 
 
+def _processes(
+    name: str,
+    pool: ResourcePool,
+    roles: Mapping[str, ClassWithArgs],
+    layout: Layout | Mapping[str, int] | None,
+    backend: Backend | None,
+    options: StartOptions,
+) -> Processes:
+    """Those of a group, not started yet. The first role's class says the layout where none is given."""
+    if layout is None:
+        layout = getattr(next(iter(roles.values())).cls, "layout_axes", {})
+    if not isinstance(layout, Layout) or layout.world_size != pool.world_size:
+        layout = Layout.fit(pool.world_size, dict(layout.axes) if isinstance(layout, Layout) else layout)
+    return Processes(backend or current_backend(), GroupSpec(name, pool, roles, layout, **options))
+
+
 def _name_of(method: str | Callable[..., Any]) -> str:
     return method if isinstance(method, str) else method.__name__
-
-
-def _layout(given: Layout | Mapping[str, int] | None, cls: type, pool: ResourcePool) -> Layout:
-    if given is None:
-        given = getattr(cls, "layout_axes", {})
-    if isinstance(given, Layout) and given.world_size == pool.world_size:
-        return given
-    return Layout.fit(pool.world_size, dict(given.axes) if isinstance(given, Layout) else given)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet.cluster.errors import Failure, Lost
+from quartet.cluster.items import Share
 from quartet.cluster.manifests import (
     Gather,
     Upstream,
@@ -21,7 +22,6 @@ from quartet.cluster.manifests import (
     share_of,
     with_ids,
 )
-from quartet.cluster.structure import Structure
 from quartet.cluster.worker import reserved_port
 
 USERS_OWN = (Exception, SystemExit)
@@ -95,14 +95,14 @@ class Host:
     def build(self, roles: Mapping[str, ClassWithArgs]) -> Failure | None:
         """Makes the roles' objects, in order."""
         for name, deferred in roles.items():
-            try:
-                self._roles[name] = deferred()
-            except USERS_OWN as error:
-                return self._failure(error, f"{name}.__init__")
+            made = self._caught(f"{name}.__init__", deferred)
+            if isinstance(made, Failure):
+                return made
+            self._roles[name] = made
         return None
 
     def remember(self, note: Any) -> None:
-        """Keeps something that whoever finds the group by name needs."""
+        """Keeps what another driver needs that finds the group by its name."""
         self._note = note
 
     def recall(self) -> Any:
@@ -122,45 +122,48 @@ class Host:
             values: arguments; each by itself, so that a back end can put a stored value in the place of its reference.
         """
         role, method, answers, names = head
-        try:
-            given, _, _ = self._resolved(list(values))
+
+        def called() -> Any:
+            given, _ = self._resolved(list(values))
             result = self._invoke(role, method, names, given)
-        except Upstream as error:
-            return error.outcome
-        except USERS_OWN as error:
-            return self._failure(error, f"{role}.{method}")
-        return result if answers else None
+            return result if answers else None
+
+        return self._caught(f"{role}.{method}", called)
 
     def call_parts(
         self,
         head: tuple[str, str, int, tuple[str, ...]],
-        positions: Sequence[int] | None,
-        table: Structure | None,
+        share: Share | None,
         *values: Any,
     ) -> Any:
         """A method's result as a manifest and so many chunks, one tuple; without chunks None: others answer.
 
         Args:
             head: role, method, number of chunks, and the names of the last arguments.
-            positions: of the items among the arguments; None where the call is not split, or fetches its items.
-            table: segment table of the batch among the arguments, where it does not fetch that.
+            share: the items among the arguments; None where the call is not split, or fetches its items.
         """
         role, method, chunks, names = head
-        outcome: Failure | Lost
-        try:
-            given, positions, table = self._resolved(list(values), positions, table)
+
+        def called() -> Any:
+            given, own = self._resolved(list(values), share)
             result = self._invoke(role, method, names, given)
             if not chunks:
                 return None
             origin = f"{self._group}-{self._rank}-{os.getpid()}-{next(self._results)}"
-            manifest, pieces = divide(result, positions, table, chunks, origin)
-        except Upstream as error:
-            outcome = error.outcome
-        except USERS_OWN as error:
-            outcome = self._failure(error, f"{role}.{method}")
-        else:
+            manifest, pieces = divide(result, own, chunks, origin)
             return (manifest, *pieces)
-        return (outcome,) * (chunks + 1) if chunks else outcome
+
+        outcome = self._caught(f"{role}.{method}", called)
+        return (outcome,) * (chunks + 1) if chunks and isinstance(outcome, Failure | Lost) else outcome
+
+    def _caught(self, where: str, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns, ``Failure`` or ``Lost`` where it raised."""
+        try:
+            return work()
+        except Upstream as error:
+            return error.outcome
+        except USERS_OWN as error:
+            return self._failure(error, where)
 
     def _invoke(self, role: str, method: str, names: tuple[str, ...], values: list[Any]) -> Any:
         bound = getattr(self._roles[role], method)
@@ -168,28 +171,21 @@ class Host:
             return bound(*values)
         return bound(*values[: -len(names)], **dict(zip(names, values[-len(names) :], strict=True)))
 
-    def _resolved(
-        self, values: list[Any], positions: Sequence[int] | None = None, table: Structure | None = None
-    ) -> tuple[list[Any], Sequence[int] | None, Structure | None]:
-        """Arguments with what they refer to, the positions of this part's items, and their segment table."""
-        gathers = [value for value in values if isinstance(value, Gather)]
-        if not gathers:
-            return with_ids(self._fetch, values), positions, table
-        manifests = fetch_manifests(self._fetch, gathers)
+    def _resolved(self, values: list[Any], share: Share | None = None) -> tuple[list[Any], Share | None]:
+        """Arguments with what they refer to, and this part's share of the items."""
+        gathers = {i: value for i, value in enumerate(values) if isinstance(value, Gather)}
+        manifests = fetch_manifests(self._fetch, list(gathers.values())) if gathers else []
         # The first that is split decides who gets what, the others follow.
-        for gather, of_gather in zip(gathers, manifests, strict=True):
+        for gather, of_gather in zip(gathers.values(), manifests, strict=True):
             if gather.part is not None:
-                positions, table = share_of(of_gather, gather)
+                share = share_of(of_gather, gather)
                 break
-        found = iter(manifests)
-        for i, value in enumerate(values):
-            if isinstance(value, Gather):
-                of_value = next(found)
-                if value.part is None or positions is None:
-                    values[i] = fetch_whole(self._fetch, value, of_value)
-                else:
-                    values[i] = fetch_part(self._fetch, value, of_value, positions, table)
-        return with_ids(self._fetch, values), positions, table
+        for (i, gather), of_gather in zip(gathers.items(), manifests, strict=True):
+            if gather.part is None or share is None:
+                values[i] = fetch_whole(self._fetch, gather, of_gather)
+            else:
+                values[i] = fetch_part(self._fetch, gather, of_gather, share)
+        return with_ids(self._fetch, values), share
 
     def _failure(self, error: BaseException, where: str) -> Failure:
         sys.stdout.flush()

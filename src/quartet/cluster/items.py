@@ -1,8 +1,8 @@
-"""Values that hold one entry per item: cut by item, and put back in order."""
+"""Values that hold one entry per item: cut by item, and put back in order; how many bytes a value has, roughly."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,6 +16,21 @@ from quartet.cluster.structure import Sources, Structure, combine, gather_tokens
 
 Positions: TypeAlias = Sequence[int]
 """Where the items of a part stand among all items; a range where they stand together, as there may be many."""
+LARGE = 64 * 2**10
+"""Bytes from which one stored copy is cheaper than several sent ones."""
+_DEPTH = 3
+_LOOKED_AT = 1000
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some of all items: where they stand among them, and the segment table of their batch where they have one."""
+
+    positions: Positions
+    table: Structure | None = None
+
+    def __len__(self) -> int:
+        return len(self.positions)
 
 
 @dataclass(frozen=True)
@@ -74,26 +89,51 @@ def _cut_columns(columns: ColumnSet, indices: Positions, structure: Structure | 
         raise ValueError(
             f"token columns {sorted(columns.token)} can only be split beside the batch that they belong to"
         )
-    kept = structure.kept(indices)
-    token = {}
-    for name, values in columns.token.items():
-        pieces = values.split(structure.lengths)
-        token[name] = torch.cat([pieces[k] for k in kept]) if kept else values[:0]
+    where: Sources = [(0, k) for k in structure.kept(indices)]
+    target = structure.select(indices)
+    token = {name: gather_tokens(name, target, where, [(structure, values)]) for name, values in columns.token.items()}
     return ColumnSet(ids, token, sequence)
+
+
+# How large -----------------------------------------------------------------------------------------------
+
+
+def is_large(value: Any) -> bool:
+    return num_bytes(value) >= LARGE
+
+
+def num_bytes(value: Any, depth: int = _DEPTH) -> int:
+    """Bytes of the tensors, arrays and strings in a value; what lies deeper than a few containers is not looked at."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return int(value.nbytes)
+    if isinstance(value, (bytes, bytearray, str)):
+        return len(value)
+    if isinstance(value, RaggedBatch):
+        # Ids that are elsewhere are a view of one element.
+        fields = [value.input_ids if value.has_ids else value.input_ids[:1]]
+        fields += [*value.token.values(), *value.sequence.values()]
+        return sum(f.nbytes for f in fields)
+    if isinstance(value, ColumnSet):
+        return sum(f.nbytes for f in (*value.token.values(), *value.sequence.values()))
+    if depth and isinstance(value, Mapping):
+        value = list(value.values())
+    if depth and isinstance(value, (list, tuple)):
+        looked = value[:_LOOKED_AT]
+        return sum(num_bytes(item, depth - 1) for item in looked) * len(value) // max(len(looked), 1)
+    return 8
 
 
 # Back in order -------------------------------------------------------------------------------------------
 
 
-def placed(value: Any, given: Positions, structure: Structure | None) -> tuple[Positions, Structure | None]:
-    """Where the items of a result stand, and its structure.
+def placed(value: Any, given: Share) -> Share:
+    """Where the items of a result stand, and their table.
 
     A result holds its part's items in order, or equally many for each of them (the responses to a prompt).
 
     Args:
         value: items that a worker made of its part.
-        given: positions of the part's items.
-        structure: of the batch in the part.
+        given: that part.
 
     Raises:
         ValueError: the number of items is no multiple of the part's.
@@ -105,45 +145,40 @@ def placed(value: Any, given: Positions, structure: Structure | None) -> tuple[P
             f"{made} results for {taken} items cannot be put back in order: return equally many for each item"
         )
     positions: Positions
-    if isinstance(given, range):
-        positions = range(given.start * times, given.stop * times)
+    if isinstance(given.positions, range):
+        positions = range(given.positions.start * times, given.positions.stop * times)
     else:
-        positions = [p * times + i for p in given for i in range(times)]
+        positions = [p * times + i for p in given.positions for i in range(times)]
+    table = given.table
     if isinstance(value, RaggedBatch):
-        same = structure is not None and structure.describes(value)
-        return positions, structure if same else Structure.of(value)
-    if isinstance(value, ColumnSet) and structure is not None and structure.fits(value):
-        return positions, structure
-    return positions, None
+        return Share(positions, table if table is not None and table.describes(value) else Structure.of(value))
+    fits = isinstance(value, ColumnSet) and table is not None and table.fits(value)
+    return Share(positions, table if fits else None)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Items of a value, where they stand among all of them, and their segment table where they have one."""
-
-    value: Any
-    positions: Positions
-    structure: Structure | None = None
-
-
-def arrange(parts: Sequence[Part], target: Structure | None = None, origin: str | None = None) -> Any:
-    """One value of all parts' items, in the order of their positions.
+def arrange(
+    values: Sequence[Any], shares: Sequence[Share], target: Structure | None = None, origin: str | None = None
+) -> Any:
+    """One value of all values' items, in the order of their positions.
 
     Args:
-        parts: together they hold every position once.
-        target: the segment table that the result shall have; by default the one of all parts together.
+        shares: of the values; together they hold every position once.
+        target: the segment table that the result shall have; by default the one of all shares together.
+        origin: a name for that.
 
     Raises:
-        ValueError: positions are missing or twice, or parts of one value are of several kinds.
+        ValueError: positions are missing or twice, or the values are of several kinds.
     """
-    order = _order([part.positions for part in parts])
-    held = [part for part in parts if len(part.positions)] or list(parts[:1])
-    values = [part.value for part in held]
+    order = _order([share.positions for share in shares])
+    held = [i for i, share in enumerate(shares) if len(share)] or [0]
+    values, shares = [values[i] for i in held], [shares[i] for i in held]
     if len({type(value) for value in values}) > 1:
         raise ValueError(f"parts of one value are of several kinds: {sorted({type(v).__name__ for v in values})}")
     first = values[0]
-    if isinstance(first, (RaggedBatch, ColumnSet)):
-        return _arrange_sequences(held, order, target, origin)
+    if isinstance(first, RaggedBatch):
+        return _arrange_batches(values, shares, order, target, origin)
+    if isinstance(first, ColumnSet):
+        return _arrange_columns(values, shares, order, target, origin)
     if isinstance(first, list):
         joined = [item for value in values for item in value]
         return joined if order is None else [joined[i] for i in order]
@@ -171,23 +206,22 @@ def _reordered(values: Sequence[Tensor], order: Sequence[int] | None) -> Tensor:
     return joined if order is None else joined[torch.as_tensor(order, dtype=torch.int64, device=joined.device)]
 
 
-def _arrange_sequences(
-    parts: Sequence[Part], order: Sequence[int] | None, target: Structure | None, origin: str | None
-) -> RaggedBatch | ColumnSet:
-    tables = [part.structure for part in parts]
-    known = [table for table in tables if table is not None]
-    values = [part.value for part in parts]
-    if isinstance(values[0], ColumnSet):
-        return _arrange_columns(values, order, known if len(known) == len(parts) else None, parts, target, origin)
-    if len(known) < len(parts):
-        known = [Structure.of(value) for value in values]
-    positions = [part.positions for part in parts]
-    table = target if target is not None else combine(known, positions, origin)
-    where = sources(table, known, positions)
+def _arrange_batches(
+    batches: Sequence[RaggedBatch],
+    shares: Sequence[Share],
+    order: Sequence[int] | None,
+    target: Structure | None,
+    origin: str | None,
+) -> RaggedBatch:
+    known = [share.table for share in shares if share.table is not None]
+    tables = known if len(known) == len(shares) else [Structure.of(batch) for batch in batches]
+    positions = [share.positions for share in shares]
+    table = target if target is not None else combine(tables, positions, origin)
+    where = sources(table, tables, positions)
     if None in where:  # a segment that no sequence needs has no tokens to put there
-        table = combine(known, positions, origin)
-        where = sources(table, known, positions)
-    return _assemble(values, known, table, where, order)
+        table = combine(tables, positions, origin)
+        where = sources(table, tables, positions)
+    return _assemble(batches, tables, table, where, order)
 
 
 def _assemble(
@@ -235,9 +269,8 @@ def _without_tokens(batch: RaggedBatch) -> RaggedBatch:
 
 def _arrange_columns(
     columns: Sequence[ColumnSet],
+    shares: Sequence[Share],
     order: Sequence[int] | None,
-    tables: Sequence[Structure] | None,
-    parts: Sequence[Part],
     target: Structure | None,
     origin: str | None,
 ) -> ColumnSet:
@@ -245,9 +278,10 @@ def _arrange_columns(
     sequence = {name: _reordered([part.sequence[name] for part in columns], order) for name in columns[0].sequence}
     token = {}
     if columns[0].token:
-        if tables is None:
+        tables = [share.table for share in shares if share.table is not None]
+        if len(tables) < len(shares):
             raise ValueError(f"token columns {sorted(columns[0].token)} came without the batch that they belong to")
-        positions = [part.positions for part in parts]
+        positions = [share.positions for share in shares]
         table = target if target is not None else combine(tables, positions, origin)
         where = sources(table, tables, positions)
         token = {

@@ -7,15 +7,16 @@ non-blocking call is done when it returns, and workers that must meet (a process
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from quartet.cluster.backend import Handle, forget
+from quartet.cluster.backend import Backend, Handle, forget
 from quartet.cluster.errors import Lost
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.host import Host, ProcessInfo
@@ -23,6 +24,7 @@ from quartet.cluster.pool import Node, ResourcePool, check_pool
 from quartet.cluster.worker import TAKES_TURNS
 
 _detached: dict[tuple[str, int], Handle] = {}
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -32,44 +34,31 @@ class LocalRef:
     value: Any
 
 
-@dataclass
-class _Seat:
-    """A worker's host and the environment that it sees."""
-
-    host: Host | None
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def leave(self) -> None:
-        """The worker is gone, and so is what it held."""
-        self.host = None
-
-
 class LocalHost(Host):
     """Keeps its environment to itself."""
 
-    def __init__(self, group: str, rank: int) -> None:
+    def __init__(self, group: str, rank: int, environment: Mapping[str, str]) -> None:
         super().__init__(group, rank, fetch=lambda refs: [ref.value for ref in refs])
-        self.environment: dict[str, str] = {}
+        self.environment = dict(environment)
+        self.is_stopped = False
 
     def set_environment(self, environment: Mapping[str, str]) -> None:
-        self.environment = dict(environment)
+        self.environment |= environment
 
     def meeting_port(self) -> int:
         return TAKES_TURNS
 
+    def stop(self) -> None:
+        """The worker is gone, and so is what it held."""
+        self.is_stopped = True
+        self._roles.clear()
 
-class LocalBackend:
+
+class LocalBackend(Backend):
     """Workers in this process."""
 
-    def __enter__(self) -> LocalBackend:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def __init__(self) -> None:
-        self._seats: list[_Seat] = []
-        self._started = 0
+        self._handles: list[Handle] = []
 
     def nodes(self) -> list[Node]:
         here = {"CPU": 1.0}
@@ -89,21 +78,19 @@ class LocalBackend:
     def start(
         self, pool: ResourcePool, group: str, *, environment: Mapping[str, str], detached: bool
     ) -> Sequence[Handle]:
-        handles = []
-        for rank in range(pool.world_size):
-            seat = _Seat(LocalHost(group, rank), dict(environment))
-            self._seats.append(seat)
-            self._started += 1
-            handles.append(Handle(f"local-{id(self)}-{self._started}", rank, seat))
-            if detached:
-                _detached[group, rank] = handles[-1]
+        hosts = [LocalHost(group, rank, environment) for rank in range(pool.world_size)]
+        handles = [Handle(f"local-{next(_numbers)}", rank, host) for rank, host in enumerate(hosts)]
+        if detached:
+            _detached.update({(group, handle.rank): handle for handle in handles})
+        else:
+            self._handles += handles
         return handles
 
     def stop(self, handles: Sequence[Handle]) -> None:
         for handle in handles:
-            handle.target.leave()
+            handle.target.stop()
         for name, handle in list(_detached.items()):
-            if handle.target.host is None:
+            if handle.target.is_stopped:
                 del _detached[name]
 
     def call(self, handle: Handle, method: str, args: tuple[Any, ...]) -> LocalRef:
@@ -115,12 +102,11 @@ class LocalBackend:
         return [LocalRef(value) for value in each]
 
     def _run(self, handle: Handle, method: str, args: tuple[Any, ...]) -> Any:
-        seat: _Seat = handle.target
-        host = seat.host
-        if host is None:
+        host: LocalHost = handle.target
+        if host.is_stopped:
             return Lost(handle.key, "it was stopped")
         _check_no_future_inside(args)
-        with _environment({**seat.environment, **getattr(host, "environment", {})}):
+        with _environment(host.environment):
             return getattr(host, method)(*(value.value if isinstance(value, LocalRef) else value for value in args))
 
     def put(self, value: Any) -> LocalRef:
@@ -148,11 +134,8 @@ class LocalBackend:
 
     def close(self) -> None:
         """Detached workers stay."""
-        kept = {id(handle.target) for handle in _detached.values()}
-        for seat in self._seats:
-            if id(seat) not in kept:
-                seat.leave()
-        self._seats.clear()
+        self.stop(self._handles)
+        self._handles.clear()
         forget(self)
 
 

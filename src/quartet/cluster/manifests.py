@@ -18,17 +18,8 @@ from typing import Any
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.errors import Failure, Lost
-from quartet.cluster.items import Part, Positions, arrange, cut, is_items, num_items, placed
-from quartet.cluster.sizes import is_large
-from quartet.cluster.structure import Structure, combine
-
-
-@dataclass(frozen=True)
-class ChunkInfo:
-    """Where a chunk's items stand among all items, and their segment table where they have one."""
-
-    positions: Positions
-    structure: Structure | None
+from quartet.cluster.items import Positions, Share, arrange, cut, is_items, is_large, num_items, placed
+from quartet.cluster.structure import combine
 
 
 @dataclass(frozen=True)
@@ -36,22 +27,20 @@ class Manifest:
     """What a worker says of its part of a result.
 
     Attributes:
-        chunks: one entry per reference; empty where the result holds no items, which is one reference, too.
-        given: positions of the items that the worker was given.
-        table: the segment table of the batch that it was given.
+        chunks: one share per reference; empty where the result holds no items, which is one reference, too.
+        given: what the worker was given.
         is_small: the part has so few bytes that it travels with this manifest.
         note: what the worker says of a ``Noted`` result.
     """
 
-    chunks: tuple[ChunkInfo, ...]
-    given: Positions = ()
-    table: Structure | None = None
+    chunks: tuple[Share, ...]
+    given: Share
     is_small: bool = False
     note: Any = None
 
     @property
     def num_items(self) -> int:
-        return sum(len(chunk.positions) for chunk in self.chunks)
+        return sum(len(chunk) for chunk in self.chunks)
 
 
 @dataclass(frozen=True)
@@ -100,58 +89,55 @@ Fetch = Callable[[Sequence[Any]], list[Any]]
 """References → values; a value may be a ``Failure`` or ``Lost``."""
 
 
-def divide(
-    value: Any, given: Positions | None, table: Structure | None, chunks: int, origin: str
-) -> tuple[Manifest, list[Any]]:
+def divide(value: Any, given: Share | None, chunks: int, origin: str) -> tuple[Manifest, list[Any]]:
     """A result as a manifest and so many chunks (None where there are fewer).
 
     Args:
-        given: positions of the items that the worker was given; None where the call was not split.
-        table: segment table of the batch that it was given.
+        given: the worker's share of the items; None where the call was not split.
         origin: a name for the result's own segment table, should it have a new one.
 
     Raises:
         ValueError: the result of a split call holds items whose number is no multiple of those given.
     """
     if isinstance(value, Noted):
-        manifest, pieces = divide(value.value, given, table, chunks, origin)
+        manifest, pieces = divide(value.value, given, chunks, origin)
         return replace(manifest, note=value.note), pieces
-    empty = [None] * (chunks - 1)
-    is_small = not is_large(value)
+    manifest = Manifest((), given if given is not None else Share(()), not is_large(value))
     if not is_items(value):
-        return Manifest((), given or (), table, is_small), [value, *empty]
-    positions, own = placed(value, range(num_items(value)) if given is None else given, table)
-    if own is not None and own.origin is None:
-        own = Structure(own.lengths, own.parents, own.leaves, own.ids, origin, own.keys)
+        return manifest, [value] + [None] * (chunks - 1)
+    share = placed(value, given if given is not None else Share(range(num_items(value))))
+    table = share.table
+    if table is not None and table.origin is None:
+        table = replace(table, origin=origin)
     if chunks == 1:
-        return Manifest((ChunkInfo(positions, own),), given or (), table, is_small), [value]
-    pieces = plan_parts(len(positions), chunks, own)
-    infos = tuple(ChunkInfo(_at(positions, piece), own.select(piece) if own is not None else None) for piece in pieces)
-    return Manifest(infos, given or (), table, is_small), [cut(value, piece, own) for piece in pieces]
+        return replace(manifest, chunks=(Share(share.positions, table),)), [value]
+    pieces = plan_parts(len(share), chunks, table)
+    shares = [Share(_at(share.positions, at), table.select(at) if table is not None else None) for at in pieces]
+    return replace(manifest, chunks=tuple(shares)), [cut(value, at, table) for at in pieces]
 
 
-def share_of(manifests: Sequence[Manifest], gather: Gather) -> tuple[Positions, Structure | None]:
-    """Positions of the reader's part, ascending, and its segment table.
+def share_of(manifests: Sequence[Manifest], gather: Gather) -> Share:
+    """The reader's part, in ascending order.
 
     Raises:
         ValueError: a result holds no items and cannot be split.
     """
-    infos = [info for manifest in manifests for info in manifest.chunks]
-    if not infos:
+    chunks = [chunk for manifest in manifests for chunk in manifest.chunks]
+    if not chunks:
         raise ValueError("the result of the other group holds no items, so it cannot be split; pass it whole")
-    known = [info.structure for info in infos if info.structure is not None]
-    positions = [info.positions for info in infos]
-    if len(known) < len(infos):
+    tables = [chunk.table for chunk in chunks if chunk.table is not None]
+    positions = [chunk.positions for chunk in chunks]
+    if len(tables) < len(chunks):
         if gather.direct:
-            return (positions[0] if len(positions) == 1 else sorted(p for at in positions for p in at)), None
-        return plan_parts(sum(len(at) for at in positions), gather.of)[gather.part or 0], None
+            return Share(positions[0] if len(positions) == 1 else sorted(p for at in positions for p in at))
+        return Share(plan_parts(sum(len(at) for at in positions), gather.of)[gather.part or 0])
     everything = sorted(p for at in positions for p in at)
     if gather.direct:
         places = {p: i for i, p in enumerate(everything)}
-        return everything, combine(known, [[places[p] for p in at] for at in positions], gather.origin)
-    table = combine(known, positions, gather.origin)
+        return Share(everything, combine(tables, [[places[p] for p in at] for at in positions], gather.origin))
+    table = combine(tables, positions, gather.origin)
     part = plan_parts(len(everything), gather.of, table, positions)[gather.part or 0]
-    return part, table.select(part)
+    return Share(part, table.select(part))
 
 
 def _at(positions: Positions, indices: Positions) -> Positions:
@@ -189,29 +175,23 @@ def fetch_whole(fetch: Fetch, gather: Gather, manifests: Sequence[Manifest]) -> 
         if len(gather.parts) > 1:
             raise ValueError(f"{len(gather.parts)} ranks returned a value each, so there is no single one to pass on")
         return checked(fetch(gather.parts[0].chunks[:1]))[0]
-    return arrange(_chunks(fetch, gather, manifests, None), origin=gather.origin)
+    return arrange(*_chunks(fetch, gather, manifests, None), origin=gather.origin)
 
 
-def fetch_part(
-    fetch: Fetch,
-    gather: Gather,
-    manifests: Sequence[Manifest],
-    positions: Positions,
-    table: Structure | None,
-) -> Any:
-    """The items at ``positions``, from the chunks that hold them; ``table`` is the segment table that they shall have.
+def fetch_part(fetch: Fetch, gather: Gather, manifests: Sequence[Manifest], share: Share) -> Any:
+    """The items of ``share``, from the chunks that hold them.
 
     Raises:
         Upstream: a part does not exist.
         ValueError: an item is in no chunk.
     """
-    parts = _chunks(fetch, gather, manifests, positions)
-    if sum(len(part.positions) for part in parts) != len(positions):
+    values, shares = _chunks(fetch, gather, manifests, share.positions)
+    found = sum(map(len, shares))
+    if found != len(share):
         raise ValueError(
-            f"two results that are split together hold other items: {len(positions)} are wanted, "
-            f"{sum(len(part.positions) for part in parts)} of them found"
+            f"two results that are split together hold other items: {len(share)} are wanted, {found} of them found"
         )
-    return arrange(parts, table, gather.origin)
+    return arrange(values, shares, share.table, gather.origin)
 
 
 def with_ids(fetch: Fetch, values: Sequence[Any]) -> list[Any]:
@@ -252,23 +232,23 @@ def _batches(value: Any) -> Sequence[RaggedBatch]:
     return value if is_plain and all(isinstance(item, RaggedBatch) for item in value) else ()
 
 
-def _chunks(fetch: Fetch, gather: Gather, manifests: Sequence[Manifest], positions: Sequence[int] | None) -> list[Part]:
+def _chunks(
+    fetch: Fetch, gather: Gather, manifests: Sequence[Manifest], positions: Positions | None
+) -> tuple[list[Any], list[Share]]:
     """The chunks that hold items at ``positions`` (None: all), cut down to these and numbered among them."""
-    wanted: list[tuple[Any, ChunkInfo, Positions, Positions]] = []
-    for part, manifest in zip(gather.parts, manifests, strict=True):
-        for ref, info in zip(part.chunks, manifest.chunks, strict=False):
-            wanted.append((ref, info, *_overlap(info.positions, positions)))
+    chunks = [
+        (ref, chunk, *_overlap(chunk.positions, positions))
+        for part, manifest in zip(gather.parts, manifests, strict=True)
+        for ref, chunk in zip(part.chunks, manifest.chunks, strict=False)
+    ]
     # An empty chunk is fetched only where nothing else is there to say what kind the value is of.
-    needed = [entry for entry in wanted if len(entry[2])] or wanted[:1]
-    values = checked(fetch([ref for ref, *_ in needed]))
-    parts = []
-    for value, (_, info, local, at) in zip(values, needed, strict=True):
-        if len(local) == len(info.positions):
-            parts.append(Part(value, at, info.structure))
-        else:
-            own = info.structure.select(local) if info.structure is not None else None
-            parts.append(Part(cut(value, local, info.structure), at, own))
-    return parts
+    needed = [entry for entry in chunks if len(entry[2])] or chunks[:1]
+    values, shares = [], []
+    for value, (_, chunk, local, at) in zip(checked(fetch([ref for ref, *_ in needed])), needed, strict=True):
+        is_whole = len(local) == len(chunk)
+        values.append(value if is_whole else cut(value, local, chunk.table))
+        shares.append(Share(at, chunk.table if is_whole or chunk.table is None else chunk.table.select(local)))
+    return values, shares
 
 
 def _overlap(held: Positions, wanted: Positions | None) -> tuple[Positions, Positions]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quartet.cluster.backend import Backend, Ref
 from quartet.cluster.dispatch import Call
 from quartet.cluster.errors import Failure, Lost
+from quartet.cluster.items import is_large
 from quartet.cluster.manifests import Gather
-from quartet.cluster.sizes import is_large
 
 if TYPE_CHECKING:
     from quartet.cluster.processes import Processes
@@ -26,11 +26,9 @@ GRACE_S = 2.0
 class Pending:
     """A call in flight: one small reference per rank that says how it ended."""
 
-    def __init__(
-        self, processes: Processes, refs: Sequence[Ref], ranks: Sequence[int], answers: Sequence[int], during: str
-    ) -> None:
+    def __init__(self, processes: Processes, refs: Mapping[int, Ref], answers: Sequence[int], during: str) -> None:
         self._processes = processes
-        self._waiting = dict(zip(ranks, refs, strict=True))
+        self._waiting = dict(refs)
         self._answers = answers
         self._during = during
         self._values: dict[int, Any] = {}
@@ -107,7 +105,7 @@ class Pending:
 
     def _take(self, ranks: Sequence[int], values: Sequence[Any]) -> None:
         for rank, value in zip(ranks, values, strict=True):
-            if self._waiting.pop(rank, None) is None:  # somebody else waits for the same call and was first
+            if self._waiting.pop(rank, None) is None:  # another waiter for the same call was first
                 continue
             self._values[rank] = value
             if isinstance(value, (Failure, Lost)):

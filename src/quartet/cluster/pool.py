@@ -67,7 +67,7 @@ class ResourcePool:
 class Node:
     """A machine of the cluster and what it has.
 
-    ``free`` is what nobody holds at the moment, ``key`` the back end's name of it.
+    ``free`` is what is not granted at the moment, ``key`` the back end's name of it.
     """
 
     name: str

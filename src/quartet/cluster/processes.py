@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from quartet.cluster.backend import Backend, Handle, Ref
-from quartet.cluster.dispatch import Plan
+from quartet.cluster.dispatch import Call, Plan
 from quartet.cluster.errors import (
     ClusterError,
     Death,
@@ -32,19 +32,24 @@ from quartet.config.errors import UserError
 LAST_LINES = 30
 
 
+class StartOptions(TypedDict, total=False):
+    """How a group's processes are started, see ``WorkerGroup``."""
+
+    environment: Mapping[str, str]
+    detached: bool
+    max_restarts: int
+    start_timeout_s: float
+
+
 @dataclass(frozen=True)
 class GroupSpec:
-    """What it takes to start a group's processes.
+    """What it takes to start a group's processes: ``StartOptions`` and these.
 
     Args:
         name: of the group; a detached one is found by it.
         pool: where.
         roles: name → what to make in every process, in order.
         layout: the mesh of its ranks.
-        environment: variables that every process has from its start.
-        detached: the processes outlive this driver.
-        max_restarts: how often ``restart`` may be called.
-        start_timeout_s: to be granted the pool, and again to start the processes.
     """
 
     name: str
@@ -62,7 +67,7 @@ _rosters: dict[str, tuple[str, int, ProcessInfo | None]] = {}
 
 
 _occupants: weakref.WeakKeyDictionary[ResourcePool, set[Processes]] = weakref.WeakKeyDictionary()
-"""Who has processes in a pool, also where nobody holds the group's handle any more."""
+"""The groups with processes in a pool, also where the group's handle is gone."""
 
 
 class Processes:
@@ -100,7 +105,7 @@ class Processes:
         try:
             self._introduce()
             for handle, place in zip(self.handles, self._places(), strict=True):
-                # The same process runs its calls in order, so nobody waits for this one.
+                # A process runs its calls in order, so this one need not be waited for.
                 self.backend.call(handle, "set_environment", (place.environment(),))
             # Stored once: arguments may be large, a state dictionary say.
             self._all("build", "starting", None, self.backend.put(dict(spec.roles)))
@@ -248,7 +253,7 @@ class Processes:
         while True:
             if not self._is_restarting:
                 self._check_started()
-            if watched is not self.handles:  # those that a restart ended are nobody's concern
+            if watched is not self.handles:  # those that a restart ended do not count
                 watched, coming = self.handles, {}
             for handle in watched:
                 if handle.rank not in coming:
@@ -262,9 +267,9 @@ class Processes:
 
     # Calls -----------------------------------------------------------------------------------------------
 
-    def call(self, role: str, method: str, plan: Plan, timeout_s: float | None = None) -> Any:
+    def call(self, role: str, method: str, plan: Plan) -> Any:
         """Calls and waits; the plan's collected result. Raises as ``Pending.outcomes``."""
-        return plan.collect(self._called(role, method, plan).outcomes(timeout_s))
+        return plan.collect(self._called(role, method, plan).outcomes())
 
     async def ask(self, role: str, method: str, plan: Plan) -> Any:
         """``call`` without blocking the event loop."""
@@ -272,50 +277,45 @@ class Processes:
 
     def _called(self, role: str, method: str, plan: Plan) -> Pending:
         """A call whose results come to the driver as they are made."""
-        shared = Shared(self.backend, plan.calls)
-        answers = set(plan.answers)
-        refs, ranks = [], []
-        for rank, call in enumerate(plan.calls):
-            if call is not None:
-                names, values = shared.flat(call)
-                handle = self._handle(rank)
-                refs.append(self.backend.call(handle, "call", ((role, method, rank in answers, names), *values)))
-                ranks.append(rank)
-        return Pending(self, refs, ranks, list(plan.answers), f"{role}.{method}")
+        refs = {}
+        for rank, handle, _, names, values in self._arguments(plan):
+            head = (role, method, rank in plan.answers, names)
+            refs[rank] = self.backend.call(handle, "call", (head, *values))
+        return Pending(self, refs, plan.answers, f"{role}.{method}")
 
     def submit(self, role: str, method: str, plan: Plan, chunks: int) -> tuple[Pending, list[PartRefs]]:
         """Calls without waiting: the call in flight, and the references to each answering rank's part."""
-        shared = Shared(self.backend, plan.calls)
-        answers = set(plan.answers)
-        status, ranks = [], []
+        status: dict[int, Ref] = {}
         parts: dict[int, PartRefs] = {}
-        for rank, call in enumerate(plan.calls):
-            if call is None:
-                continue
-            number = chunks if rank in answers else 0
-            names, values = shared.flat(call)
-            given = ((role, method, number, names), call.positions, call.table, *values)
-            manifest, *pieces = self.backend.call_many(self._handle(rank), "call_parts", given, 1 + number)
-            status.append(manifest)
-            ranks.append(rank)
-            if number:
-                parts[rank] = PartRefs(manifest, tuple(pieces))
-        pending = Pending(self, status, ranks, list(plan.answers), f"{role}.{method}")
+        for rank, handle, call, names, values in self._arguments(plan):
+            number = chunks if rank in plan.answers else 0
+            given = ((role, method, number, names), call.share, *values)
+            status[rank], *pieces = self.backend.call_many(handle, "call_parts", given, 1 + number)
+            parts[rank] = PartRefs(status[rank], tuple(pieces))
+        pending = Pending(self, status, plan.answers, f"{role}.{method}")
         return pending, [parts[rank] for rank in plan.answers]
 
-    def _handle(self, rank: int) -> Handle:
+    def _arguments(self, plan: Plan) -> Iterator[tuple[int, Handle, Call, tuple[str, ...], list[Any]]]:
+        """Of each rank that is called: its handle and call, the names of the keyword arguments, all arguments in a row.
+
+        Raises:
+            WorkerDied: the group is being started anew, or could not be.
+        """
         handles = self.handles
-        if self._gone is not None:  # another thread may be at it: who asks meanwhile asks for what died
+        if self._gone is not None:  # another thread may start the group anew: calls meanwhile are of what died
             raise WorkerDied(self._gone)
         self._check_started()
-        return handles[rank]
+        shared = Shared(self.backend, plan.calls)
+        for rank, call in enumerate(plan.calls):
+            if call is not None:
+                yield rank, handles[rank], call, *shared.flat(call)
 
     def _check_started(self) -> None:
         if not self.handles:
             raise ClusterError(f"group {self.spec.name!r} was stopped; restart it, or make a new one")
 
     def _outcomes(self, refs: Sequence[Ref], ranks: Sequence[int], during: str, timeout_s: float | None) -> list[Any]:
-        return Pending(self, refs, ranks, list(ranks), during).outcomes(timeout_s)
+        return Pending(self, dict(zip(ranks, refs, strict=True)), ranks, during).outcomes(timeout_s)
 
     # Trouble ---------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class Processes:
         others = list(dict.fromkeys(failure.brief() for failure in failures.values()))
         if lost:
             deaths = {death.brief(): death for death in (self._death(t, during) for t in lost.values())}
-            # Data that is gone says less than who is gone.
+            # Lost data says less than the process that was lost.
             first, *more = sorted(deaths.values(), key=lambda death: death.rank is None)
             raise WorkerDied(first, [*(death.brief() for death in more), *others])
         first_failed = min(failures.values(), key=lambda failure: failure.is_echo)

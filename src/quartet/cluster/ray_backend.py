@@ -1,6 +1,6 @@
 """The back end ``ray``: one actor per worker, one placement group per pool, data in Ray's object store.
 
-Imported by ``connect`` alone: this module, ``ray_address`` and ``wire`` need Ray, nothing else does.
+Imported by ``connect`` alone: this module and ``ray_address`` need Ray, nothing else does.
 """
 
 from __future__ import annotations
@@ -8,15 +8,19 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import io
 import os
 import signal
 import stat
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -26,13 +30,13 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from torch import Tensor
 
-from quartet.cluster.backend import Handle, forget
+from quartet.cluster.backend import Backend, Handle, forget
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.host import Host, ProcessInfo
 from quartet.cluster.pool import Node, ResourcePool, check_pool, refused
 from quartet.cluster.ray_address import NAMESPACE, check_same, join_cluster
-from quartet.cluster.wire import deregister_tensors, register_tensors
 from quartet.config.errors import UserError
 
 _open: list[RayBackend] = []
@@ -65,25 +69,11 @@ def _output_files() -> tuple[str, ...]:
     return tuple(found)
 
 
-def values_of(refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
-    """Values of the references; ``Failure`` or ``Lost`` where there is none.
-
-    Raises:
-        TimeoutError: not all have ended within the time.
-    """
-    try:
-        return list(ray.get(list(refs), timeout=timeout_s))
-    except GetTimeoutError as error:
-        raise TimeoutError from error
-    except RayError as error:
-        # Ray raises what it meets first; others may not have ended yet.
-        if len(_ended(refs)) < len(refs):
-            raise TimeoutError from error
-        return [_value_of(ref) for ref in refs]
-
-
 def fetch(refs: Sequence[Any]) -> list[Any]:
-    """The same for a worker that needs all of them: where one is lost, nobody waits for the others."""
+    """Values of the references for a worker that needs all of them; ``Failure`` or ``Lost`` where there is none.
+
+    Where one is lost, the others are not waited for.
+    """
     try:
         return list(ray.get(list(refs)))
     except RayError:
@@ -138,7 +128,7 @@ def _out_of_reach() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-class RayBackend:
+class RayBackend(Backend):
     """Workers in a Ray cluster.
 
     Args:
@@ -194,16 +184,15 @@ class RayBackend:
         """After the end of Ray there is nothing to stop, and asking would start it anew."""
         return self in _open and ray.is_initialized()
 
-    def __enter__(self) -> RayBackend:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     # Pools -----------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[Node]:
-        return nodes()
+        free = ray._private.state.available_resources_per_node()
+        return [
+            Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(node["NodeID"], {}), node["NodeID"])
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
 
     def grant(self, pool: ResourcePool, timeout_s: float, name: str | None = None) -> None:
         if id(pool) in self._grants:
@@ -217,8 +206,8 @@ class RayBackend:
         reserved = _named(name) if name is not None else None
         if reserved is None:
             if not self._may_grow:
-                check_pool(pool, nodes())
-                check_pool(pool, beside(nodes(), self._held()), num_others=len(self._grants))
+                check_pool(pool, self.nodes())
+                check_pool(pool, self._left(), num_others=len(self._grants))
             reserved = placement_group(
                 pool.bundles() if pool.needs else [{"CPU": 0.001}] * len(pool.processes),
                 strategy="STRICT_SPREAD" if pool.strategy == "spread" else "PACK",
@@ -227,19 +216,21 @@ class RayBackend:
             )
             if not reserved.wait(timeout_s):
                 remove_placement_group(reserved)
-                raise refused(pool, nodes(), timeout_s)
+                raise refused(pool, self.nodes(), timeout_s)
         self._grants[id(pool)] = _Grant(pool, reserved, name)
 
-    def _held(self) -> dict[str, dict[str, float]]:
-        """Per node what this back end's pools hold, which they do until it is closed."""
-        found: dict[str, dict[str, float]] = {}
+    def _left(self) -> list[Node]:
+        """The nodes as if they had only what this back end's pools leave, which they hold until it is closed."""
+        held: dict[tuple[str, str], float] = defaultdict(float)
         for grant in self._grants.values():
             places = placement_group_table(grant.reserved)["bundles_to_node_id"]
             for bundle, amounts in enumerate(grant.pool.bundles()):
-                of_node = found.setdefault(places.get(bundle, ""), {})
                 for name, amount in amounts.items():
-                    of_node[name] = of_node.get(name, 0.0) + amount
-        return found
+                    held[places.get(bundle, ""), name] += amount
+        return [
+            replace(node, total={name: has - held[node.key, name] for name, has in node.total.items()})
+            for node in self.nodes()
+        ]
 
     def release(self, pool: ResourcePool, name: str | None = None) -> None:
         held = self._grants.pop(id(pool), None)
@@ -305,7 +296,15 @@ class RayBackend:
         return ray.put(value)
 
     def get(self, refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
-        return values_of(refs, timeout_s)
+        try:
+            return list(ray.get(list(refs), timeout=timeout_s))
+        except GetTimeoutError as error:
+            raise TimeoutError from error
+        except RayError as error:
+            # Ray raises what it meets first; others may not have ended yet.
+            if len(_ended(refs)) < len(refs):
+                raise TimeoutError from error
+            return [_value_of(ref) for ref in refs]
 
     def wait(self, refs: Sequence[Any], timeout_s: float | None, *, fetch: bool) -> list[bool]:
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s, fetch_local=fetch)
@@ -357,7 +356,7 @@ class RayBackend:
 
 
 def _settle(coming: asyncio.Future[Any], value: Any) -> None:
-    if not coming.done():  # who waited for it may have been cancelled
+    if not coming.done():  # the waiter may have been cancelled
         coming.set_result(value)
 
 
@@ -373,24 +372,6 @@ def _named(name: str) -> PlacementGroup | None:
         return None
 
 
-def nodes() -> list[Node]:
-    """The living nodes, with what they have in all and free."""
-    free = ray._private.state.available_resources_per_node()
-    return [
-        Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(node["NodeID"], {}), node["NodeID"])
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
-def beside(there: Sequence[Node], held: Mapping[str, Mapping[str, float]]) -> list[Node]:
-    """The nodes as if they had only what is left beside ``held``, by node."""
-    return [
-        replace(node, total={name: has - held.get(node.key, {}).get(name, 0.0) for name, has in node.total.items()})
-        for node in there
-    ]
-
-
 def read_tails(paths: Sequence[str], count: int, *, block: int = 2**16) -> list[str]:
     """The last lines of the files, those of the first file last; lines that Ray writes for itself left out."""
     lines: list[str] = []
@@ -400,3 +381,47 @@ def read_tails(paths: Sequence[str], count: int, *, block: int = 2**16) -> list[
             text = file.read().decode(errors="replace").splitlines()
             lines += [line for line in text if line.strip() and not line.startswith(":")][-count:]
     return lines[-count:]
+
+
+# Tensors in Ray's object store ---------------------------------------------------------------------------
+
+# As raw bytes beside the pickle, which Ray writes once and without copies. Its default would pickle a tensor's whole
+# storage, also of a small view, through several copies in memory.
+
+
+def register_tensors() -> None:
+    """For this process; needs a connection to Ray."""
+    ray.util.register_serializer(Tensor, serializer=to_wire, deserializer=from_wire)
+
+
+def deregister_tensors() -> None:
+    ray.util.deregister_serializer(Tensor)
+
+
+def to_wire(tensor: Tensor) -> Any:
+    """Bytes, dtype, shape and whether it wants gradients; of layouts that are not dense, a saved file.
+
+    What was on a GPU arrives on the CPU: the reader may see other devices.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        file = io.BytesIO()
+        torch.save(tensor.detach().cpu(), file)
+        return file.getvalue()
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # A single element counts as contiguous with any stride, but only with 1 can its bytes be viewed.
+    flat = dense.as_strided((dense.numel(),), (1,))
+    array = flat.view(torch.uint8).numpy()
+    return array, tensor.dtype, tuple(tensor.shape), tensor.requires_grad
+
+
+def from_wire(wire: Any) -> Tensor:
+    """A tensor of the reader's own: what lies in the store is shared by all readers and must not be written to."""
+    if isinstance(wire, bytes):
+        loaded: Tensor = torch.load(io.BytesIO(wire), weights_only=True)
+        return loaded
+    array, dtype, shape, requires_grad = wire
+    # In torch's memory and not in numpy's, which begins where a product may have other bits (quartet/models/memory.py).
+    own = torch.empty(shape, dtype=dtype)
+    if len(array):
+        np.copyto(own.reshape(-1).view(torch.uint8).numpy(), array)
+    return own.requires_grad_() if requires_grad else own

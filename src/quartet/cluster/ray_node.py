@@ -38,7 +38,7 @@ class RayNode:
 
     def __init__(self, cluster: str, address: str, token: str, *, is_head: bool, least_cpus: int) -> None:
         self.cluster = cluster
-        # Who does not know the token cannot run code on this cluster; a user's own setting stays.
+        # Without the token no code can be run on this cluster; a user's own setting stays.
         secret = {} if "RAY_AUTH_MODE" in os.environ else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         self.environment = {**without_torchrun(os.environ), **secret, "RAY_USAGE_STATS_ENABLED": "0"}
         os.environ.update(secret)

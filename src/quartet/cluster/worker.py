@@ -19,6 +19,8 @@ from quartet.cluster.layout import DATA, Layout
 from quartet.config.errors import UserError
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NUMBERS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_port": 0}
+"""Numbers of a ``Place``, named in the environment in capitals, with what holds where there is none."""
 _LAYOUT = "QUARTET_LAYOUT"
 LOOPBACK = "127.0.0.1"
 TAKES_TURNS = 0
@@ -45,15 +47,8 @@ class Place:
     devices: str | None = None
 
     def environment(self) -> dict[str, str]:
-        found = {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-            _LAYOUT: str(self.layout),
-        }
+        found = {name.upper(): str(getattr(self, name)) for name in (*_NUMBERS, "master_addr")}
+        found[_LAYOUT] = str(self.layout)
         return found if self.devices is None else {**found, "CUDA_VISIBLE_DEVICES": self.devices}
 
     @classmethod
@@ -81,16 +76,9 @@ class Place:
                 found=f"{_LAYOUT}={layout} with {layout.world_size} ranks, WORLD_SIZE={world_size}",
                 remedy=f"set sizes whose product is {world_size}",
             )
-        return cls(
-            rank=int(env["RANK"]),
-            world_size=world_size,
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
-            master_addr=env["MASTER_ADDR"],
-            master_port=int(env["MASTER_PORT"]),
-            layout=layout,
-            devices=env.get("CUDA_VISIBLE_DEVICES"),
-        )
+        numbers = {name: int(env.get(name.upper(), default)) for name, default in _NUMBERS.items()}
+        devices = env.get("CUDA_VISIBLE_DEVICES")
+        return cls(**numbers, master_addr=env["MASTER_ADDR"], layout=layout, devices=devices)
 
 
 class Worker:
@@ -188,16 +176,16 @@ def _gloo_on_loopback(address: str) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nobody has at the moment; see ``reserved_port``."""
+    """A port that is free at the moment; see ``reserved_port``."""
     with reserved_port() as taken:
         return int(taken.getsockname()[1])
 
 
 def reserved_port() -> socket.socket:
-    """A socket bound to a port that nobody has, below those that the system hands to outgoing connections.
+    """A socket bound to a free port, below those that the system hands to outgoing connections.
 
-    While it is open, nobody else is given the port, and a server of this machine that sets ``SO_REUSEADDR``, as torch's
-    store does, can still listen there. Ray's own workers take ports from 10002 to 19999.
+    While it is open, the port is given to no other process, and a server of this machine that sets ``SO_REUSEADDR``, as
+    torch's store does, can still listen there. Ray's own workers take ports from 10002 to 19999.
     """
     draw = random.Random()  # from the system's entropy: several workers ask at once
     for _ in range(100):

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Concatenate, Literal, TypeVar
 
 from quartet.rollout.protocol import RolloutEngine
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.worker import drained
 from quartet.train.engine import TrainEngine
-from quartet.weights import Answer, Message, Transport, WeightReceiver, WeightSender, connect, disconnect, sync
-from quartet.weights.control import TIMEOUT_S, Ask
+from quartet.weights import Ask, Transport, WeightReceiver, WeightSender, connect, sync
+from quartet.weights.control import TIMEOUT_S
 
 W = TypeVar("W")
 
@@ -30,19 +30,18 @@ class SendsWeights:
     """For the worker of a trainer, which has its ``engine``."""
 
     engine: TrainEngine[Any]
-    trainer_rank: int = 0
     _sender: WeightSender | None = None
 
     @property
     def weight_sender(self) -> WeightSender:
         if self._sender is None:
             device = self.engine.packed.device
-            self._sender = WeightSender(lambda: self.engine.weights(), device=device, rank=self.trainer_rank)
+            self._sender = WeightSender(lambda: self.engine.weights(), device=device)
         return self._sender
 
-    def send_weights(self, message: Message) -> Answer:
-        """Answers one message of a weight sync."""
-        return self.weight_sender.answer(message)
+    def send_weights(self, request: str, *args: Any) -> Any:
+        """Answers one request of a weight sync."""
+        return self.weight_sender.answer(request, *args)
 
 
 class TakesWeights:
@@ -57,9 +56,9 @@ class TakesWeights:
             self._receiver = WeightReceiver(self.engine.weight_sink())
         return self._receiver
 
-    def receive_weights(self, message: Message) -> Answer:
-        """Answers one message of a weight sync."""
-        return self.weight_receiver.answer(message)
+    def receive_weights(self, request: str, *args: Any) -> Any:
+        """Answers one request of a weight sync."""
+        return self.weight_receiver.answer(request, *args)
 
 
 async def open_weight_sync(
@@ -67,7 +66,6 @@ async def open_weight_sync(
     engines: Sequence[RoleGroup[TakesWeights]],
     transport: Transport | Literal["auto"] = "auto",
     *,
-    host: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Transport:
     """Connects a trainer with its engines; again, after one was lost, with what stands in its place.
@@ -75,7 +73,6 @@ async def open_weight_sync(
     Args:
         trainer: a ``SendsWeights``.
         engines: a ``TakesWeights`` each, which gets its index as rank.
-        host: where engines on other machines reach the trainer's; the address of its default route when left out.
         timeout_s: how long an end may be silent, now and in every sync.
 
     Raises:
@@ -83,7 +80,7 @@ async def open_weight_sync(
         WeightSyncError: an end failed.
     """
     sender, receivers = _ends(trainer, engines)
-    return await drained(connect(sender, receivers, transport, host=host, timeout_s=timeout_s))
+    return await drained(connect(sender, receivers, transport, timeout_s=timeout_s))
 
 
 async def sync_weights(
@@ -109,17 +106,12 @@ async def sync_weights(
     return manifest.num_bytes
 
 
-async def close_weight_sync(trainer: RoleGroup[SendsWeights], engines: Sequence[RoleGroup[TakesWeights]]) -> None:
-    """Lets all ends go; engines keep what they have."""
-    await drained(disconnect(*_ends(trainer, engines)))
-
-
 def _ends(trainer: RoleGroup[SendsWeights], engines: Sequence[RoleGroup[TakesWeights]]) -> tuple[Ask, list[Ask]]:
-    def ask(group: RoleGroup[W], method: Callable[[W, Message], Answer]) -> Ask:
-        async def asked(message: Message) -> Answer:
+    def ask(group: RoleGroup[W], method: Callable[Concatenate[W, ...], Any]) -> Ask:
+        async def asked(request: str, *args: Any) -> Any:
             if isinstance(group, LocalGroup):
                 await asyncio.sleep(0)  # it may compute at once: calls to other processes go before
-            return await group.call(method, message)
+            return await group.call(method, request, *args)
 
         return asked
 

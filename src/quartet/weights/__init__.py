@@ -13,42 +13,28 @@ collective       ``CollectiveSend/Receive``           several GPUs or machines (
 disk             ``DiskSend/Receive``                 engines that only load files; engines that start later
 ================ ==================================== ===========================================================
 
-``messages`` is the protocol, ``endpoint`` are the ends that answer it, ``control`` is the driver that carries it
-between them. ``manifest`` and ``digest`` say what was sent, ``source`` and ``sink`` are what is read and written,
-``fusion`` is the change of layout between them, ``progress`` is how the ends watch each other while data move.
+``endpoint`` are the two ends and what they can be asked, ``control`` is the driver that asks them. ``manifest`` and
+``digest`` say what was sent, ``source`` and ``sink`` are what is read and written, ``fusion`` is the change of layout
+between them, ``progress`` is how the ends watch each other while data move.
 """
 
-from quartet.weights.control import choose_transport, connect, disconnect, sync
-from quartet.weights.digest import Hasher
+from quartet.weights.control import Ask, connect, sync
 from quartet.weights.disk import load_published, publish, published
-from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
-from quartet.weights.errors import (
-    OtherEndFailed,
-    WeightMismatch,
-    WeightsRefused,
-    WeightsUnusable,
-    WeightSyncError,
-    WeightSyncTimeout,
-)
+from quartet.weights.endpoint import Transport, WeightReceiver, WeightSender
+from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable, WeightSyncError, WeightSyncTimeout
 from quartet.weights.fusion import GATE_UP, FusedProjection, qkv
 from quartet.weights.manifest import Manifest, TensorSpec
-from quartet.weights.messages import Answer, Endpoint, Message, Transport
 from quartet.weights.shared import sync_in_process
 from quartet.weights.sink import Status, TensorSink
-from quartet.weights.source import GatherWatch, NamedSource, WeightSource, take_part
+from quartet.weights.source import GatherWatch, NamedSource
 
 __all__ = [
     "GATE_UP",
-    "TRANSPORTS",
-    "Answer",
-    "Endpoint",
+    "Ask",
     "FusedProjection",
     "GatherWatch",
-    "Hasher",
     "Manifest",
-    "Message",
     "NamedSource",
-    "OtherEndFailed",
     "Status",
     "TensorSink",
     "TensorSpec",
@@ -56,19 +42,15 @@ __all__ = [
     "WeightMismatch",
     "WeightReceiver",
     "WeightSender",
-    "WeightSource",
     "WeightSyncError",
     "WeightSyncTimeout",
     "WeightsRefused",
     "WeightsUnusable",
-    "choose_transport",
     "connect",
-    "disconnect",
     "load_published",
     "publish",
     "published",
     "qkv",
     "sync",
     "sync_in_process",
-    "take_part",
 ]

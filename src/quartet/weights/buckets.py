@@ -6,7 +6,7 @@ Both ends make the same plan from the announced tensors, so a bucket needs no de
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -53,10 +53,10 @@ class Bucket:
     def num_bytes(self) -> int:
         return self.spans[-1].offset + self.spans[-1].num_bytes if self.spans else 0
 
-    def unpack(self, buffer: Tensor, sink: TensorSink, progress: Progress, index: Mapping[str, int]) -> None:
-        """Brings its spans to ``sink`` and notes on which tensor this works, by ``index``."""
+    def unpack(self, buffer: Tensor, sink: TensorSink, progress: Progress) -> None:
+        """Brings its spans to ``sink`` and notes on which tensor this works."""
         for span in self.spans:
-            progress.note(tensor=index[span.spec.name])
+            progress.note(tensor=span.spec.name)
             sink.write(span.spec.name, span.start, span.view(buffer))
             sink.arrived(span.spec.name, span.start + span.count)
 
@@ -95,11 +95,10 @@ class BucketSend(SendTransport):
     _buffers: list[Tensor]
 
     def send(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
-        assert self._progress is not None
         buckets, digests = plan_buckets(specs, self._bucket_bytes), []
         places = ((bucket, span) for bucket in buckets for span in bucket.spans)
-        for index, spec in enumerate(specs):
-            self._progress.note(tensor=index)
+        for spec in specs:
+            self.progress.note(tensor=spec.name)
             tensor, left = next(tensors), spec.num_elements
             while left:
                 bucket, span = next(places)
@@ -112,7 +111,7 @@ class BucketSend(SendTransport):
                 left -= span.count
             digests.append(self._hasher.digest(tensor))
         self._finish()
-        self._progress.wait(len(buckets))
+        self.progress.wait(len(buckets))
         return digests
 
     @abstractmethod

@@ -21,18 +21,17 @@ from torch import Tensor
 from quartet.weights.buckets import NUM_BUFFERS, Bucket, BucketSend, plan_buckets
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.messages import Announcement, Offer
 from quartet.weights.progress import Progress, StoreBoard
 from quartet.weights.sink import TensorSink
-from quartet.weights.transport import ReceiveTransport
+from quartet.weights.transport import Announcement, Offer, ReceiveTransport
 
 _LATER = timedelta(seconds=1)
 _LONG = timedelta(days=1)
-"""The group's own limit, never reached: waiting is ours. Its error could not say who is behind."""
+"""The group's own limit, never reached: waiting is ours. Its error could not say which end is behind."""
 
 
 class _Group:
-    """Rank 0 is the sender. A thin layer over a back end that belongs to nobody else."""
+    """Rank 0 is the sender. A thin layer over a back end of its own."""
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         limit = timedelta(seconds=timeout_s)
@@ -43,8 +42,8 @@ class _Group:
             options._timeout = _LONG
             self._backend = c10d.ProcessGroupNCCL(store, rank, size, options)
         else:
-            # Its threads end with the broadcast they are in, so its limit is little later than ours, which says who is
-            # behind.
+            # Its threads end with the broadcast they are in, so its limit is little later than ours, which says
+            # which end is behind.
             self._backend = c10d.ProcessGroupGloo(store, rank, size, limit + _LATER)
 
     def broadcast(self, buffer: Tensor, progress: Progress) -> Any:
@@ -66,7 +65,8 @@ def _not_formed(found: str, rank: int | None = None) -> WeightSyncError:
     return WeightSyncError(
         "the group for weight syncs could not be formed",
         found=found,
-        remedy="see the log of the other end; between machines, give the sender a host that all of them can reach",
+        remedy="see the log of the other end; between machines, all of them must reach the address of the sender's "
+        "default route",
         rank=rank,
     )
 
@@ -130,15 +130,14 @@ class CollectiveSend(BucketSend):
         self._buffers = _buffers(self._bucket_bytes, self._device)
 
     def _ship(self, bucket: Bucket, data: Tensor) -> None:
-        assert self._group is not None and self._progress is not None
-        self._progress.note(step=bucket.number + 1)
-        self._under_way[bucket.number] = self._group.broadcast(data, self._progress)
+        assert self._group is not None
+        self.progress.note(step=bucket.number + 1)
+        self._under_way[bucket.number] = self._group.broadcast(data, self.progress)
 
     def _wait_until_free(self, number: int) -> None:
         work = self._under_way.pop(number, None)
         if work is not None:
-            assert self._progress is not None
-            _finish(work, self._progress, number + 1)
+            _finish(work, self.progress, number + 1)
 
     def _finish(self) -> None:
         for number in sorted(self._under_way):
@@ -180,18 +179,17 @@ class CollectiveReceive(ReceiveTransport):
         if self._group is None:
             self._form(offer)
         self._watch_sender(StoreBoard(self._store), specs)
-        assert self._group is not None and self._progress is not None
-        index = {spec.name: number for number, spec in enumerate(specs)}
+        assert self._group is not None
         before: tuple[Bucket, Any] | None = None
         for bucket in plan_buckets(specs, int(offer["bucket_bytes"])):
             # While this one is received the one before is unpacked.
             buffer = self._buffers[bucket.number % NUM_BUFFERS]
-            under_way = bucket, self._group.broadcast(buffer[: bucket.num_bytes], self._progress)
+            under_way = bucket, self._group.broadcast(buffer[: bucket.num_bytes], self.progress)
             if before is not None:
-                self._unpack(*before, sink, self._progress, index)
+                self._unpack(*before, sink)
             before = under_way
         if before is not None:
-            self._unpack(*before, sink, self._progress, index)
+            self._unpack(*before, sink)
 
     def _form(self, offer: Offer) -> None:
         limit = timedelta(seconds=self._timeout_s)
@@ -204,10 +202,10 @@ class CollectiveReceive(ReceiveTransport):
             raise _not_formed(f"{host}:{port}: {error}") from error
         self._buffers, self._offer = _buffers(int(offer["bucket_bytes"]), self._device), offer
 
-    def _unpack(self, bucket: Bucket, work: Any, sink: TensorSink, progress: Progress, index: dict[str, int]) -> None:
-        _finish(work, progress, bucket.number + 1)
-        bucket.unpack(self._buffers[bucket.number % NUM_BUFFERS], sink, progress, index)
-        progress.note(step=bucket.number + 1)
+    def _unpack(self, bucket: Bucket, work: Any, sink: TensorSink) -> None:
+        _finish(work, self.progress, bucket.number + 1)
+        bucket.unpack(self._buffers[bucket.number % NUM_BUFFERS], sink, self.progress)
+        self.progress.note(step=bucket.number + 1)
 
     def _drop(self) -> None:
         if self._group is not None:

@@ -1,6 +1,6 @@
-"""The driver of a weight sync: it carries the messages between a sender and its receivers, wherever they are.
+"""The driver of a weight sync: it asks a sender and its receivers, wherever they are, for one step after the other.
 
-Every end is reached by a function from message to answer: a worker's call, say, or a request over HTTP. ``connect``
+Every end is reached by a function from a request of ``endpoint`` to its answer: a worker's call, say. ``connect``
 chooses a transport, ``sync`` brings a version::
 
     transport = await connect(sender, receivers)
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from quartet.config import UserError
+from quartet.weights.endpoint import Endpoint, Transport
 from quartet.weights.errors import (
     OtherEndFailed,
     WeightMismatch,
@@ -21,31 +22,16 @@ from quartet.weights.errors import (
     WeightsUnusable,
     WeightSyncError,
     WeightSyncTimeout,
+    at_rank,
     at_tensor,
 )
 from quartet.weights.manifest import Manifest
-from quartet.weights.messages import (
-    SEQUENTIAL,
-    Abort,
-    Announcement,
-    Answer,
-    Commit,
-    ConnectReceiver,
-    ConnectSender,
-    Describe,
-    Disconnect,
-    Endpoint,
-    Failed,
-    Message,
-    Pieces,
-    Prepare,
-    Sealed,
-    Transport,
-    Verify,
-)
+from quartet.weights.transport import Announcement
 
-Ask = Callable[[Message], Awaitable[Answer]]
-"""Gives an end a message, and its answer back."""
+SEQUENTIAL = ("shared", "disk")
+"""Transports whose sender moves everything before a receiver takes it."""
+Ask = Callable[..., Awaitable[Any]]
+"""Gives an end a request, by its name and arguments, and its answer back."""
 End = tuple[int | None, Ask]
 """A receiver's rank, or None for the sender, and how it is reached."""
 TIMEOUT_S = 120.0
@@ -60,31 +46,27 @@ async def connect(
     receivers: Sequence[Ask],
     transport: Transport | Literal["auto"] = "auto",
     *,
-    host: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Transport:
     """Gives both ends their halves of a transport; again, after one was lost, with what stands in its place.
 
     Args:
-        host: where receivers on other machines reach the sender's; the address of its default route when left out.
         timeout_s: how long an end may be silent, now and in every sync.
 
     Raises:
         UserError: the transport does not lead from the sender to these receivers.
         WeightSyncError: an end failed.
     """
-    await disconnect(sender, receivers, timeout_s=timeout_s)
-    found = await _tell(_ends(sender, receivers), Describe(), timeout_s)
-    ends = [end for end in found if isinstance(end, Endpoint)]
-    chosen = choose_transport(ends[0], ends[1:]) if transport == "auto" else transport
-    _check_reach(chosen, ends[0], ends[1:])
-    _check_releases(chosen, ends)
-    if host is None:
-        host = "127.0.0.1" if len({end.machine for end in ends}) == 1 else ends[0].address
-    told = ConnectSender(chosen, len(receivers), host, timeout_s, _wanted(ends[1:]))
-    await _tell([(None, sender)], told, timeout_s)
-    for rank, receiver in enumerate(receivers):
-        await _tell([(rank, receiver)], ConnectReceiver(chosen, rank, timeout_s), timeout_s)
+    ends = (to_sender, *to_receivers) = _ends(sender, receivers)
+    await _tell(ends, timeout_s, "disconnect")
+    here, *there = await _tell(ends, timeout_s, "describe")
+    chosen = choose_transport(here, there) if transport == "auto" else transport
+    _check_reach(chosen, here, there)
+    _check_releases(chosen, here, there)
+    host = "127.0.0.1" if len({end.machine for end in (here, *there)}) == 1 else here.address
+    await _tell([to_sender], timeout_s, "connect", chosen, len(receivers), host, timeout_s, _wanted(there))
+    for rank, receiver in to_receivers:
+        await _tell([(rank, receiver)], timeout_s, "connect", chosen, rank, timeout_s)
     return chosen
 
 
@@ -102,56 +84,39 @@ async def sync(sender: Ask, receivers: Sequence[Ask], version: int, *, timeout_s
             Every receiver serves the old version as a whole, or is unusable.
     """
     ends = (to_sender, *to_receivers) = _ends(sender, receivers)
-    (announcement,) = await _tell([to_sender], Prepare(version), timeout_s)
-    assert isinstance(announcement, Announcement)
+    announcement: Announcement
+    manifest: Manifest
+    (announcement,) = await _tell([to_sender], timeout_s, "prepare", version)
     number, has_begun = announcement.sync, False
     try:
-        await _tell(to_receivers, announcement, timeout_s)
-        pieces, has_begun = Pieces(number), True
+        await _tell(to_receivers, timeout_s, "announce", announcement)
+        has_begun = True
         # The ends watch each other while the data move, and an end that gives up may wait as long again for its
         # connections to close; this limit is for the case that all of them stand still.
         limit_s = 2 * timeout_s + sum(spec.num_bytes for spec in announcement.tensors) / SLOWEST_BYTES_PER_S
         if announcement.transport in SEQUENTIAL:
-            (sealed,) = await _tell([to_sender], pieces, limit_s)
-            await _tell(to_receivers, pieces, limit_s)
+            (manifest,) = await _tell([to_sender], limit_s, "move", number)
+            await _tell(to_receivers, limit_s, "move", number)
         else:
-            sealed, *_ = await _tell(ends, pieces, limit_s, silence_s=2 * timeout_s)
-        assert isinstance(sealed, Sealed)
-        await _tell(to_receivers, Verify(number, sealed.manifest), timeout_s)
-        await _tell(to_receivers, Commit(number), timeout_s)
+            manifest, *_ = await _tell(ends, limit_s, "move", number, silence_s=2 * timeout_s)
+        await _tell(to_receivers, timeout_s, "verify", number, manifest)
+        await _tell(to_receivers, timeout_s, "commit", number)
     except BaseException as error:
         reason = f"{error.problem}: {error.found}" if isinstance(error, UserError) else str(error) or repr(error)
-        abort = Abort(number, reason, has_begun)
         # An end that cannot be told has failed already, which is being raised.
-        calls = asyncio.gather(*(ask(abort) for _, ask in ends), return_exceptions=True)
+        calls = asyncio.gather(*(ask("abort", number, reason, has_begun) for _, ask in ends), return_exceptions=True)
         await asyncio.wait([calls], timeout=GRACE_S)
         raise
-    return sealed.manifest
-
-
-async def disconnect(sender: Ask, receivers: Sequence[Ask], *, timeout_s: float = TIMEOUT_S) -> None:
-    """Lets all ends go; engines keep what they have."""
-    await _tell(_ends(sender, receivers), Disconnect(), timeout_s)
+    return manifest
 
 
 def choose_transport(sender: Endpoint, receivers: Sequence[Endpoint]) -> Transport:
-    """The nearest way that leads to all receivers.
-
-    Raises:
-        UserError: some are in the sender's process and others are not.
-    """
-    inside = [(e.machine, e.pid) == (sender.machine, sender.pid) for e in receivers]
-    if all(inside):
+    """The nearest way that leads to all receivers, if there is one."""
+    if any((end.machine, end.pid) == (sender.machine, sender.pid) for end in receivers):
         return "shared"
-    if any(inside):
-        raise UserError(
-            "one weight sync cannot reach engines within the trainer's process and others outside of it",
-            found=f"{sum(inside)} of {len(receivers)} engines in the trainer's process {sender.pid}",
-            remedy="sync them in two groups, each with a trainer of its own",
-        )
-    here = all(e.machine == sender.machine for e in receivers)
+    here = all(end.machine == sender.machine for end in receivers)
     if sender.device != "cpu":
-        return "cuda_ipc" if here and all(e.device == sender.device for e in receivers) else "collective"
+        return "cuda_ipc" if here and all(end.device == sender.device for end in receivers) else "collective"
     return "shared_memory" if here else "collective"
 
 
@@ -159,7 +124,9 @@ def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[End
     places = [(end.machine, end.pid) for end in receivers]
     inside = places.count((sender.machine, sender.pid))
     if transport == "shared" and inside < len(receivers):
-        found, remedy = f"{inside} of {len(receivers)} engines in the trainer's process", "use the transport auto"
+        found = f"{inside} of {len(receivers)} engines in the trainer's process {sender.pid}"
+        remedy = "sync engines within the trainer's process and others outside of it in two groups, with a trainer each"
+        remedy += ", or use the transport auto" if not inside else ""
     elif transport != "shared" and inside:
         found, remedy = "an engine in the trainer's own process, which would wait for itself", "use the transport auto"
     elif transport != "shared" and len(set(places)) < len(places):
@@ -173,20 +140,19 @@ def _check_reach(transport: Transport, sender: Endpoint, receivers: Sequence[End
     raise UserError(f"the weight transport {transport} does not lead to every engine", found=found, remedy=remedy)
 
 
-def _check_releases(transport: Transport, ends: Sequence[Endpoint]) -> None:
+def _check_releases(transport: Transport, sender: Endpoint, receivers: Sequence[Endpoint]) -> None:
     def release(end: Endpoint) -> str:
         # The data of these pass through torch at both ends.
         needed = transport in ("collective", "cuda_ipc")
-        return ".".join(end.torch.split("+")[0].split(".")[:2]) if needed else ""
+        return ".".join(end.torch.split("+")[0].split(".")[:2]) if needed else "any"
 
-    sender, *receivers = ends
     for rank, end in enumerate(receivers):
-        for what, here, there, differs in (
-            ("protocol", sender.protocol, end.protocol, sender.protocol != end.protocol),
-            ("byte order", sender.byte_order, end.byte_order, sender.byte_order != end.byte_order),
-            ("torch release", sender.torch, end.torch, release(sender) != release(end)),
+        for what, here, there in (
+            ("protocol", sender.protocol, end.protocol),
+            ("byte order", sender.byte_order, end.byte_order),
+            ("torch release", release(sender), release(end)),
         ):
-            if differs:
+            if here != there:
                 raise WeightSyncError(
                     f"the two ends of the weight sync differ in their {what}",
                     found=f"the trainer has {here}, engine {rank} has {there} (transport {transport})",
@@ -211,8 +177,8 @@ def _ends(sender: Ask, receivers: Sequence[Ask]) -> list[End]:
     return [(None, sender), *enumerate(receivers)]
 
 
-async def _tell(ends: Sequence[End], message: Message, limit_s: float, silence_s: float = 0.0) -> list[Answer]:
-    """A message to several ends side by side, and their answers.
+async def _tell(ends: Sequence[End], limit_s: float, request: str, *args: Any, silence_s: float = 0.0) -> list[Any]:
+    """A request to several ends side by side, and their answers.
 
     Args:
         limit_s: for all of them.
@@ -224,7 +190,7 @@ async def _tell(ends: Sequence[End], message: Message, limit_s: float, silence_s
     if not ends:
         return []
     limit_s += GRACE_S
-    tasks = [asyncio.ensure_future(_asked(rank, ask(message))) for rank, ask in ends]
+    tasks = [asyncio.ensure_future(_asked(rank, ask(request, *args))) for rank, ask in ends]
     _, waiting = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
     if waiting and any(task.done() and task.exception() is not None for task in tasks):
         # The others notice that one has failed by themselves; one that stands still must not keep the driver.
@@ -241,10 +207,10 @@ async def _tell(ends: Sequence[End], message: Message, limit_s: float, silence_s
     return [task.result() for task in tasks]
 
 
-async def _asked(rank: int | None, call: Awaitable[Answer]) -> Answer:
+async def _asked(rank: int | None, call: Awaitable[Any]) -> Any:
     answer = await call
-    if isinstance(answer, Failed):
-        raise answer.as_error(rank)
+    if isinstance(answer, WeightSyncError):
+        raise at_rank(answer, rank)
     return answer
 
 

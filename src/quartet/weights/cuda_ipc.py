@@ -4,14 +4,14 @@ Two buffers live as long as the sender. A full one is noted on the board, every 
 stream, waits for its copies and notes that; only then is the buffer filled again. A note that comes before its copies
 are through is the well-known race of this way: here it comes after.
 
-What the handles are is behind ``Handles``; everything else runs, and is tested, without a GPU.
+What the handles are is behind ``CudaHandles``; everything else runs, and is tested, without a GPU.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,47 +19,36 @@ from torch import Tensor
 from quartet.weights.buckets import NUM_BUFFERS, Bucket, BucketSend, plan_buckets
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.messages import Announcement, Offer
 from quartet.weights.progress import PageBoard
 from quartet.weights.sink import TensorSink
-from quartet.weights.transport import ReceiveTransport
-
-
-class Handles(Protocol):
-    """How one process's memory is found by another."""
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """A buffer that can be exported, flat uint8."""
-
-    def export(self, buffer: Tensor) -> Mapping[str, Any]:
-        """JSON that opens ``buffer`` in another process."""
-
-    def open(self, handle: Mapping[str, Any]) -> Tensor:
-        """
-        Raises:
-            WeightSyncError: it is not within reach of this process.
-        """
-
-    def synchronize(self) -> None:
-        """Returns when all copies into and out of buffers are through."""
+from quartet.weights.transport import Announcement, Offer, ReceiveTransport
 
 
 class CudaHandles:
-    """CUDA inter-process handles as torch makes them. Needs the same GPU in both processes, whatever its index."""
+    """How one process's memory is found by another: CUDA inter-process handles as torch makes them.
+
+    Needs the same GPU in both processes, whatever its index.
+    """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self._device = torch.device("cuda", torch.device(device).index or 0)
 
     def allocate(self, num_bytes: int) -> Tensor:
+        """A buffer that can be exported, flat uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def export(self, buffer: Tensor) -> Mapping[str, Any]:
+        """JSON that opens ``buffer`` in another process."""
         storage: Any = buffer.untyped_storage()
         _, *parts = storage._share_cuda_()
         encoded = [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in parts]
         return {"gpu": self._uuid(), "parts": encoded, "bytes": buffer.numel(), "offset": buffer.storage_offset()}
 
     def open(self, handle: Mapping[str, Any]) -> Tensor:
+        """
+        Raises:
+            WeightSyncError: it is not within reach of this process.
+        """
         if handle["gpu"] != self._uuid():
             raise WeightSyncError(
                 "the sender's buffers are on another GPU",
@@ -74,6 +63,7 @@ class CudaHandles:
         return buffer.set_(storage, int(handle["offset"]), (int(handle["bytes"]),), (1,))
 
     def synchronize(self) -> None:
+        """Returns when all copies into and out of buffers are through."""
         torch.cuda.synchronize(self._device)
 
     def _uuid(self) -> str:
@@ -93,7 +83,7 @@ class CudaIpcSend(BucketSend):
         self,
         num_receivers: int = 1,
         *,
-        handles: Handles | None = None,
+        handles: CudaHandles | None = None,
         bucket_bytes: int = 2**28,
         **common: Any,
     ) -> None:
@@ -113,13 +103,11 @@ class CudaIpcSend(BucketSend):
         return {"bucket_bytes": self._bucket_bytes, "buffers": self._exported, "board": board.path}
 
     def _wait_until_free(self, number: int) -> None:
-        assert self._progress is not None
-        self._progress.wait(number + 1)
+        self.progress.wait(number + 1)
 
     def _ship(self, bucket: Bucket, data: Tensor) -> None:
-        assert self._progress is not None
         self._handles.synchronize()
-        self._progress.note(step=bucket.number + 1)
+        self.progress.note(step=bucket.number + 1)
 
     def _drop(self) -> None:
         # A receiver may be reading still: these buffers are not written again, torch frees them with their last user.
@@ -132,7 +120,7 @@ class CudaIpcReceive(ReceiveTransport):
     _offered: list[Mapping[str, Any]]
     _buffers: list[Tensor]
 
-    def __init__(self, rank: int = 0, *, handles: Handles | None = None, **common: Any) -> None:
+    def __init__(self, rank: int = 0, *, handles: CudaHandles | None = None, **common: Any) -> None:
         super().__init__(rank, **common)
         self._handles = handles or CudaHandles(self._device)
         self._drop()
@@ -146,13 +134,11 @@ class CudaIpcReceive(ReceiveTransport):
             self._offered = offered
 
     def receive(self, announcement: Announcement, sink: TensorSink) -> None:
-        assert self._progress is not None
-        index = {spec.name: number for number, spec in enumerate(announcement.tensors)}
         for bucket in plan_buckets(announcement.tensors, int(announcement.offer["bucket_bytes"])):
-            self._progress.wait(bucket.number + 1)
-            bucket.unpack(self._buffers[bucket.number % NUM_BUFFERS], sink, self._progress, index)
+            self.progress.wait(bucket.number + 1)
+            bucket.unpack(self._buffers[bucket.number % NUM_BUFFERS], sink, self.progress)
             self._handles.synchronize()
-            self._progress.note(step=bucket.number + 1)
+            self.progress.note(step=bucket.number + 1)
 
     def _drop(self) -> None:
         self._offered, self._buffers = [], []

@@ -59,7 +59,8 @@ def _constants() -> tuple[Words, Words, int]:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor as a flat uint8 view."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # A single element counts as contiguous with any stride, but only with 1 can its bytes be viewed.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def partial_digest(data: Bytes, first_block: int = 0, copy: Bytes | None = None) -> int:

@@ -20,10 +20,9 @@ from torch import Tensor
 from quartet.weights.digest import bytes_of
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import Manifest, TensorSpec
-from quartet.weights.messages import Announcement, Offer
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import WeightSource
-from quartet.weights.transport import ReceiveTransport, SendTransport
+from quartet.weights.source import NamedSource
+from quartet.weights.transport import Announcement, Offer, ReceiveTransport, SendTransport
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
@@ -117,7 +116,7 @@ class DiskReceive(ReceiveTransport):
 
 
 def publish(
-    source: WeightSource, version: int, folder: Path, *, template: Path | None = None, keep: int = 2
+    source: NamedSource, version: int, folder: Path, *, template: Path | None = None, keep: int = 2
 ) -> Manifest:
     """Writes a version for engines that ``load_published`` brings it to, without a driver."""
     transport, specs = DiskSend(folder, template=template, keep=keep), source.specs()

@@ -1,7 +1,23 @@
-"""The two ends of a weight sync, each of which answers the driver's messages one at a time.
+"""The two ends of a weight sync, and what the driver asks of them, one request at a time.
+
+================= ======================================================== ===========================================
+request           meaning, and its answer where it has one                 of
+================= ======================================================== ===========================================
+``describe``      where the end computes, and what an engine wants:        both
+                  ``Endpoint``
+``connect``       the transport to use from now on                         both
+``prepare``       what will be sent and where to find it: ``Announcement`` the sender
+``announce``      everything fits; nothing has been written yet            receivers
+``move``          the data move, each end digests what it has; from the    both at once (``SEQUENTIAL`` transports: the
+                  sender the ``Manifest``                                  sender first)
+``verify``        every digest is as the sender's                          receivers
+``commit``        the new version is served                                receivers
+``abort``         the sync has failed; ignored by an end that is not in it both
+``disconnect``    lets go of the transport; engines keep what they have    both
+================= ======================================================== ===========================================
 
 Nothing is written before every receiver has said that all names and shapes fit, and no new version is served before
-every receiver has found every digest right: the driver sees to the order, the ends to what each message allows.
+every receiver has found every digest right: the driver sees to the order, the ends to what each request allows.
 """
 
 from __future__ import annotations
@@ -9,8 +25,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,47 +39,49 @@ from quartet.weights.collective import CollectiveReceive, CollectiveSend
 from quartet.weights.cuda_ipc import CudaIpcReceive, CudaIpcSend
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import DTYPES, Manifest, dtype_name
-from quartet.weights.messages import (
-    Abort,
-    Announcement,
-    Answer,
-    Commit,
-    ConnectReceiver,
-    ConnectSender,
-    Describe,
-    Disconnect,
-    Done,
-    Endpoint,
-    Failed,
-    Message,
-    Pieces,
-    Prepare,
-    Sealed,
-    Verify,
-)
 from quartet.weights.progress import machine_id
 from quartet.weights.shared import SharedReceive, SharedSend
 from quartet.weights.shared_memory import SharedMemoryReceive, SharedMemorySend
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import NamedSource, WeightSource, take_part
-from quartet.weights.transport import ReceiveTransport, SendTransport
+from quartet.weights.source import NamedSource
+from quartet.weights.transport import Announcement, ReceiveTransport, SendTransport
 
-TRANSPORTS: dict[str, tuple[type[SendTransport], type[ReceiveTransport]]] = {
+Transport = Literal["shared", "shared_memory", "cuda_ipc", "collective"]
+TRANSPORTS: dict[Transport, tuple[type[SendTransport], type[ReceiveTransport]]] = {
     "shared": (SharedSend, SharedReceive),
     "shared_memory": (SharedMemorySend, SharedMemoryReceive),
     "cuda_ipc": (CudaIpcSend, CudaIpcReceive),
     "collective": (CollectiveSend, CollectiveReceive),
 }
 """Both halves of what ends can be connected by; ``disk`` needs a folder, see ``WeightSender.use``."""
+PROTOCOL = 2
+"""Counts changes of these requests and of the manifest's ``WIRE_FORMAT``."""
+HalfT = TypeVar("HalfT", SendTransport, ReceiveTransport)
 
 
-def _halves(message: ConnectSender | ConnectReceiver) -> tuple[type[SendTransport], type[ReceiveTransport]]:
-    if message.transport not in TRANSPORTS:
-        raise unexpected(message, "an end without a folder")
-    return TRANSPORTS[message.transport]
+@dataclass(frozen=True)
+class Endpoint:
+    """One end of a sync.
+
+    Attributes:
+        machine: the same for processes that can open each other's memory: one boot, one process namespace, one user.
+        address: by which other machines reach this one.
+        device: ``cpu``, or of a GPU its UUID.
+        torch: its release.
+        dtypes: what an engine takes, by the names that are sent and as safetensors calls them; None of a sender.
+    """
+
+    machine: str
+    pid: int
+    address: str
+    device: str
+    torch: str
+    byte_order: str
+    dtypes: Mapping[str, str] | None = None
+    protocol: int = PROTOCOL
 
 
-def describe(device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None) -> Endpoint:
+def _endpoint(device: torch.device, dtypes: Mapping[str, torch.dtype] | None = None) -> Endpoint:
     """The end in this process that computes on ``device``."""
     return Endpoint(
         machine=machine_id(),
@@ -82,7 +104,44 @@ def _own_address() -> str:
             return "127.0.0.1"
 
 
-class WeightSender:
+class _End(Generic[HalfT]):
+    """What both ends have in common."""
+
+    _transport: HalfT | None = None
+    _announced: Announcement | None = None
+
+    def answer(self, request: str, *args: Any) -> Any:
+        """What the method of that name returns; a ``WeightSyncError`` where the sync cannot go on.
+
+        The error is returned, because what is raised in another process may arrive as text only.
+
+        Raises:
+            Exception: anything else, what the trainer's own weights raised, say.
+        """
+        try:
+            return getattr(self, request)(*args)
+        except WeightSyncError as error:
+            # A copy without causes and tracebacks: their frames would keep connections open that others wait for.
+            return copy(error)
+
+    def disconnect(self) -> None:
+        """Gives the transport's memory back; receivers keep what they have."""
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = self._announced = None
+
+    def _expected(self, sync: int) -> Announcement:
+        """The announcement of the sync with this number, which is under way."""
+        if self._announced is None or self._announced.sync != sync:
+            raise WeightSyncError(
+                "a request does not belong to the weight sync that is under way",
+                found=f"sync {sync}, here {'none' if self._announced is None else self._announced.sync}",
+                remedy="the sync was given up already; see the error of the end that gave it up first",
+            )
+        return self._announced
+
+
+class WeightSender(_End[SendTransport]):
     """The trainer's end. Of several ranks of a trainer, rank 0 sends and the others take part in its gathers.
 
     Args:
@@ -97,49 +156,32 @@ class WeightSender:
         self._named = named
         self._device = device
         self._rank = rank
-        self._source: WeightSource = NamedSource(named)
-        self._transport: SendTransport | None = None
+        self._source = NamedSource(named)
         self._sync = 0
-        self._announced: Announcement | None = None
 
-    def use(self, transport: SendTransport, source: WeightSource | None = None) -> None:
+    def use(self, transport: SendTransport, source: NamedSource | None = None) -> None:
         """Sends over ``transport`` from now on, and from ``source`` where one is given."""
         self.disconnect()
         self._transport = transport
         self._source = source or self._source
 
-    def answer(self, message: Message) -> Answer:
-        """What this end makes of a message; a ``Failed`` where the sync cannot go on.
+    def describe(self) -> Endpoint:
+        return _endpoint(self._device)
 
-        Raises:
-            Exception: what the trainer's own weights raised.
+    def connect(
+        self, transport: Transport, num_receivers: int, host: str, timeout_s: float, dtypes: Mapping[str, str]
+    ) -> None:
         """
-        try:
-            match message:
-                case Describe():
-                    return describe(self._device)
-                case ConnectSender():
-                    self._connect(message)
-                case Prepare(version):
-                    return self._prepare(version)
-                case Pieces(sync):
-                    return self._send(sync)
-                case Abort(sync):
-                    self._abort(sync, message.reason)
-                case Disconnect():
-                    self.disconnect()
-                case _:
-                    raise unexpected(message, "a sender")
-        except WeightSyncError as error:
-            return Failed.of(error)
-        return Done()
+        Args:
+            host: where receivers reach this machine.
+            timeout_s: longest silence of another end.
+            dtypes: what the engines take.
+        """
+        source = NamedSource(self._named, like={name: DTYPES[dtype] for name, dtype in dtypes.items()})
+        half = TRANSPORTS[transport][0]
+        self.use(half(num_receivers, timeout_s=timeout_s, device=self._device, host=host), source)
 
-    def _connect(self, message: ConnectSender) -> None:
-        dtypes = {name: DTYPES[dtype] for name, dtype in message.dtypes.items()}
-        source, num, limit_s = NamedSource(self._named, like=dtypes), message.num_receivers, message.timeout_s
-        self.use(_halves(message)[0](num, timeout_s=limit_s, device=self._device, host=message.host), source)
-
-    def _prepare(self, version: int) -> Announcement:
+    def prepare(self, version: int) -> Announcement:
         if self._transport is None:
             raise WeightSyncError(
                 "the trainer's weights are not connected with any engine",
@@ -147,97 +189,58 @@ class WeightSender:
                 remedy="connect the trainer and its engines before the first sync",
             )
         if self._announced is not None:
-            self._abort(self._announced.sync, "the next sync began")
+            self.abort(self._sync, "the next sync began")
         self._sync += 1
         specs = self._source.specs()
         offer = {} if self._rank else self._transport.open(specs, version)
         self._announced = Announcement(self._sync, version, self._transport.kind, specs, offer)
         return self._announced
 
-    def _send(self, sync: int) -> Answer:
-        announced, self._announced = _expected(self._announced, sync), None
+    def move(self, sync: int) -> Manifest | None:
+        """Sends everything; returns the manifest, None of ranks that only take part in gathers."""
+        announced, self._announced = self._expected(sync), None
         assert self._transport is not None
-        if self._rank:
-            take_part(self._source)
-            return Done()
         tensors = self._source.tensors()
+        if self._rank:
+            deque(tensors, maxlen=0)
+            return None
         try:
             digests = self._transport.send(announced.tensors, tensors)
         except BaseException as error:
             self._transport.fail(error)
             if isinstance(error, Exception):
-                # The other ranks of the trainer take part to the end.
-                for _ in tensors:
-                    pass
+                deque(tensors, maxlen=0)  # the other ranks wait in their gathers for this one, to the last tensor
             raise
-        return Sealed(Manifest(announced.version, announced.tensors, tuple(digests)))
+        return Manifest(announced.version, announced.tensors, tuple(digests))
 
-    def _abort(self, sync: int, reason: str) -> None:
+    def abort(self, sync: int, reason: str, has_begun: bool = True) -> None:
         if sync == self._sync and self._transport is not None:
             self._transport.fail(RuntimeError(reason))
             self._announced = None
 
-    def disconnect(self) -> None:
-        """Gives the transport's memory back; receivers keep what they have."""
-        if self._transport is not None:
-            self._transport.close()
-        self._transport, self._announced = None, None
 
+class WeightReceiver(_End[ReceiveTransport]):
+    """An engine's end.
 
-class WeightReceiver:
-    """An engine's end."""
+    After a failure the sink serves the old version as a whole, or is unusable until a sync succeeds.
+    """
 
     def __init__(self, sink: TensorSink) -> None:
         self._sink = sink
-        self._transport: ReceiveTransport | None = None
-        self._announced: Announcement | None = None
 
     def use(self, transport: ReceiveTransport) -> None:
         """Receives over ``transport`` from now on."""
         self.disconnect()
         self._transport = transport
 
-    def answer(self, message: Message) -> Answer:
-        """What this end makes of a message; a ``Failed`` where the sync cannot go on.
+    def describe(self) -> Endpoint:
+        return _endpoint(self._sink.device, self._sink.dtypes())
 
-        After a failure the sink serves the old version as a whole, or is unusable until a sync succeeds.
-        """
-        try:
-            match message:
-                case Describe():
-                    return describe(self._sink.device, self._sink.dtypes())
-                case ConnectReceiver():
-                    self._connect(message)
-                case Announcement():
-                    self._prepare(message)
-                case Pieces(sync):
-                    announced, transport = self._under_way(sync)
-                    self._or_abort(lambda: transport.receive(announced, self._sink))
-                case Verify(sync, manifest):
-                    self._under_way(sync)
-                    self._or_abort(lambda: self._sink.verify(manifest))
-                case Commit(sync):
-                    self._under_way(sync)
-                    self._or_abort(self._sink.commit)
-                    self._announced = None
-                case Abort(sync):
-                    if self._announced is not None and self._announced.sync == sync:
-                        self._abort(RuntimeError(message.reason), is_overwritten=message.has_begun)
-                case Disconnect():
-                    self.disconnect()
-                case _:
-                    raise unexpected(message, "a receiver")
-        except WeightSyncError as error:
-            return Failed.of(error)
-        return Done()
+    def connect(self, transport: Transport, rank: int, timeout_s: float) -> None:
+        self.use(TRANSPORTS[transport][1](rank, timeout_s=timeout_s, device=self._sink.device))
 
-    def _connect(self, message: ConnectReceiver) -> None:
-        half = _halves(message)[1]
-        self.use(half(message.rank, timeout_s=message.timeout_s, device=self._sink.device))
-
-    def _prepare(self, announcement: Announcement) -> None:
-        if self._announced is not None:
-            self._abort(RuntimeError("the next sync began"), is_overwritten=True)
+    def announce(self, announcement: Announcement) -> None:
+        self._give_up(RuntimeError("the next sync began"), is_overwritten=True)
         if self._transport is None or self._transport.kind != announcement.transport:
             raise WeightSyncError(
                 "this engine is not connected with the trainer's weights",
@@ -245,54 +248,51 @@ class WeightReceiver:
                 f"{announcement.transport}",
                 remedy="connect the trainer and its engines before the first sync",
             )
-        transport = self._transport
         self._sink.begin(announcement.tensors, announcement.version)
         self._announced = announcement
-        self._or_abort(lambda: transport.open(announcement, self._sink))
+        with self._step(announcement.sync) as transport:
+            transport.open(announcement, self._sink)
 
-    def _under_way(self, sync: int) -> tuple[Announcement, ReceiveTransport]:
-        assert self._transport is not None or self._announced is None
-        announced = _expected(self._announced, sync)
+    def move(self, sync: int) -> None:
+        with self._step(sync) as transport:
+            transport.receive(self._expected(sync), self._sink)
+
+    def verify(self, sync: int, manifest: Manifest) -> None:
+        with self._step(sync):
+            self._sink.verify(manifest)
+
+    def commit(self, sync: int) -> None:
+        with self._step(sync):
+            self._sink.commit()
+        self._announced = None
+
+    def abort(self, sync: int, reason: str, has_begun: bool) -> None:
+        """
+        Args:
+            has_begun: the sender may have written data.
+        """
+        if self._announced is not None and self._announced.sync == sync:
+            self._give_up(RuntimeError(reason), is_overwritten=has_begun)
+
+    def disconnect(self) -> None:
+        self._give_up(RuntimeError("the engine was disconnected"), is_overwritten=True)
+        super().disconnect()
+
+    @contextmanager
+    def _step(self, sync: int) -> Iterator[ReceiveTransport]:
+        """A step of the sync with this number, which is given up where the block raises."""
+        self._expected(sync)
         assert self._transport is not None
-        return announced, self._transport
-
-    def _or_abort(self, work: Callable[[], Any]) -> None:
         try:
-            work()
+            yield self._transport
         except BaseException as error:
-            self._abort(error)
+            self._give_up(error)
             raise
 
-    def _abort(self, error: BaseException, *, is_overwritten: bool = False) -> None:
+    def _give_up(self, error: BaseException, *, is_overwritten: bool = False) -> None:
         if self._announced is not None:
             reason = f"{error.problem}: {error.found}" if isinstance(error, WeightSyncError) else str(error)
             self._announced = None
             self._sink.abort(reason or type(error).__name__, is_overwritten=is_overwritten)
             if self._transport is not None:
                 self._transport.fail(error)
-
-    def disconnect(self) -> None:
-        """Lets go of the transport; the sink keeps what it has."""
-        self._abort(RuntimeError("the engine was disconnected"), is_overwritten=True)
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = None
-
-
-def _expected(announced: Announcement | None, sync: int) -> Announcement:
-    if announced is None or announced.sync != sync:
-        raise WeightSyncError(
-            "a message does not belong to the weight sync that is under way",
-            found=f"sync {sync}, here {'none' if announced is None else announced.sync}",
-            remedy="the sync was given up already; see the error of the end that gave it up first",
-        )
-    return announced
-
-
-def unexpected(message: object, where: str) -> WeightSyncError:
-    """The two ends do not follow one protocol."""
-    return WeightSyncError(
-        "a message of the weight sync makes no sense here",
-        found=f"{message!r:.100} at {where}",
-        remedy="install the same release of quartet on both ends and use the same transport",
-    )

@@ -1,4 +1,4 @@
-"""What a weight sync ends in when it does not end well. Every message names the rank and the tensor."""
+"""What a weight sync ends in when it does not end well. Every error names the rank and the tensor."""
 
 from __future__ import annotations
 
@@ -25,10 +25,20 @@ class WeightSyncError(UserError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """So that it can be sent from a worker as it is."""
-        return rebuilt, (type(self), dict(vars(self)))
+        return _rebuilt, (type(self), dict(vars(self)))
 
 
-def rebuilt(kind: type[WeightSyncError], fields: Mapping[str, Any]) -> WeightSyncError:
+def at_rank(error: WeightSyncError, rank: int | None) -> WeightSyncError:
+    """The error as one of the receiver of this rank, which reported it, where it names no rank; None: the sender."""
+    if rank is None or error.rank is not None:
+        return error
+    fields = {**vars(error), "rank": rank}
+    if f"rank {rank}" not in f"{error.problem} {error.found}":
+        fields["found"] += f" (at rank {rank})"
+    return _rebuilt(type(error), fields)
+
+
+def _rebuilt(kind: type[WeightSyncError], fields: Mapping[str, Any]) -> WeightSyncError:
     """An error of this kind with these attributes."""
     error = kind.__new__(kind)
     UserError.__init__(error, fields["problem"], found=fields["found"], remedy=fields["remedy"])

@@ -13,11 +13,12 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from quartet.weights.errors import WeightSyncError
@@ -93,6 +94,19 @@ class TensorSpec:
         return self.num_elements * self.torch_dtype.itemsize
 
 
+class _Row(BaseModel):
+    name: str
+    dtype: str
+    shape: list[int] | tuple[int, ...]
+    digest: str
+
+
+class _Written(BaseModel):
+    version: int
+    digest: str
+    tensors: list[_Row]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The weights of one version.
@@ -135,37 +149,21 @@ class Manifest:
         """
         if value.get("wire_format") != WIRE_FORMAT:
             raise _malformed(f"wire format {value.get('wire_format')!r}, here {WIRE_FORMAT}")
-        rows = from_plain(tuple[dict[str, Any], ...], value.get("tensors"), "tensors")
-        digests = [row.get("digest") for row in rows]
-        tensors = [{name: item for name, item in row.items() if name != "digest"} for row in rows]
-        fields = {"version": value.get("version"), "tensors": tensors, "digests": digests}
-        manifest: Manifest = from_plain(cls, fields, "manifest")
-        if manifest.digest != value.get("digest"):
-            raise _malformed(f"the digest {value.get('digest')!r} of lines that give {manifest.digest!r}")
+        try:
+            written = _Written.model_validate(dict(value), strict=True)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise _malformed(f"{'.'.join(map(str, wrong['loc']))} {wrong['input']!r:.200}: {wrong['msg']}") from error
+        tensors = tuple(TensorSpec(row.name, row.dtype, tuple(row.shape)) for row in written.tensors)
+        manifest = cls(written.version, tensors, tuple(row.digest for row in written.tensors))
+        if manifest.digest != written.digest:
+            raise _malformed(f"the digest {written.digest!r} of lines that give {manifest.digest!r}")
         return manifest
-
-
-def from_plain(kind: Any, value: Any, name: str) -> Any:
-    """A dataclass from what ``asdict`` and JSON made of it; ``name`` says in errors where ``value`` stands.
-
-    Raises:
-        WeightSyncError: other fields, or of other types.
-    """
-    origin: Any = get_origin(kind) or kind
-    if isinstance(origin, type) and is_dataclass(origin) and isinstance(value, Mapping):
-        types = get_type_hints(origin)
-        if types.keys() == value.keys():
-            return kind(**{field: from_plain(types[field], item, field) for field, item in value.items()})
-    elif origin is tuple and isinstance(value, list | tuple):
-        return tuple(from_plain(get_args(kind)[0], item, f"one of {name}") for item in value)
-    elif origin not in (tuple, int, str, dict, None) or type(value) is origin:
-        return value
-    raise _malformed(f"{name} {value!r:.200}")
 
 
 def _malformed(found: str) -> WeightSyncError:
     return WeightSyncError(
-        "the manifest or a message of the weights cannot be read",
+        "the manifest of the weights cannot be read",
         found=found,
         remedy="install the same release of quartet on both ends",
     )

@@ -12,7 +12,6 @@ import os
 import platform
 import struct
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -53,31 +52,14 @@ class Position:
     pid: int = 0
 
 
-class Board(ABC):
-    """
-    Attributes:
-        interval_s: between two looks of one that waits.
-    """
-
-    interval_s: float
-
-    @abstractmethod
-    def read(self, end: int) -> Position: ...
-
-    @abstractmethod
-    def write(self, end: int, position: Position) -> None: ...
-
-    def close(self) -> None:  # noqa: B027 (a store is closed by its owner)
-        pass
-
-
-class PageBoard(Board):
+class PageBoard:
     """In nameless shared memory, which other processes of the machine open by ``path``.
 
-    Read and written by system calls: whoever reads a position also sees the data that were there when it was noted.
+    Read and written by system calls: with a position, the reader also sees the data that were there when it was noted.
     """
 
     interval_s = _POLL_S
+    """Between two looks of an end that waits."""
     _ROW = struct.Struct("=4q")
 
     def __init__(self, descriptor: int) -> None:
@@ -119,7 +101,7 @@ class BoardGone(Exception):
     """The board went with the process that kept it, the sender."""
 
 
-class StoreBoard(Board):
+class StoreBoard:
     """In the store of a process group, whose server is the sender."""
 
     interval_s = 0.02
@@ -151,6 +133,12 @@ class StoreBoard(Board):
         except RuntimeError as error:
             raise BoardGone(str(error)) from error
 
+    def close(self) -> None:
+        """The store belongs to the process group."""
+
+
+Board = PageBoard | StoreBoard
+
 
 class Progress:
     """One end's place on the board, and its waits for others.
@@ -168,16 +156,18 @@ class Progress:
         self._end = end
         self._others = tuple(others)
         self._names = [spec.name for spec in specs]
+        self._index = {name: index for index, name in enumerate(self._names)}
         self._timeout_s = timeout_s
         self._mine = Position(pid=os.getpid())
         self._looked_s = 0.0
         self.note()
 
-    def note(self, *, step: int | None = None, tensor: int | None = None) -> None:
-        """This end has come so far."""
-        mine = self._mine
-        step, tensor = mine.step if step is None else step, mine.tensor if tensor is None else tensor
-        self._mine = replace(mine, step=step, tensor=tensor)
+    def note(self, *, step: int | None = None, tensor: str | None = None) -> None:
+        """This end has come so far: it is through with ``step`` steps, and is at ``tensor``."""
+        if step is not None:
+            self._mine = replace(self._mine, step=step)
+        if tensor is not None:
+            self._mine = replace(self._mine, tensor=self._index[tensor])
         try:
             self._board.write(self._end, self._mine)
         except BoardGone as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,10 +18,9 @@ from torch import Tensor
 from quartet.weights.digest import Hasher
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import Manifest, TensorSpec
-from quartet.weights.messages import Announcement, Offer
 from quartet.weights.sink import TensorSink
-from quartet.weights.source import WeightSource
-from quartet.weights.transport import ReceiveTransport, SendTransport
+from quartet.weights.source import NamedSource
+from quartet.weights.transport import Announcement, Offer, ReceiveTransport, SendTransport
 
 _open: dict[str, SharedSend] = {}
 """Senders of this process by their offers: both ends may belong to one worker, and neither knows the other."""
@@ -101,8 +101,8 @@ def _write(sink: TensorSink, name: str, tensor: Tensor) -> None:
     sink.arrived(name, tensor.numel())
 
 
-def sync_in_process(source: WeightSource, sinks: Sequence[TensorSink], version: int) -> Manifest:
-    """Brings ``source`` to sinks of this process as ``version``, without a driver and its messages.
+def sync_in_process(source: NamedSource, sinks: Sequence[TensorSink], version: int) -> Manifest:
+    """Brings ``source`` to sinks of this process as ``version``, without a driver and its requests.
 
     Raises:
         WeightSyncError: names the tensor; no sink serves a mixture.
@@ -121,9 +121,7 @@ def sync_in_process(source: WeightSource, sinks: Sequence[TensorSink], version: 
         for sink in sinks:
             sink.abort(f"{type(error).__name__}: {error}")
         if isinstance(error, Exception):
-            # The other ranks of the trainer take part to the end.
-            for _ in tensors:
-                pass
+            deque(tensors, maxlen=0)  # the other ranks wait in their gathers for this one, to the last tensor
         raise
     finally:
         hasher.close()

@@ -27,10 +27,9 @@ from quartet.observe.memory import available_bytes
 from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.messages import Announcement, Offer
 from quartet.weights.progress import PageBoard, open_shared, path_of
 from quartet.weights.sink import TensorSink
-from quartet.weights.transport import ReceiveTransport, SendTransport
+from quartet.weights.transport import Announcement, Offer, ReceiveTransport, SendTransport
 
 STEP_BYTES = 2 * BLOCK_BYTES
 """Between two notes of a position."""
@@ -72,7 +71,7 @@ class Segment:
                 found=f"no memfd_create on {os.uname().sysname}",
                 remedy="use the transport collective or disk",
             )
-        # The kernel would hand out page after page until it kills somebody.
+        # The kernel would hand out page after page until it kills a process.
         if num_bytes > (available := available_bytes()):
             raise _no_memory(num_bytes, f"{available / 2**30:.2f} GiB are available")
         descriptor = os.memfd_create("quartet-weights", os.MFD_CLOEXEC)
@@ -124,10 +123,10 @@ class SharedMemorySend(SendTransport):
         return {"path": path_of(self._segment.descriptor), "bytes": num_bytes, "board": board.path}
 
     def send(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
-        assert self._segment is not None and self._offsets is not None and self._progress is not None
+        assert self._segment is not None and self._offsets is not None
         number, digests = 0, []
-        for index, spec in enumerate(specs):
-            self._progress.note(tensor=index)
+        for spec in specs:
+            self.progress.note(tensor=spec.name)
             read, total = bytes_of(next(tensors)), 0
             written = self._segment.bytes[self._offsets[spec.name] :][: spec.num_bytes]
             # A step for each thread at once; from a GPU the whole tensor.
@@ -136,9 +135,9 @@ class SharedMemorySend(SendTransport):
                 piece = slice(at, at + size)
                 total += self._hasher.piece(read[piece], at // BLOCK_BYTES, written[piece])
                 number += num_steps(len(read[piece]))
-                self._progress.note(step=number)
+                self.progress.note(step=number)
             digests.append(as_text(total))
-        self._progress.wait(number)
+        self.progress.wait(number)
         return digests
 
     def _drop(self) -> None:
@@ -165,15 +164,15 @@ class SharedMemoryReceive(ReceiveTransport):
             self._segment, self._identity = Segment(descriptor, int(offer["bytes"]), owner=False), identity
 
     def receive(self, announcement: Announcement, sink: TensorSink) -> None:
-        assert self._segment is not None and self._progress is not None
+        assert self._segment is not None
         tensors = self._segment.tensors(announcement.tensors)
         is_adopted, number, ready = sink.adopt(tensors), 0, 0
-        for index, spec in enumerate(announcement.tensors):
+        for spec in announcement.tensors:
             first, last = number, number + num_steps(spec.num_bytes)
             while number < last:
-                self._progress.note(step=number, tensor=index)
+                self.progress.note(step=number, tensor=spec.name)
                 if ready == number:
-                    ready = self._progress.wait(number + 1)
+                    ready = self.progress.wait(number + 1)
                 # All steps of this tensor that are there: several threads share them.
                 start, number = number - first, min(ready, last)
                 begin, end = (step * STEP_BYTES // spec.torch_dtype.itemsize for step in (start, number - first))
@@ -181,7 +180,7 @@ class SharedMemoryReceive(ReceiveTransport):
                 if not is_adopted:
                     sink.write(spec.name, begin, tensors[spec.name].view(-1)[begin:end])
                 sink.arrived(spec.name, end)
-        self._progress.note(step=number)
+        self.progress.note(step=number)
 
     def _drop(self) -> None:
         if self._segment is not None:

@@ -62,6 +62,7 @@ class TensorSink:
         self._ties: dict[str, int] = {}
         self._found: dict[int, str] = {}
         self._sums: dict[str, tuple[int, int]] = {}
+        self._whole: dict[str, Tensor] = {}
         self._on_begin = on_begin
         self._on_commit = on_commit
         self._hasher = Hasher()
@@ -168,13 +169,18 @@ class TensorSink:
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Takes elements ``start …`` of a flattened tensor. ``values`` is flat, of its dtype, and reused afterwards."""
         self._touched = True
-        _write(self._targets[name], start, values)
+        target = self._targets[name]
+        if not target.is_contiguous():
+            # Elements in row-major order do not lie in a row there: it is filled when all of them have come.
+            target = self._whole.setdefault(name, torch.empty_like(target, memory_format=torch.contiguous_format))
+        target.view(-1)[start : start + values.numel()].copy_(values)
 
     def arrived(self, name: str, stop: int) -> None:
         """All elements of the flattened tensor before ``stop`` are there: they are digested while others come."""
         target = self._targets[name]
         if not target.is_contiguous():
             if stop == target.numel():
+                target.copy_(self._whole.pop(name))
                 self._found[self._ties[name]] = self._hasher.digest(target)
             return
         done, total = self._sums.get(name, (0, 0))
@@ -200,27 +206,12 @@ class TensorSink:
                 f"of version {self._incoming} with {len(self._specs)}",
                 "sync again",
             )
-        self._check_contents(manifest, self._targets, self._found)
-
-    def check_served(self, manifest: Manifest) -> None:
-        """Whether what is served now is still what ``manifest`` says; after a wake-up, say.
-
-        Raises:
-            WeightsUnusable, WeightMismatch: it is not; unusable from then on.
-        """
-        self.require(manifest.version)
-        try:
-            self._check_contents(manifest, self._views(), {})
-        except WeightMismatch as error:
-            self._reason = f"{error.problem}: {error.found}"
-            raise
-
-    def _check_contents(self, manifest: Manifest, held: Mapping[str, Tensor], known: Mapping[int, str]) -> None:
-        """``known`` are digests that were taken already, by the numbers of ``_ties``."""
-        places = {self._ties[spec.name]: spec.name for spec in manifest.tensors if self._ties[spec.name] not in known}
-        found = {**known, **{number: self._hasher.digest(held[name]) for number, name in places.items()}}
+        # What a transport brings has been digested as it came; tensors without elements have not.
         for spec, sent in zip(manifest.tensors, manifest.digests, strict=True):
-            if sent != (arrived := found[self._ties[spec.name]]):
+            number = self._ties[spec.name]
+            if number not in self._found:
+                self._found[number] = self._hasher.digest(self._targets[spec.name])
+            if sent != (arrived := self._found[number]):
                 raise WeightMismatch(spec.name, sent=sent, arrived=arrived, version=manifest.version)
 
     @torch.no_grad()
@@ -257,8 +248,8 @@ class TensorSink:
         self._end()
 
     def _end(self) -> None:
-        self._incoming, self._touched, self._targets, self._found, self._sums = None, False, {}, {}, {}
-        self._overtaken = False
+        self._incoming, self._touched, self._overtaken = None, False, False
+        self._targets, self._found, self._sums, self._whole = {}, {}, {}, {}
 
 
 def _check_fit(specs: Sequence[TensorSpec], own: Mapping[str, Tensor], ties: Mapping[str, int]) -> None:
@@ -288,28 +279,6 @@ def _ties(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
         ties[name] = places.setdefault(place, number) if tensor.numel() else number
     return ties
-
-
-def _write(destination: Tensor, start: int, values: Tensor) -> None:
-    """Elements ``start …`` of ``destination``, flattened in row-major order whatever its strides."""
-    if destination.is_contiguous():
-        destination.view(-1)[start : start + values.numel()].copy_(values)
-        return
-    row = destination[0].numel()
-    if destination.dim() == 1 or row == 0:
-        destination[start : start + values.numel()].copy_(values)
-        return
-    at = 0
-    while at < values.numel():
-        index, offset = divmod(start + at, row)
-        num_rows = (values.numel() - at) // row
-        if offset == 0 and num_rows:
-            n = num_rows * row
-            destination[index : index + num_rows].copy_(values[at : at + n].view(num_rows, *destination.shape[1:]))
-        else:
-            n = min(row - offset, values.numel() - at)
-            _write(destination[index], offset, values[at : at + n])
-        at += n
 
 
 def _refused(found: str, remedy: str, tensor: str | None = None) -> WeightsRefused:

@@ -3,29 +3,55 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quartet.weights.digest import Hasher
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.messages import Announcement, Offer, Transport
 from quartet.weights.progress import SENDER, Board, Progress
 from quartet.weights.sink import TensorSink
+
+Offer = Mapping[str, Any]
+"""What a receiver needs in order to find the data: JSON."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What will be sent.
+
+    Attributes:
+        sync: its number, which all later requests carry.
+        transport: its ``kind``.
+        tensors: in the order in which they are sent.
+    """
+
+    sync: int
+    version: int
+    transport: str
+    tensors: tuple[TensorSpec, ...]
+    offer: Offer
 
 
 class _Half(ABC):
     """What both have in common: how they watch the other ends, fail and are closed."""
 
-    kind: ClassVar[Transport]
+    kind: ClassVar[str]
     _board: Board | None = None
     _progress: Progress | None = None
 
     def __init__(self, timeout_s: float, device: torch.device | str) -> None:
         self._timeout_s = timeout_s
         self._device = torch.device(device)
+
+    @property
+    def progress(self) -> Progress:
+        """Of the sync that is under way."""
+        assert self._progress is not None
+        return self._progress
 
     def _watch(self, board: Board, end: int, others: Sequence[int], specs: Sequence[TensorSpec]) -> None:
         """The positions of this sync stand on ``board``, which is closed with the next one."""

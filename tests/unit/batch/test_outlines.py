@@ -13,7 +13,7 @@ from hypothesis import given
 from quartet.batch import RaggedBatch
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.dispatch import merge_results, portion, survey
-from quartet.cluster.sizes import num_bytes
+from quartet.cluster.items import Share, num_bytes
 
 
 @st.composite
@@ -77,14 +77,14 @@ def test_an_outline_is_split_and_put_back_as_its_batch(data: Any) -> None:
     structure, count = survey([outline])
     assert structure is not None
     plan = plan_parts(count, data.draw(st.integers(1, 4)), structure)
-    tables = [structure.select(part) for part in plan]
+    shares = [Share(part, structure.select(part)) for part in plan]
     parts = [portion(outline, part, structure) for part in plan]
     assert all(map(holds_no_ids, parts))
     filled = [part.filled([batch]) for part in parts]
     for mine, part in zip(filled, plan, strict=True):
         assert_same(mine, portion(batch, part, structure))
-    assert_same(merge_results(filled, plan, tables, structure), batch)
-    together = merge_results(parts, plan, tables, structure)
+    assert_same(merge_results(filled, shares, structure), batch)
+    together = merge_results(parts, shares, structure)
     assert holds_no_ids(together) and together.elsewhere == ("here",)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from hypothesis import given
 from quartet.batch import ColumnSet, RaggedBatch, join
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.dispatch import merge_results, portion, survey
-from quartet.cluster.items import Part, Whole, arrange, cut, placed
-from quartet.cluster.manifests import ChunkInfo, Gather, Manifest, PartRefs, divide, fetch_part, fetch_whole, share_of
+from quartet.cluster.items import Positions, Share, Whole, arrange, cut, placed
+from quartet.cluster.manifests import Gather, Manifest, PartRefs, fetch_part
 from quartet.cluster.structure import Structure, combine
 
 
@@ -46,6 +48,10 @@ def assert_same(a: RaggedBatch, b: RaggedBatch) -> None:
     assert dict(a.objects) == dict(b.objects)
 
 
+def shares_of(plan: Sequence[Positions], structure: Structure | None = None) -> list[Share]:
+    return [Share(part, None if structure is None else structure.select(part)) for part in plan]
+
+
 GROUPS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
@@ -59,52 +65,13 @@ def test_split_and_merged_a_batch_and_its_columns_are_what_they_were(
     plan = plan_parts(count, num_parts, structure)
     assert sorted(s for part in plan for s in part) == list(range(len(batch)))
     parts = [portion(batch, part, structure) for part in plan]
-    tables = [structure.select(part) for part in plan]
-    assert all(table.describes(part) for table, part in zip(tables, parts, strict=True))
-    assert_same(merge_results(parts, plan, tables, structure), batch)
+    shares = shares_of(plan, structure)
+    assert all(structure.select(at).describes(part) for at, part in zip(plan, parts, strict=True))
+    assert_same(merge_results(parts, shares, structure), batch)
     columns = [ColumnSet(p.ids, {"twice": 2 * p.token["logprobs"]}, {"first": p.sequence["length"] + 1}) for p in parts]
-    joined = join(batch, merge_results(columns, plan, tables, structure))
+    joined = join(batch, merge_results(columns, shares, structure))
     assert torch.equal(joined.token["twice"], 2 * batch.token["logprobs"])
     assert torch.equal(joined.sequence["first"], batch.sequence["length"] + 1)
-
-
-@given(GROUPS, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-def test_what_goes_from_group_to_group_is_split_anew_without_loss(
-    groups: list[list[int]], makers: int, readers: int, chunks: int
-) -> None:
-    """Split over makers, divided into chunks, fetched by readers with another split, made columns of, and joined."""
-    batch = batch_of(groups)
-    structure, count = survey([batch])
-    assert structure is not None
-    store: dict[object, object] = {}
-    parts = []
-    for maker, positions in enumerate(plan_parts(count, makers, structure)):
-        value, table = portion(batch, positions, structure), structure.select(positions)
-        manifest, pieces = divide(value, positions, table, chunks, f"maker {maker}")
-        refs = tuple((maker, i) for i in range(chunks))
-        store |= {(maker, "manifest"): manifest, **dict(zip(refs, pieces, strict=True))}
-        parts.append(PartRefs((maker, "manifest"), refs))
-
-    def fetch(refs: object) -> list[object]:
-        return [store[ref] for ref in refs]  # type: ignore[attr-defined]
-
-    manifests: list[Manifest] = fetch([part.manifest for part in parts])  # type: ignore[assignment]
-    whole = fetch_whole(fetch, Gather(tuple(parts)), manifests)
-    assert_same(whole, batch)
-    seen, results, tables = [], [], []
-    for reader in range(readers):
-        gather = Gather(tuple(parts), reader, readers, origin="readers")
-        positions, table = share_of(manifests, gather)
-        assert table is not None
-        part = fetch_part(fetch, gather, manifests, positions, table)
-        assert table.describes(part) or not positions
-        assert_same(part, batch.select(positions)) if positions else None
-        seen.append(positions)
-        tables.append(table)
-        results.append(ColumnSet(part.ids if positions else (), {"seen": part.token["logprobs"]}))
-    assert sorted(p for at in seen for p in at) == list(range(count))
-    merged = merge_results(results, seen, tables, None)
-    assert torch.equal(join(whole, merged).token["seen"], batch.token["logprobs"])
 
 
 def test_tokens_are_balanced_and_groups_stay_whole() -> None:
@@ -135,29 +102,29 @@ def test_items_without_tokens_are_dealt_out_in_order() -> None:
 def test_lists_tensors_and_arrays(kind: type) -> None:
     value = kind([3, 1, 4, 1, 5])
     parts = [cut(value, at, None) for at in ([1, 2], [4, 0], [3])]
-    merged = merge_results(parts, [[1, 2], [4, 0], [3]], [None] * 3, None)
+    merged = merge_results(parts, shares_of([[1, 2], [4, 0], [3]]), None)
     assert list(merged) == [3, 1, 4, 1, 5] and type(merged) is type(value)
 
 
 def test_several_results_for_each_item_keep_its_place() -> None:
-    merged = merge_results([["c0", "c1", "a0", "a1"], ["b0", "b1"]], [[2, 0], [1]], [None, None], None)
+    merged = merge_results([["c0", "c1", "a0", "a1"], ["b0", "b1"]], shares_of([[2, 0], [1]]), None)
     assert merged == ["a0", "a1", "b0", "b1", "c0", "c1"]
 
 
 def test_results_that_cannot_be_placed_are_refused() -> None:
     with pytest.raises(ValueError, match="3 results for 2 items"):
-        merge_results([[1, 2, 3]], [[0, 1]], [None], None)
+        merge_results([[1, 2, 3]], shares_of([[0, 1]]), None)
     with pytest.raises(ValueError, match="missing or twice"):
-        merge_results([[1, 2], [3]], [[0], [1]], [None, None], None)
+        merge_results([[1, 2], [3]], shares_of([[0], [1]]), None)
     with pytest.raises(ValueError, match="several kinds"):
-        merge_results([[1], torch.ones(1)], [[0], [1]], [None, None], None)
+        merge_results([[1], torch.ones(1)], shares_of([[0], [1]]), None)
 
 
 def test_values_without_items_form_a_list_and_tuples_are_taken_apart() -> None:
-    merged = merge_results([(["a"], {"loss": 1.0}), (["b"], {"loss": 2.0})], [[1], [0]], [None, None], None)
+    merged = merge_results([(["a"], {"loss": 1.0}), (["b"], {"loss": 2.0})], shares_of([[1], [0]]), None)
     assert merged == (["b", "a"], [{"loss": 1.0}, {"loss": 2.0}])
-    assert merge_results([None, None], [[0], [1]], [None, None], None) is None
-    assert merge_results([torch.tensor(1.0), torch.tensor(2.0)], [[0], [1]], [None, None], None) == [1.0, 2.0]
+    assert merge_results([None, None], shares_of([[0], [1]]), None) is None
+    assert merge_results([torch.tensor(1.0), torch.tensor(2.0)], shares_of([[0], [1]]), None) == [1.0, 2.0]
 
 
 def test_arguments_with_other_numbers_of_items_are_refused() -> None:
@@ -183,14 +150,12 @@ def test_empty_parts_vanish() -> None:
     plan = plan_parts(count, 3, structure)
     parts = [portion(batch, at, structure) for at in plan]
     assert [len(part) for part in parts].count(0) == 2
-    assert_same(merge_results(parts, plan, [structure.select(at) for at in plan], structure), batch)
+    assert_same(merge_results(parts, shares_of(plan, structure), structure), batch)
 
 
 def test_a_result_with_sequences_of_its_own_has_its_own_table() -> None:
     made = batch_of([[2], [3]])
-    positions, table = placed(made, [4], None)
-    assert positions == [8, 9]
-    assert table == Structure.of(made)
+    assert placed(made, Share([4])) == Share([8, 9], Structure.of(made))
 
 
 def test_segments_of_other_origins_are_not_merged() -> None:
@@ -200,7 +165,7 @@ def test_segments_of_other_origins_are_not_merged() -> None:
 
 
 def test_chunks_that_nobody_needs_are_not_fetched() -> None:
-    infos = (ChunkInfo((0, 1), None), ChunkInfo((2, 3), None))
+    manifest = Manifest((Share((0, 1)), Share((2, 3))), Share(()))
     fetched: list[object] = []
 
     def fetch(refs: object) -> list[object]:
@@ -208,10 +173,10 @@ def test_chunks_that_nobody_needs_are_not_fetched() -> None:
         return [[20, 30] for _ in refs]  # type: ignore[attr-defined]
 
     gather = Gather((PartRefs("manifest", ("first", "second")),), 1, 2)
-    assert fetch_part(fetch, gather, [Manifest(infos)], [2, 3], None) == [20, 30]
+    assert fetch_part(fetch, gather, [manifest], Share([2, 3])) == [20, 30]
     assert fetched == ["second"]
 
 
 def test_arrange_refuses_missing_items() -> None:
     with pytest.raises(ValueError, match="missing or twice"):
-        arrange([Part([1], [0]), Part([2], [2])])
+        arrange([[1], [2]], [Share([0]), Share([2])])

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from quartet.batch import ColumnSet, RaggedBatch
-from quartet.cluster.sizes import LARGE, is_large, num_bytes
+from quartet.cluster.items import LARGE, is_large, num_bytes
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
-wire = pytest.importorskip("quartet.cluster.wire")
+wire = pytest.importorskip("quartet.cluster.ray_backend")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

@@ -14,11 +14,11 @@ from torch.distributed import HashStore
 
 from quartet.weights import TensorSpec
 from quartet.weights.buckets import ALIGNMENT, Bucket, BucketSend, plan_buckets
-from quartet.weights.cuda_ipc import CudaIpcSend
+from quartet.weights.cuda_ipc import CudaHandles, CudaIpcSend
 from quartet.weights.digest import bytes_of
 from quartet.weights.manifest import DTYPES
-from quartet.weights.messages import Offer
 from quartet.weights.progress import StoreBoard
+from quartet.weights.transport import Offer
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 specs_of = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), shapes), max_size=8).map(
@@ -91,7 +91,7 @@ def test_a_bucket_that_holds_no_element_is_refused() -> None:
 # A buffer in use -----------------------------------------------------------------------------------------
 
 
-class Handles:
+class Handles(CudaHandles):
     """Of buffers in this process; notes how often each was waited for."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Noting:
         self._handles = handles
         self._announced: dict[int, list[int]] = {}
 
-    def note(self, *, step: int | None = None, tensor: int | None = None) -> None:
+    def note(self, *, step: int | None = None, tensor: str | None = None) -> None:
         if step is not None:
             assert self._handles.synchronized == step, "noted before the copies into it were through"
             self._announced[step] = self._handles.buffers[(step - 1) % 2].tolist()

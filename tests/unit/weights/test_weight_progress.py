@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from quartet.weights import OtherEndFailed, TensorSpec, WeightSyncError, WeightSyncTimeout
+from quartet.weights import TensorSpec, WeightSyncError, WeightSyncTimeout
+from quartet.weights.errors import OtherEndFailed
 from quartet.weights.progress import SENDER, Board, PageBoard, Position, Progress, State, StoreBoard
 
 SPECS = [TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (3,))]
@@ -75,7 +76,7 @@ def test_one_that_got_tired_of_waiting_is_not_blamed_for_the_one_that_is_behind(
 
 def test_a_failure_is_noticed_on_the_other_side(board: Board) -> None:
     progress, receiver = sender(board, 30.0), Progress(board, 1, [SENDER], SPECS, 30.0)
-    progress.note(step=1, tensor=1)
+    progress.note(step=1, tensor="b")
     assert receiver.wait(1) == 1
     progress.fail(RuntimeError("no more memory"))
     with pytest.raises(OtherEndFailed, match=r"the sender of weights .*gave up") as caught:

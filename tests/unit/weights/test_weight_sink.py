@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quartet.weights import (
     GATE_UP,
-    Hasher,
+    Manifest,
     NamedSource,
     Status,
     TensorSink,
@@ -23,8 +23,7 @@ from quartet.weights import (
     WeightsUnusable,
     sync_in_process,
 )
-from quartet.weights.digest import BLOCK_BYTES
-from quartet.weights.sink import _write
+from quartet.weights.digest import BLOCK_BYTES, Hasher
 
 
 def send(sink: TensorSink, tensors: dict[str, Tensor], version: int) -> None:
@@ -41,8 +40,11 @@ def test_pieces_land_where_they_belong_whatever_the_strides(
     destination = backing.permute(inverse)[tuple(slice(None, None, 2) for _ in sizes)]
     expected = torch.arange(destination.numel(), dtype=torch.float32) + 1
     cuts = sorted({0, len(expected), *data.draw(st.lists(st.integers(0, len(expected)), max_size=5))})
+    sink = TensorSink([("w", destination)])
+    sink.begin([TensorSpec.of("w", destination)], 1)
     for start, end in itertools.pairwise(cuts):
-        _write(destination, start, expected[start:end])
+        sink.write("w", start, expected[start:end])
+        sink.arrived("w", end)
     assert torch.equal(destination.reshape(-1), expected)
 
 
@@ -75,21 +77,6 @@ def test_adopted_memory_is_the_sources_own() -> None:
     parameter, own = nn.Parameter(torch.zeros(3)), torch.ones(3)
     send(TensorSink([("w", parameter)], adopts=True), {"w": own}, 1)
     assert parameter.data_ptr() == own.data_ptr()
-
-
-def test_what_is_served_is_checked_again_on_demand() -> None:
-    weight = torch.zeros(8)
-    sink = TensorSink([("w", weight)])
-    manifest = sync_in_process(NamedSource(lambda: {"w": torch.ones(8)}.items()), [sink], 1)
-    sink.check_served(manifest)
-    weight[3] = 0.5
-    with pytest.raises(WeightMismatch, match="'w'"):
-        sink.check_served(manifest)
-    with pytest.raises(WeightsUnusable):
-        sink.require()
-    send(sink, {"w": torch.ones(8)}, 2)
-    with pytest.raises(WeightsUnusable, match="version 1"):
-        sink.check_served(manifest)
 
 
 def test_an_engine_asks_for_the_version_it_was_told() -> None:
@@ -188,11 +175,12 @@ def test_a_sink_may_begin_with_a_version_or_refuse_to_begin() -> None:
 def test_what_has_arrived_is_digested_in_pieces(cuts: list[int]) -> None:
     """Wherever the pieces end, the digest is that of the whole, taken when the last one is there."""
     values = torch.randn(BLOCK_BYTES // 2 + 7)
-    sink = TensorSink([("w", torch.zeros_like(values))])
-    sink.begin([TensorSpec.of("w", values)], 1)
+    sink, spec = TensorSink([("w", torch.zeros_like(values))]), TensorSpec.of("w", values)
+    sink.begin([spec], 1)
     edges = sorted({0, *cuts, values.numel()})
     for start, stop in itertools.pairwise(edges):
-        assert not sink._found
         sink.write("w", start, values[start:stop])
         sink.arrived("w", stop)
-    assert list(sink._found.values()) == [Hasher(1).digest(values)]
+    sink.verify(Manifest(1, (spec,), (Hasher(1).digest(values),)))
+    with pytest.raises(WeightMismatch):
+        sink.verify(Manifest(1, (spec,), (Hasher(1).digest(values + 1),)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from quartet.weights import (
     GATE_UP,
@@ -17,7 +16,6 @@ from quartet.weights import (
     NamedSource,
     WeightSyncTimeout,
     qkv,
-    take_part,
 )
 
 
@@ -49,64 +47,17 @@ def test_shares_that_make_no_sense(shares: tuple[int, ...]) -> None:
         FusedProjection("ab", ("a", "b"), shares)
 
 
-def test_taking_part_is_asking_for_every_tensor() -> None:
-    asked = []
-
-    class Counting(NamedSource):
-        def tensors(self) -> Iterator[Tensor]:
-            for tensor in super().tensors():
-                asked.append(tensor)
-                yield tensor
-
-    take_part(Counting(lambda: [(f"t{i}", torch.zeros(2)) for i in range(5)]))
-    assert len(asked) == 5
-
-
 def test_the_rank_that_is_missing_from_a_gather_is_named() -> None:
-    store, gate = dist.HashStore(), threading.Event()
-    watches = [GatherWatch(store, rank, 3, timeout_s=0.5) for rank in range(3)]
-    for watch in watches:
-        watch.begin()
-        assert watch.run("first", lambda: torch.ones(1)).item() == 1
-    watches[2].run("second", lambda: torch.ones(1))
-
-    def hang() -> Tensor:
-        gate.wait(20)
-        return torch.ones(1)
-
-    with pytest.raises(WeightSyncTimeout, match="rank 1 is at 'first'") as caught:
-        watches[0].run("second", hang)
-    assert (caught.value.rank, caught.value.tensor) == (1, "second")
-    gate.set()
-
-
-def test_ranks_that_never_began_or_are_a_sync_behind_are_named() -> None:
     store = dist.HashStore()
-    early, late = GatherWatch(store, 0, 3, timeout_s=0.2), GatherWatch(store, 1, 3, timeout_s=0.2)
-    gate = threading.Event()
-
-    def hang() -> Tensor:
-        gate.wait(20)
-        return torch.ones(1)
-
-    for watch in (early, late):
-        watch.begin()
-        watch.run("w", lambda: torch.ones(1))
-    early.begin()
-    with pytest.raises(WeightSyncTimeout, match="rank 1 is in an earlier sync; rank 2 has not begun"):
-        early.run("w", hang)
-    gate.set()
-
-
-def test_what_a_gather_raises_comes_through() -> None:
-    watch = GatherWatch(dist.HashStore(), 0, 1, timeout_s=5)
-
-    def fail() -> Tensor:
-        raise RuntimeError("connection reset")
-
-    watch.begin()
-    with pytest.raises(RuntimeError, match="connection reset"):
-        watch.run("w", fail)
+    watches = [GatherWatch(store, rank, 3, timeout_s=0.5) for rank in range(3)]
+    with ThreadPoolExecutor(3) as ranks:
+        for name in ("first", "second"):  # again and again, on one store
+            list(ranks.map(GatherWatch.wait, watches, [name] * 3))
+        others = [ranks.submit(watches[rank].wait, "third") for rank in (0, 2)]
+    with pytest.raises(WeightSyncTimeout, match="rank 1 did not come") as caught:
+        others[0].result()
+    assert (caught.value.rank, caught.value.tensor) == (1, "third")
+    assert store.num_keys() == 2 * 1 + 3, "keys of steps that all have left are gone"
 
 
 def test_each_tensor_comes_in_the_dtype_that_is_wanted() -> None:

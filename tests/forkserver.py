@@ -1,0 +1,23 @@
+"""Processes for tests, forked from a server that has imported what they run: one of its own takes seconds to begin."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+
+def context() -> ForkServerContext:
+    """Makes processes from functions of ``weight_ends`` and ``torchrun_forks``."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["weight_ends", "torchrun_forks"])
+    with pytest.MonkeyPatch.context() as patch:
+        # Where the server finds them: it does not have our sys.path.
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+    return made
