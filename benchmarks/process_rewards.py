@@ -29,17 +29,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from quartet.algorithms.process import CombinationRule, mean_gap, process_rewards, step_scores
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import ModelConfig, OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.process_reward import MinSteps, ProcessRewardRecipe
 from quartet.config.recipe import (
     ActorConfig,
     CheckpointConfig,
     CriticConfig,
     LogConfig,
+    ProcessRewardRecipe,
     RLRecipe,
     RolloutConfig,
     SFTRecipe,
 )
-from quartet.config.rewards import FunctionReward, ProcessModelReward
+from quartet.config.rewards import FunctionReward, MinSteps, ProcessModelReward
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, packed_scalar_model
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import recipes, task

@@ -82,12 +82,6 @@ from .config.preference import (
     RobustDPOLoss as RobustDPOLoss,
     SimPOLoss as SimPOLoss,
 )
-from .config.process_reward import (
-    DiscountedSteps as DiscountedSteps,
-    MinSteps as MinSteps,
-    ProcessRewardRecipe as ProcessRewardRecipe,
-    SumSteps as SumSteps,
-)
 from .config.recipe import (
     ActorConfig as ActorConfig,
     CollectConfig as CollectConfig,
@@ -95,6 +89,7 @@ from .config.recipe import (
     EnvironmentConfig as EnvironmentConfig,
     IteratedRecipe as IteratedRecipe,
     PTXConfig as PTXConfig,
+    ProcessRewardRecipe as ProcessRewardRecipe,
     RLRecipe as RLRecipe,
     ReferenceConfig as ReferenceConfig,
     RewardModelRecipe as RewardModelRecipe,
@@ -104,6 +99,7 @@ from .config.recipe import (
 from .config.rewards import (
     BreakerConfig as BreakerConfig,
     CodeReward as CodeReward,
+    DiscountedSteps as DiscountedSteps,
     ExactMatchReward as ExactMatchReward,
     FormatReward as FormatReward,
     FunctionReward as FunctionReward,
@@ -112,6 +108,7 @@ from .config.rewards import (
     JudgeReward as JudgeReward,
     LengthReward as LengthReward,
     MathReward as MathReward,
+    MinSteps as MinSteps,
     ModelReward as ModelReward,
     NumericReward as NumericReward,
     PairwiseJudge as PairwiseJudge,
@@ -119,6 +116,7 @@ from .config.rewards import (
     ProcessModelReward as ProcessModelReward,
     RegexReward as RegexReward,
     RetryConfig as RetryConfig,
+    SumSteps as SumSteps,
 )
 from .envs.protocol import (
     Observation as Observation,

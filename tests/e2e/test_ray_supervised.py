@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.cluster import WorkerGroup
 from quartet.config import UserError
-from quartet.config.process_reward import ProcessRewardRecipe
+from quartet.config.recipe import ProcessRewardRecipe
 from quartet.schedule.role_group import RolesWorker
 from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.supervised_worker import SupervisedWorker

@@ -48,12 +48,12 @@ from quartet.config.preference import (
     RobustDPOLoss,
     SimPOLoss,
 )
-from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.config.recipe import (
     ActorConfig,
     CriticConfig,
     EnvironmentConfig,
     LogConfig,
+    ProcessRewardRecipe,
     PTXConfig,
     ReferenceConfig,
     RewardModelRecipe,

@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from quartet.config.schema import item_annotation, members, tags
+from quartet.config.schema import bare, item_annotation, members, tags
 from quartet.config.units import IN_NAMES, Unit
 from quartet.config.yamls import parse_yaml
 
@@ -53,7 +53,7 @@ def unit(name: str, field: FieldInfo) -> str | None:
 def type_words(field: FieldInfo) -> str:
     """The type as a reader of YAML would say it: ``integer ≥ 1``, ``fp32 | bf16``, ``list of texts``."""
     words = _bounded(_words(field.annotation), field.metadata)
-    is_optional = type(None) in get_args(_bare(field.annotation))
+    is_optional = type(None) in get_args(bare(field.annotation))
     return f"{words}, or null" if is_optional and field.default is not None else words
 
 
@@ -64,7 +64,7 @@ def inline(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{inline(key)}: {inline(part)}" for key, part in value.items()) + "}"
     if isinstance(value, str):
-        return value if _stands_bare(value) else json.dumps(value, ensure_ascii=False)
+        return value if _standsbare(value) else json.dumps(value, ensure_ascii=False)
     if isinstance(value, Sequence):
         return "[" + ", ".join(inline(part) for part in value) + "]"
     return _number(value) if isinstance(value, int | float) else "null"
@@ -78,8 +78,8 @@ def held_models(annotation: Any) -> list[type[BaseModel]]:
 
 def value_annotation(annotation: Any) -> Any:
     """What a mapping holds (``dict[str, X]``), else None."""
-    bare = _bare(annotation)
-    return get_args(bare)[1] if get_origin(bare) is dict else None
+    found = bare(annotation)
+    return get_args(found)[1] if get_origin(found) is dict else None
 
 
 def choices(annotation: Any) -> dict[str, type[BaseModel]]:
@@ -130,13 +130,6 @@ def _plural(words: str) -> str:
     return f"{noun}s{space}{rest}" if noun in ("integer", "number", "section", "text", "choice") else words
 
 
-def _bare(annotation: Any) -> Any:
-    """Without ``Annotated``."""
-    while get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return annotation
-
-
 def _metadata(annotation: Any) -> Iterator[Any]:
     if get_origin(annotation) is Annotated:
         yield from get_args(annotation)[1:]
@@ -145,7 +138,7 @@ def _metadata(annotation: Any) -> Iterator[Any]:
 
 
 def _scalars(annotation: Any) -> Iterator[Any]:
-    annotation = _bare(annotation)
+    annotation = bare(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         for part in get_args(annotation):
             yield from _scalars(part)
@@ -159,7 +152,7 @@ def _number(value: float) -> str:
     return re.sub(r"e([-+])0+", r"e\1", repr(value))
 
 
-def _stands_bare(text: str) -> bool:
+def _standsbare(text: str) -> bool:
     if not re.fullmatch(r"[\w./-]([\w ./*-]*[\w./*-])?", text):
         return False
     try:

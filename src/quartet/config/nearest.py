@@ -31,11 +31,7 @@ def missing_file(problem: str, path: str | Path, otherwise: str | None = None) -
         return UserError(problem, found=str(path), remedy=f"{stage}, or correct the path")
     folder = path.parent
     if not folder.is_dir():
-        return UserError(
-            problem,
-            found=f"{path} (the folder {folder} does not exist)",
-            remedy=otherwise,
-        )
+        return UserError(problem, found=f"{path} (the folder {folder} does not exist)", remedy=otherwise)
     names = sorted(entry.name for entry in folder.iterdir())
     close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.5)
     remedy = f"did you mean {', '.join(close)}?" if close else otherwise

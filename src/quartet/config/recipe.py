@@ -14,21 +14,12 @@ from pydantic import Field, JsonValue, model_validator
 from quartet.config.algorithms import PPO, AlgorithmConfig
 from quartet.config.cluster import ClusterConfig, LocalCluster, OffloadConfig, WeightSyncConfig
 from quartet.config.common import CheckpointConfig as CheckpointConfig
-from quartet.config.common import (
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    Recipe,
-    SamplingConfig,
-    Strict,
-    TrainConfig,
-)
+from quartet.config.common import DataConfig, ModelConfig, OptimConfig, Recipe, SamplingConfig, Strict, TrainConfig
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.fits import misfits
 from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
-from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.config.rewards import RewardConfig
 from quartet.config.supervised import SupervisedRecipe
 from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Samples, Sequences, Steps
@@ -51,6 +42,14 @@ class RewardModelRecipe(SupervisedRecipe):
     doubtful_pairs: DoubtfulPairs = Field(
         "keep", description="Pairs with an empty answer, or a chosen one that begins the rejected one."
     )
+
+
+class ProcessRewardRecipe(SupervisedRecipe):
+    """Process reward model from step-labelled answers."""
+
+    job: Literal["process-reward"] = "process-reward"
+    separator: str = Field("\n\n", min_length=1, description="Ends every step but the last, which may have none.")
+    answers_per_step: Rows = Field(32, ge=1, description="Answers in each update.")
 
 
 class RolloutConfig(Strict):
@@ -143,8 +142,7 @@ class RLRecipe(Recipe):
     epochs: int = Field(1, ge=1, description="Passes over a step's responses.")
     chunk_size: Groups = Field(8, ge=1, description="Groups that are scored together.")
     numerics: Literal["fast", "exact"] = Field(
-        "fast",
-        description="exact: sampler and trainer agree to the last bit (CPU, fp32, one thread; slower).",
+        "fast", description="exact: sampler and trainer agree to the last bit (CPU, fp32, one thread; slower)."
     )
     canary_tolerance: Nats | None = Field(
         None,

@@ -210,7 +210,7 @@ def _key(place: _Place, name: str, info: FieldInfo) -> Key:
 def _tagged(default: BaseModel, tagged: Mapping[str, type[BaseModel]]) -> str:
     """The name of a choice, and what else its default says differently from the choice's own defaults."""
     tag = tags(list(tagged.values()))[0]
-    own = _dump(_Place({"": type(default)}, None, ""))
+    own = type(default).model_construct().model_dump(mode="json")
     return inline({tag: getattr(default, tag), **_difference(default.model_dump(mode="json"), own)})
 
 
@@ -239,14 +239,8 @@ def _is_plain(key: Key) -> bool:
 
 
 def _dump(place: _Place) -> dict[str, Any]:
-    """Defaults of a section's keys as plain data."""
-    if place.default is not None:
-        return place.default.model_dump(mode="json")
-    found = {}
-    for name, info in place.model.model_fields.items():
-        value = _default(place, name, info)
-        found[name] = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-    return found
+    """Defaults of a section's keys as plain data; without those that must be set."""
+    return (place.default or place.model.model_construct()).model_dump(mode="json")
 
 
 def _difference(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from quartet.config.common import Strict
-from quartet.config.process_reward import CombineConfig, MinSteps
 from quartet.config.units import Processes, Responses, Tokens
 
 OnError = Literal["stop", "leave_out"]
@@ -90,6 +89,28 @@ class ModelReward(Source):
     tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
     name: str = "reward_model"
     forward_token_budget: Tokens = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
+
+
+class SumSteps(Strict):
+    """The scores of all steps are added up."""
+
+    name: Literal["sum"] = "sum"
+
+
+class MinSteps(Strict):
+    """A response is worth its worst step."""
+
+    name: Literal["min"] = "min"
+
+
+class DiscountedSteps(Strict):
+    """A sum in which step k counts gamma^(k-1): many steps cannot pay more than 1 / (1 - gamma) good ones."""
+
+    name: Literal["discounted"] = "discounted"
+    gamma: float = Field(0.9, gt=0, lt=1, description="Discount per step.")
+
+
+CombineConfig = Annotated[SumSteps | MinSteps | DiscountedSteps, Field(discriminator="name")]
 
 
 class ProcessModelReward(Source):

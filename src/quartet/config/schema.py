@@ -23,10 +23,13 @@ def members(annotation: Any) -> list[type[BaseModel]]:
 
 def item_annotation(annotation: Any) -> Any:
     """What a list-like annotation holds (``tuple[X, ...]``, ``list[X]``), else None."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return item_annotation(get_args(annotation)[0])
-    return get_args(annotation)[0] if origin in (tuple, list) and get_args(annotation) else None
+    found = bare(annotation)
+    return get_args(found)[0] if get_origin(found) in (tuple, list) and get_args(found) else None
+
+
+def bare(annotation: Any) -> Any:
+    """Without ``Annotated``."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def tags(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]]:

@@ -31,7 +31,10 @@ def load_target(target: str, what: str) -> Callable[..., Any]:
             found=repr(target),
             remedy="for example my_code.py:Name",
         )
-    module = _import_file(Path(location), what) if location.endswith(".py") else _import_module(location, what)
+    if location.endswith(".py"):
+        module = _import_file(Path(location), what)
+    else:
+        module = _run_import(lambda: importlib.import_module(location), location, what)
     found = _run_import(lambda: getattr(module, name, None), location, what)
     if not callable(found):
         defined = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -51,21 +54,15 @@ def _import_file(path: Path, what: str) -> Any:
     # A name of its own per path: two files of one name must not replace each other.
     name = "quartet_user_" + "".join(c if c.isalnum() else "_" for c in str(path.resolve()))
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UserError("the file cannot be imported", found=str(path), remedy="name a Python file")
-    module = importlib.util.module_from_spec(spec)
+    assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
     sys.modules[name] = module
-    loader = spec.loader
     try:
         _run_import(lambda: loader.exec_module(module), str(path), what)
     except UserError:
         del sys.modules[name]
         raise
     return module
-
-
-def _import_module(name: str, what: str) -> Any:
-    return _run_import(lambda: importlib.import_module(name), name, what)
 
 
 def _run_import(action: Callable[[], Any], source: str, what: str) -> Any:

@@ -67,6 +67,14 @@ class Fields:
                 return found
         return value
 
+    def parsed(self, name: str) -> Any:
+        """A value; of text in JSON, as CSV has lists, what it says."""
+        value = self.values.get(name)
+        if isinstance(value, str):
+            with contextlib.suppress(Unreadable):
+                return loads(value)
+        return value
+
     def has(self, *names: str) -> bool:
         return not any(_is_null(self.values.get(name)) for name in names)
 
@@ -115,16 +123,13 @@ class Fields:
         Raises:
             UserError: missing, empty, or not messages.
         """
-        value = self.values.get(name)
+        value = self.parsed(name)
         if isinstance(value, str):
-            try:
-                value = loads(value)
-            except Unreadable:
-                raise UserError(
-                    f"`{name}` is text, not a list of messages",
-                    found=f"{self.place}: {excerpt(value)}",
-                    remedy="write a list of messages, or use a `prompt` column for text",
-                ) from None
+            raise UserError(
+                f"`{name}` is text, not a list of messages",
+                found=f"{self.place}: {excerpt(value)}",
+                remedy="write a list of messages, or use a `prompt` column for text",
+            )
         return as_messages(value, self.place)
 
     def number(self, name: str) -> float | None:
@@ -152,11 +157,8 @@ class Fields:
         """
         if not self.has(name):
             raise self.missing(f"`{name}`")
-        value: Any = self.values[name]
+        value = self.parsed(name)
         value = value.tolist() if hasattr(value, "tolist") else value
-        if isinstance(value, str):
-            with contextlib.suppress(Unreadable):
-                value = loads(value)
         try:
             # Masks are mostly 0 and 1, and sometimes true and false.
             items: Any = (None,) if isinstance(value, (str, Mapping)) else value

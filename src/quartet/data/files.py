@@ -9,7 +9,7 @@ import itertools
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO
 
 from quartet.config.errors import UserError
 
@@ -42,7 +42,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             if path.suffix.lower() not in COMPRESSIONS:
                 yield file
                 return
-            expand = _gzip(file) if path.suffix.lower() == ".gz" else _zstd(path, file)
+            expand: Any = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else _zstd(path, file)
             with io.BufferedReader(_Expanded(path, expand), 1 << 20) as stream:
                 yield stream
     except (EOFError, zlib.error, OSError) as error:
@@ -52,23 +52,18 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         ) from error
 
 
-def _gzip(file: BinaryIO) -> BinaryIO:
-    return cast(BinaryIO, gzip.GzipFile(fileobj=file))
-
-
-def _zstd(path: Path, file: BinaryIO) -> BinaryIO:
+def _zstd(path: Path, file: BinaryIO) -> Any:
     try:
         import pyarrow
     except ImportError:
         raise UserError("files compressed with zstd need pyarrow", found=str(path), remedy=INSTALL) from None
-    stream: BinaryIO = pyarrow.CompressedInputStream(file, "zstd")
-    return stream
+    return pyarrow.CompressedInputStream(file, "zstd")
 
 
 class _Expanded(io.RawIOBase):
     """Counts what a compressed file expands to: a bomb of kilobytes can fill any memory."""
 
-    def __init__(self, path: Path, stream: BinaryIO) -> None:
+    def __init__(self, path: Path, stream: Any) -> None:
         self._path = path
         self._stream = stream
         self._compressed = path.stat().st_size

@@ -67,7 +67,7 @@ def value_at(text: str, at: int = 0) -> tuple[Any, int]:
         raise Unreadable(error.msg) from None
     except RecursionError:
         raise Unreadable(f"more than {MAX_DEPTH} levels of nesting") from None
-    if _count(text, "[{", at, end) > MAX_DEPTH and _is_deep(value):
+    if text.count("[", at, end) + text.count("{", at, end) > MAX_DEPTH and _is_deep(value):
         raise Unreadable(f"more than {MAX_DEPTH} levels of nesting")
     if _HALF_CHARACTER.search(text, at, end):
         try:
@@ -83,10 +83,6 @@ def loads(text: str) -> Any:
     if _skip_space(text, end) < len(text):
         raise Unreadable("Extra data")
     return value
-
-
-def _count(text: str, characters: str, start: int, end: int) -> int:
-    return sum(text.count(character, start, end) for character in characters)
 
 
 def _is_deep(value: Any) -> bool:
@@ -195,9 +191,7 @@ def as_object(value: Any, path: Path, line: int) -> dict[str, Any]:
 
 def malformed(path: Path, line: int, text: str, reason: str) -> UserError:
     return UserError(
-        "a row is not valid JSON",
-        found=f"{path}:{line}: {reason}: {shortened(text)}",
-        remedy="mend or remove that row",
+        "a row is not valid JSON", found=f"{path}:{line}: {reason}: {shortened(text)}", remedy="mend or remove that row"
     )
 
 

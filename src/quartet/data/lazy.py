@@ -13,6 +13,7 @@ import tempfile
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -184,21 +185,19 @@ class LazyDemonstrations:
         section: str = "data",
     ) -> None:
         self._rows = rows
-        self._columns = dict(columns)
-        self._turns = turns
-        self._section = section
+        self._parse = partial(demonstrations, columns=dict(columns), turns=turns, section=section)
         self._codec = codec
         self._kept = array("Q")
         self.longest = 0
-        self.remarks = self._go_through(max_tokens, overlong, source)
+        self.remarks = self._go_through(max_tokens, overlong, source, section)
 
-    def _go_through(self, max_tokens: int, overlong: Overlong, source: str) -> tuple[str, ...]:
+    def _go_through(self, max_tokens: int, overlong: Overlong, source: str, section: str) -> tuple[str, ...]:
         told: Parsed[Example] = Parsed()
         too_long = Overlength(max_tokens)
         num_rows = 0
         for number, row in enumerate(self._rows.scan()):
             num_rows += 1
-            parsed = self._parsed(row)
+            parsed = self._parse([row])
             for note in parsed.notes:
                 told.note(note, row.place)
             with placed(row.place):
@@ -208,7 +207,7 @@ class LazyDemonstrations:
                 self.longest = max(self.longest, length)
         if not num_rows:
             raise no_rows(source)
-        return (*told.report(), *too_long.remark(num_rows, overlong, "sequence", self._section))
+        return (*told.report(), *too_long.remark(num_rows, overlong, "sequence", section))
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -220,12 +219,9 @@ class LazyDemonstrations:
         return SFTData(items).select(range(len(items)), [f"row{index}@{epoch}" for index, epoch in drawn])
 
     def _item(self, index: int) -> SFTItem:
-        (example,) = self._parsed(self._rows.read(self._kept[index])).items
+        (example,) = self._parse([self._rows.read(self._kept[index])]).items
         ids, mask = self._codec.encode_example(example)
         return SFTItem(tuple(ids), tuple(mask), example.place)
-
-    def _parsed(self, row: Row) -> Parsed[Example]:
-        return demonstrations([row], self._columns, turns=self._turns, section=self._section)
 
     def most_batch_bytes(self, size: int) -> int:
         """What a tokenised batch of ``size`` sequences takes at most."""

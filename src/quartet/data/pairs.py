@@ -84,6 +84,5 @@ def _conversations(fields: Fields) -> tuple[PromptText, str, str]:
 
 def _shared_turns(chosen: Messages, rejected: Messages) -> int:
     return next(
-        (k for k, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
-        min(len(chosen), len(rejected)),
+        (k for k, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected))
     )

@@ -26,7 +26,6 @@ from quartet.config.errors import UserError
 from quartet.data.datasets import Batches, Overlong, fitting
 from quartet.data.fields import Fields, Skip, Turns, excerpt, placed, prompt_field
 from quartet.data.formats import Parsed, parse_rows
-from quartet.data.json_rows import Unreadable, loads
 from quartet.data.readers import Row, shown_places
 from quartet.text.examples import PromptText
 from quartet.text.steps import answer_pieces, last_tokens, split_steps
@@ -126,14 +125,9 @@ def _example(fields: Fields, separator: str) -> StepLabelled:
 
 
 def _list(fields: Fields, name: str) -> list[Any]:
-    value = fields.get(name)
-    if isinstance(value, str):
-        try:
-            value = loads(value)
-        except Unreadable:
-            raise Fault(f"`{name}` is text, not a list") from None
+    value = fields.parsed(name)
     if not isinstance(value, list):
-        raise Fault(f"`{name}` is not a list")
+        raise Fault(f"`{name}` is {'text, ' * isinstance(value, str)}not a list")
     return value
 
 

@@ -7,6 +7,7 @@ import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +162,6 @@ def _header(path: Path, line: int, cells: list[str]) -> list[str]:
     return names
 
 
-def _tsv(path: Path) -> Values:
-    return _csv(path, delimiter="\t")
-
-
 def _parquet(path: Path) -> Values:
     try:
         import pyarrow
@@ -211,6 +208,6 @@ _READERS: dict[str, Callable[[Path], Values]] = {
     ".ndjson": _json_lines,
     ".json": _json,
     ".csv": _csv,
-    ".tsv": _tsv,
+    ".tsv": partial(_csv, delimiter="\t"),
     ".parquet": _parquet,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -38,20 +40,21 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation
         UserError: no template, or one that refuses these messages (some know no system role).
     """
     template_of(tokenizer)
+    return str(_applied(tokenizer, messages, tokenize=False, add_generation_prompt=generation_prompt))
+
+
+def _applied(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
+        return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template is a program
+        # Its own refusal as it stands, an accident with its kind.
+        is_refusal = isinstance(error, TemplateError | ValueError)
+        said = str(error) if is_refusal else f"{type(error).__name__}: {error}"
         raise UserError(
             "the chat template refuses the messages",
-            found=f"{_said(error)}; roles {[message.get('role') for message in messages]}",
+            found=f"{said}; roles {[message.get('role') for message in messages]}",
             remedy="leave out the roles that the template does not know, or use another template",
         ) from error
-    return str(text)
-
-
-def _said(error: Exception) -> str:
-    """What a template raised: its own refusal as it stands, an accident with its kind."""
-    return str(error) if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
 
 
 def continuation(head: str, whole: str, what: str, where: str) -> str:
@@ -76,16 +79,7 @@ def marked_by_template(tokenizer: PreTrainedTokenizerBase, messages: Messages) -
     Raises:
         UserError: the marks cover nothing.
     """
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-    except Exception as error:
-        raise UserError(
-            "the chat template refuses the messages",
-            found=_said(error),
-            remedy="correct the messages or the template",
-        ) from error
+    encoded = _applied(tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask = list(encoded["input_ids"]), [bool(mark) for mark in encoded["assistant_masks"]]
     if not any(mask):
         raise UserError(

@@ -23,14 +23,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from quartet.config.errors import UserError
 from quartet.text import chat
 from quartet.text.display import token_texts
-from quartet.text.examples import (
-    Conversation,
-    Document,
-    Example,
-    Messages,
-    PromptText,
-    Tokenised,
-)
+from quartet.text.examples import Conversation, Document, Example, Messages, PromptText, Tokenised
 from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
 
 __all__ = ["TextCodec", "check_vocabulary", "load_tokenizer"]
@@ -129,10 +122,7 @@ class TextCodec:
         """
         prompt_ids = self.encode_prompt(prompt)
         if isinstance(prompt, str):
-            return prompt_ids, [
-                *self._continue(prompt_ids, self._encode_text, prompt, completion),
-                self.eos_id,
-            ]
+            return prompt_ids, [*self._continue(prompt_ids, self._encode_text, prompt, completion), self.eos_id]
         head = self.render(prompt)
         whole = self.render([*prompt, {"role": "assistant", "content": completion}], generation_prompt=False)
         text = chat.continuation(head, whole, "the conversation with its answer", "the prompt")

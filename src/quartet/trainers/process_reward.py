@@ -12,7 +12,7 @@ from torch import Tensor
 from quartet.algorithms.process import calibration_error, step_loss
 from quartet.cluster.dispatch import RANK_ZERO, dispatch
 from quartet.config.common import DataConfig
-from quartet.config.process_reward import ProcessRewardRecipe
+from quartet.config.recipe import ProcessRewardRecipe
 from quartet.data.process import ProcessData
 from quartet.models.loading import saved_paths
 from quartet.models.process_files import ProcessSettings, save_process_settings

@@ -23,8 +23,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories
 from quartet.config import UserError
-from quartet.config.process_reward import DiscountedSteps
-from quartet.config.rewards import ProcessModelReward, RewardConfig
+from quartet.config.rewards import DiscountedSteps, ProcessModelReward, RewardConfig
 from quartet.models.loading import load_scalar_model
 from quartet.models.process_files import load_process_settings
 from quartet.schedule.iteration import Chunk

@@ -101,24 +101,12 @@ def test_wrong_values_of_sft(overrides: list[str], found: str, remedy: str) -> N
     ("overrides", "found", "remedy"),
     [
         (["algorithm.name=gropo"], "algorithm.name: gropo", "did you mean 'grpo'?"),
-        (
-            ["algorithm.name=rloo", "algorithm.gae_lambda=1"],
-            "'gae_lambda' in algorithm",
-            "another choice of algorithm",
-        ),
+        (["algorithm.name=rloo", "algorithm.gae_lambda=1"], "'gae_lambda' in algorithm", "another choice of algorithm"),
         (["rewards.0.type=function"], "rewards.0.target is missing", "set rewards.0.target"),
         (["rewards.0.weight=1"], "rewards.0.type is missing", "one of model, "),
-        (
-            ["rewards.0={type: function, target: f, wieght: 1}"],
-            "'wieght' in rewards.0",
-            "did you mean 'weight'?",
-        ),
+        (["rewards.0={type: function, target: f, wieght: 1}"], "'wieght' in rewards.0", "did you mean 'weight'?"),
         (["algorithm.off_policy.cp=3"], "'cp' in algorithm.off_policy", "did you mean 'cap'?"),
-        (
-            ["prompts_per_step=5", "minibatches=2"],
-            "minibatches (2) must divide prompts_per_step (5)",
-            "change",
-        ),
+        (["prompts_per_step=5", "minibatches=2"], "minibatches (2) must divide prompts_per_step (5)", "change"),
         (["rewards=3"], "rewards: 3 (int)", "rewards takes a list"),
     ],
 )

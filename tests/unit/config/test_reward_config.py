@@ -128,18 +128,9 @@ def test_defaults_stand_alone() -> None:
             "{type: judge, url: 'http://h', model: m, method: {name: pointwise, lowest: 1, highest: 1}}",
             "less than highest",
         ),
-        (
-            "{type: judge, url: 'http://h', model: m, method: {name: pointwise, pattern: 'score'}}",
-            "needs one group",
-        ),
-        (
-            "{type: judge, url: 'http://h', model: m, method: {name: pointwise, template: hello}}",
-            "lacks {completion}",
-        ),
-        (
-            "{type: judge, url: 'http://h', model: m, method: {name: pairwise, template: '{a}'}}",
-            "lacks {a} or {b}",
-        ),
+        ("{type: judge, url: 'http://h', model: m, method: {name: pointwise, pattern: 'score'}}", "needs one group"),
+        ("{type: judge, url: 'http://h', model: m, method: {name: pointwise, template: hello}}", "lacks {completion}"),
+        ("{type: judge, url: 'http://h', model: m, method: {name: pairwise, template: '{a}'}}", "lacks {a} or {b}"),
     ],
 )
 def test_what_does_not_fit_is_refused(source: str, part: str) -> None:

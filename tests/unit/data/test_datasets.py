@@ -178,10 +178,7 @@ def test_gsm8k(realdata: Path, name: str, num_rows: int) -> None:
 def test_pandalm_pairs(realdata: Path) -> None:
     found = preferences(read_rows(DataConfig(path=str(realdata / "pandalm_human_pairs.jsonl"))))
     assert len(found.items) == 894 and not found.skipped
-    assert dict(found.notes) == {
-        "one answer is empty": 52,
-        "chosen was not text and was written out as text": 6,
-    }
+    assert dict(found.notes) == {"one answer is empty": 52, "chosen was not text and was written out as text": 6}
 
 
 @pytest.mark.realdata

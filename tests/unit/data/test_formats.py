@@ -106,22 +106,14 @@ def test_rows_left_out_are_counted_with_their_places() -> None:
         "chosen and rejected are the same": 2,
         "the conversations differ before their last turn": 1,
     }
-    assert dict(found.notes) == {
-        "one answer is empty": 1,
-        "chosen was not text and was written out as text": 1,
-    }
+    assert dict(found.notes) == {"one answer is empty": 1, "chosen was not text and was written out as text": 1}
     assert found.report()[0] == "2 rows left out: chosen and rejected are the same (f.jsonl:2, 3)"
 
 
 @pytest.mark.parametrize(
     ("parse", "row", "problem", "found"),
     [
-        (
-            demonstrations,
-            {"question": "q", "x": None},
-            "lacks `prompt` and `completion`",
-            "has 'question'; null: 'x'",
-        ),
+        (demonstrations, {"question": "q", "x": None}, "lacks `prompt` and `completion`", "has 'question'; null: 'x'"),
         (demonstrations, {"prompt": "p", "completion": " "}, "`completion` is empty", "f.jsonl:1: ' '"),
         (demonstrations, {"prompt": "", "completion": "c"}, "`prompt` is empty", "f.jsonl:1"),
         (demonstrations, {"prompt": "p", "completion": ["c"]}, "needs `role` and `content`", "turn 1: 'c'"),
@@ -130,43 +122,13 @@ def test_rows_left_out_are_counted_with_their_places() -> None:
         (demonstrations, {"messages": []}, "not a list of messages", "[]"),
         (demonstrations, {"messages": "hello"}, "not a list of messages", "'hello'"),
         (demonstrations, {"messages": [USER, {"role": "assistant"}]}, "needs `role` and `content`", "turn 2"),
-        (
-            demonstrations,
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "both text",
-            "turn 1",
-        ),
+        (demonstrations, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "both text", "turn 1"),
         (preferences, {"prompt": "p", "chosen": "c"}, "lacks `chosen` and `rejected`", "'prompt', 'chosen'"),
-        (
-            preferences,
-            {"chosen": "c", "rejected": "r"},
-            "lacks `prompt` or `messages`",
-            "'chosen', 'rejected'",
-        ),
-        (
-            preferences,
-            {"prompt": "p", "chosen": "c", "rejected": [NO]},
-            "`rejected` is not text",
-            "f.jsonl:1",
-        ),
-        (
-            preferences,
-            {"prompt": "p", "chosen": "c", "rejected": "r", "margin": "wide"},
-            "`margin`",
-            "'wide'",
-        ),
-        (
-            preferences,
-            {"prompt": "p", "chosen": "c", "rejected": "r", "margin": float("nan")},
-            "`margin`",
-            "nan",
-        ),
-        (
-            preferences,
-            {"prompt": "p", "chosen": [USER], "rejected": [NO]},
-            "one assistant message",
-            "['user']",
-        ),
+        (preferences, {"chosen": "c", "rejected": "r"}, "lacks `prompt` or `messages`", "'chosen', 'rejected'"),
+        (preferences, {"prompt": "p", "chosen": "c", "rejected": [NO]}, "`rejected` is not text", "f.jsonl:1"),
+        (preferences, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": "wide"}, "`margin`", "'wide'"),
+        (preferences, {"prompt": "p", "chosen": "c", "rejected": "r", "margin": float("nan")}, "`margin`", "nan"),
+        (preferences, {"prompt": "p", "chosen": [USER], "rejected": [NO]}, "one assistant message", "['user']"),
         (preferences, {"prompt": "p", "chosen": "a", "rejected": "a"}, "no row is left", "the same"),
         (prompts, {"text": "p"}, "lacks `prompt`, `messages`", "'text'"),
         (prompts, {"prompt": {"a": 1}}, "needs `role`", "f.jsonl:1"),

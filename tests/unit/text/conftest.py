@@ -46,14 +46,7 @@ def sentence_piece() -> Callable[[str], PreTrainedTokenizerFast]:
 
     def build(single: str) -> PreTrainedTokenizerFast:
         special = ["<unk>", "<s>", "</s>"]
-        tokens = [
-            *special,
-            *(f"<0x{n:02X}>" for n in range(256)),
-            "▁",
-            *"abcdefghijklmnopqrstuvwxyz.,?",
-            "▁a",
-            "▁th",
-        ]
+        tokens = [*special, *(f"<0x{n:02X}>" for n in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz.,?", "▁a", "▁th"]
         vocab = {token: n for n, token in enumerate([*tokens, "th"])}
         merges = [("t", "h"), ("▁", "a"), ("▁", "th")]
         tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -66,11 +59,7 @@ def sentence_piece() -> Callable[[str], PreTrainedTokenizerFast]:
             single=single, special_tokens=[("<s>", 1), ("</s>", 2)]
         )
         return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            bos_token="<s>",
-            eos_token="</s>",
-            pad_token="<unk>",
-            unk_token="<unk>",
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<unk>", unk_token="<unk>"
         )
 
     return build

@@ -17,9 +17,8 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, RLOO, KLConfig, ReinforcePlusPlus, ReMax
-from quartet.config.process_reward import DiscountedSteps, MinSteps, SumSteps
 from quartet.config.recipe import RLRecipe
-from quartet.config.rewards import ProcessModelReward
+from quartet.config.rewards import DiscountedSteps, MinSteps, ProcessModelReward, SumSteps
 from quartet.data.datasets import PromptItem
 from quartet.models.process_files import ProcessSettings, save_process_settings
 from quartet.observe.spans import SpanRecorder
