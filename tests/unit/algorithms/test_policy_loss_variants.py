@@ -1,4 +1,4 @@
-"""GSPO, CISPO and the plain policy gradient against loops, and under every way to cut and order a batch."""
+"""Every token-level policy loss against a loop, and under every way to cut and order a batch."""
 
 from functools import partial
 
@@ -15,6 +15,7 @@ NORM = 9.0
 INFINITY = float("inf")
 CLIP = {"clip_eps_low": 0.1, "clip_eps_high": 0.15}
 LOSSES = {
+    "clipped": partial(policy_loss, **CLIP),
     "gspo": partial(gspo_loss, **CLIP),
     "cispo": partial(cispo_loss, **CLIP),
     "cispo-unbounded": partial(cispo_loss, clip_eps_low=None, clip_eps_high=0.15),
@@ -44,8 +45,9 @@ def slow(name, layout, policy, old, advantages, aggregation, weights):
         tokens = layout.tokens_of(n)
         row = []
         for t in tokens:
-            if name == "gspo":
-                ratio = (sum(policy[u] - old[u] for u in tokens) / len(tokens)).exp()
+            if name in ("gspo", "clipped"):
+                own = [t] if name == "clipped" else tokens
+                ratio = (sum(policy[u] - old[u] for u in own) / len(own)).exp()
                 bounded = ratio.clamp(0.9, 1.15)
                 loss = torch.maximum(-advantages[t] * ratio, -advantages[t] * bounded)
                 clipped += int(-advantages[t] * bounded > -advantages[t] * ratio)
@@ -200,7 +202,7 @@ def test_order_of_tokens_does_not_matter(name, make_layout, close):
     close(after.ratios, before.ratios[p])
 
 
-@pytest.mark.parametrize("name", ["gspo", "reinforce"])
+@pytest.mark.parametrize("name", ["clipped", "gspo", "reinforce"])
 def test_gradcheck(name, make_layout):
     layout, policy, old, advantages = case(make_layout, num_tokens=20, num_owners=4)
     assert torch.autograd.gradcheck(lambda x: run(name, layout, x, old, advantages).loss, policy.requires_grad_())
