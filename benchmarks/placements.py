@@ -216,8 +216,11 @@ def ahead(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     changes["epochs"] = 2  # an update of about the judge's length
     pools = {"rollout": {"roles": ["rollout"]}, "actor": {"roles": ["actor"]}}
     placement = {"type": "asynchronous", "pools": pools}
-    recipe = {**recipe_of(folder, "none", args.steps, args.threads, **changes), "placement": placement}
-    rows = [run(folder, "ahead", recipe) for _ in range(args.repeats)]
+    changes["placement"] = placement
+    rows = [
+        run(folder, "ahead", recipe_of(folder, "none", args.steps, args.threads, **changes))
+        for _ in range(args.repeats)
+    ]
     found = {
         name: statistics.median(median(of, f"time/{name}_s") for of in rows)
         for name in ("step", "generate", "reward_score", "train_actor")

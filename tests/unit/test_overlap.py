@@ -49,11 +49,11 @@ def test_the_whole_step_as_one_chunk_is_slower(overlap: Any, monkeypatch: pytest
 
 
 def test_sleeping_on_the_real_clock_takes_what_the_virtual_one_says(overlap: Any) -> None:
-    """The shortest case, 300 times faster than the study: about a second."""
+    """The shortest case, 300 times faster than the study: about a second. Other processes only make it slower."""
     case = overlap.CASES[3]
     costs, placement = case.seconds.costs(), overlap.placed(case.placement)
     planned = overlap.simulated(costs, placement).step_s[0]
-    real = overlap.simulated(costs.times(1 / 300), placement, run=asyncio.run).step_s[0] * 300
+    real = min(overlap.simulated(costs.times(1 / 300), placement, run=asyncio.run).step_s[0] * 300 for _ in range(3))
     assert planned * 0.99 <= real <= planned * 1.25
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from quartet.observe.openmp import end_pool
@@ -31,7 +31,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     begin, begun = threading.Event(), threading.Event()
 
     async def main() -> T:
-        begin.wait()  # not before interrupts are waited for
+        begin.wait()  # not before an interrupt of the calling thread would cancel it
         task.append(asyncio.ensure_future(work))
         begun.set()
         return await task[0]
@@ -42,6 +42,9 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
         try:
             future = pool.submit(context.run, asyncio.run, main())
             begin.set()
+            # A signal that arrives as a thread begins to wait for a lock is handled only when that wait has ended.
+            while not wait([future], timeout=1.0).done:
+                pass
             return future.result()
         except KeyboardInterrupt:
             begin.set()
