@@ -250,17 +250,11 @@ class RaggedBatch:
             keep_order: of the segments, which else are stored in the order in which the sequences need them.
         """
         indices = [range(len(self))[s] for s in indices]
-        kept: dict[int, int] = {}
-        for s in indices:
-            for k in self.chain(s):
-                kept.setdefault(k, len(kept))
-        if keep_order:
-            kept = {k: place for place, k in enumerate(sorted(kept))}
+        needed = dict.fromkeys(k for s in indices for k in self.chain(s))
+        kept = {k: place for place, k in enumerate(sorted(needed) if keep_order else needed)}
         offsets = self.segment_offsets
-        if kept:
-            rows = torch.cat([torch.arange(offsets[k], offsets[k + 1], device=self.device) for k in kept])
-        else:
-            rows = torch.zeros(0, dtype=torch.int64, device=self.device)
+        nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
+        rows = torch.cat([nothing, *(torch.arange(offsets[k], offsets[k + 1], device=self.device) for k in kept)])
         picked = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
         return RaggedBatch(
             input_ids=self.input_ids[rows] if self.has_ids else self.input_ids[:0],

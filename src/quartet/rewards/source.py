@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -218,13 +218,11 @@ class GuardedReward:
         first = await self._call(prompts, completions, columns, slice(part.start, middle))
         return first + await self._call(prompts, completions, columns, slice(middle, part.stop))
 
-    def _place(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        if self._concurrency is None:
-            return contextlib.nullcontext()
+    def _place(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._places is None or self._places[0] is not loop:
             # One per event loop: training and a later evaluation may each have their own.
-            self._places = (loop, asyncio.Semaphore(self._concurrency))
+            self._places = (loop, asyncio.Semaphore(self._concurrency or sys.maxsize))
         return self._places[1]
 
     def _result(self, task: asyncio.Task[list[Score]], part: slice) -> list[Score]:
