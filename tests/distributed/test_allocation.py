@@ -5,14 +5,14 @@ The driver is a stand-in for ``quartet rl``; a node of the allocation is a torch
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -22,26 +22,14 @@ from quartet.cluster.worker import free_port
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 
-ENTRY = """
-import os, sys
-from quartet.cluster.allocation import Seat, run_in_allocation
-sys.exit(run_in_allocation([sys.executable, *sys.argv[1:]], Seat.found(os.environ)))
-"""
 DRIVER = """
-import os, sys, time
+import os, sys
 from pathlib import Path
-from quartet.cluster import ResourcePool, Worker, WorkerGroup, connect
+import ray
 
-class Here(Worker):
-    def node(self):
-        import ray
-        return ray.get_runtime_context().get_node_id()
-
-if __name__ == "__main__":
-    assert not [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or "TORCHELASTIC" in name]
-    with connect("ray", log_to_driver=False):
-        group = WorkerGroup(ResourcePool([1, 1], strategy="spread"), Here)
-        Path(sys.argv[1]).write_text(f"{len(set(group.call('node')))} nodes")
+assert not [name for name in os.environ if name in ("RANK", "WORLD_SIZE") or "TORCHELASTIC" in name]
+ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
+Path(sys.argv[1]).write_text(f"{sum(node['Alive'] for node in ray.nodes())} nodes")
 """
 
 
@@ -50,43 +38,42 @@ class Allocation:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.agents: list[subprocess.Popen[bytes]] = []
+        self.agents: list[BaseProcess] = []
         self._seen: dict[int, str] = {}
-        (folder / "entry.py").write_text(ENTRY)
 
     def start(self, nodes: int, processes: int, *command: str) -> None:
-        port = free_port()
+        port, context = free_port(), importlib.import_module("forkserver").context()
+        torchrun = importlib.import_module("torchrun_forks").torchrun
         for node in range(nodes):
-            with (self.folder / f"node{node}.log").open("wb") as log:
-                arguments = [f"--nnodes={nodes}", f"--nproc-per-node={processes}", "--rdzv-backend=c10d"]
-                arguments += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", str(self.folder / "entry.py")]
-                environment = {
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    RAY_ARGUMENTS: "--object-store-memory=100000000",
-                }
-                self.agents.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "torch.distributed.run", *arguments, *command],
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env=environment,
-                    )
-                )
+            arguments = [f"--nnodes={nodes}", f"--nproc-per-node={processes}", "--rdzv-backend=c10d"]
+            arguments += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", "entry.py", *command]
+            log = str(self.folder / f"node{node}.log")
+            environment = {"OMP_NUM_THREADS": "1", RAY_ARGUMENTS: "--object-store-memory=100000000"}
+            agent = context.Process(target=torchrun, args=(arguments, log, environment))
+            agent.start()
+            self.agents.append(agent)
 
     def look(self) -> dict[int, str]:
         """Processes that were started, with what each is called by the kernel, so far."""
         for agent in self.agents:
-            self._seen |= descendants(agent.pid)
+            self._seen |= descendants(agent.pid or 0)
         return self._seen
 
-    def wait(self, timeout_s: float) -> list[int]:
+    def until(self, there: Path, timeout_s: float) -> None:
+        """Waits for a file."""
         deadline = time.monotonic() + timeout_s
-        while any(agent.poll() is None for agent in self.agents):
+        while not there.exists():
             self.look()
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.2)
-        return [agent.returncode for agent in self.agents]
+
+    def wait(self, timeout_s: float) -> list[int | None]:
+        deadline = time.monotonic() + timeout_s
+        while any(agent.is_alive() for agent in self.agents):
+            self.look()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.2)
+        return [agent.exitcode for agent in self.agents]
 
     def left(self) -> list[str]:
         """Commands of processes that live on after the end; a moment is given to those that are just leaving."""
@@ -102,13 +89,14 @@ class Allocation:
 
 
 @pytest.fixture
-def allocation(tmp_path: Path) -> Iterator[Allocation]:
+def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocation]:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
     made = Allocation(tmp_path)
     yield made
     for agent in made.agents:
-        if agent.poll() is None:
+        if agent.is_alive():
             agent.terminate()
-            agent.wait(60)
+            agent.join(60)
     for kept in re.findall(r"logs of Ray on \S+: (/tmp/quartet-ray-\w+)", made.said()):
         shutil.rmtree(kept)
 
@@ -133,14 +121,8 @@ def test_whoever_is_killed_ends_all(allocation: Allocation, tmp_path: Path) -> N
     """Rank 1 only waits, yet without it the driver is ended, and so is Ray."""
     code = f"import pathlib, time; pathlib.Path({str(tmp_path / 'runs')!r}).touch(); time.sleep(600)"
     allocation.start(1, 2, "-c", code)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "runs").exists():
-        allocation.look()
-        assert time.monotonic() < deadline, allocation.said()
-        time.sleep(0.2)
-    waiting = [pid for pid in allocation.look() if b"LOCAL_RANK=1\0" in environment_of(pid)]
-    assert len(waiting) == 1
-    os.kill(waiting[0], signal.SIGKILL)
+    allocation.until(tmp_path / "runs", 120)
+    os.kill(int((tmp_path / "rank1").read_text()), signal.SIGKILL)
     killed = time.monotonic()
     assert allocation.wait(60) == [1], allocation.said()
     assert time.monotonic() - killed < 30
@@ -177,19 +159,8 @@ def test_a_signal_reaches_the_command_and_ray_stays_until_it_has_saved(
     """Sent to the torchrun of the last node, which with two is not the command's."""
     (tmp_path / "saves.py").write_text(SAVES)
     allocation.start(nodes, 1, str(tmp_path / "saves.py"), str(tmp_path))
-    deadline = time.monotonic() + 240
-    while not (tmp_path / "runs").exists():
-        allocation.look()
-        assert time.monotonic() < deadline, allocation.said()
-        time.sleep(0.2)
-    allocation.agents[-1].send_signal(number)
+    allocation.until(tmp_path / "runs", 240)
+    os.kill(allocation.agents[-1].pid or 0, number)
     assert 0 not in allocation.wait(60)
     assert allocation.left() == []
     assert (tmp_path / "saved").read_text() == f"{passed_on} {nodes}", allocation.said()
-
-
-def environment_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
