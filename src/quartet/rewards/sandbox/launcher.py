@@ -41,23 +41,6 @@ _INSIDE = "/sandbox"
 """Where bubblewrap shows the sources of this folder."""
 
 
-def main() -> None:
-    _make_importable()
-    from quartet.rewards.sandbox import confine
-
-    job = json.loads(sys.stdin.buffer.read())
-    with _reported(job["status_fd"]):
-        confine.end_with_parent()
-    if job["confinement"] == "bubblewrap":
-        _in_bubblewrap(job)
-    from quartet.rewards.sandbox import refuse, work  # noqa: F401 - while they can be found
-
-    {"namespaces": _in_namespaces, "process": _in_group, "inside": _inside}[job["confinement"]](job)
-    os.write(job["status_fd"], b"ok")
-    os.close(job["status_fd"])
-    work.ROLES[job["role"]](job)
-
-
 def _make_importable() -> None:
     """The sandbox's own modules by their names, without the packages that they are in: these need libraries, which a
     bare interpreter does not have.
@@ -67,10 +50,28 @@ def _make_importable() -> None:
         package.__path__ = [folder] if folder else []
 
 
+if __name__ == "__main__":
+    _make_importable()
+
+from quartet.rewards.sandbox import confine, refuse  # noqa: E402 - only now can they be found
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.buffer.read())
+    with _reported(job["status_fd"]):
+        confine.end_with_parent()
+    if job["confinement"] == "bubblewrap":
+        _in_bubblewrap(job)
+    from quartet.rewards.sandbox import work  # while it can be found; not above, since bubblewrap does without
+
+    {"namespaces": _in_namespaces, "process": _in_group, "inside": _inside}[job["confinement"]](job)
+    os.write(job["status_fd"], b"ok")
+    os.close(job["status_fd"])
+    work.ROLES[job["role"]](job)
+
+
 def _in_bubblewrap(job: dict[str, Any]) -> None:
     """Never returns: this program is started again inside."""
-    from quartet.rewards.sandbox import confine
-
     status = int(job["status_fd"])
     with _reported(status):
         confine.adopt_orphans()
@@ -107,8 +108,6 @@ def _in_bubblewrap(job: dict[str, Any]) -> None:
 
 def _inside(job: dict[str, Any]) -> None:
     """What bubblewrap leaves to do in the worker."""
-    from quartet.rewards.sandbox import confine
-
     with _reported(int(job["status_fd"])):
         confine.mount_memory("/tmp", job["limits"]["disk_bytes"], "1777")
         os.chdir("/tmp")
@@ -120,16 +119,12 @@ def _inside(job: dict[str, Any]) -> None:
 
 
 def _limit_worker(job: dict[str, Any], others: int) -> None:
-    from quartet.rewards.sandbox import confine, refuse
-
     confine.limit(**job["limits"], others=others)
     refuse.refuse_calls()
 
 
 def _in_namespaces(job: dict[str, Any]) -> None:
     """Returns in the worker, confined; the other processes never do."""
-    from quartet.rewards.sandbox import confine
-
     status = int(job["status_fd"])
     ready, told = os.pipe(), os.pipe()
     builder = _fork()
@@ -174,8 +169,6 @@ def _in_namespaces(job: dict[str, Any]) -> None:
 
 def _in_group(job: dict[str, Any]) -> None:
     """Returns in the worker, confined as far as that goes without namespaces; the launcher never does."""
-    from quartet.rewards.sandbox import confine, refuse
-
     status = int(job["status_fd"])
 
     with _reported(status):
@@ -255,8 +248,6 @@ def _end_group(worker: int) -> None:
     """Waits for the worker, kills its group, and ends with its exit status when everything of it is gone. SIGTERM kills
     the group at once.
     """
-    from quartet.rewards.sandbox import confine
-
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(worker, signal.SIGKILL))
     confine.end_with_parent(signal.SIGTERM)  # The kernel would end the worker, and not what that has started.
     # Not yet reaped, so that the number of the group stays its own.
