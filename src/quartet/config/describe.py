@@ -46,7 +46,7 @@ def unit(name: str, field: FieldInfo) -> str | None:
     found = [part for part in (*_metadata(field.annotation), *field.metadata) if isinstance(part, Unit)]
     if found:
         return found[0].name
-    is_number = {int, float} & set(_scalars(field.annotation)) and item_annotation(field.annotation) is None
+    is_number = _words(field.annotation).startswith(("integer", "number"))
     return IN_NAMES.get(name.rpartition("_")[2]) if is_number else None
 
 
@@ -135,15 +135,6 @@ def _metadata(annotation: Any) -> Iterator[Any]:
         yield from get_args(annotation)[1:]
     for part in get_args(annotation):
         yield from _metadata(part)
-
-
-def _scalars(annotation: Any) -> Iterator[Any]:
-    annotation = bare(annotation)
-    if get_origin(annotation) in (Union, types.UnionType):
-        for part in get_args(annotation):
-            yield from _scalars(part)
-    else:
-        yield annotation
 
 
 def _number(value: float) -> str:

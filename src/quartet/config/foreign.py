@@ -1,13 +1,40 @@
-"""Words for what user code or a server gave or raised. They are always found, however an object describes itself."""
+"""What user code or a server gave or raised: as a score, or in words, which are found however an object describes itself."""
 
 from __future__ import annotations
 
+import math
 import traceback
 from pathlib import Path
 from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[1])
 _LONGEST_TRACEBACK = 20_000
+_LARGEST = 3.4028234663852886e38
+"""Of float32, in which scores are kept; what lies beyond would become an infinity there."""
+
+
+def as_score(value: Any) -> float | str:
+    """``value`` as a float: a number of Python, or a scalar of numpy or torch. Where it is no number that float32 holds
+    a description of what it is.
+    """
+    try:
+        if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+            value = value.item()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # It is an object of user code, which may raise anything.
+        return f"{type_name(value)} that cannot be read as a number ({described(error)})"
+    # Their own types' methods: a subclass may have others.
+    if isinstance(value, float):
+        number = float.__float__(value)
+        if math.isfinite(number) and abs(number) <= _LARGEST:
+            return number
+        return "a number beyond what float32 holds" if math.isfinite(number) else f"{number}"
+    if isinstance(value, int):
+        # It may be too large for a float, and too long to be shown.
+        fits = int.__abs__(value) <= int(_LARGEST)
+        return int.__float__(value) if fits else "a number beyond what float32 holds"
+    return f"{excerpt(value)} ({type_name(value)})"
 
 
 def excerpt(value: Any) -> str:

@@ -61,6 +61,10 @@ for _tag, _pattern, _first in _RESOLVERS:
         _class.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
+def _refused(problem: str, where: yaml.Event | yaml.Node) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
+
+
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
@@ -68,13 +72,9 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
             continue
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is not text; put it into quotes", key_node.start_mark
-            )
+            raise _refused(f"the key {key!r} is not text; put it into quotes", key_node)
         if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} stands here and in line {seen[key]}", key_node.start_mark
-            )
+            raise _refused(f"the key {key!r} stands here and in line {seen[key]}", key_node)
         seen[key] = key_node.start_mark.line + 1
     loader.flatten_mapping(node)
     return {
@@ -85,18 +85,14 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     if len(node.value) <= MAX_DIGITS:
         return int(node.value)
-    raise yaml.constructor.ConstructorError(
-        None, None, f"a number of {len(node.value)} digits, more than {MAX_DIGITS}", node.start_mark
-    )
+    raise _refused(f"a number of {len(node.value)} digits, more than {MAX_DIGITS}", node)
 
 
 def _string(loader: _Loader, node: yaml.ScalarNode) -> str:
     text = str(loader.construct_scalar(node))
     half = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
     if half is not None:
-        raise yaml.constructor.ConstructorError(
-            None, None, f"half a character, U+{ord(half):04X}, which no text can hold", node.start_mark
-        )
+        raise _refused(f"half a character, U+{ord(half):04X}, which no text can hold", node)
     return text
 
 
@@ -125,11 +121,6 @@ def parse_yaml(text: str) -> Any:
         raise yaml.MarkedYAMLError(problem=f"{len(text)} characters, more than {MAX_CHARACTERS}")
     _check_size(yaml.parse(text, Loader=_Loader))
     return yaml.load(text, Loader=_Loader)
-
-
-def _refused(problem: str, event: yaml.Event) -> yaml.YAMLError:
-    mark: Any = event.start_mark
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def _check_size(events: Iterator[yaml.Event]) -> None:

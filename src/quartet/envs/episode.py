@@ -15,8 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from quartet.batch.trajectory import TrajectoryEnd
 from quartet.config.errors import UserError
-from quartet.config.foreign import described, excerpt, raised_at
-from quartet.config.scores import as_score
+from quartet.config.foreign import as_score, described, excerpt, raised_at
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
 from quartet.observe.global_state import GlobalStateGuard

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet.config.errors import UserError
-from quartet.config.foreign import described, full_traceback, raised_at, type_name
+from quartet.config.foreign import as_score, described, full_traceback, raised_at, type_name
 from quartet.config.nearest import nearest
-from quartet.config.scores import as_score
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from typing import Any, Literal, TypeVar
 import httpx2
 
 from quartet.config.errors import UserError
-from quartet.config.foreign import described
+from quartet.config.foreign import as_score, described
 from quartet.config.rewards import BreakerConfig, HTTPReward, RemoteSource, RetryConfig
-from quartet.config.scores import as_score
 from quartet.rewards.source import RewardError, RewardSource
 from quartet.text.examples import PromptText
 
