@@ -1,4 +1,4 @@
-"""What user code or a server gave or raised: as a score, or in words, which are found however an object describes itself."""
+"""What user code or a server gave or raised: as a score, or in words, however an object describes itself."""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ for _tag, _pattern, _first in _RESOLVERS:
 
 
 def _refused(problem: str, where: yaml.Event | yaml.Node) -> yaml.YAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
+    mark: Any = where.start_mark
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
