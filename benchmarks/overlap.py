@@ -302,7 +302,7 @@ def steady(name: str, *, divides: bool, steps: int = 6) -> dict[str, Any]:
     return {
         "step_s": step_s,
         "busy": used / ((ended_s - began_s) * GPUS),
-        "peak_gb": sum(outcome.stats.peak_bytes.values()) / GB,
+        "peak_gb": sum(outcome.peak_bytes.values()) / GB,
         "moved_gb": sum(span.nbytes for span in moves) / GB / num,
         "move_s": sum(span.seconds for span in moves) / num,
         "path": {stage: seconds / num for stage, seconds in seconds_on_path(later).items()},

@@ -35,7 +35,7 @@ from quartet.models.loading import scalar_model_from
 from quartet.models.packed import PackedCausalLM, PackedScalarModel
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
-from quartet.rollout.weights import num_bytes_of
+from quartet.schedule.model_worker import model_bytes
 from quartet.train.engine import Needs, TrainEngine, forward_only
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers.generate import run_to_end
@@ -154,14 +154,14 @@ def measure_frozen(holding: str, args: Any) -> dict[str, Any]:
         ]
         batch = RaggedBatch.from_groups(prompts, answers, [str(n) for n in range(sum(map(len, answers)))])
         batch = batch.with_token(loss_mask=batch.sequence_index() >= 0)
-        before, bytes_before = _frozen_values(packed, batch, needs), num_bytes_of(model)
+        before, bytes_before = _frozen_values(packed, batch, needs), model_bytes(packed)
         HOLDINGS[holding](packed)
         differences = (_frozen_values(packed, batch, needs) - before).abs()
         found[kind] = {
             "mean": float(differences.mean()),
             "largest": float(differences.max()),
             "spread": float(before.std()),
-            "bytes": num_bytes_of(model) / bytes_before,
+            "bytes": model_bytes(packed) / bytes_before,
         }
     return found
 

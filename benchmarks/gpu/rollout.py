@@ -77,7 +77,7 @@ def measure_engine(name: str, device: torch.device, *, rate: float, smoke: bool)
         "cache_bytes": engine.stats().cache_bytes,
         "peak_bytes": peak_memory(device),
     }
-    engine.sleep()
+    engine.release_cache()
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,10 +93,10 @@ def ask(name: str, prompt: Sequence[int] = (5, 9, 2), group: str | None = None, 
 
 
 def run(engine: RolloutEngine, requests: Sequence[Request]) -> dict[str, Completion]:
-    async def collect() -> list[Completion]:
-        return [completion async for completion in engine.generate(requests)]
-
-    done = asyncio.run(collect())
+    done: list[Completion] = []
+    engine.submit(requests)
+    while engine.has_work:
+        done += engine.step()
     assert len(done) == len({c.request_id for c in done}) == len(requests)
     return {c.request_id: c for c in done}
 
@@ -197,23 +196,11 @@ def test_tokens_follow_the_weights_and_name_their_version(
     assert case.engine.stats().policy_version == 7
 
 
-def test_sleep_gives_memory_back_and_wake_resumes(case: Case, model: PreTrainedModel) -> None:
-    request = ask("r", seed=2, max_new_tokens=9)
-    before = run(case.engine, [request])["r"]
-    case.engine.sleep()
-    assert case.engine.stats().cache_bytes == 0
-    case.engine.wake()
-    case.set_weights(model, 3)
-    after = run(case.engine, [request])["r"]
-    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
-    assert set(after.versions) == {3}
-
-
 def test_stats_count_what_happened(case: Case) -> None:
     run(case.engine, [ask(f"r{i}", group=f"g{i % 2}", seed=i, max_new_tokens=5) for i in range(6)])
     stats = case.engine.stats()
     assert stats.generated_tokens == 30
-    assert (stats.num_running, stats.num_waiting, stats.num_completed, stats.num_cancelled) == (0, 0, 6, 0)
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
     # Two groups of one prompt; whoever does not compute it finds it computed.
     assert stats.distinct_prompt_tokens == 6
     assert stats.prompt_tokens_prefilled + stats.prefix_hit_tokens == 6 * 3

@@ -122,15 +122,14 @@ def test_memory_does_not_grow_over_200_steps(cuda: torch.device, tiny: object) -
     assert max(allocated[2:]) <= max(allocated[:2])
 
 
-def test_sleep_gives_the_cache_back(cuda: torch.device, tiny: object) -> None:
+def test_the_cache_is_given_back(cuda: torch.device, tiny: object) -> None:
     engine = NativeEngine(packed(tiny.model("llama"), "bf16"))
     before = torch.cuda.memory_allocated()
     expected = run(engine, requests(tiny))
     held = engine.stats().cache_bytes
     assert torch.cuda.memory_allocated() >= before + held > before
-    engine.sleep()
+    engine.release_cache()
     assert torch.cuda.memory_allocated() <= before + 2**20
-    engine.wake()
     assert run(engine, requests(tiny)) == expected
 
 

@@ -44,7 +44,7 @@ class TrajectorySequence:
         num_turns: actions.
         columns: more token fields by name, one number per token of ``token_ids``.
         state: what the last action answers, as text or messages; None for the data set's prompt.
-        completion: the last action as text, up to a stop string; None where it is decoded when it is needed.
+        completion: the last action as text, up to a stop string.
         text_end: characters of the last action's text before the stop string; None without one.
     """
 
@@ -57,7 +57,7 @@ class TrajectorySequence:
     num_turns: int = 1
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
     state: Any = None
-    completion: str | None = None
+    completion: str = ""
     text_end: int | None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 from quartet.config.printable import printable
 
@@ -23,6 +24,15 @@ class UserError(Exception):
         self.found = found
         self.remedy = remedy
         super().__init__(f"{_shown(problem)}\n  found: {_shown(found)}\n  do: {_shown(remedy)}")
+
+    def __reduce__(self) -> Any:
+        return _restored, (type(self), self.args, vars(self))  # by default pickle would call __init__ with the message
+
+
+def _restored(kind: type[UserError], args: tuple[Any, ...], fields: dict[str, Any]) -> UserError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
 
 
 def _shown(text: str) -> str:

@@ -77,12 +77,6 @@ class Admission:
         shares_prefixes: bool,
         round_up: Callable[[int], int],
     ) -> None:
-        if max_prefill_tokens < 1:
-            raise UserError(
-                "a rollout engine must be able to run something",
-                found=f"max_prefill_tokens = {max_prefill_tokens}",
-                remedy="use 1 or more",
-            )
         self.scheduler = scheduler
         self.prefixes = PrefixCache()
         self.max_prefill_tokens = max_prefill_tokens
@@ -123,7 +117,8 @@ class Admission:
         for response in islice(self.scheduler.waiting, room):
             if response.block is None and not self._claim(response, plan):
                 break
-            for block in _needed(response):
+            assert response.block is not None, "its claim was granted"
+            for block in response.block.chain:
                 done = planned.get(block, block.done)
                 while done < len(block):
                     end = min(len(block), done + self.max_prefill_tokens)
@@ -181,9 +176,3 @@ class Admission:
         elif response.prefix is not None:
             self.prefixes.drop(response.prefix)
         response.block = response.prefix = None
-
-
-def _needed(response: Response) -> tuple[Block, ...]:
-    if response.block is None:
-        raise RuntimeError("a request was planned without a block")
-    return response.block.chain

@@ -63,7 +63,10 @@ class KVCache:
                 tensors[layer] = new
 
     def write(self, slots: Sequence[int], keys: Mapping[int, Tensor], values: Mapping[int, Tensor]) -> None:
-        """Stores the same run of tokens, ``[Hk, L, D]`` per layer, from place 0 on in each of ``slots``."""
+        """Stores the same run of tokens, ``[Hk, L, D]`` per layer, from place 0 on in each of ``slots``.
+
+        Makes the slots of layers of which none was written yet, with the heads and dtype of these runs.
+        """
         for tensors, runs in ((self.keys, keys), (self.values, values)):
             for layer, run in runs.items():
                 stored = tensors.get(layer)
@@ -72,10 +75,6 @@ class KVCache:
                     tensors[layer] = stored
                 for slot in slots:
                     stored[slot, :, : run.shape[1]] = run
-
-    def allocate_like(self, keys: Mapping[int, Tensor], values: Mapping[int, Tensor]) -> None:
-        """Makes the slots for layers of which none was written yet, with the heads and dtype of these runs."""
-        self.write((), keys, values)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first ``length`` tokens of one slot into another."""

@@ -46,7 +46,7 @@ class ComputeWeights:
         packed: whose linear layers are copied at the first use. Copies follow the weights: those changed in place since
             the last use are copied again.
         num_rows: rows that most products have.
-        in_place: nobody else uses the model, so weights that are cast or transposed singly change their own form and
+        in_place: nothing else uses the model, so weights that are cast or transposed singly change their own form and
             are not held twice; but for those under adapters, which the next ones are added to.
     """
 
@@ -66,7 +66,7 @@ class ComputeWeights:
         """Within, the model computes with the copies.
 
         Raises:
-            RuntimeError: the model's adapters are out: it is somebody's reference now.
+            RuntimeError: the model's adapters are out: it serves as a reference now.
         """
         adapters = self._packed.adapters
         if adapters is not None:

@@ -14,11 +14,16 @@ from torch import Tensor
 from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, masked_attention, visible
 from quartet.rollout.admission import Fill
 from quartet.rollout.cache import KVCache, round_up
-from quartet.rollout.decode_attention import DecodeAttention
-from quartet.rollout.partial_attention import causal_attention, has_kernel, join, partial_attention
+from quartet.rollout.decode_attention import (
+    DecodeAttention,
+    SpanAttention,
+    causal_attention,
+    has_kernel,
+    join,
+    partial_attention,
+)
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.rows import Rows, Spans
-from quartet.rollout.span_attention import SpanAttention
 
 MIN_ROWS = 16
 """From this many rows on, the bits of a row of an fp32 product on one thread no longer depend on their number."""

@@ -1,22 +1,84 @@
-"""The attention of one decode step: one new token of each running request against its slot and its shared prompt.
+"""The attention of new tokens of running requests: each against its slot and its shared prompt.
+
+``DecodeAttention`` takes one token of each row by the quickest kernels of a CPU, ``SpanAttention`` any number by plain
+operations that every device has. Where a row reads two places, each gives a partial output and its log-sum-exp, and
+``join`` puts them together.
 
 Shapes: B rows, H query heads, Hk key/value heads, n = H / Hk, D head size, m rows of one stretch, K places read of
-each, P tokens of a shared prompt.
+each, P tokens of a shared prompt; T new tokens of all rows, k of a row at most; b calls, r query rows of one.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 
 from quartet.models.attention import LayerRule
 from quartet.rollout.cache import KVCache, round_up
-from quartet.rollout.partial_attention import join, partial_attention
-from quartet.rollout.placement import Stretch
 from quartet.rollout.prefix_cache import Block
-from quartet.rollout.rows import SPARE_ROWS, Rows, SharedReads
+from quartet.rollout.rows import SPARE_ROWS, Rows, SharedReads, Spans, Stretch
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def has_kernel(q: Tensor, v: Tensor, rule: LayerRule) -> bool:
+    """Whether the fused kernel of the CPU can express the layer."""
+    return rule.softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Of tokens to those among them that are no later: ``q [1, H, t, D]``, ``k, v [1, Hk, t, D]``."""
+    out, lse = _flash(q, k, v, 0.0, True, scale=scaling)
+    return out, lse
+
+
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+    """``q [b, Hk, r, D]``, ``k, v [b, Hk, K, D]`` → outputs ``[b, Hk, r, D]`` and log-sum-exps ``[b, Hk, r]``.
+
+    Args:
+        mask: additive, fp32, broadcasts to ``[b, Hk, r, K]``. With the window already in it.
+    """
+    if has_kernel(q, v, rule):
+        out, lse = _flash(q, k, v, 0.0, False, attn_mask=mask, scale=rule.scaling)
+        return out, lse
+    return _by_formula(q, k, v, mask, rule)
+
+
+def _by_formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+    scores = q @ k.transpose(-1, -2)
+    scores = (scores if scores.dtype == torch.float64 else scores.float()) * rule.scaling
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    # Rows that see nothing get zeros rather than NaN.
+    finite = lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)
+    return (scores - finite).exp().to(v.dtype) @ v, lse
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: LayerRule) -> tuple[Tensor, Tensor]:
+    """As ``partial_attention`` by the formula, in fp32 at least whatever the dtypes, under autocast too."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    device = q.device.type
+    whole = torch.autocast(device, enabled=False) if is_autocast_available(device) else contextlib.nullcontext()
+    with whole:
+        return _by_formula(q.to(dtype), k.to(dtype), v.to(dtype), mask, rule)
+
+
+def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+    """One output from two partial ones ``[..., D]`` with log-sum-exps ``[...]``; -inf contributes nothing."""
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    # In fp64, because how fp32 exponentials round depends on how many there are.
+    share = torch.sigmoid((other_lse - lse).double()).to(dtype).unsqueeze(-1)
+    return out.to(dtype).lerp(other.to(dtype), share).to(out.dtype)
+
+
+# One token of each row -----------------------------------------------------------------------------------
 
 
 class _Buffers:
@@ -237,3 +299,65 @@ class DecodeAttention:
             mask = torch.zeros(left.shape, device=rows.device).masked_fill_(left, float("-inf"))
             mask = self._shared_masks[block, window] = mask.repeat_interleave(share, 0)[:computed]
         return mask
+
+
+# Any number of tokens ------------------------------------------------------------------------------------
+
+
+class SpanAttention:
+    """New tokens of each row against its slot, themselves included, and against the shared block where it reads one."""
+
+    def __init__(self, cache: KVCache, rows: Rows, spans: Spans) -> None:
+        self.cache = cache
+        self.rows = rows
+        self.spans = spans
+        self._num_keys = min(round_up(rows.longest + spans.grid.shape[1] - 1), cache.capacity)
+        self._masks: dict[tuple[int | None, int], Tensor] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        self.spans.store(keys, k)
+        self.spans.store(values, v)
+        num_rows, most = self.spans.grid.shape
+        num_kv, share = keys.shape[1], q.shape[1] // keys.shape[1]
+        # Query heads that share a key/value head, and a row's tokens, are query rows of one product.
+        grid = q.squeeze(0).transpose(0, 1)[self.spans.grid].unflatten(2, (num_kv, share))
+        queries = grid.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        read = slice(0, num_rows), slice(None), slice(0, self._num_keys)
+        out, lse = plain_attention(queries, keys[read], values[read], self._slot_mask(rule.window, share), rule)
+        if self.rows.shared is not None:
+            out = join(out, lse, *self._read_shared(layer, queries, out, self.rows.shared, rule))
+        by_token = out.unflatten(2, (share, most)).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
+        return by_token[self.spans.back].transpose(0, 1).unsqueeze(0).to(v.dtype)
+
+    def _slot_mask(self, window: int | None, share: int) -> Tensor:
+        """Additive ``[B, 1, n k, K]``: causal by places of the slot, and inside the window."""
+        mask = self._masks.get((window, share))
+        if mask is None:
+            places = self.spans.places[self.spans.grid].unsqueeze(-1)
+            distance = places - torch.arange(self._num_keys, device=places.device)
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            mask = self._masks[window, share] = _additive(hidden).repeat(1, share, 1).unsqueeze(1)
+        return mask
+
+    def _read_shared(
+        self, layer: int, queries: Tensor, like: Tensor, shared: SharedReads, rule: LayerRule
+    ) -> tuple[Tensor, Tensor]:
+        """``queries [B, Hk, n k, D]`` → each row's part of the block it reads, with log-sum-exps ``[B, Hk, n k]``."""
+        out = torch.zeros_like(like)
+        lse = torch.full(like.shape[:-1], float("-inf"), dtype=like.dtype, device=like.device)
+        share = queries.shape[2] // self.spans.grid.shape[1]
+        for block, first, stop in shared.blocks:
+            readers = shared.order[first:stop]
+            mask = None
+            if rule.window is not None:
+                positions = self.spans.positions[self.spans.grid[readers]].unsqueeze(-1)
+                far = positions - torch.arange(len(block), device=positions.device) >= rule.window
+                mask = _additive(far).repeat(1, share, 1).unsqueeze(1)
+            keys, values = block.keys[layer].unsqueeze(0), block.values[layer].unsqueeze(0)
+            out[readers], lse[readers] = plain_attention(queries[readers], keys, values, mask, rule)
+        return out, lse
+
+
+def _additive(hidden: Tensor) -> Tensor:
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))

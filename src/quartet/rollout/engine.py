@@ -6,10 +6,9 @@ sample a token for all → retire what is done.
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import math
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
 
@@ -20,29 +19,30 @@ from torch import Tensor
 from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
 from quartet.models.probe import check_decoding, context_length
-from quartet.observe.memory import held_bytes
 from quartet.rollout.admission import Admission
 from quartet.rollout.cache import KVCache, slot_shape
 from quartet.rollout.compute_weights import ComputeWeights
 from quartet.rollout.contexts import MIN_ROWS, Contexts
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, Request
-from quartet.rollout.request_checks import check_proposals, check_request, not_finite
 from quartet.rollout.rows import Rows, Spans
 from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
-from quartet.rollout.scheduler import Response, Scheduler
+from quartet.rollout.scheduler import Response, Scheduler, check_proposals, check_request
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
-from quartet.rollout.weights import DiscardedWeights, num_bytes_of
-from quartet.weights import NamedSource, TensorSink, WeightsRefused, sync_in_process
+from quartet.weights import NamedSource, TensorSink, sync_in_process
 
 
-class _Stream:
-    """What one ``generate`` call still waits for, and what is ready for it."""
+def own_copy(packed: PackedCausalLM) -> PackedCausalLM:
+    """An independent copy for an engine of its own in the same process: weights, adapters, precision, numerics.
 
-    def __init__(self, request_ids: Iterable[str]) -> None:
-        self.pending = set(request_ids)
-        self.ready: deque[Completion] = deque()
-        self.failure: GenerationError | None = None
+    What was found out about the model (shared prompts, the logits' scale) is taken over, not found out again. Gradients
+    stay behind, and the copy takes none.
+    """
+    if packed.adapters is not None:
+        packed.adapters.check_in()
+    copied = copy.deepcopy(packed)
+    copied.model.requires_grad_(False)
+    return copied
 
 
 class NativeEngine:
@@ -50,8 +50,8 @@ class NativeEngine:
     Args:
         packed: the model. Shared with the trainer unless ``owns_weights``: then nothing may train while a
             step runs.
-        owns_weights: ``packed`` is this engine's own copy, refreshed through ``weight_sink`` and freed by
-            ``sleep``. With adapters these alone are sent, and the frozen weights stay.
+        owns_weights: ``packed`` is this engine's own copy, refreshed through ``weight_sink``. With adapters these alone
+            are sent, and the frozen weights stay.
         max_running: requests decoded together.
         max_prefill_tokens: prompt tokens computed in one step; a longer prompt takes several.
         cache_tokens: tokens whose keys and values may be stored at a time, prompts included; requests wait for
@@ -98,10 +98,7 @@ class NativeEngine:
         self._rows_valid = self._rows_current = False
         self._stats = EngineStats(policy_version=version or 0)
         self._finished: list[Completion] = []
-        self._failure: GenerationError | None = None
-        self._streams: dict[str, _Stream] = {}
-        self._asleep = False
-        self._discarded: DiscardedWeights | None = None
+        self._failed: list[Response] = []
         self._sink = self._make_sink(version) if owns_weights else None
         self._context = context_length(packed.model)
         self._vocab_size = packed.vocab_size
@@ -125,16 +122,10 @@ class NativeEngine:
         return limit if self._context is None else min(limit, self._context - len(request.prompt_ids))
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        for response in self._drop(request_ids):
-            self._hand_over(response.completion(FinishReason.CANCELLED))
-
-    def _drop(self, request_ids: Iterable[str]) -> list[Response]:
-        """Ends what is still held of ``request_ids``."""
         held = self._scheduler.held
         responses = [held[i] for i in dict.fromkeys(request_ids) if i in held]
         self._retire(responses)
-        self._stats.num_cancelled += len(responses)
-        return responses
+        self._finished += [response.completion(FinishReason.CANCELLED) for response in responses]
 
     def _retire(self, responses: Sequence[Response]) -> None:
         self._scheduler.retire(responses)
@@ -147,7 +138,7 @@ class NativeEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.held or self._finished or self._failure)
+        return bool(self._scheduler.held or self._finished)
 
     def step(self, proposed: Mapping[str, Sequence[int]] | None = None) -> list[Completion]:
         """As the protocol has it.
@@ -161,13 +152,17 @@ class NativeEngine:
 
         Raises:
             UserError: a proposed token that the model does not have.
+            WeightsUnusable: its own weights are not those of a policy version, as none came yet.
         """
         if proposed:
             self._take_proposals(proposed)
-        self._advance()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        if self._sink is not None:
+            self._sink.require()
+        if self._scheduler.held:
+            self._advance()
+        if self._failed:
+            failed, self._failed = self._failed, []
+            raise _not_finite(failed)
         finished, self._finished = self._finished, []
         return finished
 
@@ -178,41 +173,10 @@ class NativeEngine:
             room = response.max_tokens - len(response.token_ids) - 1
             response.draft = tuple(proposed.get(response.request.request_id, ()))[:room]
 
-    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
-        self.submit(requests)
-        stream = _Stream(request.request_id for request in requests)
-        self._streams.update(dict.fromkeys(stream.pending, stream))
-        try:
-            while stream.pending:
-                while stream.ready:
-                    completion = stream.ready.popleft()
-                    stream.pending.discard(completion.request_id)
-                    yield completion
-                if stream.failure is not None:
-                    raise stream.failure
-                if stream.pending:
-                    self._advance()
-                    await asyncio.sleep(0)
-        finally:
-            for request_id in stream.pending:
-                self._streams.pop(request_id, None)
-            self._drop(stream.pending)
-
-    def _hand_over(self, completion: Completion) -> None:
-        """To the stream that waits for it, else to the next ``step``."""
-        stream = self._streams.pop(completion.request_id, None)
-        if stream is None:
-            self._finished.append(completion)
-        else:
-            stream.ready.append(completion)
-
     # ---- one step ----
 
     @torch.no_grad()
     def _advance(self) -> None:
-        self._check_usable()
-        if not self._scheduler.held:
-            return
         running = self._settle()
         plan = self._admission.plan()
         if plan.fills:
@@ -228,7 +192,6 @@ class NativeEngine:
         plan.count(self._stats)
         if plan.fills:
             self._note_peak()
-        self._stats.peak_running = max(self._stats.peak_running, len(running) + len(plan.admitted))
         if spans is not None:
             self._record(running, *self._sample([r for r in running for _ in (0, *r.draft)], logits))
         elif running:
@@ -239,17 +202,6 @@ class NativeEngine:
             self._begin(plan.admitted, first_logits)
         # After proposals rows advance by different numbers of tokens and are loaded anew.
         self._rows_valid = spans is None
-
-    def _check_usable(self) -> None:
-        """
-        Raises:
-            RuntimeError: it sleeps.
-            WeightsUnusable: its own weights are not those of a policy version: none came yet, or none since it woke.
-        """
-        if self._asleep:
-            raise RuntimeError("the rollout engine sleeps; call wake() before generating")
-        if self._sink is not None:
-            self._sink.require()
 
     def _settle(self) -> list[Response]:
         """Makes rows of what runs, and room in the cache for a token of each."""
@@ -302,18 +254,14 @@ class NativeEngine:
 
     def _place(self, response: Response) -> None:
         """Fills the slot of a request that got its row from its block, and lets go of what it then has itself."""
-        block = response.block
-        if block is None:
-            raise RuntimeError("a request came to a row without anything computed for it")
-        if block is response.prefix:
-            self._cache.allocate_like(block.keys, block.values)
-            response.block = None
-            return
-        self._cache.write([response.row], block.keys, block.values)
-        prefix = response.prefix
-        if prefix is not None:
-            self._admission.prefixes.hold(prefix)
-        self._admission.prefixes.drop(block)
+        block, prefix = response.block, response.prefix
+        assert block is not None, "it was admitted with what was computed for it"
+        # What is read in place fills no slot, but the first of a layer says what its slots are like.
+        self._cache.write([] if block is prefix else [response.row], block.keys, block.values)
+        if block is not prefix:
+            if prefix is not None:
+                self._admission.prefixes.hold(prefix)
+            self._admission.prefixes.drop(block)
         response.block = None
 
     def _note_peak(self) -> None:
@@ -357,20 +305,17 @@ class NativeEngine:
             if response.draft:
                 response.draft = ()
                 self._cache.truncate(response.row, response.num_stored, end)
-        self._stats.num_completed += len(done)
-        if failed:
-            self._fail(failed)
+        self._drop(failed)
         self._retire([response for response, _ in done])
-        for response, reason in done:
-            self._hand_over(response.completion(reason))
+        self._finished += [response.completion(reason) for response, reason in done]
 
     def _read(self, tokens: Tensor, logprobs: Tensor) -> list[list[float]]:
         """Pairs on the host: the only place in a step where the host waits for the device."""
         # fp64 holds both, so one copy is enough.
         return torch.stack([tokens.double(), logprobs.double()], 1).tolist()
 
-    def _fail(self, failed: Sequence[Response]) -> None:
-        """Drops responses whose logits are not finite, and tells whoever waits for them."""
+    def _drop(self, failed: Sequence[Response]) -> None:
+        """Drops responses whose logits are not finite, and what was computed with them; the step's end names them."""
         for response in failed:
             if response.row >= 0:
                 self._cache.clear(response.row)
@@ -378,15 +323,7 @@ class NativeEngine:
             if prompt is not None:
                 self._admission.prefixes.discard(prompt)
         self._retire(failed)
-        unclaimed: list[Response] = []
-        for response in failed:
-            stream = self._streams.pop(response.request.request_id, None)
-            if stream is None:
-                unclaimed.append(response)
-            else:
-                stream.failure = stream.failure or not_finite([response])
-        if unclaimed:
-            self._failure = not_finite(unclaimed)
+        self._failed += failed
 
     # ---- weights and memory ----
 
@@ -404,15 +341,7 @@ class NativeEngine:
         self._weights.prepare()
         adapters, model = self.packed.adapters, self.packed.model
         named = model.named_parameters(remove_duplicate=False) if adapters is None else adapters.trained.items()
-        return TensorSink(named, on_begin=self._before_sync, on_commit=self._take_version, version=version)
-
-    def _before_sync(self) -> None:
-        if self._asleep:
-            raise WeightsRefused(
-                "the rollout engine sleeps and has no room for weights",
-                found="a weight sync before wake()",
-                remedy="call wake() first",
-            )
+        return TensorSink(named, on_commit=self._take_version, version=version)
 
     def _take_version(self, version: int) -> None:
         self._weights.refresh()
@@ -432,38 +361,17 @@ class NativeEngine:
         pairs, sink = list(source), self.weight_sink()
         sync_in_process(NamedSource(lambda: pairs, like=sink.dtypes()), [sink], version)
 
-    def sleep(self) -> int:
-        before = held_bytes(self.packed.device)
-        self._forget()
-        self._release()
-        # What is frozen is not sent again, so a base model stays, and the adapters with it: they are as new as before.
-        if self._sink is not None and not self._asleep and self.packed.adapters is None:
-            self._discarded = DiscardedWeights(self.packed.model)
-            self._sink.invalidate("the engine slept and gave its weights back")
-        self._asleep = True
-        return before - held_bytes(self.packed.device)
+    def release_cache(self) -> int:
+        """Gives back what can be computed again: keys and values, weights in other forms. Weights and requests stay.
 
-    def _release(self) -> None:
-        """Gives back what can be computed again."""
+        Returns:
+            Bytes held by these.
+        """
+        held = self._weights.num_bytes + self._cache_bytes()
+        self._forget()
         self._cache.release()
         self._weights.release()
-
-    def release_cache(self) -> None:
-        """Gives back what can be computed again: keys and values, weights in other forms. Weights and requests stay."""
-        self._forget()
-        self._release()
-
-    def wake(self) -> int:
-        before = held_bytes(self.packed.device)
-        self._asleep = False
-        if self._discarded is not None:
-            self._discarded.restore()
-            self._discarded = None
-        return held_bytes(self.packed.device) - before
-
-    def resident_bytes(self) -> int:
-        own = num_bytes_of(self.packed.model) if self.owns_weights else 0
-        return own + self._weights.num_bytes + self._cache_bytes()
+        return held
 
     def _forget(self) -> None:
         """Everything computed from the weights; tokens stay."""
@@ -485,3 +393,13 @@ class NativeEngine:
             cached_tokens=self._cached_tokens(),
             cache_bytes=self._cache_bytes(),
         )
+
+
+def _not_finite(failed: Sequence[Response]) -> GenerationError:
+    """The error about responses whose logits were not finite."""
+    ids = [response.request.request_id for response in failed]
+    return GenerationError(
+        f"logits of request {ids[0]!r} are not finite at response token {len(failed[0].token_ids)}"
+        + (f" ({len(ids)} requests in all)" if len(ids) > 1 else ""),
+        ids,
+    )

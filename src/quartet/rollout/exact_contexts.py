@@ -28,7 +28,8 @@ from quartet.models.exact import (
 )
 from quartet.rollout.admission import Fill
 from quartet.rollout.cache import KVCache
-from quartet.rollout.contexts import DecodeAttention, begins
+from quartet.rollout.contexts import begins
+from quartet.rollout.decode_attention import DecodeAttention
 from quartet.rollout.rows import Rows, Spans
 
 

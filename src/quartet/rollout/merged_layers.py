@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quartet.models.attention import AttentionContext, LayerRule, PackedAttention
 from quartet.models.fused import SignedSin
 from quartet.models.lora import AdaptedLayer
-from quartet.rollout.weight_copies import Source, WeightCopy, product_for
+from quartet.rollout.weight_copies import ProductCopy, Source, product_for
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -75,7 +75,7 @@ class MergedLayers:
         return torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-class MergedLayer(WeightCopy):
+class MergedLayer(ProductCopy):
     """Holds the layer's weights in the forms of its products; the layer gets another forward."""
 
     def __init__(
@@ -99,7 +99,7 @@ class MergedLayer(WeightCopy):
             [mlp.down_proj],
         )
         self.linears = [linear for part in self._parts for linear in part]
-        self._products = [
+        products = [
             product_for(sum(linear.weight.numel() for linear in part), part[0].in_features, num_rows)
             for part in self._parts
         ]
@@ -107,13 +107,9 @@ class MergedLayer(WeightCopy):
         self._num_heads = [attention.q_proj.out_features // self._head_size]
         self._num_heads += [attention.k_proj.out_features // self._head_size] * 2
         self._former: Any = None
-        sources = [Source(_parameter(linear.weight), adapted.get(linear)) for linear in self.linears]
-        sources += [Source(_parameter(linear.bias)) for linear in self.linears if linear.bias is not None]
-        super().__init__(*sources)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(product.num_bytes for product in self._products)
+        sources = [Source(linear.weight, adapted.get(linear)) for linear in self.linears]
+        sources += [Source(linear.bias) for linear in self.linears if linear.bias is not None]
+        super().__init__(products, *sources)
 
     def _take(self, weights: list[Tensor]) -> None:
         left = iter(weights)
@@ -123,10 +119,6 @@ class MergedLayer(WeightCopy):
         for i, part in enumerate(self._parts):
             if part[0].bias is not None:
                 self._biases[i] = torch.cat([next(left) for _ in part])
-
-    def _give_back(self) -> None:
-        for product in self._products:
-            product.drop()
 
     def put_in(self) -> None:
         # Activation checkpointing puts a forward of its own on the instance.
@@ -173,11 +165,6 @@ class MergedLayer(WeightCopy):
 
 
 # Recognition ---------------------------------------------------------------------------------------------
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    assert isinstance(tensor, nn.Parameter)
-    return tensor
 
 
 def _has_the_parts(layer: Any) -> bool:

@@ -30,7 +30,7 @@ class Block:
         parent: the block these tokens follow; None: they begin a sequence.
         shared: responses read it where it is; otherwise they copy it into their slots.
         reusable: a whole prompt, which later requests may have, too; not a response's own tokens.
-        again: computed for requests that were running before, after new weights or sleep.
+        again: computed for requests that were running before, after new weights or a lost cache.
         keys, values: ``[Hk, L, D]`` by layer; the first ``done`` tokens are there.
         last_hidden: ``[D']`` of the last token, once all are done; it gives the logits of what follows.
         num_bytes: of all of these tensors.
@@ -78,7 +78,7 @@ class Block:
             stored[:, start:end] = new
 
     def empty(self) -> None:
-        """Gives its memory back, whoever still knows the block."""
+        """Gives its memory back, also while the block is still referred to."""
         self.keys, self.values, self.last_hidden = {}, {}, None
         self.done = self.num_bytes = 0
 
@@ -93,7 +93,7 @@ class PrefixCache:
 
     Attributes:
         num_tokens: of all blocks, filled or about to be.
-        idle_tokens: of those that nobody uses.
+        idle_tokens: of those without a user.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class PrefixCache:
                     self._remove(link)
 
     def discard(self, block: Block) -> None:
-        """Lets nobody find the block any more; it goes with its last user."""
+        """The block is not found any more; it goes with its last user."""
         if self._prompts.get(block.key) is not block:
             return
         if block.num_users:
@@ -175,7 +175,7 @@ class PrefixCache:
         return True
 
     def trim(self, limit: int, wanted: Callable[[], Collection[Block]]) -> None:
-        """Evicts idle prompts that nobody waits for while idle ones hold more than ``limit`` tokens."""
+        """Evicts idle prompts that no request waits for while idle ones hold more than ``limit`` tokens."""
         if self.idle_tokens <= limit:
             return
         keep = wanted()

@@ -1,13 +1,12 @@
 """What every rollout engine takes and gives back. Imports no torch at run time.
 
-An engine turns requests into completions. It can be driven step by step (``submit`` / ``step``) or as a
-stream (``generate``); both may be used at once, and several streams share one engine.
+An engine turns requests into completions, driven step by step: ``submit``, then ``step`` while it ``has_work``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -173,7 +172,7 @@ class EngineStats:
         prefix_hit_tokens: prompt tokens of newly admitted requests that did not, because the prompt had been
             computed for another one.
         recomputed_tokens: tokens of running requests that ran again because the weights changed or the
-            engine slept.
+            cache was given back.
         generated_tokens: tokens sampled.
         cached_tokens: places for keys and values that are allocated now, in slots and prompts.
         cache_bytes: held now by the KV cache: slots, prompts, and the logits that follow prompts.
@@ -183,14 +182,11 @@ class EngineStats:
     num_steps: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    num_completed: int = 0
-    num_cancelled: int = 0
     prompt_tokens_prefilled: int = 0
     distinct_prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
     recomputed_tokens: int = 0
     generated_tokens: int = 0
-    peak_running: int = 0
     cached_tokens: int = 0
     peak_cached_tokens: int = 0
     cache_bytes: int = 0
@@ -228,17 +224,11 @@ class RolloutEngine(Protocol):
         """Admits, prefills, and adds one token to every running request.
 
         Returns:
-            Completions that became final, except those that belong to a ``generate`` stream.
+            Completions that became final.
 
         Raises:
             GenerationError: logits of some requests were not finite; they are dropped, the others are
                 unharmed.
-        """
-
-    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Completion]:
-        """Completions as they become final; submits at the first iteration, yields control between steps.
-
-        Closing the stream early cancels what is left of it.
         """
 
     def cancel(self, request_ids: Iterable[str]) -> None:
@@ -265,22 +255,5 @@ class RolloutEngine(Protocol):
         Raises:
             UserError: the engine shares the trainer's model.
         """
-
-    def sleep(self) -> int:
-        """Gives back the KV cache and the engine's own copy of the weights. Requests are kept.
-
-        Returns:
-            Bytes freed, as measured.
-        """
-
-    def wake(self) -> int:
-        """The opposite of ``sleep``; an engine that gave its weights back computes nothing until new ones were sent.
-
-        Returns:
-            Bytes taken, as measured.
-        """
-
-    def resident_bytes(self) -> int:
-        """Held now: the engine's own weights, its copies of weights, its cache."""
 
     def stats(self) -> EngineStats: ...

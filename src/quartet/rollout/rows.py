@@ -5,7 +5,7 @@ Shapes: B running requests, R rows allocated, S slots, C capacity of a slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +15,50 @@ from torch import Tensor
 
 from quartet.models.memory import to_device
 from quartet.rollout.cache import round_up
-from quartet.rollout.placement import Stretch, stretches
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.sampler import SamplingRows
-from quartet.rollout.scheduler import Response
+from quartet.rollout.scheduler import BAND, Response
 
 SPARE_ROWS = 16
 """Query rows of a kernel call are rounded up to it, at the cost of the rows of the next block."""
+CALL_TOKENS = 768
+"""One more stretch costs as much as reading so many more tokens of a row (measured: 500 to 1000)."""
+
+
+@dataclass
+class Stretch:
+    """Rows ``start`` to ``end``; the longest has ``longest`` tokens."""
+
+    start: int
+    end: int
+    longest: int
+
+
+def stretches(lengths: Sequence[int], round_up: Callable[[int], int]) -> list[Stretch]:
+    """Cuts the rows where that lessens what is read, counting ``CALL_TOKENS`` per stretch.
+
+    Cuts stand between bands; the best set of them is found by dynamic programming.
+    """
+    starts = range(0, len(lengths), BAND)
+    band_longest = [max(lengths[start : start + BAND]) for start in starts]
+    costs = [0]
+    last_stretch: list[Stretch] = []
+    for num_bands in range(1, len(starts) + 1):
+        end = min(num_bands * BAND, len(lengths))
+        longest, options = 0, []
+        for first in range(num_bands - 1, -1, -1):
+            longest = max(longest, band_longest[first])
+            reads = (end - starts[first]) * round_up(longest)
+            options.append((costs[first] + CALL_TOKENS + reads, first, longest))
+        cost, first, longest = min(options)
+        costs.append(cost)
+        last_stretch.append(Stretch(starts[first], end, longest))
+    found: list[Stretch] = []
+    end = len(starts)
+    while end:
+        found.append(last_stretch[end - 1])
+        end = found[-1].start // BAND
+    return found[::-1]
 
 
 @dataclass(frozen=True)
@@ -79,7 +116,7 @@ class Rows:
         num_stored: ``[B]`` tokens in each slot, the newest one not among them.
         mask: ``[S, C]`` fp32, 0 at places up to the newest token's, -inf behind; added to attention scores.
         stretches: neighbouring rows that one kernel call reads, with the longest of each.
-        shared: who reads which shared prompt, if anybody does.
+        shared: which rows read which shared prompt; None where none does.
     """
 
     def __init__(self, max_rows: int, min_rows: int, vocab_size: int, device: torch.device) -> None:

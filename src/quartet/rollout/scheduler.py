@@ -1,19 +1,27 @@
 """Which requests are held, which of them run, and in which row. Knows no tensors.
 
-A running request's row in the batch is its cache slot. Rows ``0 … B-1`` have no gaps while a step decodes.
+A running request's row in the batch is its cache slot. Rows ``0 … B-1`` have no gaps while a step decodes, and
+neighbouring rows have similar lengths: decode attention runs in one kernel call per stretch of rows and reads each of
+them up to the longest of the stretch. All running requests grow by one token a step, so an order by length lasts; only
+comings and goings disturb it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from quartet.config import UserError
-from quartet.rollout.placement import close_gaps
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.protocol import Completion, FinishReason, PromptKey, Request
 from quartet.rollout.stop_strings import StopStringMatcher
+
+R = TypeVar("R")
+
+BAND = 16
+"""Rows within a band stand in any order: wider bands cost longer reads, narrower ones more copies between slots."""
 
 
 @dataclass(eq=False)
@@ -238,3 +246,89 @@ class Scheduler:
             response.group.block = None
         self.waiting.extendleft(reversed(running))
         self.arrivals, self._rows, self._gaps = [], [], False
+
+
+def close_gaps(rows: list[R | None], arrivals: Sequence[R], length: Callable[[R], int]) -> list[tuple[R, int]]:
+    """Fills the gaps of ``rows`` so that every gap gets a request which belongs in its band by length.
+
+    Bands hold requests by falling length. A request from another band that comes to a gap leaves one behind, which is
+    filled in turn; requests that no gap calls for stay where they are, even in a wrong band.
+
+    Args:
+        rows: changed in place; afterwards without gaps.
+        arrivals: requests without a row.
+
+    Returns:
+        ``(request, its new row)`` in the order in which slots must be copied.
+    """
+    present = [(request, row) for row, request in enumerate(rows) if request is not None]
+    ranked = [*present, *((request, -1) for request in arrivals)]
+    ranked.sort(key=lambda entry: -length(entry[0]))
+    num_rows = len(ranked)
+    rows.extend([None] * (num_rows - len(rows)))
+    # Of each band: who belongs there and is elsewhere. From the end are taken first those beyond the last row, which
+    # must go, and arrivals, which cost no copy.
+    elsewhere: dict[int, list[tuple[R, int]]] = {}
+    for rank, (request, row) in enumerate(ranked):
+        if row < 0 or row >= num_rows or row // BAND != rank // BAND:
+            elsewhere.setdefault(rank // BAND, []).append((request, row))
+    for requests in elsewhere.values():
+        requests.sort(key=lambda entry: 0 <= entry[1] < num_rows, reverse=True)
+    gaps = [row for row in range(num_rows - 1, -1, -1) if rows[row] is None]
+    changes: list[tuple[R, int]] = []
+    while gaps:
+        gap = gaps.pop()
+        request, former = elsewhere[gap // BAND].pop()
+        rows[gap] = request
+        changes.append((request, gap))
+        if former >= 0:
+            rows[former] = None
+            if former < num_rows:
+                gaps.append(former)
+    del rows[num_rows:]
+    return changes
+
+
+# Refusals ------------------------------------------------------------------------------------------------
+
+
+def check_request(request: Request, *, context: int | None, vocab_size: int, decodes: bool) -> None:
+    """
+    Args:
+        context: tokens of the model's context, if it has an end.
+        decodes: tokens can be turned into text.
+
+    Raises:
+        UserError: the prompt fills the context or has unknown tokens, or stop strings could not be found.
+    """
+    num_prompt = len(request.prompt_ids)
+    if context is not None and num_prompt >= context:
+        raise UserError(
+            "a prompt leaves no room in the model's context",
+            found=f"request {request.request_id!r}: {num_prompt} tokens, a context of {context}",
+            remedy="shorten or drop such prompts (generation that reaches the context's end stops there)",
+        )
+    _check_tokens("a prompt", request.request_id, request.prompt_ids, vocab_size)
+    if request.sampling.stop_strings and not decodes:
+        raise UserError(
+            "stop strings need a way to decode tokens",
+            found=f"request {request.request_id!r} with stop strings, engine without decode",
+            remedy="build the engine with decode=tokenizer.decode, or use stop_token_ids",
+        )
+
+
+def check_proposals(proposed: Mapping[str, Sequence[int]], vocab_size: int) -> None:
+    """Raises UserError where a proposal has unknown tokens."""
+    for request_id, tokens in proposed.items():
+        if tokens:
+            _check_tokens("a proposal", request_id, tokens, vocab_size)
+
+
+def _check_tokens(what: str, request_id: str, tokens: Sequence[int], vocab_size: int) -> None:
+    lowest, highest = min(tokens), max(tokens)
+    if lowest < 0 or highest >= vocab_size:
+        raise UserError(
+            f"{what} holds tokens the model does not have",
+            found=f"request {request_id!r}: ids {lowest} to {highest}, {vocab_size} tokens",
+            remedy="use the tokenizer that belongs to the model",
+        )

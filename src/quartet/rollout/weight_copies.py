@@ -9,7 +9,7 @@ adds to the weight, the copy is of the merged one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ the number of rows; a request would then get other bits alone than in company.""
 class Source:
     """A parameter, and the adapter that adds to it where one does."""
 
-    parameter: nn.Parameter
+    parameter: Tensor
     layer: AdaptedLayer | None = None
 
     @property
@@ -127,27 +127,34 @@ class ConvertedWeight(WeightCopy):
         self._module._parameters[self._name] = self._copy  # type: ignore[assignment]
 
     def take_out(self) -> None:
-        self._module._parameters[self._name] = self._sources[0].parameter
+        self._module._parameters[self._name] = self._sources[0].parameter  # type: ignore[assignment]
 
 
-class PackedProduct(WeightCopy):
+class ProductCopy(WeightCopy):
+    """Weights in the forms of their products, for another forward of a module."""
+
+    def __init__(self, products: Sequence[Product], *sources: Source) -> None:
+        self._products = products
+        super().__init__(*sources)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(product.num_bytes for product in self._products)
+
+    def _give_back(self) -> None:
+        for product in self._products:
+            product.drop()
+
+
+class PackedProduct(ProductCopy):
     """The weight of a linear layer in the blocks that oneDNN's kernel reads; the module gets another forward."""
 
     def __init__(self, module: nn.Linear, num_rows: int, layer: AdaptedLayer | None = None) -> None:
         self._module: Any = module
-        self._product = BlockedProduct(num_rows)
-        assert isinstance(module.weight, nn.Parameter)
-        super().__init__(Source(module.weight, layer))
-
-    @property
-    def num_bytes(self) -> int:
-        return self._product.num_bytes
+        super().__init__([BlockedProduct(num_rows)], Source(module.weight, layer))
 
     def _take(self, weights: list[Tensor]) -> None:
-        self._product.take(weights[0])
-
-    def _give_back(self) -> None:
-        self._product.drop()
+        self._products[0].take(weights[0])
 
     def put_in(self) -> None:
         self._module.forward = self._forward
@@ -157,7 +164,7 @@ class PackedProduct(WeightCopy):
         del self._module.forward
 
     def _forward(self, x: Tensor) -> Tensor:
-        return self._product(x, self._module.bias)
+        return self._products[0](x, self._module.bias)
 
 
 # Products without a module -------------------------------------------------------------------------------

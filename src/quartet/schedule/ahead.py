@@ -13,38 +13,30 @@ learners ask for their leases first: what is scored ahead takes what they leave.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from quartet.batch.columns import ColumnSet
+from quartet.schedule.groups import Chunk, Group
+from quartet.schedule.stream import GroupStream
 
 if TYPE_CHECKING:
-    from quartet.schedule.iteration import Chunk, Collect, Scorer
-
-Group = TypeVar("Group")
-Data = TypeVar("Data")
-Columns = TypeVar("Columns")
-
-
-class Foresight(Protocol[Group]):
-    """A stream that tells what it has for coming steps."""
-
-    def chunks_ahead(self) -> Iterator[tuple[int, int, list[Group]]]: ...
-
-    async def change(self) -> None: ...
+    from quartet.schedule.iteration import Collect, Scorer
 
 
 @dataclass(frozen=True)
-class Begun(Generic[Data, Columns]):
+class Begun:
     """A chunk whose scoring began before its step."""
 
-    chunk: Chunk[Data]
-    columns: Sequence[tuple[Scorer[Data, Columns], asyncio.Task[Columns]]]
+    chunk: Chunk
+    columns: Sequence[tuple[Scorer, asyncio.Task[ColumnSet]]]
 
-    def task(self, scorer: Scorer[Data, Columns]) -> asyncio.Task[Columns] | None:
+    def task(self, scorer: Scorer) -> asyncio.Task[ColumnSet] | None:
         return next((task for known, task in self.columns if known is scorer), None)
 
 
-class ScoringAhead(Generic[Group, Data, Columns]):
+class ScoringAhead:
     """Begins the scoring of coming steps' chunks, and hands it over when their step has come.
 
     What fails is raised in the step that it was for. Nothing of it is saved: a resumed run scores its chunks anew.
@@ -56,16 +48,16 @@ class ScoringAhead(Generic[Group, Data, Columns]):
 
     def __init__(
         self,
-        stream: Foresight[Group],
-        collect: Collect[Group, Data],
-        scorers: Sequence[Scorer[Data, Columns]],
+        stream: GroupStream[Group],
+        collect: Collect,
+        scorers: Sequence[Scorer],
         num_steps: int | None = None,
     ) -> None:
         self._stream = stream
         self._collect = collect
         self._scorers = scorers
         self.num_steps = num_steps
-        self._begun: dict[tuple[int, int], Begun[Data, Columns]] = {}
+        self._begun: dict[tuple[int, int], Begun] = {}
         self._next = (0, 0)  # no chunk before it is begun any more
         self._watch: asyncio.Task[None] | None = None
 
@@ -87,7 +79,7 @@ class ScoringAhead(Generic[Group, Data, Columns]):
             if not watch.cancelled():
                 watch.result()
 
-    def take(self, step: int, index: int) -> Begun[Data, Columns] | None:
+    def take(self, step: int, index: int) -> Begun | None:
         return self._begun.pop((step, index), None)
 
     async def close(self) -> None:
@@ -112,9 +104,5 @@ class ScoringAhead(Generic[Group, Data, Columns]):
         self._next = (step, index + 1)
         chunk = self._collect(step, index, groups)
         loop = asyncio.get_running_loop()
-        tasks = [(scorer, loop.create_task(_scored(scorer, chunk))) for scorer in self._scorers]
+        tasks = [(scorer, loop.create_task(scorer.score(chunk))) for scorer in self._scorers]
         self._begun[step, index] = Begun(chunk, tasks)
-
-
-async def _scored(scorer: Scorer[Data, Columns], chunk: Chunk[Data]) -> Columns:
-    return await scorer.score(chunk)

@@ -8,25 +8,23 @@ lease, so that nothing is held meanwhile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, cast
 
-from quartet.schedule.clock import Waiting
-from quartet.schedule.iteration import Chunk, Learner, Scorer
-
-Group = TypeVar("Group")
-Data = TypeVar("Data")
-Columns = TypeVar("Columns")
-Experience = TypeVar("Experience")
+from quartet.batch.columns import ColumnSet
+from quartet.schedule.clock import News
+from quartet.schedule.groups import Chunk, Group
+from quartet.schedule.iteration import Collect, Learner, Scorer
 
 
 class Barriers:
     """Counts what has ended in each step; parts of a coming one may end before the one under way has.
 
     Args:
-        after: stage → stages that must have ended wholly before any part of it begins. Stages that nobody plays have
-            no parts and hold nobody back.
+        after: stage → stages that must have ended wholly before any part of it begins. Stages that a run does not have
+            have no parts and hold nothing back.
         num_chunks: chunks of a step.
     """
 
@@ -35,15 +33,13 @@ class Barriers:
         self._num_chunks = num_chunks
         self._parts: Counter[str] = Counter()  # in every step
         self._ended: dict[int, Counter[str]] = {}  # by step
-        self._waiting: list[tuple[int, str, Waiting[None]]] = []
+        self._news = News()
 
-    def collect(
-        self, collect: Callable[[int, int, Sequence[Group]], Chunk[Data]]
-    ) -> Callable[[int, int, Sequence[Group]], Chunk[Data]]:
+    def collect(self, collect: Collect) -> Collect:
         """The stage ``generate``: a chunk's groups are there when it is collected."""
         self._parts["generate"] += self._num_chunks
 
-        def collected(step: int, index: int, groups: Sequence[Group]) -> Chunk[Data]:
+        def collected(step: int, index: int, groups: Sequence[Group]) -> Chunk:
             if index == 0:
                 self._begin(step)
             chunk = collect(step, index, groups)
@@ -52,38 +48,31 @@ class Barriers:
 
         return collected
 
-    def scorer(self, stage: str, scorer: Scorer[Data, Columns]) -> Scorer[Data, Columns]:
+    def scorer(self, stage: str, scorer: Scorer) -> Scorer:
         """The scorer, with its waits where the stage has edges; several scorers may make up one stage."""
         if not self._has_edges(stage):
             return scorer
         self._parts[stage] += self._num_chunks
-        return _HeldScorer(self, stage, scorer)
+        return _Held(self, stage, scorer)
 
-    def learner(self, stage: str, learner: Learner[Experience]) -> Learner[Experience]:
+    def learner(self, stage: str, learner: Learner) -> Learner:
         if not self._has_edges(stage):
             return learner
         self._parts[stage] += 1
-        return _HeldLearner(self, stage, learner)
+        return _Held(self, stage, learner)
 
     def _has_edges(self, stage: str) -> bool:
         return stage in self._after or any(stage in earlier for earlier in self._after.values())
 
     async def wait(self, stage: str, step: int) -> None:
         """Until everything that ``stage`` comes after has ended in the step."""
-        for earlier in self._after.get(stage, ()):
-            if self._is_missing(earlier, step):
-                waiting: Waiting[None] = Waiting(lambda: self._describe(stage, step))
-                self._waiting.append((step, earlier, waiting))
-                await waiting
+        while any(self._is_missing(earlier, step) for earlier in self._after.get(stage, ())):
+            await self._news.wait(lambda: self._describe(stage, step))
 
     def part_ended(self, stage: str, step: int) -> None:
         self._ended[step][stage] += 1
-        if self._is_missing(stage, step):
-            return
-        for of_step, earlier, waiting in self._waiting:
-            if (of_step, earlier) == (step, stage) and not waiting.done():
-                waiting.set_result(None)
-        self._waiting = [entry for entry in self._waiting if not entry[2].done()]
+        if not self._is_missing(stage, step):
+            self._news.tell()
 
     def _begin(self, step: int) -> None:
         if step in self._ended:
@@ -106,26 +95,21 @@ class Barriers:
 
 
 @dataclass(frozen=True)
-class _HeldScorer(Generic[Data, Columns]):
+class _Held:
+    """A scorer or a learner, behind the edges of its stage."""
+
     barriers: Barriers
     stage: str
-    scorer: Scorer[Data, Columns]
+    inner: Any
 
-    async def score(self, chunk: Chunk[Data]) -> Columns:
-        await self.barriers.wait(self.stage, chunk.step)
-        columns = await self.scorer.score(chunk)
-        self.barriers.part_ended(self.stage, chunk.step)
-        return columns
+    async def score(self, chunk: Chunk) -> ColumnSet:
+        return cast(ColumnSet, await self._in_order(chunk.step, partial(self.inner.score, chunk)))
 
+    async def train(self, experience: Any, step: int) -> Mapping[str, float]:
+        return cast(Mapping[str, float], await self._in_order(step, partial(self.inner.train, experience, step)))
 
-@dataclass(frozen=True)
-class _HeldLearner(Generic[Experience]):
-    barriers: Barriers
-    stage: str
-    learner: Learner[Experience]
-
-    async def train(self, experience: Experience, step: int) -> Mapping[str, float]:
+    async def _in_order(self, step: int, work: Callable[[], Awaitable[Any]]) -> Any:
         await self.barriers.wait(self.stage, step)
-        metrics = await self.learner.train(experience, step)
+        result = await work()
         self.barriers.part_ended(self.stage, step)
-        return metrics
+        return result

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
@@ -34,9 +34,50 @@ class Waiting(asyncio.Future[T]):
         self.reason = reason
 
 
+class News:
+    """Lets tasks wait until something has changed, and look again."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Waiting[None]] = []
+
+    @property
+    def is_awaited(self) -> bool:
+        return any(not waiting.done() for waiting in self._waiting)
+
+    async def wait(self, reason: Callable[[], str]) -> None:
+        waiting: Waiting[None] = Waiting(reason)
+        self._waiting.append(waiting)
+        await waiting
+
+    def tell(self) -> None:
+        told, self._waiting = self._waiting, []
+        for waiting in told:
+            if not waiting.done():
+                waiting.set_result(None)
+
+
 def now() -> float:
     """Seconds on the running loop's clock, real or virtual; only differences mean something."""
     return asyncio.get_running_loop().time()
+
+
+async def drained(work: Awaitable[T], on_cancel: Callable[[], object] | None = None) -> T:
+    """Awaits work that goes on elsewhere; a caller that is cancelled meanwhile is held until it has really ended.
+
+    A lease given back earlier would let another role in beside it. `on_cancel` is called when that happens.
+    """
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+            if on_cancel is not None:
+                on_cancel()
+    if cancelled is not None:
+        raise cancelled from (None if task.cancelled() else task.exception())
+    return task.result()
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

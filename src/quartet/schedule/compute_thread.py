@@ -20,7 +20,7 @@ import torch
 
 from quartet.observe.global_state import EXCLUSIVE
 from quartet.observe.openmp import end_pool
-from quartet.schedule.worker import drained
+from quartet.schedule.clock import drained
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], Any], asyncio.Future[Any]]

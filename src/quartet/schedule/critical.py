@@ -1,7 +1,7 @@
 """The critical path of a run, read from its spans: the chain of work that made it as long as it is.
 
-A span began when the last of its *causes* had ended: the data it needs, or whoever held its pool. Going back from the
-span that ended last, from cause to cause, gives the path; what lies between a cause's end and the next beginning is
+A span began when the last of its *causes* had ended: the data it needs, or the work that held its pool. Going back from
+the span that ended last, from cause to cause, gives the path; what lies between a cause's end and the next beginning is
 waiting that no span explains (on a virtual clock there is none).
 """
 

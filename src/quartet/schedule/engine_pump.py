@@ -8,72 +8,29 @@ between the driver and an engine in another process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.rollout.protocol import EngineStats, GenerationError
-from quartet.schedule.clock import Waiting
-from quartet.schedule.journal import Diverged, Journal
+from quartet.rollout.protocol import EngineStats
+from quartet.schedule.clock import drained
+from quartet.schedule.journal import Diverged
 from quartet.schedule.leases import MissedVersion
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import Burst, CanaryProbe, RolloutWorker
 from quartet.schedule.sampled import Ended, PromptRequest, TurnRequest
-from quartet.schedule.worker import Worker
 
-
-@dataclass
-class Common:
-    """What the pumps of a run's engines share.
-
-    Args:
-        version: of the weights in the engines.
-        shares_actor: the engines compute with the actor's own tensors, which nobody may train meanwhile.
-        max_running: requests that an engine is given at a time, less one that is left for the canary; None for all.
-        span: name and step of what is generated now; None for generation under the version found.
-        num_pauses: while above 0 nothing is admitted.
-        num_publishing: calls that bring weights, waiting ones included.
-    """
-
-    worker: Worker
-    steps_per_lease: int
-    version: int
-    shares_actor: bool
-    journal: Journal | None = None
-    max_running: int | None = None
-    on_finished: Callable[[int], None] | None = None
-    span: tuple[str, int] | None = None
-    num_pauses: int = 0
-    num_publishing: int = 0
-    _changed: list[Waiting[None]] = field(default_factory=list)
-
-    def reads(self) -> dict[str, int | None]:
-        """Whatever weights the engines have; where they are the actor's own tensors, those of the same version."""
-        return {"rollout": None, **({"actor": self.version} if self.shares_actor else {})}
-
-    async def change(self, reason: str) -> None:
-        """Waits until something was told."""
-        waiting: Waiting[None] = Waiting(lambda: f"the rollout waits for {reason}")
-        self._changed.append(waiting)
-        await waiting
-
-    def tell(self) -> None:
-        """Something changed that somebody may wait for."""
-        changed, self._changed = self._changed, []
-        for waiting in changed:
-            if not waiting.done():
-                waiting.set_result(None)
-        if self.journal is not None:
-            self.journal.tell()
+if TYPE_CHECKING:
+    from quartet.schedule.rollout import Rollout
 
 
 @dataclass(eq=False)
 class _Ask:
-    """What is submitted together. ``index`` is the group's, ``passes``: also while admission is paused."""
+    """What is submitted together, for the group ``index``."""
 
     asked: PromptRequest | TurnRequest
-    index: int | None
-    passes: bool
+    index: int
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -81,16 +38,21 @@ class _Ask:
 
 
 class EnginePump:
-    def __init__(self, engine: RoleGroup[RolloutWorker], common: Common) -> None:
+    """
+    Args:
+        rollout: what the pumps of a run's engines share: versions, pauses, the journal.
+    """
+
+    def __init__(self, engine: RoleGroup[RolloutWorker], rollout: Rollout) -> None:
         self.engine = engine
-        self._common = common
+        self._rollout = rollout
         self._waiting: dict[str, asyncio.Future[Ended]] = {}
         self._asks: list[_Ask] = []  # not admitted
         self._outbox: list[_Ask] = []  # admitted, not sent
         self._running: set[str] = set()  # admitted, not ended
-        self._cancelled: list[str] = []  # sent, and nobody waits any more: the engine does not know yet
+        self._cancelled: list[str] = []  # sent, not waited for any more: the engine does not know yet
         self._pump: asyncio.Task[None] | None = None
-        self.stats = EngineStats(policy_version=common.version)
+        self.stats = EngineStats(policy_version=rollout.version)
 
     @property
     def is_running(self) -> bool:
@@ -98,17 +60,14 @@ class EnginePump:
         return bool(self._running)
 
     async def begin(self) -> None:
-        """Takes the engine over, which may have worked for somebody before."""
+        """Takes the engine over, which may have worked for another driver before."""
         self.stats = await self.engine.call(RolloutWorker.begin)
 
-    async def complete(
-        self, asked: PromptRequest | TurnRequest, *, index: int | None = None, passes: bool = False
-    ) -> list[Ended]:
+    async def complete(self, asked: PromptRequest | TurnRequest, index: int) -> list[Ended]:
         """Returns when all of the requests have ended, in their order.
 
         Args:
-            index: of the requests' group, for the journal.
-            passes: while admission is paused, too.
+            index: of the requests' group; a negative one, an evaluation's, is admitted during a pause, too.
 
         Raises:
             UserError: the engine refuses them, or computes what is not finite.
@@ -120,12 +79,12 @@ class EnginePump:
             raise ValueError(f"requests {ids} are waited for already, or named alike")
         futures: list[asyncio.Future[Ended]] = [loop.create_future() for _ in ids]
         self._waiting.update(zip(ids, futures, strict=True))
-        ask = _Ask(asked, index, passes)
+        ask = _Ask(asked, index)
         self._asks.append(ask)
         if self._pump is None or self._pump.done():
             self._pump = loop.create_task(self._run(), name="engine")
             self._pump.add_done_callback(self._pump_ended)
-        self._common.tell()
+        self._rollout.tell()
         try:
             # Not one after the other: what failed behind the first failure would be reported as never retrieved.
             return await asyncio.gather(*futures)
@@ -147,72 +106,63 @@ class EnginePump:
         return await self.engine.leave(RolloutWorker.canary)
 
     async def close(self) -> None:
-        """Stops and waits until the engine has stopped; who waits for completions is cancelled."""
-        cancelled: asyncio.CancelledError | None = None
-        while self._pump is not None and not self._pump.done():
+        """Stops and waits until the engine has stopped; waits for completions are cancelled."""
+        if self._pump is not None and not self._pump.done():
             self._pump.cancel()
-            try:
-                await asyncio.wait({self._pump})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
+            await drained(asyncio.wait({self._pump}))
 
     async def _run(self) -> None:
-        journal = self._common.journal
+        journal = self._rollout.journal
         while self._waiting:
             self._admit()
             if journal is not None and journal.is_due():
                 await journal.news()
             elif self._running:
                 await self._burst()
-            elif self._common.num_pauses:
-                await self._common.change("admission")
+            elif self._rollout.num_pauses:
+                await self._rollout.change("admission")
             else:
                 assert journal is not None, "without a journal the first that asks is admitted"
                 raise Diverged(f"nothing runs at burst {journal.tick}, and the journal admits nothing")
 
     def _admit(self) -> None:
         """In the order asked for, or in that of the journal that is followed."""
-        common, journal = self._common, self._common.journal
+        rollout, journal = self._rollout, self._rollout.journal
         goes_on = True
         while goes_on:
             goes_on = False
             for ask in list(self._asks):
-                if common.num_pauses and not ask.passes:
+                if rollout.num_pauses and ask.index >= 0:
                     continue
                 if not self._has_room(ask):
                     break  # nor may smaller ones go before it, again and again
-                if journal is None or ask.index is None or journal.admit([ask.index]):
+                if journal is None or journal.admit(ask.index):
                     self._asks.remove(ask)
                     self._outbox.append(ask)
                     self._running.update(ask.request_ids)
                     goes_on = True
 
     def _has_room(self, ask: _Ask) -> bool:
-        most = self._common.max_running
+        most = self._rollout.max_running
         return most is None or not self._running or len(self._running) + len(ask.request_ids) < most
 
     async def _burst(self) -> None:
-        common = self._common
-        name, step = common.span or ("generate", None)
+        rollout = self._rollout
+        turn = rollout.worker.turn("rollout", "generate", "generate", step=None, reads=rollout.reads())
         try:
-            async with common.worker.turn("rollout", "generate", name, step=step, reads=common.reads()) as (
-                lease,
-                span,
-            ):
+            async with turn as (lease, span):
                 self._admit()
                 if not self._running:
                     return
-                span.step = lease.versions["rollout"] if step is None else step
-                if common.journal is not None:
-                    common.journal.burst_begins()
-                span.tokens = await self._engine_steps(common.steps_per_lease)
+                span.step = lease.versions["rollout"]
+                if rollout.journal is not None:
+                    rollout.journal.burst_begins()
+                span.tokens = await self._engine_steps(rollout.steps_per_lease)
         except MissedVersion:
-            # The engine's tensors are the actor's, and have been trained: those who publish them are on their way.
-            if not common.num_publishing:
+            # The engine's tensors are the actor's and have been trained; their publication is under way.
+            if not rollout.num_publishing:
                 raise
-            await common.change("the actor's new weights")
+            await rollout.change("the actor's new weights")
 
     async def _engine_steps(self, steps_left: int) -> int:
         """So many steps with what is to be submitted and cancelled; returns the number of sampled tokens.
@@ -239,14 +189,11 @@ class EnginePump:
             future = self._pop(ended.request_id)
             if future is not None:
                 future.set_result(ended)
-        for refusal in burst.refused:
-            self._fail(refusal.error(), refusal.request_ids)
-        if burst.failure is not None:
-            found, request_ids = burst.failure
-            self._fail(GenerationError(found, request_ids), request_ids)
-        if self._common.on_finished is not None:
-            self._common.on_finished(len(burst.ended))
-        self._common.tell()
+        for request_ids, error in burst.failed:
+            self._fail(error, request_ids)
+        if self._rollout.on_finished is not None:
+            self._rollout.on_finished(len(burst.ended))
+        self._rollout.tell()
 
     def _fail(self, error: BaseException, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -255,13 +202,13 @@ class EnginePump:
                 future.set_exception(error)
 
     def _pop(self, request_id: str) -> asyncio.Future[Ended] | None:
-        """Who waits for the request, which has ended."""
+        """What waits for the request, which has ended."""
         self._running.discard(request_id)
         future = self._waiting.pop(request_id, None)
         return None if future is None or future.done() else future
 
     def _abandon(self, ask: _Ask) -> None:
-        """Nobody waits for these any more."""
+        """These are not waited for any more."""
         for request_id in ask.request_ids:
             self._waiting.pop(request_id, None)
             self._running.discard(request_id)
@@ -271,7 +218,7 @@ class EnginePump:
             self._outbox.remove(ask)
         else:
             self._cancelled += ask.request_ids
-        self._common.tell()
+        self._rollout.tell()
 
     async def _forget_cancelled(self) -> None:
         if self._cancelled:
@@ -279,7 +226,7 @@ class EnginePump:
             await self.engine.call(RolloutWorker.burst, (), cancel, 0)
 
     def _pump_ended(self, pump: asyncio.Task[None]) -> None:
-        """Whatever ended the pump early reaches everyone who waits for it."""
+        """What ended the pump early is raised in all that wait for it."""
         error = asyncio.CancelledError() if pump.cancelled() else pump.exception()
         if error is None:
             return
@@ -288,7 +235,7 @@ class EnginePump:
         self._asks.clear()
         self._outbox.clear()
         self._fail(error, list(self._waiting))
-        self._common.tell()
+        self._rollout.tell()
 
 
 _HOPS = 16

@@ -1,16 +1,49 @@
-"""Groups of trajectories that answer one prompt, the chunks that they travel in, and the weights that made them."""
+"""Groups of trajectories that answer one prompt, the chunks that they travel in, and the weights that made them.
+
+The batch of a group (``group_batch``) is made where its tokens are: in the process of a rollout worker.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from quartet.batch.ragged import RaggedBatch
-from quartet.schedule.group_batch import GREEDY, NO_VERSION, STATE
-from quartet.schedule.iteration import Chunk
+import torch
+
+from quartet.batch.ragged import RaggedBatch, Segments
+from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
+from quartet.config import UserError
+from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.journal import Consumed
+
+NO_VERSION = -1
+"""In ``policy_version`` of tokens that no weights of this run have sampled: prompts, observations."""
+_ENDED = (FinishReason.STOP.value, FinishReason.STOP_STRING.value)
+
+GREEDY = "greedy"
+"""Sequence field (bool), and the last part of the name, of trajectories that serve as a baseline only."""
+TEXT_END = "text_end"
+"""Sequence field: characters of the last action's text before its stop string, -1 where there is none."""
+STATE = "state"
+"""Object of each sequence: what its last action answers, as text or messages; None for the data set's prompt."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Groups that are scored together.
+
+    Args:
+        step: the iteration.
+        index: place of the chunk in the step.
+        data: the groups' batches, one after the other.
+    """
+
+    step: int
+    index: int
+    data: RaggedBatch
 
 
 @dataclass(frozen=True)
@@ -56,10 +89,8 @@ class Group:
         return self.index, tuple((version, len(list(run))) for version, run in groupby(sampled))
 
 
-def chunk_of(step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
-    """The groups' batches one after the other."""
-    batch = RaggedBatch.concat([group.batch for group in groups])
-    return Chunk(step, index, batch.num_tokens, batch)
+def chunk_of(step: int, index: int, groups: Sequence[Group]) -> Chunk:
+    return Chunk(step, index, RaggedBatch.concat([group.batch for group in groups]))
 
 
 def by_group(batch: RaggedBatch) -> dict[int, RaggedBatch]:
@@ -80,3 +111,143 @@ def staleness_metrics(batch: RaggedBatch, step: int) -> dict[str, float]:
     """By how many versions the weights that are trained are newer than those that sampled, over action tokens."""
     staleness = step - batch.token["policy_version"][batch.token["action_mask"]]
     return {"staleness/mean": float(staleness.double().mean()), "staleness/max": float(staleness.max())}
+
+
+# The batch of a group -----------------------------------------------------------------------------------
+
+
+def answered(prompt_ids: Sequence[int], completion: Completion, text: str) -> Trajectory:
+    """A trajectory of one turn; ``text`` of the completion."""
+    sequence = TrajectorySequence(
+        prompt_ids=tuple(prompt_ids),
+        token_ids=completion.token_ids,
+        action_mask=(True,) * len(completion.token_ids),
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        finish_reason=completion.finish_reason.value,
+        columns=completion.columns,
+        completion=text,
+        text_end=completion.text_end,
+    )
+    return Trajectory((sequence,))
+
+
+def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajectory | None = None) -> RaggedBatch:
+    """One leaf per sequence of the group ``index``, behind the segments of its first state.
+
+    Token fields ``action_mask``, ``loss_mask`` (bool), ``rollout_logprobs``, ``policy_version`` (of the weights that
+    sampled the token, -1 where none have) and the sequences' own ``columns`` (0 elsewhere); sequence fields ``group``
+    (place in the stream), ``response`` (the trajectory in its group), ``ended`` (the trajectory's last action ended by
+    itself), ``version`` (the first token's, the oldest), ``text_end``; objects ``state``, ``completion`` (text of the
+    last action) and ``finish_reason``.
+
+    Trajectories of an environment have ``observation_mask`` (bool ``[T]``: tokens of a leaf that the policy only read),
+    ``part`` (the sequence in its trajectory), ``num_turns`` and ``reward/<source>`` (on the last sequence, NaN on the
+    others) as well. A greedy trajectory, the baseline of some methods, stands behind the others, and ``greedy`` (bool)
+    tells them apart.
+    """
+    members = trajectories if greedy is None else (*trajectories, greedy)
+    rows = [
+        _Row(response, part, trajectory, trajectory is greedy)
+        for response, trajectory in enumerate(members)
+        for part in range(len(trajectory.sequences))
+    ]
+    segments = Segments()
+    ends = segments.add_prompts(row.sequence.prompt_ids for row in rows)
+    leaves = [segments.add(row.sequence.token_ids, ends[row.sequence.prompt_ids]) for row in rows]
+    batch = segments.batch(leaves, [f"{index}.{row.name}" for row in rows])
+    batch = batch.with_sequence(group=torch.full((len(rows),), index))
+    return _with_columns(batch, rows).with_objects(
+        state=[row.sequence.state for row in rows],
+        completion=[row.sequence.completion for row in rows],
+        finish_reason=[row.finish_reason for row in rows],
+    )
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One sequence of a group and where it belongs."""
+
+    response: int
+    part: int
+    trajectory: Trajectory
+    is_greedy: bool
+
+    @property
+    def sequence(self) -> TrajectorySequence:
+        return self.trajectory.sequences[self.part]
+
+    @property
+    def is_final(self) -> bool:
+        return self.part == len(self.trajectory.sequences) - 1
+
+    @property
+    def name(self) -> str:
+        place = GREEDY if self.is_greedy else str(self.response)
+        return place + (f".{self.part}" if self.part else "")
+
+    @property
+    def finish_reason(self) -> str:
+        """Of a trajectory's last sequence how it ended; of the others that the state was rewritten."""
+        return self.trajectory.finish_reason if self.is_final else "rewritten"
+
+
+def _with_columns(batch: RaggedBatch, rows: Sequence[_Row]) -> RaggedBatch:
+    is_leaf = batch.sequence_index() >= 0
+    sequences = [row.sequence for row in rows]
+
+    def on_leaves(values: Iterable[Sequence[float]], empty: torch.Tensor) -> torch.Tensor:
+        # Leaves are stored in the order of the rows.
+        empty[is_leaf] = torch.tensor([value for of_row in values for value in of_row], dtype=empty.dtype)
+        return empty
+
+    num = batch.num_tokens
+    actions = on_leaves([s.action_mask for s in sequences], torch.zeros(num, dtype=torch.bool))
+    batch = batch.with_token(
+        action_mask=actions,
+        loss_mask=actions,
+        rollout_logprobs=on_leaves([s.logprobs for s in sequences], torch.zeros(num)),
+        policy_version=on_leaves([s.versions for s in sequences], torch.full((num,), NO_VERSION)),
+    )
+    names = _column_names(sequences, batch.token)
+    columns = {name: [s.columns[name] for s in sequences] for name in names}
+    batch = batch.with_token(
+        **{name: on_leaves(own, torch.zeros(num, dtype=_dtype(own))) for name, own in columns.items()}
+    ).with_sequence(
+        response=torch.tensor([row.response for row in rows]),
+        ended=torch.tensor([row.finish_reason in _ENDED for row in rows]),
+        version=torch.tensor([s.versions[0] for s in sequences]),
+        **{TEXT_END: torch.tensor([-1 if s.text_end is None else s.text_end for s in sequences])},
+    )
+    if any(row.is_greedy for row in rows):
+        batch = batch.with_sequence(**{GREEDY: torch.tensor([row.is_greedy for row in rows])})
+    sources = rows[0].trajectory.scores
+    if not sources:
+        return batch
+    scores = {
+        REWARD_PREFIX + name: torch.tensor([row.trajectory.scores[name] if row.is_final else math.nan for row in rows])
+        for name in sources
+    }
+    return batch.with_token(observation_mask=is_leaf & ~actions).with_sequence(
+        part=torch.tensor([row.part for row in rows]),
+        num_turns=torch.tensor([s.num_turns for s in sequences]),
+        **scores,
+    )
+
+
+def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str]) -> tuple[str, ...]:
+    """Of the sequences' own columns."""
+    names = sequences[0].columns.keys()
+    other = next((s.columns.keys() for s in sequences if s.columns.keys() != names), names)
+    if other != names or names & set(taken):
+        raise UserError(
+            "completions need the same columns, under names of their own",
+            found=f"{sorted(names)} and {sorted(other)}; taken: {sorted(names & set(taken))}",
+            remedy="give every completion of a run columns of the same names, other than those of the batch",
+        )
+    return tuple(names)
+
+
+def _dtype(columns: Iterable[Sequence[float]]) -> torch.dtype:
+    whole = all(type(value) is int for column in columns for value in column)
+    return torch.int64 if whole else torch.float32

@@ -13,79 +13,51 @@ through chunks and named steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
+from quartet.batch.columns import ColumnSet
 from quartet.schedule.ahead import Begun, ScoringAhead
+from quartet.schedule.groups import Chunk, Group
+from quartet.schedule.stream import GroupStream
 
-Group = TypeVar("Group")
-Data = TypeVar("Data")
-Columns = TypeVar("Columns")
-Experience = TypeVar("Experience")
-
-Columns_co = TypeVar("Columns_co", covariant=True)
-Experience_contra = TypeVar("Experience_contra", contravariant=True)
-
-
-@dataclass(frozen=True)
-class Chunk(Generic[Data]):
-    """Groups that are scored together: a manifest, and the data or a reference to it.
-
-    Args:
-        step: the iteration.
-        index: place of the chunk in the step.
-        num_tokens: stored tokens, for spans and balancing.
-    """
-
-    step: int
-    index: int
-    num_tokens: int
-    data: Data
-
-
-Collect = Callable[[int, int, Sequence[Group]], Chunk[Data]]
+Collect = Callable[[int, int, Sequence[Group]], Chunk]
 """``(step, index, groups) → chunk``."""
 
 
-class ChunkSource(Protocol[Group]):
-    def chunks(self, step: int) -> AsyncIterator[list[Group]]: ...
-
-    def published(self, version: int) -> None: ...
-
-
-class Scorer(Protocol[Data, Columns_co]):
-    async def score(self, chunk: Chunk[Data]) -> Columns_co:
+class Scorer(Protocol):
+    async def score(self, chunk: Chunk) -> ColumnSet:
         """Columns of one chunk, computed with the weights of version ``chunk.step``."""
 
 
-class Learner(Protocol[Experience_contra]):
-    async def train(self, experience: Experience_contra, step: int) -> Mapping[str, float]:
+class Learner(Protocol):
+    async def train(self, experience: Any, step: int) -> Mapping[str, float]:
         """All updates of one step; advances the role's weights by one version. Returns metrics."""
 
 
 @dataclass(frozen=True)
-class Roles(Generic[Group, Data, Columns, Experience]):
+class Roles:
     """What an iteration calls. ``collect`` makes a chunk; ``assemble`` computes advantages on the whole step;
     ``publish(version)`` waits for the actor's weights of that version and hands them to the rollout engine, be other
     roles still learning. ``ahead`` has begun to score some of the chunks already."""
 
-    stream: ChunkSource[Group]
-    collect: Collect[Group, Data]
-    scorers: Sequence[Scorer[Data, Columns]]
-    assemble: Callable[[Sequence[tuple[Chunk[Data], Sequence[Columns]]]], Awaitable[Experience]]
-    learners: Sequence[Learner[Experience]]
+    stream: GroupStream[Group]
+    collect: Collect
+    scorers: Sequence[Scorer]
+    assemble: Callable[[Sequence[tuple[Chunk, Sequence[ColumnSet]]]], Awaitable[Any]]
+    learners: Sequence[Learner]
     publish: Callable[[int], Awaitable[Mapping[str, float]]]
-    ahead: ScoringAhead[Group, Data, Columns] | None = None
+    ahead: ScoringAhead | None = None
 
 
 @dataclass(frozen=True)
-class StepResult(Generic[Experience]):
-    experience: Experience
+class StepResult:
+    experience: Any
     metrics: Mapping[str, float]
 
 
-async def run_iteration(step: int, roles: Roles[Group, Data, Columns, Experience]) -> StepResult[Experience]:
+async def run_iteration(step: int, roles: Roles) -> StepResult:
     """Generates, scores, learns, publishes. A failing part cancels the others and its error comes out as it is."""
     try:
         if roles.ahead is not None:
@@ -102,9 +74,9 @@ async def run_iteration(step: int, roles: Roles[Group, Data, Columns, Experience
     return StepResult(experience, metrics)
 
 
-async def _scored_chunks(step: int, roles: Roles[Group, Data, Columns, Any]) -> list[tuple[Chunk[Data], list[Columns]]]:
+async def _scored_chunks(step: int, roles: Roles) -> list[tuple[Chunk, list[ColumnSet]]]:
     async with asyncio.TaskGroup() as tasks:
-        pending: list[tuple[Chunk[Data], list[asyncio.Task[Columns]]]] = []
+        pending: list[tuple[Chunk, list[asyncio.Task[ColumnSet]]]] = []
         async for groups in roles.stream.chunks(step):
             begun = roles.ahead.take(step, len(pending)) if roles.ahead is not None else None
             chunk = begun.chunk if begun is not None else roles.collect(step, len(pending), groups)
@@ -113,7 +85,7 @@ async def _scored_chunks(step: int, roles: Roles[Group, Data, Columns, Any]) -> 
     return [(chunk, [task.result() for task in scores]) for chunk, scores in pending]
 
 
-async def score_all(scorers: Sequence[Scorer[Data, Columns]], chunk: Chunk[Data]) -> list[Columns]:
+async def score_all(scorers: Sequence[Scorer], chunk: Chunk) -> list[ColumnSet]:
     """Every scorer's columns of one chunk, computed side by side; the error that came first comes out as it is."""
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -123,14 +95,12 @@ async def score_all(scorers: Sequence[Scorer[Data, Columns]], chunk: Chunk[Data]
     return [task.result() for task in scores]
 
 
-async def _score(
-    scorer: Scorer[Data, Columns], chunk: Chunk[Data], begun: Begun[Data, Columns] | None = None
-) -> Columns:
+async def _score(scorer: Scorer, chunk: Chunk, begun: Begun | None = None) -> ColumnSet:
     task = begun.task(scorer) if begun is not None else None
     return await (scorer.score(chunk) if task is None else task)
 
 
-async def _publish(roles: Roles[Any, Any, Any, Any], version: int) -> Mapping[str, float]:
+async def _publish(roles: Roles, version: int) -> Mapping[str, float]:
     metrics = await roles.publish(version)
     roles.stream.published(version)
     return metrics

@@ -3,7 +3,7 @@
 Durations decide three things when generation runs ahead: before which burst of the engine a group was admitted, before
 which one its weights were swapped, and therefore with which weights each group began. Everything else follows from the
 data. The journal counts time in *ticks*, the bursts that the engine has begun, so a run that follows it takes the same
-decisions before the same bursts, whatever its own seconds are: whoever comes early waits.
+decisions before the same bursts, whatever its own seconds are: what comes early waits.
 
 What the training consumed is noted as well, and compared when a journal is followed.
 """
@@ -11,13 +11,13 @@ What the training consumed is noted as well, and compared when a journal is foll
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects
-from quartet.schedule.clock import Waiting
+from quartet.schedule.clock import News
 
 Kind = Literal["admit", "pause", "swap", "consume"]
 Consumed = tuple[int, tuple[tuple[int, int], ...]]
@@ -45,7 +45,7 @@ class Event:
 class Journal:
     """Notes what happens, in ``path`` as it happens where one is given; follows ``script`` as far as that goes.
 
-    The engine's driver calls ``admit``, ``is_due`` and ``burst_begins``; whoever brings weights ``turn`` and ``note``;
+    The engine's driver calls ``admit``, ``is_due`` and ``burst_begins``; what brings weights ``turn`` and ``note``;
     the consumer ``consume``.
     """
 
@@ -56,24 +56,20 @@ class Journal:
         given = list(script)
         self._script = deque(event for event in given if event.kind != "consume")
         self._consumed = {(e.number, e.chunk): e.groups for e in given if e.kind == "consume"}
-        self._news: list[Waiting[None]] = []
+        self._news = News()
 
     # The engine's driver ---------------------------------------------------------------------------------
 
-    def admit(self, waiting: Collection[int]) -> list[int]:
-        """Which of the groups that wait may join the engine now, in the order in which they do."""
-        if not self._script:
-            admitted = list(waiting)
-        else:
-            admitted = []
-            while (due := self._due()) is not None and due.kind == "admit" and due.number in waiting:
-                admitted.append(due.number)
-                self._script.popleft()
-        for index in admitted:
-            self._note(Event("admit", index, self.tick))
-        if admitted:
-            self.tell()
-        return admitted
+    def admit(self, index: int) -> bool:
+        """Whether the group may join the engine now, which is noted."""
+        if self._script:
+            due = self._due()
+            if due is None or (due.kind, due.number) != ("admit", index):
+                return False
+            self._script.popleft()
+        self._note(Event("admit", index, self.tick))
+        self.tell()
+        return True
 
     def is_due(self) -> bool:
         """True while something that the script puts before the next burst has not happened."""
@@ -81,20 +77,15 @@ class Journal:
 
     async def news(self) -> None:
         """Waits until something was told."""
-        waiting: Waiting[None] = Waiting(lambda: f"at burst {self.tick} the journal goes on with {self._due()}")
-        self._news.append(waiting)
-        await waiting
+        await self._news.wait(lambda: f"at burst {self.tick} the journal goes on with {self._due()}")
 
     def burst_begins(self) -> None:
         self.tick += 1
         self.tell()
 
     def tell(self) -> None:
-        """Something changed that somebody may wait for: a group asks to be admitted, a burst began."""
-        news, self._news = self._news, []
-        for waiting in news:
-            if not waiting.done():
-                waiting.set_result(None)
+        """Something changed that may be waited for: a group asks to be admitted, a burst began."""
+        self._news.tell()
 
     # Weights, consumption --------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ A role works under a *lease* (role, mode) on its pool:
         await actor.train(batch)          # inputs were awaited before, nothing else is awaited here
 
 A request is *open* when its version window is: every version it names is the current one, and (for a writer)
-nobody is still promised the version that it would replace. Being open depends on other requests that are yet
+no reader is still promised the version that it would replace. Being open depends on other requests that are yet
 to come; what an open request lacks is only held by leases that end by themselves. So only open requests
 compete, and:
 
@@ -23,81 +23,27 @@ it and its slot, because an engine batches its requests.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
 from quartet.config.errors import UserError
-from quartet.schedule.clock import Waiting, now
-from quartet.schedule.residency import (
-    BookkeepingMover,
-    HandOver,
-    Mode,
-    Move,
-    Mover,
-    Pool,
-    PoolSpec,
-    RoleSpec,
-    check_placement,
-)
-from quartet.schedule.versions import Access, MissedVersion, Reservation, Versions
-
-__all__ = [
-    "Arbiter",
-    "ArbiterStats",
-    "HandOver",
-    "Lease",
-    "MissedVersion",
-    "Mode",
-    "Mover",
-    "NestedLease",
-    "PoolSpec",
-    "Reservation",
-    "RoleSpec",
-]
+from quartet.schedule.clock import News, Waiting
+from quartet.schedule.residency import Mode, Move, Mover, Pool, PoolSpec, RoleSpec
+from quartet.schedule.versions import Access, MissedVersion, Versions
 
 
 class NestedLease(RuntimeError):
     """A task asked for a lease while it holds one: two tasks doing so could wait for each other for ever."""
 
 
-@dataclass(frozen=True)
 class Lease:
-    """What a holder got. `ticket` counts requests and `grant_index` grants, both in order from 0.
+    """A lease from its request to its end.
 
-    `versions` holds the version of every state read; `wait_s` is the time from the request to the holder's
-    turn, movement of parts included; `passed_over` counts the later requests that hindered it (at most
-    `patience`).
+    `ticket` counts requests and `grant_index` grants, both in order from 0. Once granted, `versions` holds the
+    version of every state read; `passed_over` counts the later requests that hindered it (at most `patience`).
     """
-
-    role: str
-    mode: Mode
-    versions: Mapping[str, int]
-    ticket: int
-    grant_index: int
-    wait_s: float
-    passed_over: int
-
-
-@dataclass(frozen=True)
-class ArbiterStats:
-    """Totals since the start. `num_waits`: leases not granted at once; `wait_s`: their sum."""
-
-    num_leases: int
-    num_waits: int
-    wait_s: float
-    num_passed_over: int
-    max_passed_over: int
-    onloaded_bytes: int
-    offloaded_bytes: int
-    peak_bytes: Mapping[str, int]
-
-
-class _Request:
-    """A request from its arrival to the end of its lease."""
 
     def __init__(self, task: asyncio.Task[Any] | None, role: RoleSpec, mode: Mode, access: Access, ticket: int) -> None:
         self.task = task
@@ -105,11 +51,9 @@ class _Request:
         self.mode: Mode = mode
         self.access = access
         self.ticket = ticket
-        self.requested_s = now()
         self.passed_over = 0
         self.grant_index = -1
-        self.move: Move | None = None  # set by the grant
-        self.must_move = False
+        self.move: Move | None = None  # to be carried out before the role may work; set by the grant
         self.versions: dict[str, int] = {}
         self.missed: MissedVersion | None = None
         self.wake: Waiting[None]
@@ -142,25 +86,17 @@ class Arbiter:
         mover: Mover | None = None,
         patience: int = 4,
     ) -> None:
-        if patience < 0:
-            raise UserError("patience is negative", found=f"{patience}", remedy="use 0 (strict order) or above")
-        pool_specs, role_specs = list(pools), list(roles)
-        check_placement(pool_specs, role_specs)
-        self._roles = {role.name: role for role in role_specs}
-        self._pools = {p.name: Pool(p, [r for r in role_specs if r.pool == p.name]) for p in pool_specs}
+        self._roles = {role.name: role for role in roles}
+        self._pools = {p.name: Pool(p, [r for r in self._roles.values() if r.pool == p.name]) for p in pools}
         self._versions = Versions(versions or {})
-        self._mover: Mover = BookkeepingMover() if mover is None else mover
+        self._mover = mover
         self._patience = patience
-        self._watchers: list[tuple[str, int, Waiting[None]]] = []
-        self._queue: list[_Request] = []
-        self._held: list[_Request] = []
-        self._tasks: dict[asyncio.Task[Any] | None, _Request] = {}
+        self._advanced = News()
+        self._queue: list[Lease] = []
+        self._held: list[Lease] = []
+        self._tasks: dict[asyncio.Task[Any] | None, Lease] = {}
         self._num_tickets = 0
         self._num_grants = 0
-        self._num_waits = 0
-        self._wait_s = 0.0
-        self._num_passed_over = 0
-        self._max_passed_over = 0
 
     @asynccontextmanager
     async def lease(
@@ -184,22 +120,27 @@ class Arbiter:
             await request.wake
             if request.missed is not None:
                 raise request.missed
-            if request.must_move and request.move is not None:
+            if request.move is not None:
                 await self._pools[request.role.pool].carry_out(request.move, self._mover)
                 self._dispatch()
-            yield self._start(request)
+            yield request
             clean = True
         finally:
             self._retire(request, clean)
 
-    def reserve(self, state: str, version: int, reader: str, *, uses: int = 1) -> Reservation:
+    @contextmanager
+    def reserve(self, state: str, version: int, reader: str) -> Iterator[None]:
         """Promises that role `reader` will read `state` at `version`, which need not exist yet.
 
-        The writer that would advance past it waits until the promise is used up by `reader`'s leases or
-        released.
+        The writer that would advance past it waits until a lease of `reader` that names this version has used the
+        promise, or the block has ended.
         """
-        self._role(reader)
-        return self._versions.reserve(state, version, reader, uses, lambda _: self._dispatch())
+        reservation = self._versions.reserve(state, version, reader)
+        try:
+            yield
+        finally:
+            self._versions.release(reservation)
+            self._dispatch()
 
     def version(self, state: str) -> int:
         return self._versions.current(state)
@@ -209,43 +150,20 @@ class Arbiter:
         held = self._tasks.get(asyncio.current_task())
         if held is not None:
             raise NestedLease(f"{state!r} at version {version} awaited inside lease ({held.role.name}, {held.mode})")
-        if self._versions.current(state) >= version:
-            return
-        watcher: Waiting[None] = Waiting(
-            lambda: f"waits for {state!r} at version {version}, it is at {self._versions.current(state)}"
-        )
-        entry = (state, version, watcher)
-        self._watchers.append(entry)
-        try:
-            await watcher
-        finally:
-            self._watchers.remove(entry)
+        while self.version(state) < version:
+            await self._advanced.wait(
+                lambda: f"waits for {state!r} at version {version}, it is at {self.version(state)}"
+            )
 
-    def stats(self) -> ArbiterStats:
-        pools = self._pools
-        return ArbiterStats(
-            num_leases=self._num_grants,
-            num_waits=self._num_waits,
-            wait_s=self._wait_s,
-            num_passed_over=self._num_passed_over,
-            max_passed_over=self._max_passed_over,
-            onloaded_bytes=sum(pool.onloaded_bytes for pool in pools.values()),
-            offloaded_bytes=sum(pool.offloaded_bytes for pool in pools.values()),
-            peak_bytes={name: pool.peak_bytes for name, pool in pools.items()},
-        )
-
-    def take_hand_overs(self) -> list[HandOver]:
-        """The movements of parts since the last call, in order per pool."""
-        taken = [hand_over for pool in self._pools.values() for hand_over in pool.hand_overs]
-        for pool in self._pools.values():
-            pool.hand_overs.clear()
-        return taken
+    def peak_bytes(self) -> dict[str, int]:
+        """Most bytes that were resident at a time, by pool."""
+        return {name: pool.peak_bytes for name, pool in self._pools.items()}
 
     @property
     def is_idle(self) -> bool:
         """True when nothing is held, asked for, moving or reserved."""
         quiet = not any(pool.busy_roles or pool.is_moving for pool in self._pools.values())
-        waited_for = self._queue or self._held or self._tasks or self._watchers
+        waited_for = self._queue or self._held or self._tasks or self._advanced.is_awaited
         return quiet and not waited_for and self._versions.is_idle
 
     def resident_bytes(self, pool: str) -> int:
@@ -257,7 +175,7 @@ class Arbiter:
         held = [f"held: {r.role.name} {r.mode}" for r in self._held]
         return "\n".join(held + [self._describe_wait(r) for r in self._queue])
 
-    def _admit(self, role_name: str, mode: Mode, access: Access) -> _Request:
+    def _admit(self, role_name: str, mode: Mode, access: Access) -> Lease:
         task = asyncio.current_task()
         if task in self._tasks:
             other = self._tasks[task]
@@ -265,17 +183,15 @@ class Arbiter:
                 f"lease ({role_name}, {mode}) asked for inside lease ({other.role.name}, {other.mode}): "
                 "end the first one before, nothing is awaited inside a lease"
             )
-        role = self._role(role_name)
         self.check_possible(role_name, mode)
-        self._versions.check(access)
-        request = _Request(task, role, mode, access, self._num_tickets)
+        if missed := self._versions.missed(access):
+            raise missed
+        request = Lease(task, self._roles[role_name], mode, access, self._num_tickets)
         request.wake = Waiting(partial(self._describe_wait, request))
         self._num_tickets += 1
         self._tasks[task] = request
         self._queue.append(request)
         self._dispatch()
-        if not request.is_held:
-            self._num_waits += 1
         return request
 
     def _dispatch(self) -> None:
@@ -283,14 +199,14 @@ class Arbiter:
         while (request := self._choose()) is not None:
             self._grant(request)
 
-    def _choose(self) -> _Request | None:
+    def _choose(self) -> Lease | None:
         # A cancelled task's request leaves the queue only when that task runs again: it gets nothing any
         # more.
         waiting = [request for request in self._queue if not request.wake.done()]
         open_requests = [request for request in waiting if self._is_open(request)]
         urgent = [request for request in open_requests if request.passed_over >= self._patience]
 
-        def preference(request: _Request) -> tuple[bool, bool, int]:
+        def preference(request: Lease) -> tuple[bool, bool, int]:
             if request.passed_over >= self._patience:
                 return (False, False, request.ticket)
             resident = self._pools[request.role.pool].is_resident(request.role.name, request.mode)
@@ -301,7 +217,7 @@ class Arbiter:
                 return request
         return None
 
-    def _is_open(self, request: _Request) -> bool:
+    def _is_open(self, request: Lease) -> bool:
         """Its version window is open: see the module's docstring."""
         versions, access = self._versions, request.access
         if not versions.reads_are_current(access):
@@ -312,7 +228,7 @@ class Arbiter:
             return False
         return not any(self._is_promised(reader, request) for reader in self._queue)
 
-    def _is_promised(self, reader: _Request, writer: _Request) -> bool:
+    def _is_promised(self, reader: Lease, writer: Lease) -> bool:
         """True when queued `reader` names the version that `writer` would replace, and is to have it first.
 
         A reader that is also a writer has that right only if it came first: two of them could otherwise wait
@@ -325,7 +241,7 @@ class Arbiter:
             return False
         return self._versions.reads_are_current(reader.access)
 
-    def _fits(self, request: _Request) -> bool:
+    def _fits(self, request: Lease) -> bool:
         """Everything it needs is there now."""
         pool, role = self._pools[request.role.pool], request.role.name
         shares = request.shares_role and all(h.shares_role for h in self._held if h.role.name == role)
@@ -336,12 +252,12 @@ class Arbiter:
             and pool.plan(role, request.mode) is not None
         )
 
-    def _spares(self, request: _Request, urgent: Iterable[_Request]) -> bool:
+    def _spares(self, request: Lease, urgent: Iterable[Lease]) -> bool:
         """Granting it leaves every urgent request that came before what that one needs."""
         before = [other for other in urgent if other.ticket < request.ticket]
         return not before or not self._hinders(request, before)
 
-    def _hinders(self, request: _Request, others: list[_Request]) -> bool:
+    def _hinders(self, request: Lease, others: list[Lease]) -> bool:
         claims = {request.role.name: request.needed_bytes}
         for other in others:
             if other.access.conflicts(request.access) or other.role.name == request.role.name:
@@ -352,26 +268,19 @@ class Arbiter:
                 claims[other.role.name] = max(other.needed_bytes, claims.get(other.role.name, 0))
         return len(claims) > 1 and not self._pools[request.role.pool].has_room(claims)
 
-    def _moves(self, request: _Request) -> bool:
+    def _moves(self, request: Lease) -> bool:
         """It needs parts moved in, and a pool moves those of one role at a time."""
         return not self._pools[request.role.pool].is_resident(request.role.name, request.mode)
 
-    def _grant(self, request: _Request) -> None:
+    def _grant(self, request: Lease) -> None:
         """Takes everything at once; nothing in here may fail or await."""
-        hindered = [
-            other
-            for other in self._queue
-            if other.ticket < request.ticket and self._is_open(other) and self._hinders(request, [other])
-        ]
-        for other in hindered:
-            other.passed_over += 1
-            self._max_passed_over = max(self._max_passed_over, other.passed_over)
-        self._num_passed_over += len(hindered)
+        for other in self._queue:
+            if other.ticket < request.ticket and self._is_open(other) and self._hinders(request, [other]):
+                other.passed_over += 1
         pool = self._pools[request.role.pool]
         move = pool.plan(request.role.name, request.mode)
         assert move is not None, "a request is granted only after its move was found possible"
-        request.move = move
-        request.must_move = pool.take(move)
+        request.move = move if pool.take(move) else None
         request.versions = self._versions.begin(request.role.name, request.access)
         request.grant_index = self._num_grants
         self._num_grants += 1
@@ -379,20 +288,7 @@ class Arbiter:
         self._held.append(request)
         request.wake.set_result(None)
 
-    def _start(self, request: _Request) -> Lease:
-        wait_s = now() - request.requested_s
-        self._wait_s += wait_s
-        return Lease(
-            role=request.role.name,
-            mode=request.mode,
-            versions=request.versions,
-            ticket=request.ticket,
-            grant_index=request.grant_index,
-            wait_s=wait_s,
-            passed_over=request.passed_over,
-        )
-
-    def _retire(self, request: _Request, clean: bool) -> None:
+    def _retire(self, request: Lease, clean: bool) -> None:
         """Takes all of it back, be the request queued, granted but not awake yet, or at work."""
         del self._tasks[request.task]
         if request.is_held:
@@ -402,16 +298,11 @@ class Arbiter:
                 pool.drop(request.move)
             pool.give_back(request.role.name)
             self._versions.end(request.access, advance=clean)
-            self._tell_watchers()
+            self._advanced.tell()
         elif request in self._queue:
             self._queue.remove(request)
         self._fail_missed()
         self._dispatch()
-
-    def _tell_watchers(self) -> None:
-        for state, version, watcher in self._watchers:
-            if self._versions.current(state) >= version and not watcher.done():
-                watcher.set_result(None)
 
     def _fail_missed(self) -> None:
         for request in list(self._queue):
@@ -422,25 +313,9 @@ class Arbiter:
                     request.missed = missed
                     request.wake.set_result(None)
 
-    def _role(self, name: str) -> RoleSpec:
-        if name not in self._roles:
-            nearest = get_close_matches(name, self._roles, n=1)
-            raise UserError(
-                f"there is no role {name!r}",
-                found=f"known roles: {', '.join(sorted(self._roles)) or 'none'}",
-                remedy=f"use {nearest[0]!r}" if nearest else "add the role to the placement",
-            )
-        return self._roles[name]
-
     def check_possible(self, role_name: str, mode: Mode) -> None:
         """Raises `UserError` for a lease that could never be granted, however long one waits."""
-        role = self._role(role_name)
-        if mode not in role.resident_bytes:
-            raise UserError(
-                f"role {role.name!r} has no mode {mode!r}",
-                found=f"modes of {role.name!r}: {', '.join(role.resident_bytes) or 'none'}",
-                remedy=f"declare resident_bytes[{mode!r}] for it, or ask for one of its modes",
-            )
+        role = self._roles[role_name]
         budget, needed = self._pools[role.pool].spec.budget_bytes, role.resident_bytes[mode]
         if budget is None or needed <= budget:
             return
@@ -455,11 +330,11 @@ class Arbiter:
             remedy=remedy,
         )
 
-    def _describe_wait(self, request: _Request) -> str:
-        """The first reason why a request is not granted."""
+    def _describe_wait(self, request: Lease) -> str:
         return f"({request.role.name}, {request.mode}) waits: {self._why_waiting(request)}"
 
-    def _why_waiting(self, request: _Request) -> str:
+    def _why_waiting(self, request: Lease) -> str:
+        """The first reason why it is not granted."""
         versions, access, pool = self._versions, request.access, self._pools[request.role.pool]
         for state, version in access.reads.items():
             if version is not None and version != versions.current(state):

@@ -87,6 +87,8 @@ def train_bytes(model: PackedModel) -> int:
 class ModelWorker(Checkpointed, Movable):
     """One model of a run: what every role with a model can be asked."""
 
+    packed: PackedModel
+
     @dispatch(SPLIT, blocking=False)
     @abstractmethod
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
@@ -103,13 +105,14 @@ class ModelWorker(Checkpointed, Movable):
         """What is to be said of the model now."""
 
     @dispatch(RANK_ZERO)
-    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The model's whole state, with its adapters merged, as copies."""
+        with self.present(), self.packed.with_merged_adapters():
+            return {name: tensor.clone() for name, tensor in self.packed.model.state_dict().items()}
 
-    @abstractmethod
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Takes over what another model's ``weights`` gave."""
+        raise RuntimeError("this model takes up states, not another model's weights")
 
 
 class ScoreWorker(ModelWorker):
@@ -138,10 +141,6 @@ class ScoreWorker(ModelWorker):
 
     def sizes(self) -> dict[Mode, int]:
         return {"forward": model_bytes(self.packed)}
-
-    def weights(self) -> dict[str, Tensor]:
-        with self.present():
-            return {name: tensor.clone() for name, tensor in self.packed.model.state_dict().items()}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         with self.present():
@@ -173,6 +172,7 @@ class TrainWorker(SendsWeights, ModelWorker):
 
     def __init__(self, engine: TrainEngine[Any], also: AddedLosses | None = None) -> None:
         self.engine = engine
+        self.packed = engine.packed
         self._also = also
 
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
@@ -197,11 +197,11 @@ class TrainWorker(SendsWeights, ModelWorker):
         return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens)
 
     def describe(self) -> Described:
-        return Described(self.engine.remarks, self.engine.packed.shares_prefixes)
+        return Described(self.engine.remarks, self.packed.shares_prefixes)
 
     def sizes(self) -> dict[Mode, int]:
-        size = model_bytes(self.engine.packed)
-        return {"forward": size, "train": size + train_bytes(self.engine.packed)}
+        size = model_bytes(self.packed)
+        return {"forward": size, "train": size + train_bytes(self.packed)}
 
     def checkpoint_state(self) -> dict[str, Any]:
         return self.engine.state()
@@ -214,14 +214,6 @@ class TrainWorker(SendsWeights, ModelWorker):
         names = {id(parameter): name for name, parameter in engine.trained.items()}
         order = [names[id(p)] for group in engine.optimizer.param_groups for p in group["params"]]
         return training_state(part, order)
-
-    def weights(self) -> dict[str, Tensor]:
-        packed = self.engine.packed
-        with self.present(), packed.with_merged_adapters():
-            return {name: tensor.clone() for name, tensor in packed.model.state_dict().items()}
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        raise RuntimeError("a model that trains takes up states, not weights")
 
     @dispatch(RANK_ZERO)
     def export(

@@ -9,14 +9,11 @@ forward too. A role whose modes have disjoint parts is two roles.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal, Protocol
 
-from quartet.config.errors import UserError
-from quartet.schedule.clock import now
+from quartet.schedule.clock import drained
 
 Mode = Literal["generate", "forward", "train"]
 
@@ -39,16 +36,6 @@ class RoleSpec:
     resident_bytes: Mapping[Mode, int]
 
 
-@dataclass(frozen=True)
-class HandOver:
-    """One movement of a role's parts, in seconds of the loop's clock; `mode` is None for an offload."""
-
-    role: str
-    mode: Mode | None
-    moved_bytes: int
-    duration_s: float
-
-
 class Mover(Protocol):
     """Really moves parts. A call may take long; one that raises must leave the role's parts as they were.
 
@@ -59,16 +46,6 @@ class Mover(Protocol):
     async def onload(self, role: str, mode: Mode) -> None: ...
 
     async def offload(self, role: str) -> None: ...
-
-
-class BookkeepingMover:
-    """Moves nothing: for roles whose parts stay where they are, and for tests of the accounts."""
-
-    async def onload(self, role: str, mode: Mode) -> None:
-        return None
-
-    async def offload(self, role: str) -> None:
-        return None
 
 
 @dataclass
@@ -82,15 +59,15 @@ class Move:
     abandoned: bool = False
 
 
+@dataclass(eq=False)
 class _Parts:
     """A role's side of the account."""
 
-    def __init__(self, spec: RoleSpec) -> None:
-        self.spec = spec
-        self.resident_bytes = 0
-        self.incoming_bytes = 0  # granted, but not moved in yet
-        self.num_leases = 0
-        self.last_used = 0
+    spec: RoleSpec
+    resident_bytes: int = 0
+    incoming_bytes: int = 0  # granted, but not moved in yet
+    num_leases: int = 0
+    last_used: int = 0
 
     @property
     def claimed_bytes(self) -> int:
@@ -103,9 +80,6 @@ class Pool:
     def __init__(self, spec: PoolSpec, roles: Iterable[RoleSpec]) -> None:
         self.spec = spec
         self.peak_bytes = 0
-        self.onloaded_bytes = 0
-        self.offloaded_bytes = 0
-        self.hand_overs: list[HandOver] = []
         self._parts = {role.name: _Parts(role) for role in roles}
         self._move: Move | None = None
         self._uses = 0
@@ -177,47 +151,39 @@ class Pool:
             self._move = None
             self._parts[move.role].incoming_bytes = 0
 
-    async def carry_out(self, move: Move, mover: Mover) -> None:
-        """Moves the parts. A cancelled caller is held until the step under way has really ended."""
-        task = asyncio.ensure_future(self._steps(move, mover))
-        cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.wait({task})
-            except asyncio.CancelledError as error:
-                cancelled = error
-                move.abandoned = True
-        if cancelled is not None:
-            raise cancelled from (None if task.cancelled() else task.exception())
-        task.result()
+    async def carry_out(self, move: Move, mover: Mover | None) -> None:
+        """Moves the parts; without a mover in the accounts only. A cancelled caller is held until the step under way
+        has really ended."""
 
-    async def _steps(self, move: Move, mover: Mover) -> None:
+        def abandon() -> None:
+            move.abandoned = True
+
+        await drained(self._steps(move, mover), abandon)
+
+    async def _steps(self, move: Move, mover: Mover | None) -> None:
         try:
             for name in move.evict:
                 if move.abandoned:
                     return
-                started_s = now()
-                await mover.offload(name)
-                parts = self._parts[name]
-                self._record(name, None, parts.resident_bytes, started_s)
-                parts.resident_bytes = 0
+                if mover is not None:
+                    await mover.offload(name)
+                self._parts[name].resident_bytes = 0
             if not move.abandoned:
                 await self._bring_in(move, mover)
         finally:
             self.drop(move)
 
-    async def _bring_in(self, move: Move, mover: Mover) -> None:
+    async def _bring_in(self, move: Move, mover: Mover | None) -> None:
         parts = self._parts[move.role]
         before_bytes = parts.resident_bytes
         parts.resident_bytes = move.target_bytes  # the room is taken from the first byte on
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
-        started_s = now()
         try:
-            await mover.onload(move.role, move.mode)
+            if mover is not None:
+                await mover.onload(move.role, move.mode)
         except BaseException:
             parts.resident_bytes = before_bytes
             raise
-        self._record(move.role, move.mode, move.target_bytes - before_bytes, started_s)
 
     def _choose_evictions(self, besides: str, excess_bytes: int) -> tuple[str, ...] | None:
         """Idle roles to offload to free `excess_bytes`, least recently used first; None if too few."""
@@ -234,44 +200,6 @@ class Pool:
                 excess_bytes += parts.resident_bytes
         return None if excess_bytes > 0 else tuple(parts.spec.name for parts in chosen)
 
-    def _record(self, role: str, mode: Mode | None, moved_bytes: int, started_s: float) -> None:
-        if mode is None:
-            self.offloaded_bytes += moved_bytes
-        else:
-            self.onloaded_bytes += moved_bytes
-        self.hand_overs.append(HandOver(role, mode, moved_bytes, now() - started_s))
-
     def _touch(self, parts: _Parts) -> None:
         self._uses += 1
         parts.last_used = self._uses
-
-
-def check_placement(pools: list[PoolSpec], roles: list[RoleSpec]) -> None:
-    """Raises `UserError` for double names, unknown pools and impossible numbers."""
-    for kind, names in (("pool", [p.name for p in pools]), ("role", [r.name for r in roles])):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise UserError(f"two {kind}s have one name", found=", ".join(twice), remedy=f"rename one {kind}")
-    for pool in pools:
-        if pool.slots < 1:
-            raise UserError(f"pool {pool.name!r} has no slot", found=f"slots={pool.slots}", remedy="use at least 1")
-        if pool.budget_bytes is not None and pool.budget_bytes < 0:
-            raise UserError(
-                f"pool {pool.name!r} has a negative budget",
-                found=f"budget_bytes={pool.budget_bytes}",
-                remedy="use 0 or more, or None for no limit",
-            )
-    known = [pool.name for pool in pools]
-    for role in roles:
-        if role.pool not in known:
-            nearest = get_close_matches(role.pool, known, n=1)
-            raise UserError(
-                f"role {role.name!r} is on an unknown pool {role.pool!r}",
-                found=f"known pools: {', '.join(sorted(known)) or 'none'}",
-                remedy=f"use {nearest[0]!r}" if nearest else "declare the pool",
-            )
-        negative = {mode: size for mode, size in role.resident_bytes.items() if size < 0}
-        if negative:
-            raise UserError(
-                f"role {role.name!r} has a negative size", found=f"{negative}", remedy="use 0 or more bytes"
-            )

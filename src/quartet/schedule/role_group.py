@@ -21,8 +21,8 @@ from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup
 from quartet.cluster.manifests import Noted
 from quartet.cluster.worker import Worker
+from quartet.schedule.clock import drained
 from quartet.schedule.compute_thread import ComputeThread
-from quartet.schedule.worker import drained
 
 W_co = TypeVar("W_co", covariant=True)
 V_co = TypeVar("V_co", covariant=True)

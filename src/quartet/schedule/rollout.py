@@ -1,6 +1,6 @@
 """The rollout role: engines that answer the group stream's prompts, and that the actor's weights are handed to.
 
-Generation gives its lease back every few decode steps, so that scoring of finished chunks runs between them where both
+Generation pauses every ``steps_per_lease`` decode steps, so that finished chunks are scored between them where both
 share devices, in an order given by step counts; elsewhere it goes on beside everything else. New weights come between
 two such bursts.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -19,7 +19,8 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import InFlight
 from quartet.rollout.protocol import EngineStats
-from quartet.schedule.engine_pump import Common, EnginePump
+from quartet.schedule.clock import News
+from quartet.schedule.engine_pump import EnginePump
 from quartet.schedule.groups import Group, by_group
 from quartet.schedule.journal import Journal
 from quartet.schedule.model_worker import ModelWorker
@@ -40,20 +41,24 @@ class Rollout:
         requests: ``(stream index) → (prompt item, request)``; the same index gives the same request. Responses that are
             trained on are sampled, so a greedy one among them is the group's baseline.
         steps_per_lease: decode steps per lease.
-        version: of the weights that the engines have.
+        version: of the weights in the engines.
         trainer: the actor, which the canary is compared with.
         deliver: brings the actor's weights of a version into all engines; returns the bytes moved. Called inside the
             lease that writes the engines' weights and reads the actor's.
         shares_actor: the engines compute with the actor's own tensors.
         in_flight: new weights come between two bursts (``pick_up``), or once what runs has ended, with nothing new
             begun meanwhile (``finish_old``): each response then has one version.
-        max_running: requests that an engine is given at a time; None for all at once, of which those that wait in it
-            go before the canary, and with ``finish_old`` are waited for.
+        max_running: requests that an engine is given at a time, less one that is left for the canary; None for all at
+            once, of which those that wait in it go before the canary, and with ``finish_old`` are waited for.
         journal: notes what the clock decides, or is followed. With one engine, and prompts answered in one turn.
         on_finished: called with the number of responses that each burst ended.
 
+    Attributes:
+        num_pauses: while above 0 nothing is admitted.
+        num_publishing: calls that bring weights, waiting ones included.
+
     Raises:
-        UserError: a journal with several engines, or engines that should finish on tensors that are trained meanwhile.
+        UserError: a journal with several engines.
     """
 
     def __init__(
@@ -75,35 +80,37 @@ class Rollout:
     ) -> None:
         if journal is not None and len(engines) != 1:
             raise _no_journal(f"{len(engines)} rollout engines", "give the rollout role one process")
-        if shares_actor and in_flight == "finish_old":
-            raise UserError(
-                "responses cannot finish on old weights",
-                found="in_flight: finish_old, and a rollout engine that computes with the actor's own tensors",
-                remedy="use in_flight: pick_up, or give the rollout role a pool of its own",
-            )
-        self._worker = worker
-        self._common = Common(
-            worker,
-            steps_per_lease,
-            version,
-            shares_actor,
-            journal=journal,
-            max_running=max_running,
-            on_finished=on_finished,
-        )
-        self._pumps = [EnginePump(engine, self._common) for engine in engines]
+        self.worker = worker
+        self.steps_per_lease = steps_per_lease
+        self.version = version
+        self.max_running = max_running
+        self.journal = journal
+        self.on_finished = on_finished
+        self.num_pauses = 0
+        self.num_publishing = 0
+        self._shares_actor = shares_actor
+        self._news = News()
+        self._pumps = [EnginePump(engine, self) for engine in engines]
         self._requests = requests
         self._canary = canary
         self._trainer = trainer
         self._deliver = deliver
         self._in_flight: InFlight = in_flight
-        self._journal = journal
         self._weights_stay = asyncio.Lock()
 
-    @property
-    def version(self) -> int:
-        """Of the weights in the engines."""
-        return self._common.version
+    def reads(self) -> dict[str, int | None]:
+        """Whatever weights the engines have; where they are the actor's own tensors, those of the same version."""
+        return {"rollout": None, **({"actor": self.version} if self._shares_actor else {})}
+
+    async def change(self, reason: str) -> None:
+        """Waits until something was told."""
+        await self._news.wait(lambda: f"the rollout waits for {reason}")
+
+    def tell(self) -> None:
+        """Something changed that a pump or a pause may wait for."""
+        self._news.tell()
+        if self.journal is not None:
+            self.journal.tell()
 
     def stats(self) -> EngineStats:
         """Sums over the engines, as their last bursts ended."""
@@ -115,7 +122,7 @@ class Rollout:
         return total
 
     async def begin(self) -> None:
-        """Takes the engines over, which may have worked for somebody before."""
+        """Takes the engines over, which may have worked for another driver before."""
         for pump in self._pumps:
             await pump.begin()
 
@@ -125,19 +132,19 @@ class Rollout:
         """The group at ``index`` of the stream."""
         prompt, request = self._requests(index)
         pump = self._pump_of(index)
-        await pump.complete(request, index=index)
+        await pump.complete(request, index)
         sampled = [sample.request_id for sample in request.samples if not sample.sampling.greedy]
         greedy = next((sample.request_id for sample in request.samples if sample.sampling.greedy), None)
         return Group.of(index, prompt, await pump.engine.leave(RolloutWorker.responses, index, sampled, greedy))
 
     async def act(self, index: int, request: TurnRequest) -> Ended:
-        """The next action of an episode of the group ``index``."""
-        return await self._act(index, request, passes=False)
+        """The next action of an episode of the group ``index``.
 
-    async def _act(self, index: int, request: TurnRequest, *, passes: bool) -> Ended:
-        if self._journal is not None:
+        Evaluations have negative indices, which no group of the stream has: theirs go on inside of ``quiet``.
+        """
+        if self.journal is not None:
             raise _no_journal("episodes of several turns", "leave the environment out")
-        (ended,) = await self._pump_of(index).complete(request, passes=passes)
+        (ended,) = await self._pump_of(index).complete(request, index)
         return ended
 
     async def episodes(self, index: int, prompt: Any, endings: Sequence[Ending]) -> Group:
@@ -148,15 +155,6 @@ class Rollout:
     def _pump_of(self, index: int) -> EnginePump:
         return self._pumps[index % len(self._pumps)]
 
-    @contextlib.contextmanager
-    def spans_of(self, name: str, step: int) -> Iterator[None]:
-        """What is generated meanwhile counts under another name and step: an evaluation, with no group in flight."""
-        self._common.span = (name, step)
-        try:
-            yield
-        finally:
-            self._common.span = None
-
     async def close(self) -> None:
         """Stops generation and waits until it has stopped."""
         await _each([pump.close() for pump in self._pumps])
@@ -164,13 +162,13 @@ class Rollout:
     # Evaluation ------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def quiet(self) -> AsyncIterator[Quiet]:
-        """Nothing is generated meanwhile but what is asked of the object given: for figures of the present weights.
+    async def quiet(self) -> AsyncIterator[None]:
+        """Nothing is generated meanwhile but for evaluations: for figures of the present weights.
 
         Groups that ask to be generated wait, and so do new weights.
         """
         async with self._weights_stay, self._paused(self.version):
-            yield Quiet(self)
+            yield
 
     async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[Group]:
         """Groups of all responses to the prompts, by their places; each engine's share in one lease."""
@@ -188,7 +186,7 @@ class Rollout:
         self, pump: EnginePump, share: Sequence[tuple[int, PromptRequest]], step: int
     ) -> RaggedBatch:
         indices, requests = zip(*share, strict=True)
-        async with self._worker.turn("rollout", "generate", "evaluate", step=step, reads=self._common.reads()):
+        async with self.worker.turn("rollout", "generate", "evaluate", step=step, reads=self.reads()):
             return await pump.answers(requests, indices)
 
     # Weights ---------------------------------------------------------------------------------------------
@@ -199,8 +197,8 @@ class Rollout:
         Raises:
             UserError: an engine's log-probabilities are not the trainer's.
         """
-        arbiter = self._worker.arbiter
-        self._common.num_publishing += 1
+        arbiter = self.worker.arbiter
+        self.num_publishing += 1
         try:
             # The actor trains on no sooner than its weights were handed over and compared.
             with arbiter.reserve("actor", version, "rollout"), arbiter.reserve("actor", version, "actor"):
@@ -209,7 +207,7 @@ class Rollout:
                     probed = await self._swapped_in(version)
                 difference = await self._difference(probed, version)
         finally:
-            self._common.num_publishing -= 1
+            self.num_publishing -= 1
         if not difference <= self._canary.tolerance:
             raise UserError(
                 f"after weight update {version} the rollout engine computes with other weights than the trainer",
@@ -228,10 +226,10 @@ class Rollout:
 
     async def _swap(self, version: int) -> list[RaggedBatch]:
         """Brings the weights between two bursts; returns what each engine makes of the canary's prompt with them."""
-        common, journal = self._common, self._journal
+        journal = self.journal
         if journal is not None:
             await journal.turn("swap", version)
-        turn = self._worker.turn(
+        turn = self.worker.turn(
             "rollout", "generate", "publish", step=version - 1, reads={"actor": version}, writes="rollout"
         )
         async with turn as (_, span):
@@ -241,50 +239,36 @@ class Rollout:
             names = [f"canary.{i}" for i in range(len(self._pumps))]
             works = [pump.canary(self._canary, name) for pump, name in zip(self._pumps, names, strict=True)]
             probed = await _each(works)
-            common.version = version
-        common.tell()
+            self.version = version
+        self.tell()
         return probed
 
     @contextlib.asynccontextmanager
     async def _paused(self, version: int) -> AsyncIterator[None]:
         """Admits nothing meanwhile, and begins when what runs has ended."""
-        common, journal = self._common, self._journal
+        journal = self.journal
         if journal is not None:
             await journal.turn("pause", version)
-        common.num_pauses += 1
+        self.num_pauses += 1
         try:
             if journal is not None:
                 journal.note("pause", version)
             while any(pump.is_running for pump in self._pumps):
-                await common.change("what runs to end")
+                await self.change("what runs to end")
             yield
         finally:
-            common.num_pauses -= 1
-            common.tell()
+            self.num_pauses -= 1
+            self.tell()
 
     async def _difference(self, probed: Sequence[RaggedBatch], version: int) -> float:
         """The largest between the engines' log-probabilities of the canary's tokens and the trainer's."""
         batch = RaggedBatch.concat(probed)
-        turn = self._worker.turn("actor", "forward", "canary", step=version - 1, reads={"actor": version})
+        turn = self.worker.turn("actor", "forward", "canary", step=version - 1, reads={"actor": version})
         async with turn:
             columns = await self._trainer.call(ModelWorker.forward, batch, Needs(logprobs=True))
         mask = batch.token["loss_mask"]
         expected: Tensor = columns.token["logprobs"][mask]
         return float((batch.token["rollout_logprobs"][mask] - expected.double()).abs().max())
-
-
-@dataclass(frozen=True)
-class Quiet:
-    """A rollout that generates nothing by itself."""
-
-    rollout: Rollout
-
-    async def act(self, index: int, request: TurnRequest) -> Ended:
-        """As ``Rollout.act``, which would wait for the quiet to end."""
-        return await self.rollout._act(index, request, passes=True)
-
-    async def episodes(self, index: int, prompt: Any, endings: Sequence[Ending]) -> Group:
-        return await self.rollout.episodes(index, prompt, endings)
 
 
 async def _each(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
@@ -295,7 +279,7 @@ async def _each(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     for one in found:
         if isinstance(one, BaseException):
             raise one
-    return [one for one in found if not isinstance(one, BaseException)]
+    return cast(list[_T], found)
 
 
 def _no_journal(found: str, remedy: str) -> UserError:

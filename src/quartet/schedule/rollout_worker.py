@@ -23,8 +23,8 @@ from quartet.rollout.protocol import (
     RolloutEngine,
     SamplingParams,
 )
-from quartet.rollout.weights import num_bytes_of
 from quartet.schedule.leases import Mode
+from quartet.schedule.model_worker import model_bytes
 from quartet.schedule.movable import Movable
 from quartet.schedule.sampled import Ended, Ending, PromptRequest, Sampled, TurnRequest
 from quartet.schedule.weight_sync import TakesWeights
@@ -45,20 +45,6 @@ class CanaryProbe:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Requests that were not taken, and the kind and the three parts of the error."""
-
-    request_ids: tuple[str, ...]
-    kind: type[UserError]
-    problem: str
-    found: str
-    remedy: str
-
-    def error(self) -> UserError:
-        return self.kind(self.problem, found=self.found, remedy=self.remedy)
-
-
-@dataclass(frozen=True)
 class Burst:
     """What came of some engine steps.
 
@@ -67,16 +53,14 @@ class Burst:
         steps_left: of those asked for; 0 when they were made, or nothing is left to do.
         sampled: tokens.
         stats: as it ended.
-        refused: what was to be submitted and was not.
-        failure: ``(found, request ids)`` of the ``GenerationError`` that ended it early.
+        failed: requests that were not taken, or whose logits were not finite, which ends it early, and the error.
     """
 
     ended: tuple[Ended, ...]
     sampled: int
     stats: EngineStats
     steps_left: int = 0
-    refused: tuple[Refusal, ...] = ()
-    failure: tuple[str, tuple[str, ...]] | None = None
+    failed: tuple[tuple[tuple[str, ...], UserError], ...] = ()
 
 
 class RolloutWorker(TakesWeights):
@@ -105,45 +89,41 @@ class RolloutWorker(TakesWeights):
             cancel: requests that are not waited for any more, or have ended and are not made a group of.
         """
         self.engine.cancel(cancel)
-        self._sampled.forget(cancel)
-        for request_id in cancel:
-            self._asked.pop(request_id, None)
+        self._drop(cancel)
         ended: list[Ended] = []
-        refused: list[Refusal] = []
+        failed: list[tuple[tuple[str, ...], UserError]] = []
         for asked in submit:
-            outcome = self._submit(asked)
-            refused += [outcome] if isinstance(outcome, Refusal) else []
-            ended += [outcome] if isinstance(outcome, Ended) else []
+            try:
+                ended += self._submit(asked)
+            except UserError as error:
+                self._drop(asked.request_ids)
+                failed.append((asked.request_ids, error))
         before = self.engine.stats().generated_tokens
-        failure: tuple[str, tuple[str, ...]] | None = None
         steps_left = num_steps
-        while steps_left and self.engine.has_work and failure is None:
+        while steps_left and self.engine.has_work:
             try:
                 made = self._ended(self.engine.step())
             except GenerationError as error:
-                failure = error.found, error.request_ids
+                self._drop(error.request_ids)
+                failed.append((error.request_ids, error))
+                steps_left = 0
                 break
             ended += [self._sampled.ended(completion) for completion in made]
             steps_left -= 1
             if self._completes_a_group(made):
                 break
-        if failure is not None:
-            self._drop(failure[1])
         stats = self.engine.stats()
-        steps_left = steps_left if self.engine.has_work and failure is None else 0
-        return Burst(tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(refused), failure)
+        steps_left = steps_left if self.engine.has_work else 0
+        return Burst(tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(failed))
 
-    def _submit(self, asked: PromptRequest | TurnRequest) -> Refusal | Ended | None:
-        try:
-            requests = self._sampled.engine_requests(asked)
-            if isinstance(requests, Ended):
-                return requests
-            self.engine.submit(requests)
-        except UserError as error:
-            self._sampled.forget(asked.request_ids)
-            return Refusal(asked.request_ids, type(error), error.problem, error.found, error.remedy)
+    def _submit(self, asked: PromptRequest | TurnRequest) -> list[Ended]:
+        """Returns what has ended at once: an action that its episode leaves no room for."""
+        requests = self._sampled.engine_requests(asked)
+        if isinstance(requests, Ended):
+            return [requests]
+        self.engine.submit(requests)
         self._asked.update((request.request_id, request.group) for request in requests)
-        return None
+        return []
 
     def _ended(self, completions: Sequence[Completion]) -> list[Completion]:
         # A request that was cancelled may have been asked for again under its name.
@@ -223,12 +203,6 @@ class RolloutWorker(TakesWeights):
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
-    def sleep(self) -> None:
-        self.engine.sleep()
-
-    def wake(self) -> None:
-        self.engine.wake()
-
 
 class NativeRolloutWorker(RolloutWorker, Movable):
     """An engine under a placement: it takes weights of its own, and gives up cache and weights while others work."""
@@ -239,13 +213,12 @@ class NativeRolloutWorker(RolloutWorker, Movable):
 
     def sizes(self) -> dict[Mode, int]:
         """Bytes that must be on the device to generate: its own weights; the cache grows with the requests."""
-        return {"generate": num_bytes_of(self.engine.packed.model) if self.engine.owns_weights else 0}
+        return {"generate": model_bytes(self.engine.packed) if self.engine.owns_weights else 0}
 
     def offload(self) -> Moved:
         """The cache is destroyed, the weights leave. Requests are kept: their keys and values are computed again."""
         before, device = held_bytes(self.engine.packed.device), self.engine.packed.device
-        cached = self.engine.resident_bytes() - self.sizes()["generate"]
-        self.engine.release_cache()
+        cached = self.engine.release_cache()
         moved = super().offload()
         return replace(moved, num_bytes=moved.num_bytes + cached, freed_bytes=before - held_bytes(device))
 

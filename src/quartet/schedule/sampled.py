@@ -13,7 +13,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import Trajectory, TrajectoryEnd, TrajectorySequence
 from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
 from quartet.rollout.protocol import Completion, Request, SamplingParams
-from quartet.schedule.group_batch import answered, group_batch
+from quartet.schedule.groups import answered, group_batch
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 

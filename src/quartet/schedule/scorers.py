@@ -28,7 +28,7 @@ class ModelScorer:
         beside: names of other token columns by the pass's own name for them.
         trains: the role's weights change: the columns are those of its weights as the step began.
         reads_text: the worker reads prompts and completions as text, so they are sent along.
-        reads: other states whose tensors the pass reads, so that nobody trains them meanwhile.
+        reads: other states whose tensors the pass reads, so that they are not trained meanwhile.
     """
 
     worker: Worker
@@ -41,7 +41,7 @@ class ModelScorer:
     reads_text: bool = False
     reads: Mapping[str, int | None] = field(default_factory=dict)
 
-    async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+    async def score(self, chunk: Chunk) -> ColumnSet:
         batch = chunk.data
         reads = {**self.reads, self.role: chunk.step} if self.trains else self.reads
         turn = self.worker.turn(
@@ -98,16 +98,15 @@ class PartScorer:
             sequences share, have no scores: NaN in sequence columns, 0 in token columns.
     """
 
-    inner: Scorer[RaggedBatch, ColumnSet]
+    inner: Scorer
     parts: Callable[[RaggedBatch], Sequence[Sequence[int]]]
 
-    async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+    async def score(self, chunk: Chunk) -> ColumnSet:
         batch, parts = chunk.data, self.parts(chunk.data)
         read = [batch.select(part) for part in parts]
         async with asyncio.TaskGroup() as tasks:
-            works = [
-                tasks.create_task(self._of(replace(chunk, data=part, num_tokens=part.num_tokens))) for part in read
-            ]
+            parts_of = [replace(chunk, data=part) for part in read]
+            works = [tasks.create_task(self.inner.score(part)) for part in parts_of]
         token: dict[str, torch.Tensor] = {}
         sequence: dict[str, torch.Tensor] = {}
         for places, part, work in zip(parts, read, works, strict=True):
@@ -120,6 +119,3 @@ class PartScorer:
                 column = sequence.setdefault(name, values.new_full((len(batch),), math.nan))
                 column[list(places)] = values
         return ColumnSet(batch.ids, token, sequence)
-
-    async def _of(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
-        return await self.inner.score(chunk)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -23,13 +23,13 @@ from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import RolloutEngine, SamplingParams
 from quartet.schedule.ahead import ScoringAhead
 from quartet.schedule.barriers import Barriers
-from quartet.schedule.clock import now
+from quartet.schedule.clock import drained, now
 from quartet.schedule.cost_model import CostModel, StageCost
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
 from quartet.schedule.journal import Consumed, Event, Journal
 from quartet.schedule.learners import Learner, UpdatePlan
-from quartet.schedule.leases import ArbiterStats, HandOver, Mover
+from quartet.schedule.leases import Mover
 from quartet.schedule.placement import admission_rule, placed_arbiter
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
@@ -37,7 +37,7 @@ from quartet.schedule.sampled import PromptRequest, Sample
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.stream import GroupStream
 from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedGroup, TimedModel, TimedMover, TimedWeights
-from quartet.schedule.worker import Worker, drained
+from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import Needs
 
@@ -59,13 +59,13 @@ class Outcome:
     Args:
         ended_s: when each step ended.
         steps: the groups that each step consumed, with the versions of their tokens.
+        peak_bytes: most that was resident at a time, by pool.
     """
 
     ended_s: Sequence[float]
     steps: Sequence[Sequence[Consumed]]
     spans: Sequence[Span]
-    hand_overs: Sequence[HandOver]
-    stats: ArbiterStats
+    peak_bytes: Mapping[str, int]
     events: Sequence[Event]
 
     @property
@@ -139,8 +139,7 @@ class Simulation:
             ended_s=ended_s,
             steps=self.steps,
             spans=[_since(span, started_s) for span in self.recorder.spans()],
-            hand_overs=self.arbiter.take_hand_overs(),
-            stats=self.arbiter.stats(),
+            peak_bytes=self.arbiter.peak_bytes(),
             events=self.journal.events,
         )
 
@@ -182,7 +181,7 @@ class Simulation:
 
     # The iteration's roles -------------------------------------------------------------------------------
 
-    def _roles(self, barriers: Barriers) -> Roles[Group, RaggedBatch, ColumnSet, RaggedBatch]:
+    def _roles(self, barriers: Barriers) -> Roles:
         costs, collect = self.costs, barriers.collect(self._collect)
         scorers = [barriers.scorer(stage.stage, self._scorer(stage)) for stage in costs.scoring]
         frozen = [scorer for stage, scorer in zip(costs.scoring, scorers, strict=True) if not stage.reads_own]
@@ -196,7 +195,7 @@ class Simulation:
             ahead=ScoringAhead(self.stream, collect, frozen) if self._runs_ahead else None,
         )
 
-    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
+    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
         consumed = [group.consumed() for group in groups]
         self.journal.consume(step, index, consumed)
         if index == 0:
@@ -230,7 +229,7 @@ def _no_objective(is_first: bool) -> Any:
     return None
 
 
-async def assemble(chunks: Sequence[tuple[Chunk[RaggedBatch], Sequence[ColumnSet]]]) -> RaggedBatch:
+async def assemble(chunks: Sequence[tuple[Chunk, Sequence[ColumnSet]]]) -> RaggedBatch:
     """A step's chunks with their columns."""
     return RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
 

@@ -6,9 +6,9 @@ short ones). A filter may reject a group; the stream then admits the next index 
 form a step, and how they are cut into chunks, therefore depends on the groups alone and not on when they
 arrive.
 
-*When* the replacement starts is another matter: at once, or in rounds, when nothing is in flight. An engine
-computes its requests in one batch, whose company shows in the last bits; whoever judges a group may wait for
-the outside world. In rounds the company, too, depends on the groups alone.
+Replacements start in rounds, when nothing is in flight any more. An engine computes its requests in one batch,
+and which requests share it shows in the last bits, while the filter may wait for the outside world. In rounds
+that, too, depends on the groups alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
-from types import TracebackType
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from quartet.config.errors import UserError
-from quartet.schedule.clock import Waiting
+from quartet.schedule.clock import News, drained
 
-G = TypeVar("G")
+
+class Aged(Protocol):
+    @property
+    def first_version(self) -> int:
+        """Of the oldest weights that made the group."""
+
+
+G = TypeVar("G", bound=Aged)
 
 
 @dataclass(frozen=True)
@@ -40,37 +45,13 @@ class AdmissionRule:
     prompts_per_step: int
     max_staleness: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.prompts_per_step < 1:
-            raise UserError(
-                "a step needs prompts",
-                found=f"prompts_per_step={self.prompts_per_step}",
-                remedy="use at least 1",
-            )
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise UserError(
-                "max_staleness is negative",
-                found=f"{self.max_staleness}",
-                remedy="use 0 or more, or None for synchronous generation",
-            )
-
     def capacity(self, *, open_steps: int, versions_published: int, accepted: int, running: int) -> int:
         """Groups that may be started now; counts are since the first step of the run.
 
         `open_steps`: steps whose consumption has begun, the finished ones included.
         """
-        if self.max_staleness is None:
-            steps = open_steps
-        else:
-            steps = self.max_staleness + versions_published + 1
+        steps = open_steps if self.max_staleness is None else self.max_staleness + versions_published + 1
         return steps * self.prompts_per_step - accepted - running
-
-
-class _Rejected:
-    """Stands for a group that the filter did not want."""
-
-
-_REJECTED = _Rejected()
 
 
 @dataclass(frozen=True)
@@ -91,23 +72,13 @@ class Shortage:
     attempts: int
 
 
-def too_few(shortage: Shortage) -> UserError:
-    """What a stream says of a shortage unless it is told otherwise."""
-    return UserError(
-        f"step {shortage.step}: the filter leaves too few groups",
-        found=f"{shortage.accepted} of {shortage.wanted} accepted, "
-        f"{shortage.attempts - shortage.accepted} rejected in {shortage.attempts} attempts (max_attempts)",
-        remedy="loosen the filter, raise max_attempts, or use prompts of more varied difficulty",
-    )
-
-
 class GroupStream(Generic[G]):
     """Produces groups ahead of their consumption and hands them out step by step.
 
     `produce(i)` makes the group of index `i` (0, 1, 2, ... for ever; the caller maps it to a prompt);
     `accept` keeps or rejects it. `max_attempts` bounds the indices that one step may use up; `shortage` makes
-    the error that is raised then. `refill`: see the module's head. One consumer, steps in order; use it as
-    `async with GroupStream(...) as stream`, or call `close()`.
+    the error that is raised then. One consumer, steps in order; use it as `async with GroupStream(...) as
+    stream`, or call `close()`.
     """
 
     def __init__(
@@ -118,27 +89,17 @@ class GroupStream(Generic[G]):
         chunk_size: int,
         accept: Callable[[G], bool] | None = None,
         max_attempts: int | None = None,
-        refill: Literal["at_once", "in_rounds"] = "at_once",
-        shortage: Callable[[Shortage], UserError] = too_few,
+        shortage: Callable[[Shortage], Exception] = RuntimeError,
     ) -> None:
-        if chunk_size < 1:
-            raise UserError("a chunk needs groups", found=f"chunk_size={chunk_size}", remedy="use at least 1")
-        if max_attempts is not None and max_attempts < rule.prompts_per_step:
-            raise UserError(
-                "max_attempts leaves no step complete",
-                found=f"max_attempts={max_attempts}, prompts_per_step={rule.prompts_per_step}",
-                remedy=f"use at least {rule.prompts_per_step}",
-            )
         self._produce = produce
         self._rule = rule
         self._chunk_size = chunk_size
         self._accept = accept
         self._max_attempts = max_attempts
-        self._in_rounds = refill == "in_rounds"
         self._shortage = shortage
-        self._running: dict[int, asyncio.Task[G | _Rejected]] = {}
-        self._decided: dict[int, G | _Rejected] = {}  # produced, but not yet passed by the cursor
-        self._passed: dict[int, G | _Rejected] = {}  # passed by it since the last whole step
+        self._running: dict[int, asyncio.Task[G | None]] = {}
+        self._decided: dict[int, G | None] = {}  # produced, but not yet passed by the cursor; None where rejected
+        self._passed: dict[int, G | None] = {}  # passed by it since the last whole step
         self._cursor = 0  # every index below it is consumed or rejected
         self._next_launch = 0
         self._consumed = 0
@@ -149,9 +110,7 @@ class GroupStream(Generic[G]):
         self._boundary = self._snapshot()  # where the last whole step ended
         self._failure: BaseException | None = None
         self._closed = False
-        self._consuming = False
-        self._news: Waiting[None] | None = None  # of the consumer
-        self._change: Waiting[None] | None = None  # of who looks ahead
+        self._news = News()  # for the consumer, and for what looks ahead
 
     @property
     def num_running(self) -> int:
@@ -163,11 +122,6 @@ class GroupStream(Generic[G]):
         """Groups accepted since the start of the run, those not consumed yet included."""
         return self._consumed + self._ahead
 
-    @property
-    def num_rejected(self) -> int:
-        """Groups rejected since the start of the run, in front of the last one consumed."""
-        return self._rejected
-
     async def chunks(self, step: int) -> AsyncIterator[list[G]]:
         """The next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
 
@@ -178,20 +132,14 @@ class GroupStream(Generic[G]):
         self._begin(step)
         first_index, size = self._cursor, self._rule.prompts_per_step
         chunk: list[G] = []
-        try:
-            for taken in range(1, size + 1):
-                chunk.append(await self._take(step, first_index, taken))
-                if taken == size:  # before the last yield: a consumer need not come back after it
-                    self._boundary = self._snapshot()
-                    self._passed.clear()
-                    self._consuming = False
-                if len(chunk) == self._chunk_size or taken == size:
-                    full, chunk = chunk, []
-                    yield full
-        except BaseException:
-            # An abandoned step cannot be taken up again; the next one is refused by `_begin`.
-            self._consuming = False
-            raise
+        for taken in range(1, size + 1):
+            chunk.append(await self._take(step, first_index, taken))
+            if taken == size:  # before the last yield: a consumer need not come back after it
+                self._boundary = self._snapshot()
+                self._passed.clear()
+            if len(chunk) == self._chunk_size or taken == size:
+                full, chunk = chunk, []
+                yield full
 
     def chunks_ahead(self) -> Iterator[tuple[int, int, list[G]]]:
         """Chunks of steps that have not begun whose groups are all there: (step, place in the step, groups), in order.
@@ -204,7 +152,7 @@ class GroupStream(Generic[G]):
         while index in self._decided:
             group = self._decided[index]
             index += 1
-            if isinstance(group, _Rejected):
+            if group is None:
                 continue
             step, place_in_step = divmod(place, size)
             place += 1
@@ -217,8 +165,7 @@ class GroupStream(Generic[G]):
 
     async def change(self) -> None:
         """Until another group was produced."""
-        self._change = Waiting(lambda: "waits for a group of a coming step")
-        await self._change
+        await self._news.wait(lambda: "waits for a group of a coming step")
 
     def published(self, version: int) -> None:
         """Says that the weights of `version` are out (0 are the first ones): admits more groups."""
@@ -238,27 +185,18 @@ class GroupStream(Generic[G]):
     def ahead(self) -> Ahead[G]:
         """What is complete beyond `state()`."""
         decided = sorted({**self._passed, **self._decided}.items())
-        groups = {index: group for index, group in decided if not isinstance(group, _Rejected)}
+        groups = {index: group for index, group in decided if group is not None}
         return Ahead(groups, tuple(index for index, _ in decided if index not in groups))
 
-    def restore(
-        self,
-        state: Mapping[str, int],
-        ahead: Ahead[G] | None = None,
-        *,
-        first_version: Callable[[G], int] = attrgetter("first_version"),
-    ) -> None:
+    def restore(self, state: Mapping[str, int], ahead: Ahead[G] | None = None) -> None:
         """Continues from `state()`; only before the first step of this stream.
 
         Args:
             ahead: groups that need not be produced again.
-            first_version: of the oldest weights that made a group.
 
         Raises:
             UserError: the rule differs, so that the steps would be others or these groups too old in theirs.
         """
-        if self._open_steps or self._closed:
-            raise RuntimeError("a stream can only be restored before its first step")
         size = self._rule.prompts_per_step
         if state["accepted"] != state["steps"] * size:
             raise UserError(
@@ -273,59 +211,50 @@ class GroupStream(Generic[G]):
         self._versions_published = state["versions_published"]
         self._boundary = self._snapshot()
         if ahead is not None:
-            self._check_age(ahead, first_version)
-            self._decided = {**ahead.groups, **dict.fromkeys(ahead.rejected, _REJECTED)}
+            self._check_age(ahead)
+            self._decided = {**ahead.groups, **dict.fromkeys(ahead.rejected)}
             self._ahead = len(ahead.groups)
 
-    def _check_age(self, ahead: Ahead[G], first_version: Callable[[G], int]) -> None:
+    def _check_age(self, ahead: Ahead[G]) -> None:
         """A group's step is at the latest the one that it comes into when all before it are accepted."""
         oldest, rejected = self._rule.max_staleness or 0, sorted(ahead.rejected)
         for index, group in ahead.groups.items():
             before = index - self._cursor - bisect_left(rejected, index)
             lead = before // self._rule.prompts_per_step
-            age = self._open_steps + lead - first_version(group)
+            age = self._open_steps + lead - group.first_version
             if max(lead, age) > oldest:
                 raise UserError(
                     "the checkpoint holds groups that were generated further ahead than this run may",
                     found=f"group {index} is for step {self._open_steps + lead}, made with weights of version "
-                    f"{first_version(group)}; max_staleness={self._rule.max_staleness}",
+                    f"{group.first_version}; max_staleness={self._rule.max_staleness}",
                     remedy=f"resume with max_staleness of at least {max(lead, age)}",
                 )
 
     async def close(self) -> None:
         """Cancels what is in flight and waits until it has really stopped. May be called again."""
         self._closed = True
-        cancelled: asyncio.CancelledError | None = None
         for task in self._running.values():
             task.cancel()
-        while self._running:
-            try:
-                await asyncio.wait(self._running.values())
-            except asyncio.CancelledError as error:
-                cancelled = error  # a worker may still be at it: leave only when none is
-        self._tell()
-        if cancelled is not None:
-            raise cancelled
+        try:
+            if self._running:  # a worker may still be at it: leave only when none is
+                await drained(asyncio.wait([*self._running.values()]))
+        finally:
+            self._news.tell()
 
     async def __aenter__(self) -> GroupStream[G]:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def _begin(self, step: int) -> None:
         if self._closed and self._failure is None:
             raise RuntimeError("the stream is closed")
-        if self._consuming:
-            raise RuntimeError(f"step {step} asked for while another one is being consumed")
         if self._consumed != step * self._rule.prompts_per_step:
             raise RuntimeError(
                 f"step {step} asked for after {self._consumed} groups of "
                 f"{self._rule.prompts_per_step} per step: steps are consumed whole and in order"
             )
-        self._consuming = True
         self._open_steps = step + 1
         if self._failure is None:
             self._launch()
@@ -333,7 +262,10 @@ class GroupStream(Generic[G]):
     async def _take(self, step: int, first_index: int, wanted: int) -> G:
         """The next accepted group in index order; `wanted` is its number within the step, from 1."""
         while True:
-            await self._raise_failure()
+            if self._failure is not None:  # it comes out once; the stream stays closed after it
+                await self.close()
+                failure, self._failure = self._failure, None
+                raise failure
             attempts = self._cursor - first_index
             if self._max_attempts is not None and attempts >= self._max_attempts:
                 await self.close()
@@ -341,7 +273,7 @@ class GroupStream(Generic[G]):
             if self._cursor in self._decided:
                 group = self._passed[self._cursor] = self._decided.pop(self._cursor)
                 self._cursor += 1
-                if not isinstance(group, _Rejected):
+                if group is not None:
                     self._consumed += 1
                     self._ahead -= 1
                     return group
@@ -349,16 +281,7 @@ class GroupStream(Generic[G]):
                 continue
             if self._closed:
                 raise RuntimeError("the stream was closed while a step was being consumed")
-            self._news = Waiting(lambda: f"waits for group {self._cursor} of step {step}")
-            await self._news
-
-    async def _raise_failure(self) -> None:
-        """Surfaces the first failure of a producer once; the stream stays closed after it."""
-        if self._failure is not None:
-            await self.close()
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                raise failure
+            await self._news.wait(lambda: f"waits for group {self._cursor} of step {step}")
 
     def _launch(self) -> None:
         """Starts as many groups as the rule admits, in index order; restored ones are there already."""
@@ -390,11 +313,11 @@ class GroupStream(Generic[G]):
         steps_ahead = 1 + (self._rule.max_staleness or 0)
         return self._next_launch < self._boundary["next_index"] + steps_ahead * self._max_attempts
 
-    async def _attempt(self, index: int) -> G | _Rejected:
+    async def _attempt(self, index: int) -> G | None:
         group = await self._produce(index)
-        return group if self._accept is None or self._accept(group) else _REJECTED
+        return group if self._accept is None or self._accept(group) else None
 
-    def _settle(self, index: int, task: asyncio.Task[G | _Rejected]) -> None:
+    def _settle(self, index: int, task: asyncio.Task[G | None]) -> None:
         """A producer has ended: books its group, or stops the stream."""
         del self._running[index]
         if task.cancelled():
@@ -409,17 +332,11 @@ class GroupStream(Generic[G]):
             for other in self._running.values():
                 other.cancel()
         else:
-            group = task.result()
-            self._decided[index] = group
-            self._ahead += 0 if isinstance(group, _Rejected) else 1
-            if not (self._in_rounds and self._running):
+            self._decided[index] = task.result()
+            self._ahead += task.result() is not None
+            if not self._running:
                 self._launch()
-        self._tell()
-
-    def _tell(self) -> None:
-        for waiting in (self._news, self._change):
-            if waiting is not None and not waiting.done():
-                waiting.set_result(None)
+        self._news.tell()
 
     def _snapshot(self) -> dict[str, int]:
         return {

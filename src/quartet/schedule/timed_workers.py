@@ -17,10 +17,10 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request
+from quartet.schedule.clock import drained
 from quartet.schedule.cost_model import Cost, CostModel
 from quartet.schedule.leases import Mode
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.worker import drained
 
 
 @dataclass

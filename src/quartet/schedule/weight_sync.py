@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Concatenate, Literal, TypeVar
 
 from quartet.rollout.protocol import RolloutEngine
+from quartet.schedule.clock import drained
 from quartet.schedule.role_group import LocalGroup, RoleGroup
-from quartet.schedule.worker import drained
 from quartet.train.engine import TrainEngine
 from quartet.weights import Ask, Transport, WeightReceiver, WeightSender, connect, sync
 from quartet.weights.control import TIMEOUT_S
@@ -30,14 +31,10 @@ class SendsWeights:
     """For the worker of a trainer, which has its ``engine``."""
 
     engine: TrainEngine[Any]
-    _sender: WeightSender | None = None
 
-    @property
+    @cached_property
     def weight_sender(self) -> WeightSender:
-        if self._sender is None:
-            device = self.engine.packed.device
-            self._sender = WeightSender(lambda: self.engine.weights(), device=device)
-        return self._sender
+        return WeightSender(lambda: self.engine.weights(), device=self.engine.packed.device)
 
     def send_weights(self, request: str, *args: Any) -> Any:
         """Answers one request of a weight sync."""
@@ -48,13 +45,10 @@ class TakesWeights:
     """For the worker of a rollout engine with its own weights."""
 
     engine: RolloutEngine
-    _receiver: WeightReceiver | None = None
 
-    @property
+    @cached_property
     def weight_receiver(self) -> WeightReceiver:
-        if self._receiver is None:
-            self._receiver = WeightReceiver(self.engine.weight_sink())
-        return self._receiver
+        return WeightReceiver(self.engine.weight_sink())
 
     def receive_weights(self, request: str, *args: Any) -> Any:
         """Answers one request of a weight sync."""

@@ -123,7 +123,7 @@ class Assembler:
         self._kl_coef = kl_coef
         self._shuffle = shuffle
 
-    def __call__(self, chunks: Sequence[tuple[Chunk[RaggedBatch], Sequence[ColumnSet]]]) -> Experience:
+    def __call__(self, chunks: Sequence[tuple[Chunk, Sequence[ColumnSet]]]) -> Experience:
         batch = RaggedBatch.concat([join(chunk.data, *columns) for chunk, columns in chunks])
         batch, greedy = self._with_baseline(batch)
         judged = self.judge(batch, step=chunks[0][0].step)

@@ -19,8 +19,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, RolloutEngine
-from quartet.schedule.group_batch import answered, group_batch
-from quartet.schedule.groups import Group
+from quartet.schedule.groups import Group, answered, group_batch
 from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.worker import Worker

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet, join
+from quartet.batch.columns import join
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import DynamicSamplingConfig
@@ -38,7 +38,7 @@ class DynamicSampling:
         config: DynamicSamplingConfig,
         source: Callable[[int], Awaitable[Group]],
         version: Callable[[], int],
-        scorers: Sequence[Scorer[RaggedBatch, ColumnSet]],
+        scorers: Sequence[Scorer],
         judge: Callable[[RaggedBatch], Judgement],
     ) -> None:
         self.config = config
@@ -49,7 +49,7 @@ class DynamicSampling:
         self._outcomes: dict[int, tuple[bool, Tensor]] = {}  # by group: whether its scores differ, and they themselves
 
     def stream(self, rule: AdmissionRule, *, chunk_size: int) -> GroupStream[Group]:
-        """The stream of groups with variance, replaced in rounds: which requests share the engine's batch must not
+        """The stream of groups with variance, replaced in rounds, as which requests share the engine's batch must not
         depend on how long a reward takes."""
         return GroupStream(
             self.produce,
@@ -57,7 +57,6 @@ class DynamicSampling:
             chunk_size=chunk_size,
             accept=self.accept,
             max_attempts=int(self.config.max_prompts_factor * rule.prompts_per_step),
-            refill="in_rounds",
             shortage=self._too_few,
         )
 

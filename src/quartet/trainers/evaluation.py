@@ -16,8 +16,7 @@ from quartet.data.datasets import PromptData, PromptItem
 from quartet.rewards.combine import LEFT_OUT_PREFIX, combine
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
-from quartet.schedule.group_batch import answered, group_batch
-from quartet.schedule.groups import Group, chunk_of
+from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import score_all
 from quartet.schedule.sampled import PromptRequest, Sample, completion_text
 from quartet.text.tokenizer import TextCodec

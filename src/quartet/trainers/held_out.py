@@ -150,8 +150,8 @@ class HeldOut:
         own = reward_scorers(worker, cast.evaluation_models, cast.evaluation_functions, cast.groups)
         scorers = [*cast.reward_scorers(worker), *cast.of_whole_trajectories(own)]
         if cast.environment is not None:
-            async with rollout.quiet() as quiet:
-                player, sampling = cast.episode_player(quiet), sampling_params(config.sampling, cast.codec, 0)
+            async with rollout.quiet():
+                player, sampling = cast.episode_player(rollout), sampling_params(config.sampling, cast.codec, 0)
                 items, num = cast.evaluation_prompts.items, config.samples_per_prompt
                 # Negative indices: no group of the stream has one.
                 played = [player.group(-1 - i, item, sampling, num, draw=-1) for i, item in enumerate(items)]

@@ -253,7 +253,7 @@ class ProcessScorer:
             worker, role.name, model, STEP_NEEDS, "step_scores", beside=beside, reads_text=reads_text
         )
 
-    async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+    async def score(self, chunk: Chunk) -> ColumnSet:
         found = await self._model.score(chunk)
         batch, logits_T, mask_T = chunk.data, found.token["step_scores"], found.token["step_mask"]
         name, combine = self.role.name, self.role.config.combine

@@ -54,7 +54,7 @@ class RewardModelRole:
             return ScoreWorker(self.model, self.budget)
         return TextScoreWorker(self.model, self.budget, self.codec)
 
-    def scorer(self, worker: Worker, model: RoleGroup[ModelWorker]) -> Scorer[RaggedBatch, ColumnSet]:
+    def scorer(self, worker: Worker, model: RoleGroup[ModelWorker]) -> Scorer:
         """What scores a chunk with this model, where ``model`` has it."""
         column, reads_text = REWARD_PREFIX + self.name, self.codec is not None
         return ModelScorer(worker, self.name, model, Needs(scores=True), column, reads_text=reads_text)
@@ -103,7 +103,7 @@ class FunctionScorer:
     worker: Worker
     reward: GuardedReward
 
-    async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+    async def score(self, chunk: Chunk) -> ColumnSet:
         batch = chunk.data
         items: Sequence[PromptItem] = batch.objects["prompt"]
         names = sorted({name for item in items for name in item.columns})
@@ -141,7 +141,7 @@ def reward_scorers(
     models: Sequence[RewardModelRole],
     functions: Sequence[RewardFunctionRole],
     groups: Mapping[str, RoleGroup[ModelWorker]],
-) -> list[Scorer[RaggedBatch, ColumnSet]]:
+) -> list[Scorer]:
     """``groups`` have the models, by the roles' names."""
     scorers = [role.scorer(worker, groups[role.name]) for role in models]
     return [*scorers, *(FunctionScorer(worker, role.reward) for role in functions)]

@@ -9,8 +9,6 @@ from typing import Any, cast
 
 import torch
 
-from quartet.batch.columns import ColumnSet
-from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import last_ones
 from quartet.config import UserError
 from quartet.config.algorithms import (
@@ -268,13 +266,11 @@ class Cast:
         room = max(1, min(CANARY_TOKENS, self.context - item.num_tokens))
         return CanaryProbe(item.prompt, room, tolerance)
 
-    def reward_scorers(self, worker: Worker) -> list[Scorer[RaggedBatch, ColumnSet]]:
+    def reward_scorers(self, worker: Worker) -> list[Scorer]:
         scorers = reward_scorers(worker, self.reward_models, self.reward_functions, self.groups)
         return self.of_whole_trajectories(scorers)
 
-    def of_whole_trajectories(
-        self, scorers: Sequence[Scorer[RaggedBatch, ColumnSet]]
-    ) -> list[Scorer[RaggedBatch, ColumnSet]]:
+    def of_whole_trajectories(self, scorers: Sequence[Scorer]) -> list[Scorer]:
         """Sources of reward, each asked once per trajectory, about its last sequence, also where that has several;
         process rewards read all of them."""
         if self.environment is None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, GroupAlgorithm, OnlineDPO, Selection
@@ -174,7 +173,7 @@ class Session:
 
     # The iteration's roles -------------------------------------------------------------------------------
 
-    def _roles(self) -> Roles[Group, RaggedBatch, Any, Experience]:
+    def _roles(self) -> Roles:
         recipe = self.recipe
         num_chunks = -(-recipe.prompts_per_step // recipe.chunk_size)
         barriers = Barriers(self._company.placement.after, num_chunks=num_chunks)
@@ -191,7 +190,7 @@ class Session:
             ahead=ScoringAhead(self.stream, collect, frozen, recipe.steps) if self._runs_ahead else None,
         )
 
-    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
+    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
         """A chunk of groups, of which the journal is told; followed, it compares them."""
         if self._journal is not None:
             self._journal.consume(step, index, [group.consumed() for group in groups])
@@ -199,11 +198,11 @@ class Session:
         self._sampled = self.rollout.stats()
         return chunk_of(step, index, groups)
 
-    def _scorers(self) -> list[tuple[str, Scorer[RaggedBatch, ColumnSet], bool]]:
+    def _scorers(self) -> list[tuple[str, Scorer, bool]]:
         """With their stages, and whether training leaves their columns as they are: rewards, unless groups come with
         theirs, and columns, which greedy responses have not."""
         has_greedy = needs_greedy(self.recipe)
-        found: list[tuple[str, Scorer[RaggedBatch, ColumnSet], bool]] = []
+        found: list[tuple[str, Scorer, bool]] = []
         for reward in self.cast.reward_scorers(self.worker) if self._sampling is None else []:
             found.append(("reward", PartScorer(reward, sampled_and_greedy) if has_greedy else reward, True))
         for column in self.cast.column_scorers(self.worker):
@@ -220,10 +219,10 @@ class Session:
         self.is_learning = True
         return experience
 
-    def _learners(self) -> list[tuple[str, AnyLearner[Experience]]]:
+    def _learners(self) -> list[tuple[str, AnyLearner]]:
         recipe, cast = self.recipe, self.cast
         plan = UpdatePlan(recipe.minibatches, recipe.epochs, recipe.seed)
-        learners: list[tuple[str, AnyLearner[Experience]]] = []
+        learners: list[tuple[str, AnyLearner]] = []
         if cast.critic is not None:
             critic = cast.trained_group("critic")
             learner = Learner(self.worker, "critic", critic, plan, self._value, "critic", learned=self._learned)

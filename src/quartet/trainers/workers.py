@@ -27,8 +27,7 @@ from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
-from quartet.rollout.engine import NativeEngine
-from quartet.rollout.weights import own_copy
+from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.leases import Mode
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker, TrainWorker

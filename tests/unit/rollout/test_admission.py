@@ -196,8 +196,3 @@ def test_a_request_that_can_never_fit_is_refused_by_the_keys_name() -> None:
     assert "rollout.cache_tokens is 104" in error.value.found
     assert "rollout.cache_tokens" in error.value.remedy
     Queue().admission.check(fits, max_tokens=10**9)
-
-
-def test_a_step_must_be_able_to_fill_something() -> None:
-    with pytest.raises(UserError, match="able to run"):
-        Queue(max_prefill=0)

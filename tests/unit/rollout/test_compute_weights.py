@@ -121,17 +121,16 @@ def test_own_weights_are_not_held_twice(build_tiny: Callable[..., Any], make_req
         # The engine casts what it is given to what it computes with.
         own.update_weights(build_tiny(name).twin.named_parameters(), 0)
         assert run_all(own, requests) == expected
-        own.sleep()
-        own.wake()
+        own.release_cache()
         own.update_weights(build_tiny(name).twin.named_parameters(), 0)
         assert run_all(own, requests) == expected
 
 
-def test_sleep_gives_copies_back(tiny: Any, make_request: Make, run_all: RunAll) -> None:
+def test_copies_are_given_back(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     engine = tiny.engine()
     run_all(engine, [make_request("r", max_new_tokens=3)])
     assert engine._weights.num_bytes > 0
-    engine.sleep()
+    engine.release_cache()
     assert engine._weights.num_bytes == 0
 
 

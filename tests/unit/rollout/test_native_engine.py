@@ -1,4 +1,4 @@
-"""The native engine: prompts once, every way to end, new weights under way, sleep, bad input."""
+"""The native engine: prompts once, every way to end, new weights under way, bad input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, GenerationError, Request
-from quartet.weights import WeightsRefused, WeightsUnusable
 
 Make = Callable[..., Request]
 RunAll = Callable[..., dict[str, Completion]]
@@ -58,8 +57,7 @@ def test_each_prompt_is_prefilled_once(tiny: Any, make_request: Make, run_all: R
     assert stats.prompt_tokens_prefilled == stats.distinct_prompt_tokens == sum(lengths)
     assert stats.recomputed_tokens == 0
     assert stats.generated_tokens == sum(len(c.token_ids) for c in done.values()) == 18 * 5
-    assert (stats.num_running, stats.num_waiting, stats.num_completed) == (0, 0, 18)
-    assert stats.peak_running == min(max_running, 18)
+    assert (stats.num_running, stats.num_waiting, len(done)) == (0, 0, 18)
 
 
 def test_the_bytes_of_slots_and_prompts_are_counted(tiny: Any, make_request: Make, run_all: RunAll) -> None:
@@ -132,7 +130,6 @@ def test_cancelling_frees_slots_and_leaves_the_others_alone(tiny: Any, make_requ
     for _ in range(5):
         engine.step()
     engine.cancel(["r0", "r2", "r6", "unknown", "r2"])
-    assert engine.stats().num_cancelled == 3
     done = {c.request_id: c for c in engine.step()}
     # Freed slots are taken at the very next step: r1, r3, r4, r5 run and r7 waits.
     assert (engine.stats().num_running, engine.stats().num_waiting) == (4, 1)
@@ -222,18 +219,6 @@ def own_engine(tiny: Any) -> NativeEngine:
     return NativeEngine(PackedCausalLM(copy.deepcopy(tiny.packed.model)), owns_weights=True, version=0)
 
 
-def test_an_engine_with_its_own_weights_follows_its_source(tiny: Any, make_request: Make, run_all: RunAll) -> None:
-    engine = own_engine(tiny)
-    requests = [make_request(f"r{i}", seed=i, max_new_tokens=6) for i in range(3)]
-    old = run_all(engine, requests)
-    shift_weights(tiny.twin, seed=1)
-    assert run_all(engine, requests) == old
-    engine.update_weights(tiny.twin.named_parameters(), 1)
-    expected = run_all(NativeEngine(PackedCausalLM(tiny.twin), version=1), requests)
-    assert run_all(engine, requests) == expected
-    assert expected["r0"].logprobs != old["r0"].logprobs
-
-
 def test_wrong_weights_leave_the_engine_as_it_was(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     engine = own_engine(tiny)
     request = make_request("r", max_new_tokens=6)
@@ -253,39 +238,20 @@ def test_a_source_must_fit_the_kind_of_engine(tiny: Any) -> None:
         own_engine(tiny).update_weights(None, 1)
 
 
-# ---- sleep ----
+# ---- room for others ----
 
 
-def test_sleep_frees_the_cache_and_requests_go_on_after_waking(tiny: Any, make_request: Make, run_all: RunAll) -> None:
+def test_the_cache_is_given_back_and_requests_go_on(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     requests = group_of(make_request, "g", 6, 7, max_new_tokens=10)
     expected = run_all(tiny.engine(), requests)
     engine = tiny.engine(max_running=4)
     engine.submit(requests)
     for _ in range(4):
         engine.step()
-    engine.sleep()
-    engine.sleep()
-    assert engine.stats().cache_bytes == 0
-    with pytest.raises(RuntimeError, match="wake"):
-        engine.step()
-    engine.wake()
+    assert engine.release_cache() > 0 == engine.stats().cache_bytes
+    assert engine.release_cache() == 0
     done = run_all(engine)
     assert {n: c.token_ids for n, c in done.items()} == {n: c.token_ids for n, c in expected.items()}
-
-
-def test_sleep_frees_own_weights_until_they_are_sent_again(tiny: Any, make_request: Make, run_all: RunAll) -> None:
-    engine = own_engine(tiny)
-    request = make_request("r", max_new_tokens=6)
-    old = run_all(engine, [request])
-    engine.sleep()
-    assert sum(p.numel() for p in engine.packed.model.parameters()) == 0
-    with pytest.raises(WeightsRefused, match="wake"):
-        engine.update_weights(tiny.twin.named_parameters(), 0)
-    engine.wake()
-    with pytest.raises(WeightsUnusable, match="slept"):
-        engine.step()
-    engine.update_weights(tiny.twin.named_parameters(), 0)
-    assert run_all(engine, [request]) == old
 
 
 # ---- bad input ----
@@ -328,7 +294,6 @@ def test_non_finite_logits_name_the_request_and_spare_the_others(
     assert error.value.request_ids == ("broken",)
     assert run_all(engine) == expected
     assert run_all(engine, others) == expected
-    assert engine.stats().num_completed == 6
 
 
 def test_repaired_weights_generate_again(tiny: Any, make_request: Make, run_all: RunAll) -> None:

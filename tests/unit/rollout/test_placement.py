@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.rollout.cache import round_up
-from quartet.rollout.placement import BAND, CALL_TOKENS, close_gaps, stretches
+from quartet.rollout.rows import CALL_TOKENS, stretches
+from quartet.rollout.scheduler import BAND, close_gaps
 
 
 @dataclass(eq=False)

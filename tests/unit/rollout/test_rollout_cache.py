@@ -48,7 +48,7 @@ def test_bytes_are_counted_and_released() -> None:
     cache.release()
     assert (cache.num_bytes, cache.num_tokens) == (0, 0)
     cache.resize(1, 32)
-    cache.allocate_like(*random_run(4))
+    cache.write((), *random_run(4))
     assert cache.num_bytes == 2 * 2 * 1 * 2 * 32 * 8 * 4
 
 

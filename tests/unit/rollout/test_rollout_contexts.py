@@ -11,18 +11,11 @@ from torch import Tensor
 from quartet.models.attention import LayerRule, masked_attention, visible
 from quartet.rollout.admission import Fill
 from quartet.rollout.cache import KVCache
-from quartet.rollout.contexts import (
-    DecodeAttention,
-    FastContexts,
-    FillAttention,
-    StepAttention,
-    join,
-    partial_attention,
-)
-from quartet.rollout.placement import Stretch
+from quartet.rollout.contexts import FastContexts, FillAttention, StepAttention
+from quartet.rollout.decode_attention import DecodeAttention, join, partial_attention
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.protocol import Request, SamplingParams
-from quartet.rollout.rows import Rows
+from quartet.rollout.rows import Rows, Stretch
 from quartet.rollout.scheduler import Group, Response
 
 HEADS, HEADS_KV, SIZE = 6, 2, 8

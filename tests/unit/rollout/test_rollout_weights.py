@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,11 +13,10 @@ from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.engine import NativeEngine
+from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.rollout.protocol import Completion, Request
 from quartet.rollout.weight_copies import MIN_PACKED
-from quartet.rollout.weights import DiscardedWeights, num_bytes_of, own_copy
-from quartet.weights import NamedSource, Status, WeightMismatch, WeightsRefused, WeightsUnusable, sync_in_process
+from quartet.weights import NamedSource, WeightMismatch, WeightsRefused, WeightsUnusable, sync_in_process
 
 Build = Callable[..., Any]
 Make = Callable[..., Request]
@@ -88,12 +85,7 @@ def test_an_own_engine_gives_the_bits_of_one_that_shares(
         assert before is None or before["r0"].logprobs != expected["r0"].logprobs
         assert {v for c in expected.values() for v in c.versions} == {version}
         before = expected
-    apart.sleep()
-    apart.wake()
-    if lora is None:
-        with pytest.raises(WeightsUnusable, match="slept"):
-            apart.step()
-    apart.update_weights(source_of(trainer), 3)
+    apart.release_cache()
     assert run_all(apart, sent) == before
 
 
@@ -182,32 +174,13 @@ def test_a_byte_that_changes_on_the_way_is_found(tiny: Any, monkeypatch: pytest.
         engine.step()
 
 
-def test_a_sleeping_engine_takes_no_weights(tiny: Any) -> None:
+def test_an_engine_goes_back_to_no_earlier_version(tiny: Any) -> None:
     trainer = actor(tiny)
     engine = NativeEngine(own_copy(trainer), owns_weights=True, version=0)
-    engine.sleep()
-    with pytest.raises(WeightsRefused, match="wake"):
-        engine.update_weights(source_of(trainer), 1)
-    engine.wake()
     engine.update_weights(source_of(trainer), 1)
-    assert engine.weight_sink().status is Status.READY
     with pytest.raises(WeightsRefused, match="version 0 after 1"):
         engine.update_weights(source_of(trainer), 0)
     assert engine.stats().policy_version == 1
-
-
-def test_adapters_stay_as_they_are_over_a_sleep(tiny: Any, make_request: Make, run_all: RunAll) -> None:
-    trainer = actor(tiny, lora=LORA)
-    engine = NativeEngine(own_copy(trainer), owns_weights=True)
-    train(trainer, 1)
-    engine.update_weights(source_of(trainer), 1)
-    expected = run_all(engine, requests_of(make_request))
-    engine.sleep()
-    engine.wake()
-    engine.weight_sink().require(1)
-    assert run_all(engine, requests_of(make_request)) == expected
-    with pytest.raises(WeightsUnusable):
-        engine.weight_sink().require(2)
 
 
 def test_a_shared_engine_has_no_sink(tiny: Any) -> None:
@@ -246,51 +219,3 @@ def test_an_own_copy_shares_nothing(
         for parameter in copied.model.parameters():
             parameter.fill_(7.0)
     assert all(float(p.detach().max()) < 1 for p in trainer.model.parameters())
-
-
-def test_what_sleep_frees_is_measured() -> None:
-    """In a process of its own: here, other tests' memory comes back meanwhile or keeps the heap's end in use."""
-    found = subprocess.run([sys.executable, __file__], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-
-
-def sleep_and_wake() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=4000, hidden_size=512, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=64,
-    )  # fmt: skip
-    engine = NativeEngine(packed_causal_lm(LlamaForCausalLM(config)), owns_weights=True, version=0)
-    weights, held = num_bytes_of(engine.packed.model), engine.resident_bytes()
-    assert held > 1.5 * weights > 2**25, "weights and packed copies"
-    freed = engine.sleep()
-    assert 0.9 * held < freed < 1.1 * held
-    assert engine.resident_bytes() == 0
-    taken = engine.wake()
-    assert 0.9 * weights < taken < 1.1 * weights
-    assert engine.resident_bytes() == weights
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.mid = nn.Linear(3, 4)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-        self.mid.weight.data = self.mid.weight.data.t().contiguous().t()
-
-
-def test_discarded_weights_come_back_empty_in_their_layout() -> None:
-    model = Tied()
-    discarded = DiscardedWeights(model)
-    assert sum(p.numel() for p in model.parameters()) == 0
-    discarded.restore()
-    assert model.mid.weight.shape == (4, 3) and model.mid.weight.stride() == (1, 4)
-    assert model.head.weight is model.embed.weight and model.embed.weight.shape == (5, 3)
-    assert not any(p.any() for p in model.parameters())
-
-
-if __name__ == "__main__":
-    sleep_and_wake()

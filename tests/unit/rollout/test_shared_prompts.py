@@ -104,13 +104,12 @@ def test_prompts_are_reused_until_the_weights_change(tiny: Any, make_request: Ma
     assert second["g.0"].logprobs != first["g.0"].logprobs
 
 
-def test_sleep_forgets_prompts(tiny: Any, make_request: Make, run_all: RunAll) -> None:
+def test_prompts_are_computed_again_after_a_lost_cache(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     engine = tiny.engine()
     requests = group_of(make_request, "g", 3, 40, max_new_tokens=6)
     expected = run_all(engine, requests)
-    engine.sleep()
+    engine.release_cache()
     assert engine.stats().cached_tokens == 0
-    engine.wake()
     assert run_all(engine, requests) == expected
     assert engine.stats().prompt_tokens_prefilled == 80
 
@@ -164,8 +163,8 @@ def interrupted(engine: NativeEngine, requests: Sequence[Request], steps: int, a
 
 
 @pytest.mark.parametrize("steps", range(9))
-@pytest.mark.parametrize("how", ["update", "sleep"])
-def test_new_weights_and_sleep_at_any_moment(
+@pytest.mark.parametrize("how", ["update", "release"])
+def test_new_weights_and_a_lost_cache_at_any_moment(
     tiny: Any, make_request: Make, run_all: RunAll, tolerances: Tolerances, steps: int, how: str
 ) -> None:
     """In the middle of a prompt, right after its last piece, between first token and row, while decoding."""
@@ -179,8 +178,7 @@ def test_new_weights_and_sleep_at_any_moment(
         if how == "update":
             engine.update_weights(None, 0)
         else:
-            engine.sleep()
-            engine.wake()
+            engine.release_cache()
         assert engine.stats().num_running == 0
 
     done = interrupted(engine, requests, steps, act)

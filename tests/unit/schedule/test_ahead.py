@@ -47,7 +47,7 @@ class World:
         )
         reward, values = Stage(self, "reward"), Stage(self, "values")
         ahead = ScoringAhead(self.stream, self.collect, [reward], self.num_steps) if self.looks_ahead else None
-        self.roles: Roles[Any, Any, Any, Any] = Roles(
+        self.roles: Roles = Roles(
             self.stream, self.collect, [reward, values], self.assemble, [self], self.publish, ahead
         )
 
@@ -55,9 +55,9 @@ class World:
         await asyncio.sleep(self.seconds("generate"))
         return index
 
-    def collect(self, step: int, index: int, groups: Sequence[int]) -> Chunk[list[int]]:
+    def collect(self, step: int, index: int, groups: Sequence[int]) -> Chunk:
         self.log.append(("collect", step, index, now(), now()))
-        return Chunk(step, index, len(groups), list(groups))
+        return Chunk(step, index, list(groups))
 
     async def assemble(self, chunks: Any) -> Any:
         self.learned.append([(chunk.index, chunk.data, columns) for chunk, columns in chunks])
@@ -98,7 +98,7 @@ class Stage:
     world: World
     name: str
 
-    async def score(self, chunk: Chunk[list[int]]) -> Any:
+    async def score(self, chunk: Chunk) -> Any:
         begun, world = now(), self.world
         await asyncio.sleep(world.seconds(self.name))
         if self.name == "reward" and world.breaks_at == (chunk.step, chunk.index):

@@ -21,23 +21,21 @@ class Timed:
     def __init__(self, name: str, seconds: float, log: Log) -> None:
         self.name, self.seconds, self.log = name, seconds, log
 
-    async def score(self, chunk: Chunk[int]) -> str:
+    async def score(self, chunk: Chunk) -> str:
         await asyncio.sleep(self.seconds)
         self.log.append((self.name, chunk.index, now()))
         return self.name
 
     async def train(self, experience: Any, step: int) -> dict[str, float]:
-        await self.score(Chunk(step, -1, 0, 0))
+        await self.score(Chunk(step, -1, 0))
         return {}
 
 
-def collect(step: int, index: int, groups: Sequence[int]) -> Chunk[int]:
-    return Chunk(step, index, len(groups), index)
+def collect(step: int, index: int, groups: Sequence[int]) -> Chunk:
+    return Chunk(step, index, index)
 
 
-async def play(
-    scorers: Sequence[Scorer[int, str]], barriers: Barriers, *, steps: int = 1, chunk_s: float = 1.0
-) -> None:
+async def play(scorers: Sequence[Scorer], barriers: Barriers, *, steps: int = 1, chunk_s: float = 1.0) -> None:
     """Two chunks per step, one after another."""
     gather = barriers.collect(collect)
     for step in range(steps):

@@ -10,8 +10,7 @@ import torch
 
 from quartet.config import UserError
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.group_batch import answered, group_batch
-from quartet.schedule.groups import Group, chunk_of
+from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 
 PROMPT = SimpleNamespace(token_ids=(1, 2), prompt_id="p", prompt="?")
 

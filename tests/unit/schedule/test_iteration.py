@@ -66,10 +66,10 @@ class Simulation:
                 await self.work("rollout", "generate", index, self.group_s / 4)
         return index
 
-    def roles(self, stream: GroupStream[int]) -> Roles[int, list[int], str, list[Any]]:
+    def roles(self, stream: GroupStream[int]) -> Roles:
         return Roles(
             stream=stream,
-            collect=lambda step, index, groups: Chunk(step, index, len(groups), list(groups)),
+            collect=lambda step, index, groups: Chunk(step, index, list(groups)),
             scorers=[_Scorer(self, name, seconds) for name, seconds in self.score_s.items()],
             assemble=_assembled,
             learners=[_Learner(self, name, seconds) for name, seconds in self.train_s.items()],
@@ -80,8 +80,8 @@ class Simulation:
         await self.work("rollout", "generate", version, 0.1, reads={"actor": version}, writes="rollout")
         return {"policy_version": float(version)}
 
-    def run(self, steps: int = 1) -> list[StepResult[list[Any]]]:
-        async def main() -> list[StepResult[list[Any]]]:
+    def run(self, steps: int = 1) -> list[StepResult]:
+        async def main() -> list[StepResult]:
             rule = AdmissionRule(self.prompts_per_step)
             async with GroupStream(self.produce, rule, chunk_size=self.chunk_size) as stream:
                 roles = self.roles(stream)
@@ -99,7 +99,7 @@ class _Scorer:
     name: str
     seconds: float
 
-    async def score(self, chunk: Chunk[list[int]]) -> str:
+    async def score(self, chunk: Chunk) -> str:
         await self.simulation.work(self.name, "forward", chunk.index, self.seconds)
         return f"{self.name} of {chunk.data}"
 

@@ -14,7 +14,7 @@ from quartet.schedule.journal import Diverged, Event, Journal
 def test_without_a_script_everything_happens_at_once_and_is_noted() -> None:
     async def main() -> list[Event]:
         journal = Journal()
-        assert journal.admit([3, 1]) == [3, 1]
+        assert journal.admit(3) and journal.admit(1)
         journal.burst_begins()
         await journal.turn("swap", 1)
         journal.note("swap", 1)
@@ -33,19 +33,19 @@ def test_without_a_script_everything_happens_at_once_and_is_noted() -> None:
 def test_a_script_decides_who_joins_and_when() -> None:
     async def main() -> None:
         journal = Journal([Event("admit", 1, 0), Event("admit", 0, 1), Event("swap", 1, 1), Event("admit", 2, 2)])
-        assert journal.admit([0]) == [] and journal.is_due()
-        assert journal.admit([0, 1]) == [1] and not journal.is_due()
+        assert not journal.admit(0) and journal.is_due()
+        assert journal.admit(1) and not journal.admit(0) and not journal.is_due()
         swap = asyncio.create_task(journal.turn("swap", 1))
         await asyncio.sleep(1.0)
         assert not swap.done(), "it came a burst too early"
         journal.burst_begins()
-        assert journal.admit([0, 2]) == [0]
+        assert not journal.admit(2) and journal.admit(0)
         await asyncio.wait_for(swap, 1.0)
-        assert journal.is_due() and journal.admit([2]) == []
+        assert journal.is_due() and not journal.admit(2)
         journal.note("swap", 1)
         journal.burst_begins()
-        assert journal.admit([2, 5]) == [2], "what the script does not name waits for its end"
-        assert journal.admit([5]) == [5]
+        assert not journal.admit(5), "what the script does not name waits for its end"
+        assert journal.admit(2) and journal.admit(5)
 
     run_virtual(main())
 
@@ -70,7 +70,7 @@ def test_other_groups_than_the_journals_are_an_error() -> None:
 def test_a_journal_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path=path)
-    journal.admit([0])
+    journal.admit(0)
     journal.consume(0, 1, [(0, ((0, 2), (1, 1))), (1, ((1, 1),))])
     assert Journal.load(path) == journal.events, "each event is there when it has happened"
     journal.note("swap", 1)

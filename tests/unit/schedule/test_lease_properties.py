@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,11 +52,11 @@ class NullArbiter:
         *,
         reads: Mapping[str, int | None] | None = None,
         writes: str | None = None,
-    ) -> AsyncIterator[Lease]:
+    ) -> AsyncIterator[SimpleNamespace]:
         number, self._num = self._num, self._num + 1
         await self._mover.onload(role, mode)
         seen = {state: self._versions[state] for state in reads or {}}
-        yield Lease(role, mode, seen, number, number, 0.0, 0)
+        yield SimpleNamespace(versions=seen, ticket=number, grant_index=number, passed_over=0)
         if writes is not None:
             self._versions[writes] += 1
 

@@ -10,15 +10,7 @@ import pytest
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import Deadlock, now, run_virtual
-from quartet.schedule.leases import (
-    Arbiter,
-    HandOver,
-    MissedVersion,
-    Mode,
-    NestedLease,
-    PoolSpec,
-    RoleSpec,
-)
+from quartet.schedule.leases import Arbiter, MissedVersion, Mode, NestedLease, PoolSpec, RoleSpec
 
 
 class SlowMover:
@@ -91,7 +83,7 @@ def test_a_role_has_one_forward_lease_at_a_time_but_shares_generation() -> None:
 
 
 def test_parts_stay_resident_while_they_fit() -> None:
-    async def main() -> tuple[list[str], list[HandOver]]:
+    async def main() -> list[str]:
         mover = SlowMover(0.5)
         arbiter = one_pool("a", "b", "c", budget=20, mover=mover)
         for name in ("a", "b", "a", "b"):
@@ -99,25 +91,24 @@ def test_parts_stay_resident_while_they_fit() -> None:
         assert mover.log == ["+a forward begins", "+a forward ends", "+b forward begins", "+b forward ends"]
         mover.log.clear()
         await work(arbiter, "c", "forward", 1.0)
-        stats = arbiter.stats()
-        assert (stats.onloaded_bytes, stats.offloaded_bytes, stats.peak_bytes) == (30, 10, {"gpu": 20})
-        return mover.log, arbiter.take_hand_overs()
+        assert (arbiter.peak_bytes(), now()) == ({"gpu": 20}, 5 + 4 * 0.5)
+        return mover.log
 
-    log, hand_overs = run_virtual(main())
     # a was used before b: it is the one to leave, and is gone before c comes in
-    assert log == ["-a begins", "-a ends", "+c forward begins", "+c forward ends"]
-    assert hand_overs[-2:] == [HandOver("a", None, 10, 0.5), HandOver("c", "forward", 10, 0.5)]
+    assert run_virtual(main()) == ["-a begins", "-a ends", "+c forward begins", "+c forward ends"]
 
 
 def test_training_adds_to_what_forward_holds_and_serves_forward_after_it() -> None:
-    async def main() -> list[HandOver]:
-        arbiter = one_pool("a", budget=40, mover=SlowMover(0.0))
+    async def main() -> list[str]:
+        mover = SlowMover(0.0)
+        arbiter = one_pool("a", budget=40, mover=mover)
         modes: list[Mode] = ["forward", "train", "forward"]
-        for mode in modes:
+        for mode, num_bytes in zip(modes, (10, 40, 40), strict=True):
             await work(arbiter, "a", mode, 1.0)
-        return arbiter.take_hand_overs()
+            assert arbiter.resident_bytes("gpu") == num_bytes
+        return mover.log[::2]
 
-    assert [(h.mode, h.moved_bytes) for h in run_virtual(main())] == [("forward", 10), ("train", 30)]
+    assert run_virtual(main()) == ["+a forward begins", "+a train begins"]
 
 
 def test_resident_roles_go_first_until_patience_ends() -> None:
@@ -129,9 +120,6 @@ def test_resident_roles_go_first_until_patience_ends() -> None:
             work(arbiter, "b", "forward", 1.0, log),
             *(work(arbiter, "a", "forward", 1.0, log) for _ in range(5)),
         )
-        stats = arbiter.stats()
-        assert (stats.max_passed_over, stats.num_passed_over) == (patience, patience)
-        assert (stats.num_leases, stats.num_waits) == (7, 6)
         return [name for name, _ in log]
 
     assert run_virtual(main(0)) == ["a", "b", "a", "a", "a", "a", "a"]
@@ -173,8 +161,6 @@ def test_a_version_is_not_awaited_inside_a_lease_and_a_cancelled_watcher_leaks_n
         watcher.cancel()
         await asyncio.wait({watcher})
         assert arbiter.is_idle
-        with pytest.raises(UserError, match="no state 'actr'"):
-            await arbiter.until("actr", 1)
 
     run_virtual(main())
 
@@ -250,10 +236,8 @@ def test_a_late_reader_gets_a_clear_error_and_a_reservation_prevents_it() -> Non
         await work(arbiter, "actor", "train", 1.0, writes="actor")
         with pytest.raises(MissedVersion, match=r"version 0 is gone: reserve\('actor', 0"):
             await work(arbiter, "probe", "forward", 1.0, reads={"actor": 0})
-        with pytest.raises(MissedVersion):
-            arbiter.reserve("actor", 0, "probe")
-
-        arbiter.reserve("actor", 2, "probe", uses=2)
+        with pytest.raises(MissedVersion), arbiter.reserve("actor", 0, "probe"):
+            pass
         log: list[tuple[str, float]] = []
 
         async def read_later() -> None:
@@ -265,7 +249,8 @@ def test_a_late_reader_gets_a_clear_error_and_a_reservation_prevents_it() -> Non
             await work(arbiter, "actor", "train", 1.0, log, writes="actor")
             await work(arbiter, "actor", "train", 1.0, log, writes="actor")
 
-        await together(read_later(), train_twice())
+        with arbiter.reserve("actor", 2, "probe"), arbiter.reserve("actor", 2, "probe"):
+            await together(read_later(), train_twice())
         assert log == [("actor", 1.0), ("probe", 11.0), ("probe", 12.0), ("actor", 13.0)]
         assert arbiter.is_idle
 
@@ -290,8 +275,8 @@ def test_released_reservations_let_the_writer_go() -> None:
 def test_a_writer_uses_its_own_reservation() -> None:
     async def main() -> int:
         arbiter = one_pool("actor")
-        arbiter.reserve("actor", 0, "actor")
-        await work(arbiter, "actor", "train", 1.0, reads={"actor": 0}, writes="actor")
+        with arbiter.reserve("actor", 0, "actor"):
+            await work(arbiter, "actor", "train", 1.0, reads={"actor": 0}, writes="actor")
         return arbiter.version("actor")
 
     assert run_virtual(main()) == 1
@@ -301,9 +286,10 @@ def test_a_version_being_replaced_cannot_be_reserved() -> None:
     async def main() -> None:
         arbiter = one_pool("actor", "probe")
         async with arbiter.lease("actor", "train", writes="actor"):
-            with pytest.raises(MissedVersion, match="being advanced now"):
-                arbiter.reserve("actor", 0, "probe")
-            arbiter.reserve("actor", 1, "probe").release()
+            with pytest.raises(MissedVersion, match="being advanced now"), arbiter.reserve("actor", 0, "probe"):
+                pass
+            with arbiter.reserve("actor", 1, "probe"):
+                pass
 
     run_virtual(main())
 
@@ -327,7 +313,7 @@ def test_reading_the_latest_version_reports_which_it_was() -> None:
         arbiter = one_pool("actor")
         await work(arbiter, "actor", "train", 1.0, writes="actor")
         async with arbiter.lease("actor", "forward", reads={"actor": None}) as lease:
-            assert (lease.ticket, lease.grant_index, lease.wait_s) == (1, 1, 0.0)
+            assert (lease.ticket, lease.grant_index) == (1, 1)
             return dict(lease.versions)
 
     assert run_virtual(main()) == {"actor": 1}
@@ -345,45 +331,17 @@ def test_nested_leases_are_refused() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(
-    ("role", "mode", "access", "expected"),
-    [
-        ("actr", "forward", {}, "use 'actor'"),
-        ("actor", "generate", {}, "modes of 'actor': forward, train"),
-        ("actor", "train", {}, "it needs 5,000 bytes, the pool has 4,000"),
-        ("actor", "train", {}, "budget of at least 5,000 bytes, or put 'actor' on pool 'large'"),
-        ("actor", "forward", {"writes": "aktor"}, "use 'actor'"),
-        ("actor", "forward", {"reads": {"critic": 0}}, "known states: actor"),
-    ],
-)
-def test_requests_that_can_never_be_granted_fail_at_once(
-    role: str, mode: Mode, access: dict[str, Any], expected: str
-) -> None:
+def test_a_lease_that_can_never_be_granted_fails_at_once() -> None:
     async def main() -> None:
         pools = [PoolSpec("small", 1, 4_000), PoolSpec("large", 1, 6_000), PoolSpec("larger", 1, 9_000)]
         arbiter = Arbiter(pools, [RoleSpec("actor", "small", {"forward": 1, "train": 5_000})], versions={"actor": 0})
         with pytest.raises(UserError) as error:
-            await work(arbiter, role, mode, 1.0, **access)
-        assert expected in str(error.value)
+            await work(arbiter, "actor", "train", 1.0)
+        assert error.value.found == "it needs 5,000 bytes, the pool has 4,000"
+        assert "budget of at least 5,000 bytes, or put 'actor' on pool 'large'" in error.value.remedy
         assert arbiter.is_idle
 
     run_virtual(main())
-
-
-@pytest.mark.parametrize(
-    ("pools", "roles", "expected"),
-    [
-        ([PoolSpec("gpu", slots=0)], [], "no slot"),
-        ([PoolSpec("gpu", budget_bytes=-1)], [], "negative budget"),
-        ([PoolSpec("gpu"), PoolSpec("gpu")], [], "two pools have one name"),
-        ([PoolSpec("gpu")], [RoleSpec("a", "gpu", {}), RoleSpec("a", "gpu", {})], "two roles have one name"),
-        ([PoolSpec("gpu")], [RoleSpec("a", "gpo", {})], "use 'gpu'"),
-        ([PoolSpec("gpu")], [RoleSpec("a", "gpu", {"train": -1})], "negative size"),
-    ],
-)
-def test_impossible_placements_are_refused(pools: list[PoolSpec], roles: list[RoleSpec], expected: str) -> None:
-    with pytest.raises(UserError, match=expected):
-        Arbiter(pools, roles)
 
 
 def test_a_deadlock_names_the_version_that_never_comes() -> None:
@@ -398,8 +356,8 @@ def test_a_deadlock_names_the_version_that_never_comes() -> None:
 def test_a_deadlock_names_the_reader_of_a_forgotten_reservation() -> None:
     async def main() -> None:
         arbiter = one_pool("actor", "probe")
-        arbiter.reserve("actor", 0, "probe")
-        await work(arbiter, "actor", "train", 1.0, writes="actor")
+        with arbiter.reserve("actor", 0, "probe"):
+            await work(arbiter, "actor", "train", 1.0, writes="actor")
 
     with pytest.raises(Deadlock, match="'actor' at version 0 is reserved by probe"):
         run_virtual(main())

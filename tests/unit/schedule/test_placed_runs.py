@@ -22,11 +22,11 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import SCORING, PlacementConfig, ResolvedPlacement, Role, Stage, resolve
 from quartet.observe.spans import Span
-from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.clock import run_virtual
 from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.journal import Diverged, Event
-from quartet.schedule.leases import HandOver, Mode
+from quartet.schedule.leases import Mode
 from quartet.schedule.simulation import Outcome, Simulation, assemble
 
 KINDS: dict[Role, str] = {"critic": "values", "reference": "ref_logprobs", "reward": "reward"}
@@ -40,14 +40,13 @@ class Broken(RuntimeError):
 
 @dataclass
 class Auditor:
-    """Moves parts in random time, believes nobody about bytes, and notes each movement; breaks at one where told to."""
+    """Moves parts in random time, keeps its own account of bytes; breaks at one movement where told to."""
 
     placement: ResolvedPlacement
     sizes: Mapping[str, Mapping[Mode, int]]
     draw: random.Random
     breaks_at: int = -1
     resident: Counter[str] = field(default_factory=Counter)
-    moved: list[HandOver] = field(default_factory=list)
     num_moves: int = 0
 
     async def onload(self, role: str, mode: Mode) -> None:
@@ -56,22 +55,20 @@ class Auditor:
         self.resident[role] += more
         self._check(role)
         try:
-            await self._take_time(role, mode, more)
+            await self._take_time()
         except Broken:
             self.resident[role] -= more
             raise
 
     async def offload(self, role: str) -> None:
-        await self._take_time(role, None, self.resident[role])
+        await self._take_time()
         self.resident[role] = 0
 
-    async def _take_time(self, role: str, mode: Mode | None, num_bytes: int) -> None:
+    async def _take_time(self) -> None:
         self.num_moves += 1
         if self.num_moves - 1 == self.breaks_at:
             raise Broken("a movement fails")
-        started_s = now()
         await asyncio.sleep(self.draw.choice([0, 0, 1, 3]))
-        self.moved.append(HandOver(role, mode, num_bytes, now() - started_s))
 
     def _check(self, role: str) -> None:
         pool = self.placement.pool(self.placement.pool_of[role])
@@ -129,7 +126,7 @@ class Setup:
         simulation.roles = replace(simulation.roles, assemble=self._audited)
         return simulation, auditor
 
-    async def _audited(self, chunks: Sequence[tuple[Chunk[RaggedBatch], Any]]) -> RaggedBatch:
+    async def _audited(self, chunks: Sequence[tuple[Chunk, Any]]) -> RaggedBatch:
         """What is learned from says of itself which weights made it: it must be those that it is labelled with."""
         batch, step = await assemble(chunks), chunks[0][0].step
         acted = batch.token["action_mask"]
@@ -330,14 +327,9 @@ def check_weights(outcome: Outcome) -> None:
             assert apart or reader is writer, (writer, reader)
 
 
-def check_moves(setup: Setup, outcome: Outcome, auditor: Auditor) -> None:
-    """Every movement is on record with its bytes and seconds, and nothing else is; peaks are within budgets."""
-    assert Counter(outcome.hand_overs) == Counter(auditor.moved)
-    assert outcome.stats.onloaded_bytes == sum(m.moved_bytes for m in auditor.moved if m.mode is not None)
-    assert outcome.stats.offloaded_bytes == sum(m.moved_bytes for m in auditor.moved if m.mode is None)
+def check_peaks(setup: Setup, outcome: Outcome) -> None:
     for pool in setup.placement.pools:
-        assert pool.budget_bytes is None or outcome.stats.peak_bytes[pool.name] <= pool.budget_bytes
-    assert outcome.stats.max_passed_over <= setup.patience
+        assert pool.budget_bytes is None or outcome.peak_bytes[pool.name] <= pool.budget_bytes
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -352,8 +344,8 @@ def test_every_random_run_ends_as_it_should(kind: str) -> None:
         check_edges(setup, outcome)
         check_slots(setup, outcome)
         check_weights(outcome)
-        check_moves(setup, outcome, auditor)
-        moved += bool(auditor.moved)
+        check_peaks(setup, outcome)
+        moved += bool(auditor.num_moves)
         stale += any(v[0][0] < step for step, groups in enumerate(outcome.steps) for _, v in groups)
         swapped += any(len(v) > 1 for groups in outcome.steps for _, v in groups)
     assert moved > 50

@@ -26,7 +26,7 @@ from quartet.rollout.protocol import (
     RolloutEngine,
     SamplingParams,
 )
-from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.clock import drained, now, run_virtual
 from quartet.schedule.cost_model import Cost
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
@@ -38,7 +38,7 @@ from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.sampled import Ending, PromptRequest, Sample, TurnRequest
 from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedModel, TimedWeights
-from quartet.schedule.worker import Worker, drained
+from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 
 PROBE = CanaryProbe("77", 2, 1e-6)
@@ -256,7 +256,7 @@ class World:
 
     async def collected(self, num_steps: int, after: Callable[[int], Any] | None = None) -> Steps:
         """So many iterations; ``after(step)`` is awaited behind each."""
-        roles: Roles[Any, Any, Any, Any] = Roles(
+        roles: Roles = Roles(
             stream=self.stream,
             collect=self._collect,
             scorers=[_Scorer(self, "reward", False), _Scorer(self, "actor", True)],
@@ -275,11 +275,11 @@ class World:
             await self.rollout.close()
         return self.steps
 
-    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk[list[Group]]:
+    def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
         if index == 0:
             self.steps.append([])
         self.steps[-1] += groups
-        return Chunk(step, index, 1, list(groups))
+        return Chunk(step, index, list(groups))
 
 
 @dataclass
@@ -288,7 +288,7 @@ class _Scorer:
     role: str
     of_step: bool
 
-    async def score(self, chunk: Chunk[list[Group]]) -> float:
+    async def score(self, chunk: Chunk) -> float:
         reads = {self.role: chunk.step} if self.of_step else {}
         async with self.world.worker.turn(
             self.role, "forward", "score", step=chunk.step, chunk=chunk.index, reads=reads
@@ -370,10 +370,10 @@ def test_every_random_run_ends_within_its_bounds(block: int) -> None:
             if step % every:
                 return
             requests = [(Asked(f"1{i}"), of_prompt(f"eval.{i}", f"1{i}", 2)) for i in range(3)]
-            async with world.rollout.quiet() as quiet:
+            async with world.rollout.quiet():
                 found = await world.rollout.evaluate(requests, step)
-                turn = await quiet.act(-1, first_turn("-1.0"))
-                played = await quiet.episodes(-1, Asked("1"), [Ending("-1.0", TrajectoryEnd.DONE, 2.0, 2.0)])
+                turn = await world.rollout.act(-1, first_turn("-1.0"))
+                played = await world.rollout.episodes(-1, Asked("1"), [Ending("-1.0", TrajectoryEnd.DONE, 2.0, 2.0)])
             assert turn.text == "" and [(g.index, g.prompt) for g in found] == list(enumerate(i for i, _ in requests))
             for i, group in enumerate(found):
                 assert [len(of) for of in versions_of(group)] == [world.lengths(f"eval.{i}.{k}") for k in (0, 1)]
@@ -550,17 +550,6 @@ def test_the_actor_trains_on_no_sooner_than_its_weights_were_compared() -> None:
     assert heard == [1, 2]
 
 
-def test_what_is_generated_inside_spans_of_has_their_name() -> None:
-    async def main() -> set[tuple[str, int | None]]:
-        world = World()
-        with world.rollout.spans_of("evaluate", 9):
-            await world.rollout.generate(0)
-        await world.rollout.generate(1)
-        return {(span.name, span.step) for span in world.recorder.spans()}
-
-    assert run_virtual(main()) == {("evaluate", 9), ("generate", 0)}
-
-
 def test_stats_are_sums_of_what_the_engines_counted() -> None:
     async def main() -> None:
         world = World(num_engines=2)
@@ -612,8 +601,6 @@ def test_groups_that_nobody_waits_for_any_more_are_not_waited_for() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UserError, match="cannot finish on old weights"):
-        World(shares_actor=True, in_flight="finish_old")
     with pytest.raises(UserError, match="journal") as caught:
         World(num_engines=2, journal=Journal())
     assert "2 rollout engines" in caught.value.found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -139,7 +140,7 @@ def test_an_episode_goes_on_in_text_and_its_tokens_stay() -> None:
 def test_a_turn_without_room_ends_at_once_and_leaves_its_episode(worker: RolloutWorker) -> None:
     worker.burst([turn(0, "abcd", rewrites=True)], (), 2)
     burst = worker.burst([turn(1, "efgh", reward=1.0)], (), 1)
-    assert burst.ended == (Ended("0.0.1", held=10),) and not burst.refused and not burst.sampled
+    assert burst.ended == (Ended("0.0.1", held=10),) and not burst.failed and not burst.sampled
     assert kept(worker) == {"0.0"}
     batch = worker.episodes(0, [Ending("0.0", TrajectoryEnd.CONTEXT, 1.0, None)])
     assert len(batch.token_ids(0)) == 6, "less the observation that nothing answers"
@@ -151,15 +152,15 @@ def test_a_state_that_cannot_be_tokenised_is_refused_with_its_kind(worker: Rollo
     """Messages for a state of text, and none at all."""
     worker.burst([turn(0, "a", rewrites=True)], (), 2) if state else None
     burst = worker.burst([turn(1, state, rewrites=not state)], (), 1)
-    (refusal,) = burst.refused
-    assert refusal.request_ids == ("0.0.1",) and type(refusal.error()) is StateError and not burst.ended
+    ((request_ids, error),) = burst.failed
+    assert request_ids == ("0.0.1",) and type(error) is StateError and not burst.ended
     assert not kept(worker), "nor the turns before"
 
 
 def test_what_is_refused_is_not_kept(worker: RolloutWorker) -> None:
-    refused = worker.burst([asked("0", "?", 1, 1), asked("1", "", 1), turn(0, "?", rewrites=True)], (), 3).refused
-    assert [r.request_ids for r in refused] == [("0.0", "0.1"), ("1.0",), ("0.0.0",)]
-    assert {type(r.error()) for r in refused} == {UserError} and not kept(worker)
+    refused = worker.burst([asked("0", "?", 1, 1), asked("1", "", 1), turn(0, "?", rewrites=True)], (), 3).failed
+    assert [request_ids for request_ids, _ in refused] == [("0.0", "0.1"), ("1.0",), ("0.0.0",)]
+    assert {type(error) for _, error in refused} == {UserError} and not kept(worker)
     with pytest.raises(UserError, match="refused"):
         worker.answers([asked("0", "hi", 1), asked("1", "?", 1)], [0, 1])
     with pytest.raises(UserError, match="no tokens"):
@@ -185,8 +186,9 @@ def test_what_failed_is_not_kept(worker: RolloutWorker, engine: Engine) -> None:
     submit = [asked("0", "hi", 3, 3), turn(0, "a", rewrites=True)]
     for _ in range(2):
         burst = worker.burst(submit, (), 3)
-        assert burst.failure is not None
-        failed.update(burst.failure[1])
+        ((request_ids, error),) = pickle.loads(pickle.dumps(burst)).failed
+        assert type(error) is GenerationError and error.request_ids == request_ids and error.remedy
+        failed.update(request_ids)
         submit = []
     assert failed == {"0.1", "0.0.0"} and kept(worker) == {"0.0"}, "its sibling goes on until it is cancelled"
     worker.burst((), ("0.0", "0.1"), 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +14,9 @@ from quartet.schedule.stream import AdmissionRule, GroupStream, Shortage
 
 SIZE, STEPS = 4, 3
 QUICK = settings(deadline=None, max_examples=200)
-Refill = Literal["at_once", "in_rounds"]
 
 
-def played(
-    delays: list[int], rejects: frozenset[int], refill: Refill, *, max_attempts: int | None = None
-) -> tuple[list[list[int]], list[frozenset[int]]]:
+def played(delays: list[int], rejects: frozenset[int]) -> tuple[list[list[int]], list[frozenset[int]]]:
     """The groups of each step, and which were in flight when each group began."""
     company: list[frozenset[int]] = []
     running: set[int] = set()
@@ -39,8 +35,6 @@ def played(
             AdmissionRule(SIZE),
             chunk_size=2,
             accept=lambda index: index not in rejects,
-            max_attempts=max_attempts,
-            refill=refill,
         )
         async with stream:
             for step in range(STEPS):
@@ -59,23 +53,15 @@ delays = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 def test_neither_the_step_nor_the_company_depends_on_time(
     one: list[int], other: list[int], rejects: frozenset[int]
 ) -> None:
-    steps, company = played(one, rejects, "in_rounds")
-    assert (steps, company) == played(other, rejects, "in_rounds")
+    steps, company = played(one, rejects)
+    assert (steps, company) == played(other, rejects)
     accepted = [index for index in range(100) if index not in rejects]
     assert steps == [accepted[step * SIZE : (step + 1) * SIZE] for step in range(STEPS)]
     assert len(company) == steps[-1][-1] + 1, "nothing is made that is not needed"
 
 
-def test_at_once_the_company_depends_on_time() -> None:
-    """What rounds are for: the same groups, other neighbours."""
-    rejects = frozenset({0, 1})
-    slow, quick = [1, 1, 9, 9, 1, 1], [9, 9, 1, 1, 1, 1]
-    assert played(slow, rejects, "at_once")[0] == played(quick, rejects, "at_once")[0]
-    assert played(slow, rejects, "at_once")[1] != played(quick, rejects, "at_once")[1]
-
-
 def test_a_round_is_as_large_as_what_is_missing() -> None:
-    _, company = played([1], frozenset({0, 1, 4}), "in_rounds")
+    _, company = played([1], frozenset({0, 1, 4}))
     begun = [len(running) for running in company]
     assert begun[:7] == [1, 2, 3, 4, 1, 2, 1], "0 to 3, then 4 and 5 for two rejected ones, then 6 for 4"
 
@@ -97,7 +83,6 @@ def test_whoever_sets_the_filter_says_what_is_wrong() -> None:
             chunk_size=1,
             accept=lambda index: index == 2,
             max_attempts=9,
-            refill="in_rounds",
             shortage=say,
         )
         async with stream:

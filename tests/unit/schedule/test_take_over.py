@@ -49,5 +49,5 @@ def test_what_a_former_driver_left_is_given_up() -> None:
     assert host.begin().generated_tokens == 6, "its counts go on"
     assert not engine.held
     again = host.burst([asked], (), 2)
-    assert again.sampled == 4 and not again.refused
+    assert again.sampled == 4 and not again.failed
     assert not again.ended, "what was cancelled belongs to nobody"

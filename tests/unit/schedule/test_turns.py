@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from quartet.observe.spans import SpanRecorder
-from quartet.schedule.clock import now, run_virtual
+from quartet.schedule.clock import drained, now, run_virtual
 from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
-from quartet.schedule.worker import Worker, drained
+from quartet.schedule.worker import Worker
 
 
 def worker_on_one_pool() -> Worker:

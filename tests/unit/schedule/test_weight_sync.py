@@ -20,9 +20,8 @@ from quartet.config import UserError
 from quartet.config.common import LoRAConfig, TrainConfig
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.engine import NativeEngine
+from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.rollout.protocol import Completion, Request, SamplingParams
-from quartet.rollout.weights import own_copy
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.weight_sync import (
     SendsWeights,
@@ -151,8 +150,6 @@ def test_engines_serve_what_the_trainer_has(make: Make, transport: Any, precisio
             num_bytes = await sync_weights(cast.trainer, cast.handles, version, timeout_s=20)
             for engine in cast.engines:
                 assert answers(engine) == cast.expected(version)
-                engine.sleep()
-                engine.wake()
         sizes = cast.engines[0].weight_sink().dtypes()
         named = dict(cast.engines[0].packed.model.named_parameters())
         assert num_bytes == sum(named[name].numel() * dtype.itemsize for name, dtype in sizes.items())
@@ -255,20 +252,6 @@ def sync(cast: Cast, version: int, timeout_s: float = 20.0, transport: Any = "au
         await sync_weights(cast.trainer, cast.handles, version, timeout_s=timeout_s)
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
-def test_an_engine_that_sleeps_is_told(make: Make, here: bool) -> None:
-    cast = make(2, here=here)
-    cast.engines[1].sleep()
-    with pytest.raises(WeightsRefused, match="sleeps") as caught:
-        sync(cast, 1)
-    assert here or caught.value.rank in (1, None)
-    with pytest.raises(WeightsUnusable):
-        cast.engines[0].step()
-    cast.engines[1].wake()
-    sync(cast, 1)
-    assert answers(cast.engines[1]) == cast.expected(1)
 
 
 def test_a_call_that_never_ends_keeps_nobody(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

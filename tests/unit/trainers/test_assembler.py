@@ -26,7 +26,7 @@ def step(
     ended: Sequence[bool] | None = None,
     columns: Mapping[str, Sequence[float]] | None = None,
     per_chunk: int = 1,
-) -> list[tuple[Chunk[RaggedBatch], list[ColumnSet]]]:
+) -> list[tuple[Chunk, list[ColumnSet]]]:
     """Chunks of ``per_chunk`` groups; ``groups[g]`` holds the lengths of its responses, ``columns`` one value per
     response token in order."""
     chunks, place, sample = [], 0, 0
@@ -47,14 +47,14 @@ def step(
             token[name] = torch.zeros(batch.num_tokens)
             token[name][mask] = torch.tensor(list(values[place : place + num_tokens]), dtype=torch.float32)
         rewards = {f"reward/{name}": torch.tensor(list(v[sample : sample + num])) for name, v in scores.items()}
-        chunks.append((Chunk(3, index, batch.num_tokens, batch), [ColumnSet(batch.ids, token, rewards)]))
+        chunks.append((Chunk(3, index, batch), [ColumnSet(batch.ids, token, rewards)]))
         place, sample = place + num_tokens, sample + num
     return chunks
 
 
 def assemble(
     config: AlgorithmConfig,
-    chunks: list[tuple[Chunk[RaggedBatch], list[ColumnSet]]],
+    chunks: list[tuple[Chunk, list[ColumnSet]]],
     *,
     weights: Mapping[str, float] | None = None,
     shuffle: Callable[[int, int], Tensor] | None = None,

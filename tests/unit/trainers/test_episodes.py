@@ -44,8 +44,7 @@ from quartet.envs.transcript import SOURCE, EpisodeLimits
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
-from quartet.schedule.group_batch import group_batch
-from quartet.schedule.groups import Group, chunk_of
+from quartet.schedule.groups import Group, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.learners import UpdatePlan
 from quartet.schedule.sampled import Ended, Ending, Sampled, TurnRequest
@@ -96,7 +95,7 @@ EXTENDED = episode(sequence([5, 6], "aooaa", [0.0, 1.0]))
 CUT_OFF = episode(sequence([5, 6], "a", [0.0]), end=TrajectoryEnd.MAX_TURNS)
 
 
-def two_groups() -> Chunk[RaggedBatch]:
+def two_groups() -> Chunk:
     return chunk_of(4, 1, [group(0, REWRITTEN, EXTENDED), group(3, EXTENDED, CUT_OFF)])
 
 
@@ -158,7 +157,7 @@ def test_mini_batches_keep_trajectories_whole() -> None:
 # Advantages ----------------------------------------------------------------------------------------------
 
 
-def assemble(config: Any, chunk: Chunk[RaggedBatch], **columns: Sequence[float]) -> Experience:
+def assemble(config: Any, chunk: Chunk, **columns: Sequence[float]) -> Experience:
     """``columns``: one value per action token in order."""
     batch, token = chunk.data, {}
     for name, values in columns.items():
@@ -255,7 +254,7 @@ def test_a_source_of_reward_sees_each_trajectory_once() -> None:
     seen: list[RaggedBatch] = []
 
     class Lengths:
-        async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+        async def score(self, chunk: Chunk) -> ColumnSet:
             batch = chunk.data
             seen.append(batch)
             lengths = torch.tensor([float(stop - start) for start, stop in map(batch.leaf_span, range(len(batch)))])

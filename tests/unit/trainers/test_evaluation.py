@@ -18,7 +18,7 @@ from quartet.models.loading import packed_causal_lm
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import chunk_of, without_texts
-from quartet.schedule.records import record_columns, rollout_records
+from quartet.schedule.writer import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.advantages import Assembler

@@ -21,8 +21,7 @@ from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.protocol import Completion, FinishReason, SamplingParams
 from quartet.schedule import model_worker
-from quartet.schedule.group_batch import answered, group_batch
-from quartet.schedule.groups import Group, chunk_of
+from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.scorers import PartScorer
 from quartet.trainers.advantages import Assembler, Experience, sampled_and_greedy, sampled_only
@@ -149,7 +148,7 @@ class Scores:
     def __init__(self, scores: dict[str, float]) -> None:
         self.scores = scores
 
-    async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+    async def score(self, chunk: Chunk) -> ColumnSet:
         values = torch.tensor([self.scores[text] for text in chunk.data.objects["completion"]])
         return ColumnSet(chunk.data.ids, sequence={"reward/score": values})
 
@@ -158,7 +157,7 @@ def _completion(token: int, reason: FinishReason = FinishReason.STOP) -> Complet
     return Completion(f"r{token}", "g", (token,), (-0.5,), (3,), reason)
 
 
-def _chunk(greedy: list[Completion]) -> Chunk[RaggedBatch]:
+def _chunk(greedy: list[Completion]) -> Chunk:
     def made(completion: Completion) -> Trajectory:
         return answered((1, 2), completion, str(completion.token_ids[0]))
 
@@ -169,7 +168,7 @@ def _chunk(greedy: list[Completion]) -> Chunk[RaggedBatch]:
     return chunk_of(3, 0, groups)
 
 
-def _assembled(chunk: Chunk[RaggedBatch], scores: dict[str, float]) -> Experience:
+def _assembled(chunk: Chunk, scores: dict[str, float]) -> Experience:
     scored = asyncio.run(PartScorer(Scores(scores), sampled_and_greedy).score(chunk))
     return Assembler(ReMax(kl=KLConfig(coef=0.0), missing_eos_penalty=0.5), {"score": 2.0}, lambda: 0.0)(
         [(chunk, [scored])]
@@ -199,7 +198,7 @@ def test_sampled_and_greedy_sequences_are_scored_apart_as_if_they_were_alone() -
     seen: list[RaggedBatch] = []
 
     class Seeing:
-        async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+        async def score(self, chunk: Chunk) -> ColumnSet:
             seen.append(chunk.data)
             places = torch.arange(chunk.data.num_tokens, dtype=torch.float32)
             return ColumnSet(chunk.data.ids, {"place": places})

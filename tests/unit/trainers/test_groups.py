@@ -19,12 +19,10 @@ from quartet.config import UserError
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.group_batch import answered, group_batch
-from quartet.schedule.groups import Group, chunk_of, staleness_metrics, without_texts
-from quartet.schedule.records import record_columns, rollout_records
+from quartet.schedule.groups import Group, answered, chunk_of, group_batch, staleness_metrics, without_texts
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.stream import Ahead
-from quartet.schedule.writer import Writer
+from quartet.schedule.writer import Writer, record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import Checkpoint, begin_checkpoint, complete_checkpoint, newest_checkpoint
 from quartet.trainers.checkpoints import hold_ahead, restored_ahead, told
@@ -41,7 +39,7 @@ def completion(index: int, r: int, versions: tuple[int, ...], text_end: int | No
 
 
 def response(index: int, r: int, versions: tuple[int, ...], text_end: int | None = None) -> Trajectory:
-    return answered((index, 4), completion(index, r, versions, text_end))
+    return answered((index, 4), completion(index, r, versions, text_end), f"{len(versions)} tokens")
 
 
 def scored(index: int, *names: str) -> tuple[ColumnSet, ...]:
@@ -59,7 +57,7 @@ class Made:
     rewards: tuple[ColumnSet, ...] = ()
 
     def group(self) -> Group:
-        batch = group_batch(self.index, self.trajectories, self.greedy, lambda s: f"{len(s.token_ids)} tokens")
+        batch = group_batch(self.index, self.trajectories, self.greedy)
         group = Group.of(self.index, item(self.index), batch)
         return replace(group, batch=join(group.batch, *self.rewards))
 
@@ -209,8 +207,6 @@ def test_one_turn_is_laid_out_as_a_prompt_and_its_responses() -> None:
     assert sorted(batch.token) == ["action_mask", "loss_mask", "policy_version", "rollout_logprobs"]
     assert sorted(batch.sequence) == ["ended", "group", "response", "reward/x", "text_end", "version"]
     assert batch.objects["completion"] == ("3 tokens", "1 tokens") * 2
-    with pytest.raises(ValueError, match="without its text"):
-        group_batch(7, one_turn(7).trajectories)
 
 
 def test_every_token_knows_the_weights_that_sampled_it() -> None:

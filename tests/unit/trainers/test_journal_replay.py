@@ -19,8 +19,7 @@ from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.placement import InFlight
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig, SamplingConfig
 from quartet.observe.spans import SpanRecorder
-from quartet.rollout.engine import NativeEngine
-from quartet.rollout.weights import own_copy
+from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.schedule.clock import now, run_virtual
 from quartet.schedule.groups import Group, chunk_of, staleness_metrics
 from quartet.schedule.iteration import Chunk, Roles, run_iteration
@@ -86,7 +85,7 @@ class Parity:
     worker: Worker
     delays: Delays
 
-    async def score(self, chunk: Chunk[RaggedBatch]) -> ColumnSet:
+    async def score(self, chunk: Chunk) -> ColumnSet:
         async with self.worker.turn("reward", "forward", "reward", step=chunk.step, chunk=chunk.index):
             await self.delays.pass_by("score")
         batch = chunk.data
@@ -169,7 +168,7 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
     )
     stream = GroupStream(rollout.generate, AdmissionRule(RECIPE.prompts_per_step, 1), chunk_size=1)
 
-    def collect(step: int, index: int, groups: Sequence[Group]) -> Chunk[RaggedBatch]:
+    def collect(step: int, index: int, groups: Sequence[Group]) -> Chunk:
         journal.consume(step, index, [group.consumed() for group in groups])
         found.groups += groups
         return chunk_of(step, index, groups)
@@ -186,7 +185,7 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
         return experiences[-1].batch
 
     needs = Needs(logprobs=True, mask="action_mask")
-    roles: Roles[Any, Any, Any, Any] = Roles(
+    roles: Roles = Roles(
         stream=stream,
         collect=collect,
         scorers=[Parity(worker, delays), ModelScorer(worker, "actor", actor, needs, "old_logprobs", trains=True)],

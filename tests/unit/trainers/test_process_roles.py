@@ -78,7 +78,7 @@ def role_of(
     return make
 
 
-def chunk_with(codec: TextCodec, answers: Sequence[Sequence[str]] = ANSWERS, step: int = 2) -> Chunk[RaggedBatch]:
+def chunk_with(codec: TextCodec, answers: Sequence[Sequence[str]] = ANSWERS, step: int = 2) -> Chunk:
     """Groups of answers to ``1+1=``, ``2+2=``, …; those that did not end lack end-of-text."""
     prompts = [codec.encode_prompt(f"{n}+{n}=") for n in (1, 2)]
     items = [PromptItem(f"p{n}", f"{n}+{n}=", {}, "", len(ids)) for n, ids in enumerate(prompts, 1)]
@@ -95,10 +95,10 @@ def chunk_with(codec: TextCodec, answers: Sequence[Sequence[str]] = ANSWERS, ste
     ).with_objects(
         prompt=[items[g] for g, _ in members], completion=[text for group in answers for text in group]
     )  # fmt: skip
-    return Chunk(step, 0, batch.num_tokens, batch)
+    return Chunk(step, 0, batch)
 
 
-def score(role: ProcessModelRole, chunk: Chunk[RaggedBatch]) -> Any:
+def score(role: ProcessModelRole, chunk: Chunk) -> Any:
     worker = Worker(local_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
     return asyncio.run(role.scorer(worker, LocalGroup(role.worker())).score(chunk))
 
@@ -246,7 +246,7 @@ def test_answers_of_several_turns_are_not_rendered(role_of: Any, codec: TextCode
     chunk = chunk_with(codec)
     mask = chunk.data.token["action_mask"].clone()
     mask[chunk.data.leaf_span(0)[0] + 2] = False
-    turns = Chunk(0, 0, chunk.num_tokens, chunk.data.with_token(action_mask=mask))
+    turns = Chunk(0, 0, chunk.data.with_token(action_mask=mask))
     with pytest.raises(UserError, match="reads answers of one turn only"):
         score(role_of(merging_tokenizer()), turns)
     assert not bool(score(role_of(), turns).sequence["reward/process_reward"].isnan().any()), "own tokens are read"
@@ -256,7 +256,7 @@ def test_a_trajectory_of_two_sequences_has_one_process_reward(role_of: Any, code
     """Steps go on from one sequence to the next; the number stands on the last."""
     chunk = chunk_with(codec)
     batch = chunk.data.pop("response")[0].with_sequence(response=torch.tensor([0, 0, 0, 1]))
-    found = score(role_of(combine=MinSteps()), Chunk(0, 0, chunk.num_tokens, batch))
+    found = score(role_of(combine=MinSteps()), Chunk(0, 0, batch))
     owner = batch.sequence_index()
     values = found.token["step_score/process_reward"][(owner == 0) | (owner == 1)]
     rewards = found.sequence["reward/process_reward"]
@@ -313,7 +313,7 @@ def experience(algorithm: Any, role: ProcessModelRole, codec: TextCodec, outcome
     data = chunk.data.with_sequence(**{"reward/exact": torch.tensor(list(outcome))})
     data = data.with_token(values=torch.zeros(data.num_tokens))
     weights = {"exact": 1.0, role.name: 0.5}
-    return Assembler(algorithm, weights, lambda: 0.0)([(Chunk(2, 0, data.num_tokens, data), [columns])])
+    return Assembler(algorithm, weights, lambda: 0.0)([(Chunk(2, 0, data), [columns])])
 
 
 OUTCOME = (1.0, 0.0, 1.0, 0.0)
@@ -374,7 +374,7 @@ def test_shuffled_scores_are_not_earned_on_the_way(role_of: Any, codec: TextCode
     columns = score(role, chunk)
     data = chunk.data.with_token(values=torch.zeros(chunk.data.num_tokens))
     backwards = Assembler(PPO(kl=NO_KL), {role.name: 1.0}, lambda: 0.0, lambda _, n: torch.arange(n - 1, -1, -1))
-    found = backwards([(Chunk(2, 0, data.num_tokens, data), [columns])]).batch
+    found = backwards([(Chunk(2, 0, data), [columns])]).batch
     rewards = found.sequence["reward/process_reward"].flip(0).tolist()
     for s in range(len(found)):
         start, stop = found.leaf_span(s)

@@ -132,7 +132,7 @@ def _one_step(config: Any, scores: list[float] | None) -> dict[str, float]:
     columns = [ColumnSet(batch.ids, {"ref_logprobs": mask.float()})]
     columns += [ColumnSet(batch.ids, sequence={"reward/score": torch.tensor(scores)})] if scores else []
     assembler = Assembler(config, {"score": 1.0} if scores else {}, lambda: 0.0)
-    experience = assembler([(Chunk(0, 0, batch.num_tokens, batch), columns)])
+    experience = assembler([(Chunk(0, 0, batch), columns)])
     return {**experience.metrics, "largest": float(experience.batch.token["advantages"].max())}
 
 

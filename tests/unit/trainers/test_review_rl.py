@@ -35,7 +35,7 @@ def assembled(config: AlgorithmConfig, scores: Sequence[float], ended: Sequence[
         ended=torch.tensor(list(ended)),
     )
     found = ColumnSet(batch.ids, sequence={"reward/score": torch.tensor(list(scores))})
-    return Assembler(config, {"score": 1.0}, lambda: config.kl.coef)([(Chunk(0, 0, batch.num_tokens, batch), [found])])
+    return Assembler(config, {"score": 1.0}, lambda: config.kl.coef)([(Chunk(0, 0, batch), [found])])
 
 
 @pytest.mark.parametrize("config", [GRPO, RLOO])

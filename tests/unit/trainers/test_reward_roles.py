@@ -114,7 +114,7 @@ def test_what_was_earned_on_the_way_counts_only_behind_an_open_gate() -> None:
     weights = RewardWeights({"steps": 2.0, "a": 0.5, "b": 0.0, "length": 1.0}, gates)
     config = PPO(kl=KLConfig(coef=0.0), whiten_advantages=False)
     assembler = Assembler(config, weights, lambda: 0.0)
-    experience = assembler([(Chunk(0, 0, batch.num_tokens, batch), [columns])])
+    experience = assembler([(Chunk(0, 0, batch), [columns])])
     assert experience.batch.token["token_rewards"][mask].tolist() == [2.0, 4.5, 0.0, 0.0, 0.0, -4.0]
     assert experience.batch.sequence["score"].tolist() == [6.5, 0.0, -4.0]
     assert experience.metrics["reward/steps/gate_open"] == pytest.approx(2 / 3)
@@ -167,7 +167,7 @@ def test_workers_render_what_a_model_with_another_tokenizer_reads(
     workers = [role.worker() for _ in range(num_workers)]
     worker = Worker(local_arbiter({role.name: workers[0].sizes()}, version=0), SpanRecorder())
     scorer = role.scorer(worker, SplitWorkers(workers, batch))
-    found = asyncio.run(scorer.score(Chunk(0, 0, batch.num_tokens, without_ids(batch))))
+    found = asyncio.run(scorer.score(Chunk(0, 0, without_ids(batch))))
     assert found.ids == ("a", "b", "c")
     assert found.sequence["reward/judge"].tolist() == pytest.approx(expected, abs=1e-5)
 

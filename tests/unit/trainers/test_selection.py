@@ -43,7 +43,7 @@ def assembled(config: Selection, scores: Sequence[Sequence[float]], ended: Seque
     reference = -torch.arange(batch.num_tokens, dtype=torch.float32)
     columns = [ColumnSet(batch.ids, sequence={"reward/score": flat}), ColumnSet(batch.ids, {"ref_logprobs": reference})]
     assembler = Assembler(config, {"score": 1.0}, lambda: 0.0)
-    return assembler([(Chunk(0, 0, batch.num_tokens, batch), columns)])
+    return assembler([(Chunk(0, 0, batch), columns)])
 
 
 def signs(experience: Experience) -> list[float]:

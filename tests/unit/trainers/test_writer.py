@@ -21,8 +21,7 @@ from quartet.data.datasets import PromptItem
 from quartet.observe import rollouts
 from quartet.observe.rollouts import list_steps, read_step, step_path
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.schedule.group_batch import answered, group_batch
-from quartet.schedule.groups import Group, chunk_of, without_texts
+from quartet.schedule.groups import Group, answered, chunk_of, group_batch, without_texts
 from quartet.schedule.model_worker import ScoreWorker
 from quartet.schedule.placement import LOCAL_POOL, local_placement
 from quartet.schedule.role_group import RemoteGroup
