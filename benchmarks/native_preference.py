@@ -14,23 +14,22 @@ turns = Turns()
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 import quartet  # noqa: E402
-from quartet.trainers.run import RunDirectory  # noqa: E402
-from quartet.trainers.supervised import SupervisedLoop  # noqa: E402
+from quartet.trainers.supervised import SupervisedTrainer  # noqa: E402
 
 FOREVER = 10_000
 
 job = turns.job
-step_of_loop = SupervisedLoop._step
+step_of_trainer = SupervisedTrainer._step
 
 
-async def stepped(loop: SupervisedLoop, step: int, run: RunDirectory) -> dict[str, float]:
+async def stepped(trainer: SupervisedTrainer[Any, Any], step: int, *workers: Any) -> dict[str, float]:
     """Waits to be asked before each step after the warm-up; reports each step's time and tokens."""
     if step == job["warm_up"]:
         turns.report()
     if step >= job["warm_up"] and not turns.wait():
         raise SystemExit
     begun = time.perf_counter()
-    metrics = await step_of_loop(loop, step, run)
+    metrics = await step_of_trainer(trainer, step, *workers)
     seconds = time.perf_counter() - begun
     if step >= job["warm_up"]:
         wanted = sum(job["tokens_per_pair"])
@@ -40,7 +39,7 @@ async def stepped(loop: SupervisedLoop, step: int, run: RunDirectory) -> dict[st
     return metrics
 
 
-SupervisedLoop._step = stepped  # type: ignore[method-assign]
+SupervisedTrainer._step = stepped  # type: ignore[method-assign]
 common: dict[str, Any] = {
     "output_dir": str(Path(tempfile.mkdtemp()) / "run"),
     "threads": job["threads"],

@@ -15,11 +15,21 @@ from typing import Any
 import torch
 
 from quartet.observe.trackers import read_metrics
-from quartet.quickstart.recipes import SHORT
+from quartet.quickstart.recipes import Size
 from quartet.quickstart.run import Quickstart
 
 PATH = Path(__file__).with_name("quickstart_short.json")
 SEED = 7
+SHORT = Size(
+    demonstrations=8_000,
+    sft_steps=130,
+    pair_prompts=60,
+    reward_model_epochs=1,
+    rl_prompts=64,
+    rl_steps=3,
+    evaluation_prompts=16,
+)
+"""Every stage runs, little is learned."""
 STAGES = ("sft", "reward_model", "rl")
 DERIVED = ("eval/accuracy_low", "eval/accuracy_high", "eval/longer_answer_accuracy")
 """Left out: an interval follows from its recorded accuracy, and the lengths of answers are no result of training."""

@@ -16,10 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quartet.cli.config_command import config
-from quartet.cli.help import GroupedHelp, Version
-from quartet.cli.init_command import init
-from quartet.cli.resume_option import Resume, ResumeChoice, as_argument, without
+from quartet.cli.options import GroupedHelp, Resume, ResumeChoice, Version, as_argument, without
+from quartet.cli.recipe_commands import config, init
 from quartet.config import Interrupted, UserError
 from quartet.config.printable import printable
 from quartet.trainers.signals import stop_signals
@@ -34,6 +32,17 @@ app = typer.Typer(
 
 RecipePath = Annotated[Path, typer.Argument(help="Recipe (YAML).", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: key=value, e.g. steps=10, or @fragment.yaml")]
+JOBS = {
+    "sft": ("SFTTrainer", "Supervised fine-tuning on demonstrations."),
+    "reward-model": ("RewardModelTrainer", "Reward model from preference pairs."),
+    "process-reward": ("ProcessRewardTrainer", "Process reward model from step-labelled answers."),
+    "preference": ("PreferenceTrainer", "DPO, SimPO, KTO and others on preference data."),
+    "rl": ("RLTrainer", "Reinforcement learning: PPO, GRPO and others."),
+    "iterated-reward-model": ("IteratedTrainer", "Rounds of fresh pairs, reward model and RL."),
+    "eval": ("Evaluator", "Held-out prompts answered and scored; win rates."),
+}
+"""Jobs with a recipe: the public class that runs each, and its help."""
+RUNS_ON_RAY = ("sft", "reward-model", "process-reward", "preference", "rl")
 ON_THE_CLUSTER = ("cluster.type=ray", "cluster.address=null")
 """Overrides inside an allocation: roles go to the Ray that was started there."""
 
@@ -71,77 +80,6 @@ def quickstart(
         job = Quickstart(seed, path, resume=as_argument(resume), progress=progress)
         result = (job.finished() if resume is ResumeChoice.auto else None) or job.run()
     show_quickstart(result)
-
-
-@app.command()
-def sft(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
-    """Supervised fine-tuning on demonstrations."""
-    _join_allocation()
-    from quartet.trainers.sft import SFTTrainer
-
-    _train("sft", SFTTrainer, recipe, overrides, resume)
-
-
-@app.command(name="reward-model")
-def reward_model(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
-    """Reward model from preference pairs."""
-    _join_allocation()
-    from quartet.trainers.reward_model import RewardModelTrainer
-
-    _train("reward-model", RewardModelTrainer, recipe, overrides, resume)
-
-
-@app.command(name="process-reward")
-def process_reward(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
-    """Process reward model from step-labelled answers."""
-    _join_allocation()
-    from quartet.trainers.process_reward import ProcessRewardTrainer
-
-    _train("process-reward", ProcessRewardTrainer, recipe, overrides, resume)
-
-
-@app.command()
-def preference(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
-    """DPO, SimPO, KTO and others on preference data."""
-    _join_allocation()
-    from quartet.trainers.preference import PreferenceTrainer
-
-    _train("preference", PreferenceTrainer, recipe, overrides, resume)
-
-
-@app.command()
-def rl(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
-    """Reinforcement learning: PPO, GRPO and others."""
-    _join_allocation()
-    from quartet.trainers.rl import RLTrainer
-
-    _train("rl", RLTrainer, recipe, overrides, resume)
-
-
-@app.command(name="iterated-reward-model")
-def iterated_reward_model(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
-    """Rounds of fresh pairs, reward model and RL."""
-    from quartet.trainers.iterated import IteratedTrainer
-
-    _train("iterated-reward-model", IteratedTrainer, recipe, overrides, resume)
-
-
-@app.command(name="eval")
-def evaluate(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
-    """Held-out prompts answered and scored; win rates."""
-    from quartet.cli.show import show_evaluation, show_finished
-    from quartet.config.load import load_recipe
-    from quartet.observe.progress import Progress
-    from quartet.trainers.evaluate import Evaluator
-    from quartet.trainers.run_files import finished
-
-    with Progress() as progress:
-        loaded = load_recipe("eval", recipe, overrides or ())
-        if done := finished(loaded, as_argument(resume)):
-            show_finished(*done)
-            return
-        found = Evaluator(loaded, resume=as_argument(resume), progress=progress).run()  # type: ignore[arg-type]
-    show_evaluation(found)
 
 
 @app.command()
@@ -212,8 +150,24 @@ app.command()(config)
 app.command()(init)
 
 
-def _train(job: str, trainer: Any, recipe_path: Path, overrides: list[str] | None, resume: ResumeChoice | None) -> None:
-    from quartet.cli.show import show_finished, show_run
+def _add_job(job: str, kind: str, meaning: str) -> None:
+    """The sub-command of a job with a recipe, which the public class ``kind`` runs."""
+
+    def command(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
+        if job in RUNS_ON_RAY:
+            _join_allocation()
+        _run(job, kind, recipe, overrides, resume)
+
+    app.command(name=job, help=meaning)(command)
+
+
+for _job, (_kind, _meaning) in JOBS.items():
+    _add_job(_job, _kind, _meaning)
+
+
+def _run(job: str, kind: str, recipe_path: Path, overrides: list[str] | None, resume: ResumeChoice | None) -> None:
+    import quartet
+    from quartet.cli.show import show_evaluation, show_finished, show_run
     from quartet.config.load import load_recipe
     from quartet.observe.progress import Progress
     from quartet.trainers.run_files import finished
@@ -223,8 +177,12 @@ def _train(job: str, trainer: Any, recipe_path: Path, overrides: list[str] | Non
         show_finished(*done)
         return
     with Progress() as progress:
-        result = trainer(recipe, resume=as_argument(resume), progress=progress).train()
-    show_run(result.path, result.summary)
+        made = getattr(quartet, kind)(recipe, resume=as_argument(resume), progress=progress)
+        result = made.run() if job == "eval" else made.train()
+    if job == "eval":
+        show_evaluation(result)
+    else:
+        show_run(result.path, result.summary)
 
 
 def _is_in_allocation() -> bool:

@@ -18,7 +18,6 @@ from quartet.config.printable import printable
 if TYPE_CHECKING:
     from quartet.quickstart.run import QuickstartResult
     from quartet.trainers.evaluate import EvaluationResult
-    from quartet.trainers.measures import Figure
 
 _SHOWN = {
     "sft": ("loss/sft", "eval/loss"),
@@ -61,36 +60,46 @@ def shown_path(path: Path) -> str:
     return str(full.relative_to(Path.cwd())) if full.is_relative_to(Path.cwd()) else str(full)
 
 
+def _table(title: str, *columns: str) -> Table:
+    """Names on the left, numbers in the other columns on the right."""
+    table = Table(title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    return table
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(Text(printable(text), style=style), soft_wrap=True)
+
+
 def show_run(path: Path, summary: Mapping[str, Any]) -> None:
     """Last metrics and where everything is."""
     console = Console()
     for stage in summary["stages"]:
-        table = Table(title=f"{stage['name']}: {stage['seconds']:.1f} s", title_justify="left")
-        table.add_column("metric")
-        table.add_column("last value", justify="right")
+        table = _table(f"{stage['name']}: {stage['seconds']:.1f} s", "metric", "last value")
         for name in _SHOWN.get(re.sub(r"^round_\d+_", "", stage["name"]), ()):
             if name in stage["metrics"]:
                 table.add_row(name, _with_interval(name, stage["metrics"]))
         console.print(table)
     for note in summary.get("notes", ()):
-        console.print(Text(printable(f"note: {note}")), soft_wrap=True)
+        _line(console, f"note: {note}")
     alarm = summary.get("reward_hacking", {})
     if alarm.get("raised"):
-        console.print(Text(printable(alarm["text"]), style="bold red"), soft_wrap=True)
-    console.print(Text(f"model: {path / 'model'}"), soft_wrap=True)
-    console.print(Text(f"next:  {command_name()} report {path}"), soft_wrap=True)
+        _line(console, alarm["text"], "bold red")
+    _line(console, f"model: {path / 'model'}")
+    _line(console, f"next:  {command_name()} report {path}")
 
 
 def show_finished(path: Path, summary: Mapping[str, Any]) -> None:
     """What a run that is done already has found."""
     console = Console()
-    console.print(Text(f"{path} is done already: there is nothing to do"), soft_wrap=True)
+    _line(console, f"{path} is done already: there is nothing to do")
     if "figures" not in summary:
         show_run(path, summary)
         return
     for row in summary["figures"]:
-        interval = "" if row["low"] is None or row["high"] is None else f" ({row['low']:.4g} … {row['high']:.4g})"
-        console.print(Text(printable(f"{row['figure']}: {row['value']:.4g}{interval}")), soft_wrap=True)
+        bounds = _bounds(row["low"], row["high"])
+        _line(console, f"{row['figure']}: {row['value']:.4g}" + (f" ({bounds})" if bounds else ""))
 
 
 def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
@@ -100,13 +109,15 @@ def _with_interval(name: str, metrics: Mapping[str, float]) -> str:
     return f"{metrics[name]:.4g}{bounds}"
 
 
+def _bounds(low: float | None, high: float | None) -> str:
+    return "" if low is None or high is None else f"{low:.4g} … {high:.4g}"
+
+
 def show_quickstart(result: QuickstartResult) -> None:
     """The table of the three stages, completions side by side, and what to try next."""
     console, summary, model = Console(), result.summary, result.path / "rl" / "model"
     match = summary["exact_match"]
-    table = Table(title=f"Exact match on {summary['num_prompts']} held-out sums", title_justify="left")
-    for column in ("decoding", "after SFT", "after PPO"):
-        table.add_column(column, justify="left" if column == "decoding" else "right")
+    table = _table(f"Exact match on {summary['num_prompts']} held-out sums", "decoding", "after SFT", "after PPO")
     for temperature, value in match["sft"].items():
         label = "greedy" if float(temperature) == 0 else f"temperature {temperature}"
         table.add_row(label, f"{value:.1%}", f"{match['ppo'][temperature]:.1%}")
@@ -116,9 +127,7 @@ def show_quickstart(result: QuickstartResult) -> None:
         f"PPO greedy is {100 * match['gain']:+.1f} points over the best of SFT; against SFT it is "
         f"good {gsb['good']} / same {gsb['same']} / bad {gsb['bad']}"
     )
-    stages = Table(title="Stages", title_justify="left")
-    stages.add_column("stage")
-    stages.add_column("seconds", justify="right")
+    stages = _table("Stages", "stage", "seconds")
     stages.add_column("result")
     for stage in summary["stages"]:
         stages.add_row(_TITLES[stage["name"]], f"{stage['seconds']:.1f}", _result(stage["metrics"]))
@@ -131,14 +140,10 @@ def show_quickstart(result: QuickstartResult) -> None:
     for example in changed:
         sides.add_row(*(Text(printable(cell)) for cell in example))
     console.print(sides)
-    console.print(
-        Text(f"report: {shown_path(result.path / 'report.html')}   (open it in a browser: every token, every step)"),
-        soft_wrap=True,
-    )
-    console.print(
-        Text(f'next:   {command_name()} generate --model {shown_path(model)} --prompt "57+68=" --temperature 0'),
-        soft_wrap=True,
-    )
+    report = shown_path(result.path / "report.html")
+    _line(console, f"report: {report}   (open it in a browser: every token, every step)")
+    command = f'{command_name()} generate --model {shown_path(model)} --prompt "57+68=" --temperature 0'
+    _line(console, f"next:   {command}")
 
 
 def _result(metrics: Mapping[str, float]) -> str:
@@ -154,31 +159,20 @@ def _result(metrics: Mapping[str, float]) -> str:
 def show_evaluation(result: EvaluationResult) -> None:
     """Figures with their intervals, and good/same/bad where two models were compared."""
     console = Console()
-    columns = ["metric", "value", "interval", *(["compared with"] if result.against else [])]
-    table = Table(title=f"{result.num_prompts} prompts", title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "metric" else "right")
-    others = {figure.name: figure for figure in result.against}
+    compared = ["compared with"] if result.against else []
+    table = _table(f"{result.num_prompts} prompts", "metric", "value", "interval", *compared)
+    others = {figure.name: f"{figure.value:.4g}  {_bounds(figure.low, figure.high)}" for figure in result.against}
     for figure in result.figures:
-        row = [printable(figure.name), f"{figure.value:.4g}", _interval(figure)]
-        if result.against:
-            other = others.get(figure.name)
-            row.append("" if other is None else f"{other.value:.4g}  {_interval(other)}")
-        table.add_row(*row)
+        row = [printable(figure.name), f"{figure.value:.4g}", _bounds(figure.low, figure.high)]
+        table.add_row(*row, *([others.get(figure.name, "")] if result.against else []))
     console.print(table)
-    if result.comparison is not None:
-        found = result.comparison
+    if (found := result.comparison) is not None:
         left_out = f", {found.no_verdict} without a verdict" if found.no_verdict else ""
         console.print(
             f"good {found.good} / same {found.same} / bad {found.bad}{left_out}: win rate {found.win_rate:.1%} "
             f"({found.low:.1%} to {found.high:.1%})"
         )
     for note in result.notes:
-        console.print(Text(printable(f"note: {note}")))
-    names = ["answers.jsonl", *(["against.jsonl", "comparison.jsonl"] if result.comparison is not None else [])]
-    for name in names:
-        console.print(Text(f"{name.partition('.')[0]}: {result.path / name}"), soft_wrap=True)
-
-
-def _interval(figure: Figure) -> str:
-    return "" if figure.low is None or figure.high is None else f"{figure.low:.4g} … {figure.high:.4g}"
+        _line(console, f"note: {note}")
+    for name in ("answers", *(("against", "comparison") if result.comparison is not None else ())):
+        _line(console, f"{name}: {result.path / name}.jsonl")

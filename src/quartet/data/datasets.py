@@ -68,6 +68,11 @@ class Batches(Ordered, ABC):
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Rows by index, in that order. ``ids`` name them; ``row<index>`` when left out."""
 
+    def in_parts(self, size: int) -> Iterator[RaggedBatch]:
+        """All rows in their order, ``size`` at a time."""
+        for start in range(0, len(self), size):
+            yield self.select(range(start, min(start + size, len(self))))
+
 
 D = TypeVar("D", bound=Ordered)
 

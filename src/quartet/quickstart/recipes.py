@@ -35,37 +35,17 @@ MAX_NEW_TOKENS = 48
 class Size:
     """How much of everything; learning rates and the like do not depend on it."""
 
-    demonstrations: int
-    sft_steps: int
-    pair_prompts: int
-    responses_per_pair_prompt: int
-    reward_model_epochs: int
-    rl_prompts: int
-    rl_steps: int
-    evaluation_prompts: int
+    demonstrations: int = 20_000
+    sft_steps: int = 312
+    pair_prompts: int = 2_400
+    responses_per_pair_prompt: int = 4
+    reward_model_epochs: int = 3
+    rl_prompts: int = 320
+    rl_steps: int = 20
+    evaluation_prompts: int = 500
 
 
-FULL = Size(
-    demonstrations=20_000,
-    sft_steps=312,
-    pair_prompts=2_400,
-    responses_per_pair_prompt=4,
-    reward_model_epochs=3,
-    rl_prompts=320,
-    rl_steps=20,
-    evaluation_prompts=500,
-)
-SHORT = Size(
-    demonstrations=8_000,
-    sft_steps=130,
-    pair_prompts=60,
-    responses_per_pair_prompt=4,
-    reward_model_epochs=1,
-    rl_prompts=64,
-    rl_steps=3,
-    evaluation_prompts=16,
-)
-"""For tests: every stage runs, little is learned."""
+FULL = Size()
 
 
 def sft_recipe(size: Size, seed: int, path: Path, data: Path) -> SFTRecipe:

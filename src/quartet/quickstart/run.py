@@ -7,7 +7,7 @@ models, ``summary.json`` and ``report.html``.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from quartet.observe.progress import Progress
 from quartet.observe.report import build_report
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.quickstart import recipes, task
-from quartet.quickstart.checker import is_correct, judge_pairs
+from quartet.quickstart.checker import JUDGE_ERROR_RATE, is_correct, judge_pairs
 from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
@@ -56,7 +56,7 @@ class Quickstart:
         seed: decides initial weights, data, sampling, everything.
         path: a new directory, or with ``resume`` that of a run that was stopped; with ``auto`` either.
         shuffle_scores: the control: PPO gets its scores shuffled within each batch.
-        size: how much of everything; tests use a short one.
+        size: how much of everything; tests use less.
     """
 
     def __init__(
@@ -105,17 +105,16 @@ class Quickstart:
                     self._lock.close()
 
     def _run(self) -> QuickstartResult:
-        watch = Stopwatch()
-        held_out = task.prompts(self.seed, self.size.evaluation_prompts, "held_out")
+        watch, held_out = Stopwatch(), self._held_out
         self._initial_model()
-        self._sft()
-        before, greedy_before = self._measure("sft", self.path / "sft" / "model", held_out)
-        self._reward_model()
-        self._ppo(held_out)
-        after, greedy_after = self._measure("rl", self.path / "rl" / "model", held_out)
-        gsb = _good_same_bad(held_out, greedy_before, greedy_after)
+        self._stage("sft", self._sft)
+        before, greedy_before = self._measure("sft")
+        self._stage("reward_model", self._reward_model)
+        self._stage("rl", self._ppo)
+        after, greedy_after = self._measure("rl")
         best = max(before.values())
         examples = list(zip(held_out, greedy_before, greedy_after, strict=True))
+        changes = [_change(*example) for example in examples]
         summary = {
             "job": "quickstart",
             "seed": self.seed,
@@ -129,15 +128,22 @@ class Quickstart:
                 "best_sft": best,
                 "gain": after[0.0] - best,
             },
-            "good_same_bad": gsb,
+            "good_same_bad": {word: changes.count(word) for word in ("good", "same", "bad")},
             "num_prompts": len(held_out),
             "shuffled_scores": self.shuffle_scores,
-            "examples": [_example(*example) for example in examples[:NUM_EXAMPLES]],
+            "examples": [
+                {"prompt": prompt, "after SFT": old, "after PPO": new, "verdict": change}
+                for (prompt, old, new), change in list(zip(examples, changes, strict=True))[:NUM_EXAMPLES]
+            ],
         }
         write_json(self.path / "summary.json", summary)
         self._mark("done")
         build_report(self.path)
         return QuickstartResult(self.path, summary, examples)
+
+    @property
+    def _held_out(self) -> list[str]:
+        return task.prompts(self.seed, self.size.evaluation_prompts, "held_out")
 
     # Directory -------------------------------------------------------------------------------------------
 
@@ -154,7 +160,10 @@ class Quickstart:
                     remedy="add --resume (with the same seed and options) to go on with it, or choose another --out",
                 )
             return found
-        if self.path.exists() and (not self.path.is_dir() or any(_visible(self.path))):
+        # A run killed in its first instant leaves a hidden draft.
+        if self.path.exists() and (
+            not self.path.is_dir() or any(not entry.name.startswith(".") for entry in self.path.iterdir())
+        ):
             raise UserError(
                 f"output directory {self.path} is not empty",
                 found="files that are not a quickstart's",
@@ -204,22 +213,12 @@ class Quickstart:
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one it goes on with."""
-        return {
-            "job": "quickstart",
-            "seed": self.seed,
-            "shuffled_scores": self.shuffle_scores,
-            "size": asdict(self.size),
-        }
+        size = asdict(self.size)
+        return {"job": "quickstart", "seed": self.seed, "shuffled_scores": self.shuffle_scores, "size": size}
 
     def _mark(self, status: str) -> None:
-        info = {
-            "name": self.path.name,
-            **self._identity(),
-            "created": self._created,
-            "status": status,
-            "versions": software_versions(),
-        }
-        write_json(self.path / "run.json", info)
+        state = {"created": self._created, "status": status, "versions": software_versions()}
+        write_json(self.path / "run.json", {"name": self.path.name, **self._identity(), **state})
 
     def _rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
         """A JSONL file that `quartet sft` and the others read, too."""
@@ -228,18 +227,19 @@ class Quickstart:
             write_rows(path, rows)
         return path
 
-    def _done(self, stage: str) -> bool:
-        return completed(self.path / stage, self.progress.print) is not None
+    # Stages ----------------------------------------------------------------------------------------------
 
-    def _record(self, stage: str, seconds: float, **metrics: float) -> None:
+    def _stage(self, name: str, trainer: Callable[[], SFTTrainer | RewardModelTrainer | RLTrainer]) -> None:
+        """Trains what is not done already, and records it."""
+        watch, path, tell = Stopwatch(), self.path / name, self.progress.print
+        if completed(path, tell) is None:
+            trainer().train()
         self._signals.check()  # one that came when the stage had nothing more to save
-        done = completed(self.path / stage, self.progress.print)
+        done = completed(path, tell)
         assert done is not None, "the stage is complete"
         # A stage that was finished before a resume took the time that it says itself.
-        seconds = round(max(seconds, done["seconds"]), 1)
-        self._stages.append({"name": stage, "seconds": seconds, "metrics": {**done["metrics"], **metrics}})
-
-    # Stages ----------------------------------------------------------------------------------------------
+        seconds = round(max(watch.seconds, done["seconds"]), 1)
+        self._stages.append({"name": name, "seconds": seconds, "metrics": done["metrics"]})
 
     def _initial_model(self) -> None:
         tokenizer = build_tokenizer()
@@ -261,21 +261,15 @@ class Quickstart:
         save_causal_lm(packed, tokenizer, self.path / "initial")
         packed.release()
 
-    def _sft(self) -> None:
-        watch = Stopwatch()
-        if not self._done("sft"):
-            data = self._rows("demonstrations", task.demonstrations(self.seed, self.size.demonstrations))
-            recipe = recipes.sft_recipe(self.size, self.seed, self.path, data)
-            SFTTrainer(recipe, resume=self._resume_stage, progress=self.progress).train()
-        self._record("sft", watch.seconds)
+    def _sft(self) -> SFTTrainer:
+        data = self._rows("demonstrations", task.demonstrations(self.seed, self.size.demonstrations))
+        recipe = recipes.sft_recipe(self.size, self.seed, self.path, data)
+        return SFTTrainer(recipe, resume=self._resume_stage, progress=self.progress)
 
-    def _reward_model(self) -> None:
-        watch = Stopwatch()
-        if not self._done("reward_model"):
-            pairs, held_out = self._pairs()
-            recipe = recipes.reward_model_recipe(self.size, self.seed, self.path, pairs, held_out)
-            RewardModelTrainer(recipe, resume=self._resume_stage, progress=self.progress).train()
-        self._record("reward_model", watch.seconds)
+    def _reward_model(self) -> RewardModelTrainer:
+        pairs, held_out = self._pairs()
+        recipe = recipes.reward_model_recipe(self.size, self.seed, self.path, pairs, held_out)
+        return RewardModelTrainer(recipe, resume=self._resume_stage, progress=self.progress)
 
     def _pairs(self) -> tuple[Path, Path]:
         """Completions of the SFT model, compared by a judge who errs; and clean pairs on held-out prompts."""
@@ -283,7 +277,7 @@ class Quickstart:
         found = []
         num = self.size.pair_prompts
         with self.progress.stage("sample pairs", (num + num // 4) * self.size.responses_per_pair_prompt) as bar:
-            for split, count, error in (("train", num, None), ("held_out", num // 4, 0.0)):
+            for split, count, error in (("train", num, JUDGE_ERROR_RATE), ("held_out", num // 4, 0.0)):
                 prompts = task.prompts(self.seed + 1, count, split)  # type: ignore[arg-type]
                 answers = generate(
                     packed,
@@ -296,58 +290,42 @@ class Quickstart:
                     on_done=bar.advance,
                 )
                 groups = [(p, [a.text for a in group]) for p, group in zip(prompts, answers, strict=True)]
-                pairs = judge_pairs(self.seed, groups) if error is None else judge_pairs(self.seed, groups, error)
-                found.append(self._rows(f"pairs_{split}", pairs))
+                found.append(self._rows(f"pairs_{split}", judge_pairs(self.seed, groups, error)))
         packed.release()
         return found[0], found[1]
 
-    def _ppo(self, held_out: Sequence[str]) -> None:
-        watch = Stopwatch()
-        if not self._done("rl"):
-            rows = [{"prompt": p} for p in task.prompts(self.seed + 2, self.size.rl_prompts)]
-            prompts = self._rows("prompts", rows)
-            evaluation = self._rows("prompts_held_out", [{"prompt": p} for p in held_out])
-            recipe = recipes.rl_recipe(self.size, self.seed, self.path, prompts, evaluation)
-            RLTrainer(
-                recipe, resume=self._resume_stage, progress=self.progress, shuffle_scores=self.shuffle_scores
-            ).train()
-        self._record("rl", watch.seconds)
+    def _ppo(self) -> RLTrainer:
+        prompts, held_out = (
+            self._rows(name, [{"prompt": prompt} for prompt in found])
+            for name, found in (
+                ("prompts", task.prompts(self.seed + 2, self.size.rl_prompts)),
+                ("prompts_held_out", self._held_out),
+            )
+        )
+        recipe = recipes.rl_recipe(self.size, self.seed, self.path, prompts, held_out)
+        return RLTrainer(recipe, resume=self._resume_stage, progress=self.progress, shuffle_scores=self.shuffle_scores)
 
-    def _measure(self, stage: str, model: Path, held_out: Sequence[str]) -> tuple[dict[float, float], list[str]]:
+    def _measure(self, stage: str) -> tuple[dict[float, float], list[str]]:
         """Exact match on held-out prompts at each temperature, and the greedy completions."""
-        watch = Stopwatch()
-        packed, codec = _open(model)
+        watch, prompts = Stopwatch(), self._held_out
+        packed, codec = _open(self.path / stage / "model")
         texts: dict[float, list[str]] = {}
-        with self.progress.stage(f"evaluate {stage}", len(held_out) * len(TEMPERATURES)) as bar:
+        with self.progress.stage(f"evaluate {stage}", len(prompts) * len(TEMPERATURES)) as bar:
             for temperature in TEMPERATURES:
                 sampling = SamplingParams(temperature=temperature, max_new_tokens=recipes.MAX_NEW_TOKENS)
                 answers = generate(
-                    packed, codec, held_out, sampling, seed=self.seed, max_running=256, on_done=bar.advance
+                    packed, codec, prompts, sampling, seed=self.seed, max_running=256, on_done=bar.advance
                 )
                 texts[temperature] = [group[0].text for group in answers]
         packed.release()
-        exact = {t: _exact_match(held_out, found) for t, found in texts.items()}
-        self._stages.append(
-            {
-                "name": f"evaluate_{stage}",
-                "seconds": round(watch.seconds, 1),
-                "metrics": {f"eval/exact_match@{t}": value for t, value in exact.items()},
-            }
-        )
+        exact = {t: sum(map(is_correct, prompts, found)) / len(prompts) for t, found in texts.items()}
+        metrics = {f"eval/exact_match@{t}": value for t, value in exact.items()}
+        self._stages.append({"name": f"evaluate_{stage}", "seconds": round(watch.seconds, 1), "metrics": metrics})
         return exact, texts[0.0]
-
-
-def _visible(path: Path) -> list[Path]:
-    """Entries that somebody put there; a run killed in its first instant leaves a hidden draft."""
-    return [entry for entry in path.iterdir() if not entry.name.startswith(".")]
 
 
 def _open(path: Path) -> tuple[PackedCausalLM, TextCodec]:
     return packed_causal_lm(load_causal_lm(str(path))), TextCodec.from_pretrained(path)
-
-
-def _exact_match(prompts: Sequence[str], completions: Sequence[str]) -> float:
-    return sum(map(is_correct, prompts, completions)) / len(prompts)
 
 
 def _headline(before: Mapping[float, float], after: Mapping[float, float], best: float) -> list[dict[str, Any]]:
@@ -359,14 +337,6 @@ def _headline(before: Mapping[float, float], after: Mapping[float, float], best:
     return [{**row, "unit": "fraction"} for row in rows]
 
 
-def _example(prompt: str, before: str, after: str) -> dict[str, str]:
-    change = int(is_correct(prompt, after)) - int(is_correct(prompt, before))
-    return {"prompt": prompt, "after SFT": before, "after PPO": after, "verdict": ("same", "good", "bad")[change]}
-
-
-def _good_same_bad(prompts: Sequence[str], before: Sequence[str], after: Sequence[str]) -> dict[str, int]:
-    """Prompts now answered right that were wrong, unchanged in that, and now wrong that were right."""
-    change = [
-        int(is_correct(p, new)) - int(is_correct(p, old)) for p, old, new in zip(prompts, before, after, strict=True)
-    ]
-    return {"good": change.count(1), "same": change.count(0), "bad": change.count(-1)}
+def _change(prompt: str, before: str, after: str) -> str:
+    """Whether the prompt is now answered right that was wrong, wrong that was right, or neither."""
+    return ("same", "good", "bad")[int(is_correct(prompt, after)) - int(is_correct(prompt, before))]

@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import random
 from functools import lru_cache
-from typing import Literal, TypedDict
+from typing import Literal
 
 Split = Literal["train", "held_out"]
 Habit = Literal["careful", "forgetful", "eager"]
@@ -40,13 +40,6 @@ SECOND_OPERAND_DIGITS = (1, 2, 2)
 """Numbers of digits of the second operand, each entry equally likely; the first operand has two."""
 
 COLUMN_END = ";"
-
-
-class Demonstration(TypedDict):
-    """One row of supervised data; the trainer appends the end-of-text token to ``completion``."""
-
-    prompt: str
-    completion: str
 
 
 def prompt_of(first: int, second: int) -> str:
@@ -79,16 +72,8 @@ def work(first: int, second: int, habit: Habit = "careful") -> str:
         steps.append(f"{upper}+{lower}{received}={total}")
         is_last = column == num_columns - 1
         written = (str(total) if is_last else str(total % 10)) + written
-        carry = _carry(total, habit)
+        carry = {"careful": total // 10, "forgetful": 0, "eager": 1}[habit]
     return COLUMN_END.join([*steps, written])
-
-
-def _carry(total: int, habit: Habit) -> int:
-    if habit == "forgetful":
-        return 0
-    if habit == "eager":
-        return 1
-    return total // 10
 
 
 def split_of(first: int, second: int) -> Split:
@@ -106,10 +91,11 @@ def num_inputs(split: Split) -> int:
     return sum(split_of(first, second) == split for first in firsts for second in [*upper, *firsts])
 
 
-def demonstrations(seed: int, n: int) -> list[Demonstration]:
-    """``n`` rows for supervised training, of the training split; an input may come up more than once."""
+def demonstrations(seed: int, n: int) -> list[dict[str, str]]:
+    """``n`` rows for supervised training (``prompt``, ``completion``, to which the trainer appends end-of-text), of the
+    training split; an input may come up more than once."""
     rng = random.Random(f"demonstrations {seed}")
-    rows: list[Demonstration] = []
+    rows = []
     for _ in range(n):
         first, second = _draw(rng, "train")
         habit = rng.choices(list(HABITS), weights=list(HABITS.values()))[0]

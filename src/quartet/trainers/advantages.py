@@ -47,7 +47,7 @@ from quartet.trainers.estimators import (
     sampled_logprobs,
     shaped_scores,
 )
-from quartet.trainers.process_metrics import process_metrics
+from quartet.trainers.step_metrics import process_metrics
 
 
 @dataclass(frozen=True)

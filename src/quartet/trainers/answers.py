@@ -1,42 +1,72 @@
-"""Answers on disk: one JSON line per sample, in ``answers.jsonl`` and in ``evaluations/step_00000050.jsonl``.
+"""Answers on disk, and what an evaluation has finished, so that a killed one goes on where it was.
 
-::
+``answers.jsonl`` and ``evaluations/step_00000050.jsonl`` hold one line per sample::
 
     {"prompt_id": "p0", "sample": 0, "prompt": "1+2=", "completion": "3", "finish_reason": "stop", "length": 2,
      "rewards": {"exact_match": 1.0, "judge": null}}
+
+``finished/answers.jsonl`` in the run directory, ``against.jsonl`` for the other model and ``verdicts.jsonl`` for a
+judge's comparisons hold, after a first line that says what they are about, one line per thing that took work::
+
+    {"sample": "eval.3.0", "token_ids": [7, 8, 2], "finish_reason": "stop", "text_end": null}
+    {"sample": "eval.3.0", "rewards": {"numeric": 1.0, "judge": null}}
+    {"sample": "eval.3.0", "preference": 0.5}
+
+Each line of these ends with ``"digest"``, sixteen digits of the SHA-256 of the line without it.
+
+A score that failed, and a pair without a verdict, is not kept: it is asked for again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from quartet.config import UserError
 from quartet.config.nearest import missing_file
 from quartet.data.datasets import PromptItem
-from quartet.observe.jsonl import as_dataclass, malformed, read_rows, replace_atomically
+from quartet.observe.jsonl import RowAppender, as_dataclass, encode_row, malformed, read_rows, replace_atomically
+from quartet.rollout.protocol import Completion, FinishReason
 from quartet.text.examples import PromptText
-from quartet.trainers.evaluation import Answer
+from quartet.trainers.run import writing
 
 _FILE_NAME = re.compile(r"step_(\d{8})\.jsonl")
-_KEYS = {"prompt_id", "sample", "prompt", "completion", "finish_reason"}
 
 
 @dataclass(frozen=True)
-class StoredAnswer:
-    """What a line holds; a reward that did not apply is NaN."""
+class Answer:
+    """One sample of a prompt and its scores by reward source (NaN: does not apply). ``length`` is in tokens."""
 
     prompt_id: str
     sample: int
     prompt: PromptText
-    text: str
+    completion: str
     finish_reason: str
+    length: int
     rewards: Mapping[str, float]
+
+
+_KEYS = {field.name for field in fields(Answer)}
+_REQUIRED = _KEYS - {"length", "rewards"}
+
+
+def or_null(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value
+
+
+def nulls_for_nan(rewards: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: or_null(value) for name, value in rewards.items()}
+
+
+def _nan_for_nulls(rewards: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in rewards.items()}
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -47,24 +77,10 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_answers(path: Path, answers: Sequence[Answer]) -> None:
-    write_rows(
-        path,
-        [
-            {
-                "prompt_id": answer.item.prompt_id,
-                "sample": answer.sample,
-                "prompt": answer.item.prompt,
-                "completion": answer.text,
-                "finish_reason": answer.finish_reason,
-                "length": answer.length,
-                "rewards": {name: None if math.isnan(v) else v for name, v in answer.rewards.items()},
-            }
-            for answer in answers
-        ],
-    )
+    write_rows(path, [{**vars(answer), "rewards": nulls_for_nan(answer.rewards)} for answer in answers])
 
 
-def read_answers(path: Path) -> list[StoredAnswer]:
+def read_answers(path: Path) -> list[Answer]:
     """The answers of an evaluation.
 
     Raises:
@@ -74,47 +90,45 @@ def read_answers(path: Path) -> list[StoredAnswer]:
         raise missing_file("there is no such file of answers", path)
     found = []
     for number, row in enumerate(read_rows(path), start=1):
-        if not row.keys() >= _KEYS:
+        if not row.keys() >= _REQUIRED:
             raise UserError(
                 "the file holds no answers of an evaluation",
-                found=f"{path}:{number} has no {', '.join(sorted(_KEYS - row.keys()))}",
+                found=f"{path}:{number} has no {', '.join(sorted(_REQUIRED - row.keys()))}",
                 remedy="name the answers.jsonl that quartet eval has written, or a model directory",
             )
-        values = {name: row[name] for name in _KEYS - {"completion"}} | {"text": row["completion"]}
         try:
-            rewards = {name: math.nan if v is None else v for name, v in row.get("rewards", {}).items()}
-            found.append(as_dataclass(StoredAnswer, {**values, "rewards": rewards}))
+            values = {"length": 0} | {name: row[name] for name in _KEYS & row.keys()}
+            values["rewards"] = _nan_for_nulls(row.get("rewards", {}))
+            found.append(as_dataclass(Answer, values))
         except (ValueError, TypeError, AttributeError) as error:
             raise malformed(path, number, str(error)) from error
     return found
 
 
-def matched(stored: Sequence[StoredAnswer], items: Sequence[PromptItem]) -> dict[str, list[StoredAnswer]]:
+def matched(stored: Sequence[Answer], items: Sequence[PromptItem]) -> dict[str, list[Answer]]:
     """The stored samples of each prompt that has any, by prompt id.
 
     Raises:
         UserError: no prompt has any, or an id stands for another prompt.
     """
     by_id = {item.prompt_id: item for item in items}
-    found: dict[str, list[StoredAnswer]] = {}
+    found: dict[str, list[Answer]] = {}
     for answer in stored:
         item = by_id.get(answer.prompt_id)
         if item is None:
             continue
         if item.prompt != answer.prompt:
-            raise UserError(
-                "the stored answers are to other prompts",
-                found=f"{answer.prompt_id} is {_excerpt(answer.prompt)} there and {_excerpt(item.prompt)} here",
-                remedy="compare evaluations of the same data",
-            )
+            raise _other_prompts(f"{answer.prompt_id} is {answer.prompt!r:.60} there and {item.prompt!r:.60} here")
         found.setdefault(answer.prompt_id, []).append(answer)
     if not found:
-        raise UserError(
-            "the stored answers are to other prompts",
-            found=f"none of {len(items)} prompts among {len(stored)} answers",
-            remedy="compare evaluations of the same data",
-        )
+        raise _other_prompts(f"none of {len(items)} prompts among {len(stored)} answers")
     return found
+
+
+def _other_prompts(found: str) -> UserError:
+    return UserError(
+        "the stored answers are to other prompts", found=found, remedy="compare evaluations of the same data"
+    )
 
 
 # One file per evaluation of a run --------------------------------------------------------------------------
@@ -132,6 +146,87 @@ def drop_after(directory: Path, step: int) -> None:
             path.unlink()
 
 
-def _excerpt(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+# What is finished ------------------------------------------------------------------------------------------
+
+_DIGEST = "digest"
+"""Key of a line's digest: what a line says decides what an evaluation finds."""
+
+
+def _digest(row: Mapping[str, Any]) -> str:
+    return hashlib.sha256(encode_row(row)).hexdigest()[:16]
+
+
+class Finished:
+    """One file of finished work, read when made; what is kept is in the file when the call returns.
+
+    Args:
+        about: JSON values that decide what the samples are: prompts, answers.
+
+    Raises:
+        UserError: the file is about something else.
+    """
+
+    def __init__(self, path: Path, about: Any) -> None:
+        self.path = path
+        self.completions: dict[str, Completion] = {}
+        self.rewards: dict[str, dict[str, float]] = {}
+        self.preferences: dict[str, float] = {}
+        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()
+        rows = read_rows(path) if path.is_file() else []
+        # Lines of earlier versions carry no digest of their own.
+        self._is_checked = not rows or rows[0].keys() != {"about"}
+        for number, row in enumerate(rows, start=1):
+            if self._is_checked and row.pop(_DIGEST, None) != _digest(row):
+                raise malformed(path, number, "it does not agree with its own digest")
+        if rows and rows[0].get("about") != digest:
+            raise UserError(
+                "what is to be evaluated has changed since the evaluation began",
+                found=f"{path} is about other prompts or answers",
+                remedy="give it the same data, or choose another output_dir",
+            )
+        for number, row in enumerate(rows[1:], start=2):
+            try:
+                self._take(row)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise malformed(path, number, str(error)) from error
+        with writing(path):
+            self._rows = RowAppender(path)
+            if not rows:
+                self._append({"about": digest})
+
+    def _take(self, row: Mapping[str, Any]) -> None:
+        sample = str(row["sample"])
+        if "token_ids" in row:
+            ids = tuple(row["token_ids"])
+            zeros = (0.0,) * len(ids), (0,) * len(ids)  # log-probabilities and versions, which nothing here reads
+            self.completions[sample] = Completion(
+                sample, sample, ids, *zeros, FinishReason(row["finish_reason"]), row["text_end"]
+            )
+        if "rewards" in row:
+            self.rewards[sample] = _nan_for_nulls(row["rewards"])
+        if "preference" in row:
+            self.preferences[sample] = row["preference"]
+
+    def keep_completions(self, completions: Sequence[Completion]) -> None:
+        for one in completions:
+            reason = one.finish_reason.value
+            self._keep(one.request_id, token_ids=one.token_ids, finish_reason=reason, text_end=one.text_end)
+
+    def keep_rewards(self, sample: str, rewards: Mapping[str, float]) -> None:
+        """NaN where a source does not apply."""
+        self._keep(sample, rewards=nulls_for_nan(rewards))
+
+    def keep_preference(self, sample: str, preference: float) -> None:
+        self._keep(sample, preference=preference)
+
+    def _keep(self, sample: str, **values: Any) -> None:
+        row = {"sample": sample, **values}
+        self._append(row)
+        self._take(row)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        with writing(self.path):
+            self._rows.append({**row, _DIGEST: _digest(row)} if self._is_checked else row)
+
+    def close(self) -> None:
+        self._rows.close()

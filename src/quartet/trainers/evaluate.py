@@ -16,29 +16,25 @@ from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
 from quartet.text.loading import load_tokenizer, local_or_hub
-from quartet.trainers.answers import StoredAnswer, matched, read_answers, write_answers, write_rows
-from quartet.trainers.comparison import (
+from quartet.trainers.answers import Answer, Finished, matched, read_answers, write_answers, write_rows
+from quartet.trainers.devices import FrozenModels, compute_device, precision_on, resolved
+from quartet.trainers.evaluation import Contestant
+from quartet.trainers.evaluation_metrics import (
     AnswerJudge,
     BothOrders,
-    Comparison,
+    Figure,
     WinRate,
+    check_graded,
+    check_named,
     compare_by_judge,
     compare_scores,
+    measure,
+    metrics_of,
+    pairs,
     win_rate,
 )
-from quartet.trainers.contestant import Contestant
-from quartet.trainers.devices import FrozenModels, compute_device, precision_on, resolved
-from quartet.trainers.evaluation import Answer, weighted_scores
 from quartet.trainers.event_loop import run_async
-from quartet.trainers.finished import Finished
-from quartet.trainers.measures import Figure, check_graded, measure, metrics_of
-from quartet.trainers.run import (
-    RunDirectory,
-    Stopwatch,
-    software_versions,
-    use_threads,
-    writing,
-)
+from quartet.trainers.run import RunDirectory, Stopwatch, use_threads, writing
 from quartet.trainers.run_files import Resume, output_path
 from quartet.trainers.signals import number_of, stop_signals
 from quartet.trainers.sources import (
@@ -76,7 +72,7 @@ class Evaluator:
     Args:
         recipe: model, data, rewards, sampling, comparison. What it leaves out comes as objects:
         model, tokenizer, rewards, prompts: as for ``RLTrainer``.
-        judge: who compares pairs of answers in place of a reward, asked in both orders; needs ``recipe.compare``.
+        judge: compares pairs of answers in place of a reward, asked in both orders; needs ``recipe.compare``.
         resume: go on with the evaluation in ``recipe.output_dir``: what it has finished is not computed again;
             ``auto``: or start it, without a word.
     """
@@ -112,19 +108,20 @@ class Evaluator:
         }
         if recipe.data is not None:
             check_unweighted(recipe.data, "data")
-        self._contestant: Contestant | None = Contestant.build(
+        self._contestant: Contestant | None = Contestant(
             recipe.model, recipe.data, recipe.rewards, model=own_model, tokenizer=own_tokenizer, **self._objects
         )
         self.prompts, self.weights = self._contestant.prompts, self._contestant.weights
         with contextlib.ExitStack() as taken:
             # When the rest does not fit, the model is given back as it was.
-            taken.callback(self._contestant.release)
-            self.graded = check_graded(recipe.grading, list(self.weights), self._contestant.model_names)
+            taken.callback(self._contestant.close)
+            models = [role.name for role in self._contestant.models]
+            self.graded = check_graded(recipe.grading, list(self.weights), models)
             self._stored = self._check_comparison(recipe.compare)
             taken.pop_all()
         self._notes: list[str] = []
 
-    def _check_comparison(self, config: ComparisonConfig | None) -> list[StoredAnswer]:
+    def _check_comparison(self, config: ComparisonConfig | None) -> list[Answer]:
         """Everything about the comparison that can be known before the first answer."""
         if config is None and self.judge is not None:
             raise UserError(
@@ -140,12 +137,7 @@ class Evaluator:
                 found="rewards: []",
                 remedy="name a reward model, a function or another source under `rewards`",
             )
-        if config.source is not None and config.source not in self.weights:
-            raise UserError(
-                "compare.source names a reward that there is not",
-                found=f"{config.source!r}; the rewards are {', '.join(self.weights)}",
-                remedy="name one of them, or leave compare.source out for the weighted sum",
-            )
+        check_named("compare.source", config.source, list(self.weights), "the weighted sum")
         if not config.is_file:
             local_or_hub(config.model, "model")
             load_tokenizer(config.tokenizer or config.model)
@@ -180,7 +172,7 @@ class Evaluator:
             figures, against = self._figures(answers), self._figures(others) if others else []
             result = EvaluationResult(
                 path=self.path,
-                num_prompts=len({answer.item.prompt_id for answer in answers}),
+                num_prompts=len({answer.prompt_id for answer in answers}),
                 metrics=metrics_of(figures) | (compared.metrics() if compared is not None else {}),
                 notes=(*self._notes, *(_unmatched(answers, others) if others else [])),
                 figures=tuple(figures),
@@ -193,9 +185,6 @@ class Evaluator:
 
     def _summary(self, result: EvaluationResult, seconds: float) -> dict[str, Any]:
         found: dict[str, Any] = {
-            "job": "eval",
-            "seed": self.recipe.seed,
-            "versions": software_versions(),
             "stages": [{"name": "eval", "seconds": round(seconds, 3), "metrics": result.metrics}],
             "notes": list(result.notes),
             "figures": [_figure_row(figure) for figure in result.figures],
@@ -215,25 +204,24 @@ class Evaluator:
         if contestant is None:
             raise RuntimeError("an evaluation runs once; make another Evaluator")
         compare = self.recipe.compare
-        with contestant.released_at_end():
+        with contextlib.closing(contestant):
             answers = self._of(contestant, recorder, "answers", "answers")
             others: list[Answer] = []
             if compare is not None and compare.is_file:
-                about = [[answer.prompt_id, answer.sample, answer.text] for answer in self._stored]
-                with self._finished("against", about) as finished:
-                    others = run_async(contestant.score_stored(self._stored, recorder, finished))
+                with self._finished("against", _identity(self._stored)) as finished:
+                    others = contestant.score_stored(self._stored, recorder, finished)
         self._notes += contestant.remarks()
         del contestant
         if compare is None or compare.is_file:
             return answers, others
-        other = Contestant.build(
+        other = Contestant(
             ModelConfig(path=compare.model, tokenizer=compare.tokenizer),
             self.recipe.data,
             self.recipe.rewards,
             **self._objects,
         )
         self._notes += load_remarks(other.packed.model)
-        with other.released_at_end():
+        with contextlib.closing(other):
             return answers, self._of(other, recorder, "against", f"answers of {compare.model}")
 
     def _finished(self, name: str, about: Any) -> contextlib.closing[Finished]:
@@ -247,16 +235,7 @@ class Evaluator:
             self.progress.print(f"{title}: {remark}")
             self._notes.append(f"{title}: {remark}")
         with self._finished(name, about) as finished, self.progress.stage(title, total) as bar:
-            work = contestant.answers(
-                recorder,
-                recipe.sampling,
-                samples=recipe.samples_per_prompt,
-                seed=recipe.seed,
-                max_running=recipe.max_running,
-                on_done=bar.advance,
-                finished=finished,
-            )
-            return run_async(work)
+            return contestant.answers(recipe, recorder, bar, seed=recipe.seed, finished=finished)
 
     # Figures -----------------------------------------------------------------------------------------------
 
@@ -265,38 +244,31 @@ class Evaluator:
         return measure(answers, scores, self.recipe.grading, self.graded, seed=self.recipe.seed)
 
     def _compare(self, answers: Sequence[Answer], others: Sequence[Answer]) -> WinRate:
-        config = self.recipe.compare
+        config, judge = self.recipe.compare, self.judge
         assert config is not None, "called with a comparison"
-        comparisons = self._judged(answers, others, config)
+        if judge is None:
+            comparisons = compare_scores(answers, others, self.weights, config.source, config.tie_margin)
+        else:
+            with contextlib.ExitStack() as stack:
+                if isinstance(judge, Comparer):
+                    stack.callback(judge.close)
+                finished = stack.enter_context(self._finished("verdicts", [_identity(answers), _identity(others)]))
+                comparisons = run_async(compare_by_judge(answers, others, judge, config.tie_margin, finished))
         with writing(self.path / "comparison.jsonl"):
             write_rows(self.path / "comparison.jsonl", [comparison.row() for comparison in comparisons])
         return win_rate(comparisons, self.recipe.grading.confidence, self.recipe.seed)
 
-    def _judged(
-        self, answers: Sequence[Answer], others: Sequence[Answer], config: ComparisonConfig
-    ) -> list[Comparison]:
-        if self.judge is not None:
-            with contextlib.ExitStack() as stack:
-                if isinstance(self.judge, Comparer):
-                    stack.callback(self.judge.close)
-                about = [[[a.item.prompt_id, a.sample, a.text] for a in side] for side in (answers, others)]
-                finished = stack.enter_context(self._finished("verdicts", about))
-                return run_async(compare_by_judge(answers, others, self.judge, config.tie_margin, finished))
 
-        def scores(found: Sequence[Answer]) -> list[float]:
-            if config.source is not None:
-                return [answer.rewards[config.source] for answer in found]
-            return weighted_scores([answer.rewards for answer in found], self.weights)
-
-        return compare_scores(answers, others, scores, config.tie_margin)
+def _identity(answers: Sequence[Answer]) -> list[list[Any]]:
+    """What makes these answers others than those of another evaluation."""
+    return [[answer.prompt_id, answer.sample, answer.completion] for answer in answers]
 
 
 def _unmatched(answers: Sequence[Answer], others: Sequence[Answer]) -> list[str]:
-    places, found = (len({(a.item.prompt_id, a.sample) for a in side}) for side in (answers, others))
-    common = len({(a.item.prompt_id, a.sample) for a in answers} & {(b.item.prompt_id, b.sample) for b in others})
-    if common == places == found:
+    common = len(pairs(answers, others))
+    if common == len(answers) == len(others):
         return []
-    return [f"{common} pairs of answers compared: {places} answers here, {found} there"]
+    return [f"{common} pairs of answers compared: {len(answers)} answers here, {len(others)} there"]
 
 
 def _figure_row(figure: Figure) -> dict[str, Any]:

@@ -1,122 +1,101 @@
-"""Answers to prompts, several per prompt where asked for, and their scores by source."""
+"""A model's answers to prompts, several per prompt where asked for, and their scores by source.
+
+::
+
+    prompt_requests ──► completions, or episodes ──► groups ──► score_groups ──► answers with scores
+
+``quartet eval`` and the iterated reward model generate with a ``Contestant``, which has the process to itself; an RL
+run with its own rollout (``held_out.py``). What answers are worth is measured in ``evaluation_metrics.py``.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.batch.columns import ColumnSet, join
+from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, num_emitted
-from quartet.config.common import SamplingConfig
+from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
+from quartet.config.evaluation import EvalRecipe
+from quartet.config.iterated import CollectConfig
+from quartet.config.rewards import RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
-from quartet.rewards.combine import LEFT_OUT_PREFIX, combine
+from quartet.models.directories import load_remarks
+from quartet.models.loading import load_causal_lm
+from quartet.observe.progress import Stage
+from quartet.observe.spans import SpanRecorder
+from quartet.rewards.combine import LEFT_OUT_PREFIX
+from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
-from quartet.schedule.iteration import score_all
+from quartet.schedule.iteration import Chunk, Scorer, score_all
+from quartet.schedule.placement import local_arbiter
+from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.sampled import PromptRequest, Sample, completion_text
-from quartet.text.tokenizer import TextCodec
-from quartet.trainers.finished import Finished
+from quartet.schedule.worker import Worker
+from quartet.text.tokenizer import TextCodec, check_vocabulary
+from quartet.trainers.answers import Answer, Finished, matched
+from quartet.trainers.devices import FrozenModels
+from quartet.trainers.event_loop import run_async
+from quartet.trainers.generate import run_to_end
+from quartet.trainers.process_roles import process_models
+from quartet.trainers.reward_roles import (
+    RewardModelRole,
+    encode_answer,
+    reward_functions,
+    reward_models,
+    reward_scorers,
+    reward_weights,
+)
+from quartet.trainers.sources import context_length, cut_short, prompt_data, resolve_model, resolve_tokenizer
 
 CHUNK = 64
 """Answers that are scored together."""
+RewardScorer = Scorer[RaggedBatch, ColumnSet]
 
 
-class Completer(Protocol):
-    async def complete(self, requests: Sequence[Request]) -> list[Completion]: ...
+# What is asked -------------------------------------------------------------------------------------------
 
 
-class RewardScorer(Protocol):
-    async def score(self, chunk: Any) -> ColumnSet: ...
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One sample of a prompt and its scores by reward source (NaN: does not apply). ``length`` is in tokens."""
-
-    item: PromptItem
-    text: str
-    finish_reason: str
-    rewards: dict[str, float]
-    sample: int = 0
-    length: int = 0
-
-
-def sampling_params(config: SamplingConfig, codec: TextCodec, seed: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        max_new_tokens=config.max_new_tokens,
-        stop_token_ids=tuple(sorted(codec.eos_ids)),
-        stop_strings=config.stop_strings,
-        seed=seed,
-    )
-
-
-async def answer_prompts(
-    completer: Completer,
-    prompts: PromptData,
-    codec: TextCodec,
-    sampling: SamplingConfig,
-    scorers: Sequence[RewardScorer],
-    *,
-    seed: int,
-    step: int,
-    samples: int = 1,
-    finished: Finished | None = None,
-) -> list[Answer]:
-    """``samples`` answers to every prompt with the scores of all ``scorers``, prompt after prompt.
-
-    A sample depends on ``seed``, its prompt's id and its place alone, so two models get the same random numbers.
-
-    Args:
-        step: the step that the spans of scoring belong to.
-        finished: what is there already, and where scores are kept.
-    """
-    asked = prompt_requests(prompts, codec, sampling, seed=seed, samples=samples)
-    requests = [
-        Request(sample.request_id, request.group, ids, sample.sampling)
-        for item, request in asked
-        for ids in (tuple(codec.encode_prompt(item.prompt)),)
-        for sample in request.samples
-    ]
-    known = dict(finished.completions) if finished is not None else {}
-    missing = [request for request in requests if request.request_id not in known]
-    made = await completer.complete(missing) if missing else []
-    known.update({request.request_id: completion for request, completion in zip(missing, made, strict=True)})
-    groups = [
-        answers_of(codec, i, item, [known[request_id] for request_id in request.request_ids])
-        for i, (item, request) in enumerate(asked)
-    ]
-    return await score_groups(groups, scorers, step=step, finished=finished)
+def sampling_params(config: SamplingConfig, codec: TextCodec) -> SamplingParams:
+    """What the recipe says about every sample; end-of-text ends each, and each gets a seed of its own."""
+    return SamplingParams(**config.model_dump(), stop_token_ids=tuple(sorted(codec.eos_ids)))
 
 
 def prompt_requests(
     prompts: PromptData, codec: TextCodec, sampling: SamplingConfig, *, seed: int, samples: int
 ) -> list[tuple[PromptItem, PromptRequest]]:
-    """What is asked for each prompt: a sample depends on ``seed``, its prompt's id and its place alone."""
-    params = sampling_params(sampling, codec, 0)
-
-    def sample(i: int, r: int, item: PromptItem) -> Sample:
-        return Sample(_name(i, r), replace(params, seed=sample_seed(seed, -1, item.prompt_id, r)))
-
+    """What is asked for each prompt. A sample depends on ``seed``, its prompt's id and its place alone, so two models
+    get the same random numbers."""
+    params = sampling_params(sampling, codec)
     return [
-        (item, PromptRequest(f"eval.{i}", item.prompt, tuple(sample(i, r, item) for r in range(samples))))
+        (
+            item,
+            PromptRequest(
+                f"eval.{i}",
+                item.prompt,
+                tuple(
+                    Sample(_name(i, r), replace(params, seed=sample_seed(seed, -1, item.prompt_id, r)))
+                    for r in range(samples)
+                ),
+            ),
+        )
         for i, item in enumerate(prompts)
     ]
 
 
-def answers_of(codec: TextCodec, index: int, item: PromptItem, completions: Sequence[Completion]) -> Group:
-    """Completions of one prompt as trajectories of one turn, with their texts."""
-    ids = tuple(codec.encode_prompt(item.prompt))
-    made = [answered(ids, one, completion_text(codec, ids, one)) for one in completions]
-    return Group.of(index, item, group_batch(index, made))
+def _name(place: int, sample: int) -> str:
+    """Of a sample, in requests and files."""
+    return f"eval.{place}.{sample}"
+
+
+# Scores --------------------------------------------------------------------------------------------------
 
 
 async def score_groups(
@@ -126,56 +105,25 @@ async def score_groups(
     action is the text.
 
     Args:
+        step: the step that the spans of scoring belong to.
         finished: samples that it has scores of are not scored again; those of the others are kept there.
     """
-    rewards: dict[tuple[int, int], dict[str, float]] = {}
+    rewards = dict(finished.rewards) if finished is not None else {}
     num_answers = [len(Trajectories.of(group.batch)) for group in groups]
     per_chunk = max(1, CHUNK // max(1, max(num_answers, default=1)))
     for number, start in enumerate(range(0, len(groups), per_chunk)):
         places = range(start, min(start + per_chunk, len(groups)))
-        members = [(i, r) for i in places for r in range(num_answers[i])]
-        if finished is not None:
-            rewards |= {m: finished.rewards[_name(*m)] for m in members if _name(*m) in finished.rewards}
-            members = [member for member in members if member not in rewards]
-        if members:
-            found = await _scored(groups, members, scorers, step=step, number=number)
-            rewards |= {member: scores for member, (scores, _) in found.items()}
-            for member, (scores, is_whole) in found.items():
-                if finished is not None and is_whole:
-                    finished.keep_rewards(_name(*member), scores)
+        missing = {i: [r for r in range(num_answers[i]) if _name(i, r) not in rewards] for i in places}
+        picked = [_only(groups[i], samples) for i, samples in missing.items() if samples]
+        if not picked:
+            continue
+        names = [_name(i, r) for i, samples in missing.items() for r in samples]
+        scored = await _scored(chunk_of(step, number, picked), scorers)
+        for name, (scores, is_left_out) in zip(names, scored, strict=True):
+            rewards[name] = scores
+            if finished is not None and not is_left_out:
+                finished.keep_rewards(name, scores)
     return [answer for i, group in enumerate(groups) for answer in _answers(i, group, rewards)]
-
-
-def _answers(i: int, group: Group, rewards: Mapping[tuple[int, int], dict[str, float]]) -> Iterator[Answer]:
-    batch, trajectories = group.batch, Trajectories.of(group.batch)
-    lengths = num_emitted(batch, trajectories).tolist()
-    for r, (last, length) in enumerate(zip(trajectories.final_N.tolist(), lengths, strict=True)):
-        reason = batch.objects["finish_reason"][last]
-        # Cut off is cut off, by whichever limit.
-        reason = "length" if reason in CUT_OFF else reason
-        yield Answer(group.prompt, batch.objects["completion"][last], reason, rewards[i, r], r, int(length))
-
-
-async def _scored(
-    groups: Sequence[Group],
-    members: Sequence[tuple[int, int]],
-    scorers: Sequence[RewardScorer],
-    *,
-    step: int,
-    number: int,
-) -> dict[tuple[int, int], tuple[dict[str, float], bool]]:
-    """Scores by source of some samples, as (place of the prompt, sample); and whether no source left the sample out."""
-    picked = [_only(groups[i], [r for j, r in members if j == i]) for i in dict.fromkeys(i for i, _ in members)]
-    chunk = chunk_of(step, number, picked)
-    batch = join(chunk.data, *await score_all(scorers, chunk))
-    final_N = Trajectories.of(batch).final_N
-    values = {name: column[final_N].tolist() for name, column in batch.sequence.items()}
-    scores = {n.removeprefix(REWARD_PREFIX): found for n, found in values.items() if n.startswith(REWARD_PREFIX)}
-    left_out = [found for name, found in values.items() if name.startswith(LEFT_OUT_PREFIX)]
-    return {
-        member: ({name: float(found[k]) for name, found in scores.items()}, not any(found[k] for found in left_out))
-        for k, member in enumerate(members)
-    }
 
 
 def _only(group: Group, responses: Sequence[int]) -> Group:
@@ -184,35 +132,166 @@ def _only(group: Group, responses: Sequence[int]) -> Group:
     return replace(group, batch=group.batch.select(wanted.nonzero().squeeze(1).tolist()))
 
 
-def _name(place: int, sample: int) -> str:
-    """Of a sample, in requests and files."""
-    return f"eval.{place}.{sample}"
+async def _scored(chunk: Chunk[RaggedBatch], scorers: Sequence[RewardScorer]) -> list[tuple[dict[str, float], bool]]:
+    """Scores of each trajectory by source, and whether a source has left it out."""
+    batch = join(chunk.data, *await score_all(scorers, chunk))
+    final_N = Trajectories.of(batch).final_N
+    columns = {name: column[final_N].tolist() for name, column in batch.sequence.items()}
+    scores = {name.removeprefix(REWARD_PREFIX): c for name, c in columns.items() if name.startswith(REWARD_PREFIX)}
+    left_out = [column for name, column in columns.items() if name.startswith(LEFT_OUT_PREFIX)]
+    return [
+        ({name: float(column[n]) for name, column in scores.items()}, any(column[n] for column in left_out))
+        for n in range(len(final_N))
+    ]
 
 
-def as_completion(codec: TextCodec, item: PromptItem, text: str, finish_reason: str) -> Completion:
+def _answers(place: int, group: Group, rewards: dict[str, dict[str, float]]) -> Iterator[Answer]:
+    batch, item, trajectories = group.batch, group.prompt, Trajectories.of(group.batch)
+    lengths = num_emitted(batch, trajectories).tolist()
+    for r, (last, length) in enumerate(zip(trajectories.final_N.tolist(), lengths, strict=True)):
+        reason = batch.objects["finish_reason"][last]
+        # Cut off is cut off, by whichever limit.
+        reason = "length" if reason in CUT_OFF else reason
+        text = batch.objects["completion"][last]
+        yield Answer(item.prompt_id, r, item.prompt, text, reason, int(length), rewards[_name(place, r)])
+
+
+# A model alone -------------------------------------------------------------------------------------------
+
+
+def answers_of(
+    codec: TextCodec, index: int, item: PromptItem, completions: Sequence[Completion], texts: Sequence[str] = ()
+) -> Group:
+    """Completions of one prompt as trajectories of one turn, with their texts; those given where they are known."""
+    ids = tuple(codec.encode_prompt(item.prompt))
+    texts = texts or [completion_text(codec, ids, one) for one in completions]
+    made = [answered(ids, one, text) for one, text in zip(completions, texts, strict=True)]
+    return Group.of(index, item, group_batch(index, made))
+
+
+def as_completion(codec: TextCodec, answer: Answer) -> Completion:
     """A completion for an answer of which only the text is known, to be scored, never to be trained on.
 
     Its token ids are those the text has after its prompt; end-of-text stands behind it only where it ended by itself.
     """
-    _, ids = codec.encode_completion(item.prompt, text)
-    reason = FinishReason(finish_reason)
-    if reason is not FinishReason.STOP and len(ids) > 1:
-        ids = ids[:-1]
+    reason = FinishReason(answer.finish_reason)
+    _, ids = encode_answer(codec, answer.prompt, answer.completion, ended=reason is FinishReason.STOP)
     return Completion("stored", "stored", tuple(ids), (0.0,) * len(ids), (0,) * len(ids), reason)
 
 
-def weighted_scores(rewards: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> list[float]:
-    """Each answer's weighted sum of the sources that apply, under their gates, as in training; NaN where none does."""
-    if not weights or not rewards:
-        return [math.nan] * len(rewards)
-    by_source = {name: torch.tensor([found.get(name, math.nan) for found in rewards]) for name in weights}
-    total, applies = combine(by_source, weights)
-    return torch.where(applies, total, math.nan).tolist()
+class Contestant:
+    """A model that answers prompts with the process to itself, and the rewards that score its answers.
 
+    They are what the recipe's parts name, or the objects passed in their place; ``close`` gives all of it back.
 
-def by_prompt(answers: Sequence[Answer]) -> list[list[Answer]]:
-    """The samples of each prompt, in order."""
-    found: dict[str, list[Answer]] = {}
-    for answer in answers:
-        found.setdefault(answer.item.prompt_id, []).append(answer)
-    return list(found.values())
+    Args:
+        frozen: where the models go, and in which precision.
+
+    Raises:
+        UserError: model, tokenizer, data and rewards do not fit together.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig | None,
+        data: DataConfig | None,
+        reward_configs: Sequence[RewardConfig],
+        *,
+        frozen: FrozenModels,
+        model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        rewards: Sequence[Callable[..., Any] | PreTrainedModel] = (),
+        prompts: Sequence[Any] | None = None,
+    ) -> None:
+        tokenizer = resolve_tokenizer(config, tokenizer)
+        causal = resolve_model(config, model, load_causal_lm, "model")
+        check_vocabulary(tokenizer, int(causal.get_input_embeddings().weight.shape[0]))
+        self.codec = TextCodec.of(tokenizer, causal.generation_config)
+        self.prompts = prompt_data(data, prompts, self.codec, context_length(causal), "data")
+        self.functions = reward_functions(reward_configs, rewards)
+        for function in self.functions:
+            function.reward.check_columns(sorted({name for item in self.prompts for name in item.columns}))
+        self.models: list[RewardModelRole] = [
+            *reward_models(reward_configs, rewards, self.codec, TrainConfig(), frozen),
+            *process_models(reward_configs, self.codec, frozen),
+        ]
+        self.weights = reward_weights(self.models, self.functions)
+        self.packed = frozen.causal(causal, is_passed=model is not None)
+
+    def close(self) -> None:
+        """Gives the models back their own attention and closes the rewards."""
+        for model in (self.packed, *(role.model for role in self.models)):
+            model.release()
+        for function in self.functions:
+            function.reward.close()
+
+    def remarks(self) -> list[str]:
+        """Rows left out or converted, what is changed about the model, and samples that rewards left out, in words."""
+        found = [*self.prompts.remarks, *self.packed.remarks]
+        found += [remark for role in self.models for remark in load_remarks(role.model.model)]
+        return found + [remark for role in self.functions for remark in role.reward.remarks()]
+
+    def cut_short(self, sampling: SamplingConfig, key: str) -> list[str]:
+        """What is to be said where ``key``'s answers end at the model's context."""
+        lengths = (item.num_tokens for item in self.prompts)
+        return cut_short(lengths, sampling.max_new_tokens, context_length(self.packed.model), key)
+
+    def answers(
+        self,
+        config: EvalRecipe | CollectConfig,
+        recorder: SpanRecorder,
+        bar: Stage,
+        *,
+        seed: int,
+        finished: Finished | None = None,
+    ) -> list[Answer]:
+        """``samples_per_prompt`` answers to every prompt, scored. ``bar`` is told how many are generated.
+
+        Args:
+            finished: what an evaluation before this one has; this one's work is kept there.
+        """
+        samples = config.samples_per_prompt
+        asked = prompt_requests(self.prompts, self.codec, config.sampling, seed=seed, samples=samples)
+        known = dict(finished.completions) if finished is not None else {}
+        bar.advance(len(known))
+        missing = []
+        for item, request in asked:
+            ids = tuple(self.codec.encode_prompt(item.prompt))
+            samples_left = [sample for sample in request.samples if sample.request_id not in known]
+            missing += [Request(one.request_id, request.group, ids, one.sampling) for one in samples_left]
+
+        def keep(completions: Sequence[Completion]) -> None:
+            known.update({one.request_id: one for one in completions})
+            if finished is not None:
+                finished.keep_completions(completions)
+            bar.advance(len(completions))
+
+        if missing:
+            engine = NativeEngine(self.packed, max_running=config.max_running, decode=self.codec.decode)
+            run_to_end(engine, missing, keep)
+        groups = [
+            answers_of(self.codec, i, item, [known[name] for name in request.request_ids])
+            for i, (item, request) in enumerate(asked)
+        ]
+        return run_async(score_groups(groups, self._scorers(recorder), step=0, finished=finished))
+
+    def score_stored(
+        self, stored: Sequence[Answer], recorder: SpanRecorder, finished: Finished | None = None
+    ) -> list[Answer]:
+        """Answers of an earlier evaluation to the same prompts, scored by these rewards."""
+        by_prompt_id = matched(stored, self.prompts.items)
+        groups: list[Group] = []
+        for item in self.prompts:
+            if item.prompt_id in by_prompt_id:
+                answers = sorted(by_prompt_id[item.prompt_id], key=lambda answer: answer.sample)
+                # As long as what was sampled; the text is the stored one.
+                completions = [as_completion(self.codec, answer) for answer in answers]
+                texts = [answer.completion for answer in answers]
+                groups.append(answers_of(self.codec, len(groups), item, completions, texts))
+        return run_async(score_groups(groups, self._scorers(recorder), step=0, finished=finished))
+
+    def _scorers(self, recorder: SpanRecorder) -> Sequence[RewardScorer]:
+        workers = {role.name: role.worker() for role in self.models}
+        arbiter = local_arbiter({name: worker.sizes() for name, worker in workers.items()}, version=0)
+        groups = {name: LocalGroup(worker) for name, worker in workers.items()}
+        return reward_scorers(Worker(arbiter, recorder), self.models, self.functions, groups)

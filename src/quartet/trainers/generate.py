@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
@@ -48,33 +49,33 @@ def generate(
         for p, ids in enumerate(encoded)
         for r in range(num_responses)
     ]
-    found = iter(run_to_end(engine, requests, on_done))
-    return [[_generated(codec, ids, next(found)) for _ in range(num_responses)] for ids in encoded]
+
+    def report(completions: Sequence[Completion]) -> None:
+        if on_done is not None:
+            on_done(len(completions))
+
+    found = iter(run_to_end(engine, requests, report))
+    return [
+        [Generated(completion_text(codec, ids, c), c.finish_reason.value, c) for c in islice(found, num_responses)]
+        for ids in encoded
+    ]
 
 
 def run_to_end(
     engine: RolloutEngine,
     requests: Sequence[Request],
-    on_done: Callable[[int], None] | None = None,
-    keep: Callable[[Sequence[Completion]], None] | None = None,
+    on_done: Callable[[Sequence[Completion]], None] | None = None,
 ) -> list[Completion]:
-    """Completions of the requests, in their order, by an engine that nobody else uses meanwhile.
+    """Completions of the requests, in their order, by an engine that does nothing else meanwhile.
 
     Args:
-        on_done: called with the number of completions finished by each engine step that finished any.
-        keep: called with these completions.
+        on_done: called with the completions of each engine step that finished any.
     """
     engine.submit(requests)
     found: dict[str, Completion] = {}
     while engine.has_work:
         finished = engine.step()
         found.update({completion.request_id: completion for completion in finished})
-        if finished and keep is not None:
-            keep(finished)
         if finished and on_done is not None:
-            on_done(len(finished))
+            on_done(finished)
     return [found[request.request_id] for request in requests]
-
-
-def _generated(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion) -> Generated:
-    return Generated(completion_text(codec, prompt_ids, completion), completion.finish_reason.value, completion)

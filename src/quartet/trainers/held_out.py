@@ -24,10 +24,19 @@ from quartet.observe.report.alarms import read_alarms
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.worker import Worker
 from quartet.text.examples import PromptText
-from quartet.trainers.answers import StoredAnswer, drop_after, read_answers, step_path, write_answers
+from quartet.trainers.answers import Answer, drop_after, or_null, read_answers, step_path, write_answers
 from quartet.trainers.episodes import together
-from quartet.trainers.evaluation import Answer, prompt_requests, sampling_params, score_groups, weighted_scores
-from quartet.trainers.measures import check_graded, measure, metrics_of, prompt_means, standard_error
+from quartet.trainers.evaluation import prompt_requests, sampling_params, score_groups
+from quartet.trainers.evaluation_metrics import (
+    check_graded,
+    check_named,
+    measure,
+    metrics_of,
+    pairs,
+    prompt_means,
+    standard_error,
+    weighted_scores,
+)
 from quartet.trainers.reward_roles import reward_scorers
 from quartet.trainers.roles import Cast
 from quartet.trainers.run import writing
@@ -53,17 +62,9 @@ class HeldOut:
         sources = [*cast.reward_weights, *cast.evaluation_weights]
         models = [role.name for role in (*cast.reward_models, *cast.evaluation_models)]
         self.graded = check_graded(config.grading, sources, models)
-        self._check_watched(sources)
-        self.alarm = self._new_alarm()
-
-    def _check_watched(self, sources: Sequence[str]) -> None:
-        source = self.config.alarm.source if self.config.alarm is not None else None
-        if source is not None and source not in sources:
-            raise UserError(
-                "evaluation.alarm.source names a reward that there is not",
-                found=f"{source!r}; the rewards are {', '.join(sources)}",
-                remedy="name one of them, or leave it out for the evaluation's score",
-            )
+        self._watched_source = config.alarm.source if config.alarm is not None else None
+        check_named("evaluation.alarm.source", self._watched_source, sources, "the evaluation's score")
+        self.restore(None)
 
     # The run's calls ---------------------------------------------------------------------------------------
 
@@ -103,15 +104,11 @@ class HeldOut:
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """As saved; without a checkpoint, or with one that has no alarm, it begins anew."""
-        self.alarm = self._new_alarm()
-        if self.alarm is not None and state is not None:
-            self.alarm.restore(state)
-
-    def _new_alarm(self) -> HackingAlarm | None:
-        alarm = self.config.alarm
-        if alarm is None:
-            return None
-        return HackingAlarm(alarm.false_alarm_rate, math.ceil(self.steps / self.config.every_steps))
+        self.alarm: HackingAlarm | None = None
+        if (alarm := self.config.alarm) is not None:
+            self.alarm = HackingAlarm(alarm.false_alarm_rate, math.ceil(self.steps / self.config.every_steps))
+            if state is not None:
+                self.alarm.restore(state)
 
     def remarks(self) -> list[str]:
         """What keeps the alarm silent, in words."""
@@ -134,7 +131,7 @@ class HeldOut:
             rows = read_alarms(path) if path.is_file() else []
         except UserError:
             rows = []
-        if not rows:  # Somebody may have made room, which must not cost the end of the run.
+        if not rows:  # deleted to make room, perhaps, which must not cost the end of the run
             text = f"reward hacking? The alarm was raised at step {steps}; {path} is gone or damaged"
             return {"reward_hacking": {"raised": True, "text": text, "raised_at_steps": steps}}
         last = rows[-1]
@@ -151,7 +148,7 @@ class HeldOut:
         scorers = [*cast.reward_scorers(worker), *cast.of_whole_trajectories(own)]
         if cast.environment is not None:
             async with rollout.quiet():
-                player, sampling = cast.episode_player(rollout), sampling_params(config.sampling, cast.codec, 0)
+                player, sampling = cast.episode_player(rollout), sampling_params(config.sampling, cast.codec)
                 items, num = cast.evaluation_prompts.items, config.samples_per_prompt
                 # Negative indices: no group of the stream has one.
                 played = [player.group(-1 - i, item, sampling, num, draw=-1) for i, item in enumerate(items)]
@@ -169,12 +166,9 @@ class HeldOut:
 
     # The alarm ---------------------------------------------------------------------------------------------
 
-    def _watched(self, answers: Sequence[Answer | StoredAnswer]) -> list[float]:
+    def _watched(self, answers: Sequence[Answer]) -> list[float]:
         """The held-out score of each answer: one source, or the evaluation's weighted sum."""
-        source = self.config.alarm.source if self.config.alarm is not None else None
-        if source is not None:
-            return [answer.rewards.get(source, math.nan) for answer in answers]
-        return weighted_scores([answer.rewards for answer in answers], self.weights)
+        return weighted_scores(answers, self.weights, self._watched_source)
 
     def _sound(self, step: int, scores: Mapping[str, float], answers: Sequence[Answer]) -> dict[str, float]:
         verdict = self.alarm.evaluate(step, scores) if self.alarm is not None else None
@@ -196,47 +190,46 @@ class HeldOut:
         """Prompts whose held-out score fell, those first whose training reward rose most: answers then and now."""
         most = self.config.alarm.examples if self.config.alarm is not None else 0
         path = step_path(self.path / "evaluations", verdict.best_step)
-        # Somebody may have made room: an alarm without examples is better than a run that stops.
+        # The file may have been deleted to make room: an alarm without examples is better than a run that stops.
         try:
             before = read_answers(path) if path.is_file() else []
         except UserError as error:
             self.progress.print(f"the alarm has no examples: {error.problem}: {error.found}")
             before = []
 
-        def trained(found: Sequence[Answer | StoredAnswer]) -> list[float]:
-            return weighted_scores([answer.rewards for answer in found], self.training_weights)
+        def trained(found: Sequence[Answer]) -> list[float]:
+            return weighted_scores(found, self.training_weights)
 
         return hacking_examples(before, answers, self._watched, trained)[:most]
 
 
-Scores = Callable[[Sequence[Answer | StoredAnswer]], list[float]]
+Scores = Callable[[Sequence[Answer]], list[float]]
 
 
 def hacking_examples(
-    before: Sequence[StoredAnswer], now: Sequence[Answer], held_out: Scores, training: Scores
+    before: Sequence[Answer], now: Sequence[Answer], held_out: Scores, training: Scores
 ) -> list[dict[str, Any]]:
     """Every prompt whose held-out score fell, in falling order of the gain in training reward, then of that fall.
 
     Of a prompt with several samples the one that lost most is shown; samples of one place have the same random numbers.
     """
-    then = {(answer.prompt_id, answer.sample): answer for answer in before}
-    later = [answer for answer in now if (answer.item.prompt_id, answer.sample) in then]
-    former = [then[(answer.item.prompt_id, answer.sample)] for answer in later]
+    both = pairs(before, now)
+    former, later = [old for old, _ in both], [new for _, new in both]
     figures = zip(held_out(former), held_out(later), training(former), training(later), strict=True)
     lost: dict[str, tuple[float, float, dict[str, Any]]] = {}
-    for old, new, (score_then, score_now, reward_then, reward_now) in zip(former, later, figures, strict=True):
+    for (old, new), (score_then, score_now, reward_then, reward_now) in zip(both, figures, strict=True):
         change, gain = score_now - score_then, reward_now - reward_then
         known = lost.get(old.prompt_id)
         if not change < 0 or (known is not None and known[1] <= change):
             continue
         row = {
-            "prompt": _as_text(new.item.prompt),
-            "before": old.text,
-            "now": new.text,
-            "training_reward_before": _number(reward_then),
-            "training_reward_now": _number(reward_now),
-            "held_out_before": _number(score_then),
-            "held_out_now": _number(score_now),
+            "prompt": _as_text(new.prompt),
+            "before": old.completion,
+            "now": new.completion,
+            "training_reward_before": or_null(reward_then),
+            "training_reward_now": or_null(reward_now),
+            "held_out_before": or_null(score_then),
+            "held_out_now": or_null(score_now),
             "verdict": "bad",
         }
         lost[old.prompt_id] = (0.0 if math.isnan(gain) else -gain, change, row)
@@ -257,7 +250,3 @@ def _as_text(prompt: PromptText) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else value

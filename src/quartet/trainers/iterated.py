@@ -14,11 +14,12 @@ Each stage is resumed where it stopped, and one that is complete is not run agai
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -37,17 +38,15 @@ from quartet.data.readers import read_rows
 from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
-from quartet.trainers.answers import write_answers, write_rows
-from quartet.trainers.contestant import Contestant
+from quartet.trainers.answers import Answer, write_answers, write_rows
 from quartet.trainers.devices import FrozenModels, compute_device, precision_on, resolved
-from quartet.trainers.evaluation import Answer, by_prompt
-from quartet.trainers.event_loop import run_async
+from quartet.trainers.evaluation import Contestant
+from quartet.trainers.evaluation_metrics import by_prompt
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import (
     RunDirectory,
     Stopwatch,
-    software_versions,
     use_threads,
     writing,
 )
@@ -111,14 +110,7 @@ class IteratedTrainer:
         last = self.recipe.rounds
         for name, stage in (("model", "rl"), ("reward_model", "reward_model")):
             self._link(self.path / name, Path(f"round_{last}_{stage}") / "model")
-        summary = {
-            "job": self.recipe.job,
-            "seed": self.recipe.seed,
-            "versions": software_versions(),
-            "stages": self._stages,
-        }
-        self.run.finish(summary)
-        return IteratedResult(self.path, summary)
+        return IteratedResult(self.path, self.run.finish({"stages": self._stages}))
 
     @staticmethod
     def _link(link: Path, target: Path) -> None:
@@ -201,25 +193,17 @@ class IteratedTrainer:
         previous = (ModelReward(path=str(self._model("reward_model", number - 1)), name=PREVIOUS),)
         sources = (config.labeller, *(previous if number > 1 else ()))
         frozen = FrozenModels(self.device, precision_on(self.device, recipe.rl.actor.train.precision))
-        contestant = Contestant.build(self._policy(number), config.data or recipe.rl.data, sources, frozen=frozen)
+        contestant = Contestant(self._policy(number), config.data or recipe.rl.data, sources, frozen=frozen)
         size = min(config.prompts_per_round, len(contestant.prompts))
         chosen = dict.fromkeys(i for i, _ in draws(recipe.seed, number - 1, contestant.prompts.order, size))
         items = tuple(contestant.prompts.item(i) for i in chosen)
-        contestant = replace(contestant, prompts=PromptData(items, contestant.prompts.remarks))
+        contestant.prompts = PromptData(items, contestant.prompts.remarks)
         label = next(name for name in contestant.weights if name != PREVIOUS)
         for remark in contestant.cut_short(config.sampling, "collect.sampling.max_new_tokens"):
             self.progress.print(f"round {number}: {remark}")
         total = len(items) * config.samples_per_prompt
-        with contestant.released_at_end(), self.progress.stage(f"round {number}: answers", total) as bar:
-            work = contestant.answers(
-                self.run.recorder,
-                config.sampling,
-                samples=config.samples_per_prompt,
-                seed=recipe.seed + number,
-                max_running=config.max_running,
-                on_done=bar.advance,
-            )
-            return run_async(work), label
+        with contextlib.closing(contestant), self.progress.stage(f"round {number}: answers", total) as bar:
+            return contestant.answers(config, self.run.recorder, bar, seed=recipe.seed + number), label
 
     def _pairs_until(self, number: int) -> Path:
         return self.path / "data" / f"pairs_until_{number}.jsonl"
@@ -300,7 +284,7 @@ def make_pair(group: Sequence[Answer], label: str, config: CollectConfig, seed: 
     """
     labelled = [answer for answer in group if not math.isnan(answer.rewards[label])]
     if config.pairs == "random" and len(labelled) > 2:
-        labelled = random.Random(f"pair {seed} {group[0].item.prompt_id}").sample(labelled, 2)
+        labelled = random.Random(f"pair {seed} {group[0].prompt_id}").sample(labelled, 2)
     if len(labelled) < 2:
         return None
     chosen = max(labelled, key=lambda answer: answer.rewards[label])
@@ -310,7 +294,7 @@ def make_pair(group: Sequence[Answer], label: str, config: CollectConfig, seed: 
 
 
 def _row(pair: Pair) -> dict[str, Any]:
-    return {"prompt": pair.chosen.item.prompt, "chosen": pair.chosen.text, "rejected": pair.rejected.text}
+    return {"prompt": pair.chosen.prompt, "chosen": pair.chosen.completion, "rejected": pair.rejected.completion}
 
 
 def _figures(pairs: Sequence[Pair], answers: Sequence[Answer], label: str) -> Mapping[str, float]:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -29,16 +28,14 @@ from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe
 from quartet.data.order import draws
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.models.loading import load_causal_lm
-from quartet.models.packed import PackedCausalLM
 from quartet.observe.progress import Progress
 from quartet.schedule.role_group import RoleGroup
 from quartet.train.budget import TokenBudget
-from quartet.train.data_parallel import Peers
-from quartet.train.engine import Needs, Objective, Outputs, TrainEngine, forward_only
+from quartet.train.engine import Needs, Objective, Outputs, forward_only
 from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.trainers.devices import FrozenModels, precision_on
-from quartet.trainers.reference import Missing, Reference, ReferenceTables, Tables, weights_digest
+from quartet.trainers.reference import Reference, ReferenceTables, Tables, weights_digest
 from quartet.trainers.run_files import Resume
 from quartet.trainers.sources import (
     ModelLike,
@@ -50,7 +47,7 @@ from quartet.trainers.sources import (
     pairs_or_judgements,
     with_path,
 )
-from quartet.trainers.supervised_trainer import SupervisedTrainer
+from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import CausalWorker, Given, vocabulary_size
 
 _AT_A_TIME = 128
@@ -61,14 +58,10 @@ _LOGPROBS = Needs(logprobs=True)
 class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedData]):
     """Trains a causal LM to prefer chosen over rejected answers."""
 
-    def __init__(
-        self, recipe: PreferenceRecipe, given: Given, device: torch.device, peers: Peers | None = None
-    ) -> None:
-        super().__init__(recipe, given, device, peers)
-        with contextlib.ExitStack() as taken:
-            taken.callback(self.packed.release)
-            self._tables = self._reference_tables(given.reference)
-            taken.pop_all()
+    _rows_key = "pairs_per_step"
+
+    def _begin(self, given: Given) -> None:
+        self._tables = self._reference_tables(given.reference)
 
     def release(self) -> None:
         if self._tables is not None:
@@ -92,9 +85,7 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
             )
         return found
 
-    def _check_budgets(self) -> None:
-        train = self.recipe.train
-        shared = self.packed.shares_prefixes and train.share_prefixes
+    def _longest(self) -> int:
         for data in (self.data, *([self.evaluation] if self.evaluation is not None else [])):
             longest = max(len(item.parts[0]) + max(map(len, item.parts[1:])) for item in data.items)
             if isinstance(self.recipe.loss, KTOLoss):
@@ -102,8 +93,8 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
                 rows = [item.parts for item in data.items]
                 prompt, *answers = (max(map(len, parts)) for parts in zip(*rows, strict=True))
                 longest = min(data.max_tokens, prompt + max(answers))
-            check_budget(longest, train.forward_token_budget, "train.forward_token_budget")
-        check_budget(longest_group(self.data, share=shared), train.token_budget, "train.token_budget")
+            check_budget(longest, self.recipe.train.forward_token_budget, "train.forward_token_budget")
+        return longest_group(self.data, share=self._shares_prompts)
 
     def _reference_tables(self, model: PreTrainedModel | None) -> ReferenceTables | None:
         loss, config = self.recipe.loss, self.recipe.reference
@@ -115,19 +106,31 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
                     remedy="leave the reference out, or use a loss such as dpo",
                 )
             return None
-        if model is self.packed.model:
-            model = None
         data = {"training": self.data, **({"evaluation": self.evaluation} if self.evaluation is not None else {})}
-        if model is not None or config.path is not None:
-            reference = self._other_reference(model)
+        if (model is None or model is self.packed.model) and config.path is None:
+            reference = self._model_as_it_starts()
         else:
-            reference = _start_reference(self.engine)
+            reference = self._other_model(None if model is self.packed.model else model)
         return ReferenceTables(reference, data, cache=config.cache, mismatched=isinstance(loss, KTOLoss))
 
-    def _other_reference(self, passed: PreTrainedModel | None) -> Reference:
-        """The model passed, or the one that the recipe names."""
-        path = self.recipe.reference.path
-        model = passed if passed is not None else load_causal_lm(str(path))
+    def _model_as_it_starts(self) -> Reference:
+        """With adapters, their base."""
+        engine, packed = self.engine, self.packed
+
+        def digest() -> str:
+            with packed.without_adapters():
+                return weights_digest(packed.model, precision=packed.precision)
+
+        def logprobs(batch: RaggedBatch) -> Tensor:
+            with packed.without_adapters():
+                return engine.forward(batch, _LOGPROBS).token["logprobs"]
+
+        return Reference(cache(digest), logprobs, is_start=True)
+
+    def _other_model(self, passed: PreTrainedModel | None) -> Reference:
+        """The model passed, or the one that the recipe names; given back once its log-probabilities are known."""
+        recipe, train = self.recipe, self.recipe.train
+        model = passed if passed is not None else load_causal_lm(str(recipe.reference.path))
         held, needed = vocabulary_size(model), vocabulary_size(self.packed.model)
         if held != needed:
             raise UserError(
@@ -135,13 +138,20 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
                 found=f"{held} and {needed} ids",
                 remedy="use a reference with the model's tokenizer, or leave reference.path out",
             )
-        precision = precision_on(self.device, self.recipe.train.precision)
+        precision = precision_on(self.device, train.precision)
         # Before weights are rounded: the digest names those of the directory.
         digest = weights_digest(model.float().eval(), precision=precision)
-        stays = self.recipe.device == "auto" and self.recipe.cluster.type == "local"
-        frozen = FrozenModels(self.device, precision, moves_passed=not stays)
-        packed = frozen.causal(model, is_passed=passed is not None)
-        return _frozen_reference(packed, digest, self.engine)
+        stays = recipe.device == "auto" and recipe.cluster.type == "local"
+        packed = FrozenModels(self.device, precision, moves_passed=not stays).causal(
+            model, is_passed=passed is not None
+        )
+        budget = TokenBudget(train.forward_token_budget, "train.forward_token_budget")
+
+        def logprobs(batch: RaggedBatch) -> Tensor:
+            found = forward_only(packed, batch, _LOGPROBS, budget, train.logprob_chunk, share=train.share_prefixes)
+            return found.token["logprobs"]
+
+        return Reference(lambda: digest, logprobs, is_start=False, release=packed.release)
 
     # Training --------------------------------------------------------------------------------------------
 
@@ -150,14 +160,10 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         loss = self.recipe.loss
         return KTOObjective(loss) if isinstance(loss, KTOLoss) else PreferenceObjective(loss)
 
-    @property
-    def _rows_per_step(self) -> int:
-        return self.recipe.pairs_per_step
-
     @dispatch(RANK_ZERO)
-    def begin_reference(self, path: Path, *, is_resumed: bool) -> Missing:
+    def begin_reference(self, path: Path, *, is_resumed: bool) -> tuple[int, tuple[str, ...]]:
         """As ``ReferenceTables.begin``, once, before the first step; without a reference nothing is missing."""
-        return self._tables.begin(path, is_resumed=is_resumed) if self._tables is not None else Missing()
+        return self._tables.begin(path, is_resumed=is_resumed) if self._tables is not None else (0, ())
 
     @dispatch(RANK_ZERO)
     def compute_reference(self) -> int:
@@ -177,21 +183,20 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
     def _batch(self, step: int) -> RaggedBatch:
         drawn = draws(self.recipe.seed, step, self.data.order, self._rows_per_step)
         rows, names = [row for row, _ in drawn], [f"row{row}@{epoch}" for row, epoch in drawn]
-        batch = self._with_reference("training", self.data.select(rows, names), rows)
-        if not isinstance(self.recipe.loss, KTOLoss):
-            return batch
         kl = self._reference_point("training", self.data, rows, names)
-        return batch.with_sequence(kl=kl.expand(len(batch)))
+        return self._with_reference("training", self.data.select(rows, names), rows, kl)
 
-    def _with_reference(self, name: str, batch: RaggedBatch, rows: Sequence[int]) -> RaggedBatch:
-        if self._tables is None:
-            return batch
-        return batch.with_sequence(ref_logprobs=self._tables[name]["answers"][list(rows)].flatten())
+    def _with_reference(self, name: str, batch: RaggedBatch, rows: Sequence[int], kl: Tensor | None) -> RaggedBatch:
+        if self._tables is not None:
+            batch = batch.with_sequence(ref_logprobs=self._tables[name]["answers"][list(rows)].flatten())
+        return batch if kl is None else batch.with_sequence(kl=kl.expand(len(batch)))
 
     def _reference_point(
         self, name: str, data: PreferenceData | JudgedData, rows: Sequence[int], names: Sequence[str] | None = None
-    ) -> Tensor:
-        """KTO's scalar, from answers to other prompts under the present policy and the reference."""
+    ) -> Tensor | None:
+        """KTO's scalar, from answers to other prompts under the present policy and the reference; None of others."""
+        if not isinstance(self.recipe.loss, KTOLoss):
+            return None
         assert self._tables is not None, "KTO has a reference"
         known, ratios = self._tables[name]["mismatched"], []
         for start in range(0, len(rows), _AT_A_TIME):
@@ -203,14 +208,11 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
 
     def _measure(self, data: PreferenceData | JudgedData) -> dict[str, float]:
         objective, sums, everything = self.objective, MetricSums(), range(len(data))
-        is_kto = isinstance(self.recipe.loss, KTOLoss)
-        whole = sum(len(item.parts) - 1 for item in data.items) if is_kto else len(data)
-        kl = self._reference_point("evaluation", data, everything) if is_kto else None
+        kl = self._reference_point("evaluation", data, everything)
+        whole = len(data) if kl is None else sum(len(item.parts) - 1 for item in data.items)
         for start in range(0, len(data), _AT_A_TIME):
             rows = everything[start : start + _AT_A_TIME]
-            batch = self._with_reference("evaluation", data.select(rows), rows)
-            if kl is not None:
-                batch = batch.with_sequence(kl=kl.expand(len(batch)))
+            batch = self._with_reference("evaluation", data.select(rows), rows, kl)
             logprobs = self.engine.forward(batch, objective.needs).token["logprobs"]
             objective.loss(Outputs(logprobs=logprobs), batch, whole, sums)
         found = sums.results()
@@ -263,42 +265,12 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
     async def _prepare(self, group: RoleGroup[PreferenceWorker]) -> None:
         """The first worker computes the reference's log-probabilities; the others take them over."""
         run, path, is_resumed = self.run, self._path_of_workers, bool(self.run.saved_steps())
-        missing = await group.call(PreferenceWorker.begin_reference, path, is_resumed=is_resumed)
-        for remark in missing.remarks:
+        missing, remarks = await group.call(PreferenceWorker.begin_reference, path, is_resumed=is_resumed)
+        for remark in remarks:
             self.progress.print(remark)
-        if missing.num_rows:
-            with self.progress.stage("reference", missing.num_rows) as bar:
+        if missing:
+            with self.progress.stage("reference", missing) as bar:
                 while num_rows := await group.call(PreferenceWorker.compute_reference):
                     bar.advance(num_rows)
                     run.check_stop(max(run.saved_steps(), default=0))
         await group.send(PreferenceWorker.reference, group, PreferenceWorker.take_reference)
-
-
-# References ----------------------------------------------------------------------------------------------
-
-
-def _start_reference(engine: TrainEngine[PackedCausalLM]) -> Reference:
-    """The model as it is when the run begins; with adapters, its base."""
-    packed = engine.packed
-
-    def digest() -> str:
-        with packed.without_adapters():
-            return weights_digest(packed.model, precision=packed.precision)
-
-    def logprobs(batch: RaggedBatch) -> Tensor:
-        with packed.without_adapters():
-            return engine.forward(batch, _LOGPROBS).token["logprobs"]
-
-    return Reference(cache(digest), logprobs, is_start=True)
-
-
-def _frozen_reference(packed: PackedCausalLM, digest: str, engine: TrainEngine[PackedCausalLM]) -> Reference:
-    """Another model, under the budgets of ``engine``; given back once its log-probabilities are known."""
-    config = engine.config
-    budget = TokenBudget(config.forward_token_budget, "train.forward_token_budget")
-
-    def logprobs(batch: RaggedBatch) -> Tensor:
-        columns = forward_only(packed, batch, _LOGPROBS, budget, config.logprob_chunk, share=config.share_prefixes)
-        return columns.token["logprobs"]
-
-    return Reference(lambda: digest, logprobs, is_start=False, release=packed.release)

@@ -19,8 +19,8 @@ from quartet.models.process_files import ProcessSettings, save_process_settings
 from quartet.train.engine import TrainEngine
 from quartet.train.process_objectives import STEP_NEEDS, StepObjective
 from quartet.trainers.run import writing
-from quartet.trainers.sources import check_budget, process_data
-from quartet.trainers.supervised_trainer import SupervisedTrainer
+from quartet.trainers.sources import process_data
+from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import ScalarWorker
 
 _ANSWERS_PER_PASS = 128
@@ -29,20 +29,14 @@ _ANSWERS_PER_PASS = 128
 class ProcessRewardWorker(ScalarWorker[ProcessRewardRecipe, ProcessData]):
     """Trains a scalar head to tell right steps from wrong ones."""
 
-    @property
-    def objective(self) -> StepObjective:
-        return StepObjective()
-
-    @property
-    def _rows_per_step(self) -> int:
-        return self.recipe.answers_per_step
+    objective = StepObjective()
+    _rows_key = "answers_per_step"
 
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> ProcessData:
         return process_data(config, rows, self.codec, context, self.recipe.separator, key)
 
-    def _check_budgets(self) -> None:
-        longest = max(sum(map(len, item.parts)) for item in self.data.items)
-        check_budget(longest, self.recipe.train.token_budget, "train.token_budget")
+    def _longest(self) -> int:
+        return max(sum(map(len, item.parts)) for item in self.data.items)
 
     def _measure(self, data: ProcessData) -> dict[str, float]:
         logits_M, labels_M = score_steps(self.engine, data)
@@ -79,8 +73,7 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessRewardRecipe, ProcessRewardW
 def score_steps(engine: TrainEngine[Any], data: ProcessData) -> tuple[Tensor, Tensor]:
     """Logits and labels ``[M]`` of all labelled steps, answer after answer."""
     logits, labels = [], []
-    for start in range(0, len(data), _ANSWERS_PER_PASS):
-        batch = data.select(range(start, min(start + _ANSWERS_PER_PASS, len(data))))
+    for batch in data.in_parts(_ANSWERS_PER_PASS):
         mask = batch.token["step_mask"]
         logits.append(engine.forward(batch, STEP_NEEDS).token["step_scores"][mask])
         labels.append(batch.token["step_labels"][mask])

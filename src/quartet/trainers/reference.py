@@ -116,12 +116,15 @@ class ReferenceTables:
             raise RuntimeError(f"the reference's log-probabilities of {name!r} are not there before the first step")
         return self.tables[name]
 
-    def begin(self, path: Path, *, is_resumed: bool) -> Missing:
+    def begin(self, path: Path, *, is_resumed: bool) -> tuple[int, tuple[str, ...]]:
         """Reads the tables that are there; ``compute`` makes the others.
 
         Args:
             path: the run's directory.
             is_resumed: the run has a checkpoint from which it goes on.
+
+        Returns:
+            How many rows have to be computed, and which files are there and cannot be used, in words.
 
         Raises:
             UserError: data or reference are not those with which the run that is resumed began.
@@ -146,7 +149,7 @@ class ReferenceTables:
                     remedy="give the model the run began with, or choose another output_dir",
                 )
             self._drafts.append(_Draft(name, file, header))
-        return Missing(sum(len(self._data[draft.name]) for draft in self._drafts), tuple(remarks))
+        return sum(len(self._data[draft.name]) for draft in self._drafts), tuple(remarks)
 
     def compute(self) -> int:
         """Computes some rows of what is missing, and writes a table that is complete.
@@ -190,18 +193,6 @@ class ReferenceTables:
         if self._reference is None:
             raise RuntimeError("the reference was given back")
         return self._reference
-
-
-@dataclass(frozen=True)
-class Missing:
-    """What of a reference's tables has to be computed.
-
-    Attributes:
-        remarks: files that are there and cannot be used, in words.
-    """
-
-    num_rows: int = 0
-    remarks: tuple[str, ...] = ()
 
 
 @dataclass

@@ -14,8 +14,8 @@ from quartet.config.recipe import RewardModelRecipe
 from quartet.data.preference import PreferenceData
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.preference_objectives import PairwiseObjective
-from quartet.trainers.sources import check_budget, longest_group, preference_data
-from quartet.trainers.supervised_trainer import SupervisedTrainer
+from quartet.trainers.sources import longest_group, preference_data
+from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import ScalarWorker
 
 _PAIRS_PER_PASS = 128
@@ -24,21 +24,17 @@ _PAIRS_PER_PASS = 128
 class RewardModelWorker(ScalarWorker[RewardModelRecipe, PreferenceData]):
     """Trains a scalar head to prefer chosen over rejected answers."""
 
+    _rows_key = "pairs_per_step"
+
     @property
     def objective(self) -> PairwiseObjective:
         return PairwiseObjective(self.recipe.centring, self.recipe.margin_scale)
 
-    @property
-    def _rows_per_step(self) -> int:
-        return self.recipe.pairs_per_step
-
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> PreferenceData:
         return preference_data(config, rows, self.codec, context, key, self.recipe.doubtful_pairs)
 
-    def _check_budgets(self) -> None:
-        train = self.recipe.train
-        longest = longest_group(self.data, share=self.packed.shares_prefixes and train.share_prefixes)
-        check_budget(longest, train.token_budget, "train.token_budget")
+    def _longest(self) -> int:
+        return longest_group(self.data, share=self._shares_prompts)
 
     def _measure(self, data: PreferenceData) -> dict[str, float]:
         chosen, rejected = score_pairs(self.engine, data)
@@ -96,9 +92,7 @@ def longer_answer_accuracy(data: PreferenceData) -> float:
 
 def score_pairs(engine: TrainEngine[Any], data: PreferenceData) -> tuple[Tensor, Tensor]:
     """Scores ``[P]`` of the chosen and the rejected sides."""
-    scores = []
-    for start in range(0, len(data), _PAIRS_PER_PASS):
-        batch = data.select(range(start, min(start + _PAIRS_PER_PASS, len(data))))
-        scores.append(engine.forward(batch, Needs(scores=True)).sequence["scores"])
+    needs = Needs(scores=True)
+    scores = [engine.forward(batch, needs).sequence["scores"] for batch in data.in_parts(_PAIRS_PER_PASS)]
     both = torch.cat(scores).view(-1, 2)
     return both[:, 0], both[:, 1]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from quartet.trainers.event_loop import run_async
 from quartet.trainers.held_out import HeldOut
 from quartet.trainers.loader import UserObjects
 from quartet.trainers.roles import Cast, needs_greedy
-from quartet.trainers.run import RunDirectory, Stopwatch, software_versions, use_threads
+from quartet.trainers.run import RunDirectory, Stopwatch, TrainResult, use_threads
 from quartet.trainers.run_files import Resume, output_path
 from quartet.trainers.session import RunContext, Session
 from quartet.trainers.signals import take_back_signals
@@ -62,35 +62,6 @@ class _ResumePoint:
     step: int
     stream: Mapping[str, Any] | None = None
     ahead: Ahead[Any] | None = None
-
-
-class RLResult:
-    """Where the run is, and what ``summary.json`` holds.
-
-    Args:
-        trained: gives the trained models, by role.
-    """
-
-    def __init__(
-        self, path: Path, summary: dict[str, Any], trained: Mapping[str, Callable[[], PreTrainedModel]]
-    ) -> None:
-        self.path = path
-        self.summary = summary
-        self._trained = trained
-
-    @cached_property
-    def model(self) -> PreTrainedModel:
-        """The trained actor: the object trained in this process, or what a worker wrote, loaded when first asked for.
-
-        Raises:
-            UserError: what a worker wrote is not there any more, or only its adapters were saved.
-        """
-        return self._trained["actor"]()
-
-    @cached_property
-    def critic(self) -> PreTrainedModel | None:
-        """The trained critic, where the method has one; as ``model``."""
-        return self._trained["critic"]() if "critic" in self._trained else None
 
 
 class RLTrainer:
@@ -178,7 +149,7 @@ class RLTrainer:
 
     # The run ---------------------------------------------------------------------------------------------
 
-    def train(self) -> RLResult:
+    def train(self) -> TrainResult:
         """Runs to the recipe's last step.
 
         Raises:
@@ -199,7 +170,7 @@ class RLTrainer:
         self.cast.groups = self.company.models
         await self.cast.describe()
 
-    async def _train(self, watch: Stopwatch) -> RLResult:
+    async def _train(self, watch: Stopwatch) -> TrainResult:
         beginning = await self._restore()
         self.run.start(beginning.step)
         for remark in self._remarks():
@@ -302,24 +273,22 @@ class RLTrainer:
             yield
         self._rollout_bar = None
 
-    async def _finish(self, seconds: float) -> RLResult:
+    async def _finish(self, seconds: float) -> TrainResult:
         engines = self.cast.engines()
         exported = [await self._export(role) for role in engines]
         await self.cast.describe()
         notes = [*self._remarks(), *self._deaths, *self.run.remarks, *(note for notes in exported for note in notes)]
         rows = read_metrics(self.path / "metrics.jsonl")
         last = {name: value for row in rows for name, value in row.items() if name not in ("step", "time_s")}
-        summary = {
-            "job": "rl",
-            "seed": self.recipe.seed,
-            "versions": software_versions(),
-            "stages": [{"name": "rl", "seconds": round(seconds, 3), "metrics": last}],
-            "notes": notes,
-            **(self.held_out.summary() if self.held_out is not None else {}),
-        }
-        self.run.finish(summary)
+        summary = self.run.finish(
+            {
+                "stages": [{"name": "rl", "seconds": round(seconds, 3), "metrics": last}],
+                "notes": notes,
+                **(self.held_out.summary() if self.held_out is not None else {}),
+            }
+        )
         models = {role: partial(_trained_model, e.packed, self.path / EXPORTED[role]) for role, e in engines.items()}
-        return RLResult(self.path, summary, models)
+        return TrainResult(self.path, summary, models["actor"], models.get("critic"))
 
     async def _export(self, role: str) -> list[str]:
         """The workers of the role write its model; returns remarks on it."""

@@ -246,7 +246,7 @@ class Cast:
         """The prompt of stream index ``index``, and what is asked for it: a sample per response; a greedy one follows
         where it is the method's baseline."""
         item = self.item(index)
-        limits = sampling_params(self.recipe.rollout.sampling, self.codec, 0)
+        limits = sampling_params(self.recipe.rollout.sampling, self.codec)
         samples = [
             Sample(f"{index}.{r}", replace(limits, seed=sample_seed(self.recipe.seed, index, item.prompt_id, r)))
             for r in range(self.recipe.responses_per_prompt)
@@ -303,7 +303,7 @@ class Cast:
             return rollout.generate
         recipe = self.recipe
         player = self.episode_player(rollout, on_played)
-        sampling = sampling_params(recipe.rollout.sampling, self.codec, 0)
+        sampling = sampling_params(recipe.rollout.sampling, self.codec)
         return lambda index: player.group(index, self.item(index), sampling, recipe.responses_per_prompt)
 
     def episode_player(self, policy: Policy, on_played: Callable[[int], None] | None = None) -> EpisodePlayer:

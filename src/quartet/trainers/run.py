@@ -22,12 +22,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from quartet.config import Interrupted, UserError
 from quartet.config.file_errors import write_error
@@ -55,11 +57,12 @@ from quartet.train.checkpoint import (
 )
 from quartet.train.state import snapshot
 from quartet.trainers.devices import changes as device_changes
-from quartet.trainers.inputs import changed_inputs, input_digests
 from quartet.trainers.run_files import (
     Resume,
+    changed_inputs,
     changed_keys,
     check_resumable,
+    input_digests,
     inspect,
     take_lock,
     with_defaults,
@@ -279,12 +282,15 @@ class RunDirectory:
         self._records.close()
         self.start(step)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Writes ``summary.json``, after all that is being written; the run counts as finished from here on."""
+    def finish(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes ``summary.json``, after all that is being written, and returns what it holds: job, seed, versions and
+        ``results``. The run counts as finished from here on."""
         self.drain()
         with writing(self.path):
             write_models(self.path)
+        summary = {"job": self.job, "seed": self.recipe.seed, "versions": software_versions(), **results}
         write_json(self.path / "summary.json", summary)
+        return summary
 
     # Checkpoints -----------------------------------------------------------------------------------------
 
@@ -434,6 +440,39 @@ class RunDirectory:
         """Inside, the first signal lets the step end and be saved, a second Ctrl-C stops at once (``signals``)."""
         with stop_signals() as self._signals, self._signals.graceful():
             yield
+
+
+class TrainResult:
+    """Where a training run is, and what ``summary.json`` holds.
+
+    Args:
+        model, critic: give the trained models; no critic where the job trains none.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        summary: dict[str, Any],
+        model: Callable[[], PreTrainedModel],
+        critic: Callable[[], PreTrainedModel] | None = None,
+    ) -> None:
+        self.path = path
+        self.summary = summary
+        self._model, self._critic = model, critic
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The trained model: the object trained in this process, or what a worker wrote, loaded when first asked for.
+
+        Raises:
+            UserError: what a worker wrote is not there any more, or only its adapters were saved.
+        """
+        return self._model()
+
+    @cached_property
+    def critic(self) -> PreTrainedModel | None:
+        """The trained critic, where the method has one; as ``model``."""
+        return self._critic() if self._critic is not None else None
 
 
 def resident_bytes() -> float:

@@ -15,6 +15,7 @@ holds a done one    refused                writes its model once more      the c
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -344,3 +345,62 @@ def take_lock(path: Path) -> TextIO:
             remedy="choose an output_dir on a file system with locks (mount Lustre with -o flock)",
         ) from error
     return file
+
+
+# What a recipe reads: data, models, functions ------------------------------------------------------------------
+
+# The recipe names them, and stays the same when their content changes; the rest of the run would then be another one.
+_INPUT_KEYS = ("path", "tokenizer", "target")
+_BLOCK, _NUM_BLOCKS = 1 << 16, 64
+"""Of a file larger than all of them so many bytes are read at so many places: weights that were trained differ
+everywhere."""
+
+
+def input_digests(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """Key → digest, of every local file or directory that the recipe names as data, model, tokenizer or function.
+
+    What cannot be read, or is on the hub, is left out.
+    """
+    found = {}
+    for key, value in flatten(recipe).items():
+        if key.rpartition(".")[2] not in _INPUT_KEYS or not isinstance(value, str):
+            continue
+        # A function is file.py:name.
+        name = value.rpartition(":")[0] if key.endswith("target") else value
+        try:
+            path = Path(name).expanduser()
+            files = [path] if path.is_file() else sorted(path.iterdir()) if name and path.is_dir() else []
+            if files := [file for file in files if file.is_file()]:
+                found[key] = _digest_inputs(files)
+        except (OSError, ValueError):
+            continue  # what reads it says what is wrong
+    return found
+
+
+def changed_inputs(then: object, now: Mapping[str, str], recipe: Mapping[str, Any]) -> list[str]:
+    """What is to be said about them.
+
+    Args:
+        then: ``inputs`` in the run's ``run.json``; earlier versions have none.
+    """
+    if not isinstance(then, Mapping):
+        return []
+    values = flatten(recipe)
+    return [
+        f"{key} ({values[key]}) has changed since the run began: the steps from here on use what is there now"
+        for key, digest in now.items()
+        if then.get(key, digest) != digest
+    ]
+
+
+def _digest_inputs(files: list[Path]) -> str:
+    state = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        state.update(f"{path.name} {size}\n".encode(errors="surrogateescape"))
+        with open(path, "rb") as file:
+            whole = size <= _BLOCK * _NUM_BLOCKS
+            for n in range(-(-size // _BLOCK) if whole else _NUM_BLOCKS):
+                file.seek(n * _BLOCK if whole else n * (size - _BLOCK) // (_NUM_BLOCKS - 1))
+                state.update(file.read(_BLOCK))
+    return state.hexdigest()

@@ -13,8 +13,8 @@ from quartet.config.recipe import SFTRecipe
 from quartet.data.datasets import SFTData
 from quartet.train.engine import Needs
 from quartet.train.objectives import SFTObjective
-from quartet.trainers.sources import check_budget, sft_data
-from quartet.trainers.supervised_trainer import SupervisedTrainer
+from quartet.trainers.sources import sft_data
+from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import CausalWorker
 
 _ROWS_PER_PASS = 256
@@ -23,25 +23,18 @@ _ROWS_PER_PASS = 256
 class SFTWorker(CausalWorker[SFTRecipe, SFTData]):
     """Trains a causal LM to imitate demonstrations."""
 
-    @property
-    def objective(self) -> SFTObjective:
-        return SFTObjective()
-
-    @property
-    def _rows_per_step(self) -> int:
-        return self.recipe.examples_per_step
+    objective = SFTObjective()
+    _rows_key = "examples_per_step"
 
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> SFTData:
         return sft_data(config, rows, self.codec, context, key)
 
-    def _check_budgets(self) -> None:
-        longest = max(len(item.input_ids) for item in self.data.items)
-        check_budget(longest, self.recipe.train.token_budget, "train.token_budget")
+    def _longest(self) -> int:
+        return max(len(item.input_ids) for item in self.data.items)
 
     def _measure(self, data: SFTData) -> dict[str, float]:
         total = count = 0.0
-        for start in range(0, len(data), _ROWS_PER_PASS):
-            batch = data.select(range(start, min(start + _ROWS_PER_PASS, len(data))))
+        for batch in data.in_parts(_ROWS_PER_PASS):
             mask = batch.token["loss_mask"]
             logprobs = self.engine.forward(batch, Needs(logprobs=True)).token["logprobs"]
             total -= float(logprobs[mask].to(torch.float64).sum())

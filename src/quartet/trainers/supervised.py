@@ -1,75 +1,249 @@
-"""The loop that all training without sampling shares: updates by step, evaluation, checkpoints."""
+"""Jobs without sampling: SFT, preferences, reward models and process reward models.
+
+``train`` → ``_run_steps`` → ``SupervisedWorker.step`` (``supervised_worker.py``) → ``TrainEngine.train_step``
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
+from transformers import PreTrainedModel
+
+from quartet.cluster import ClusterError, ResourcePool, WorkerGroup, connect
+from quartet.config import UserError
+from quartet.config.cluster import RayCluster
+from quartet.config.supervised import SupervisedRecipe
+from quartet.models.loading import load_trained
 from quartet.observe.progress import Progress
-from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.compute_thread import ComputeThread
+from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup
 from quartet.trainers import checkpoints
-from quartet.trainers.run import RunDirectory, Stopwatch
-from quartet.trainers.supervised_worker import SupervisedDescription, SupervisedWorker
+from quartet.trainers.devices import compute_device, resolved
+from quartet.trainers.event_loop import run_async
+from quartet.trainers.run import RunDirectory, Stopwatch, TrainResult, use_threads
+from quartet.trainers.run_files import Resume, output_path
+from quartet.trainers.signals import take_back_signals
+from quartet.trainers.sources import ModelLike, TokenizerLike, check_recipe, with_names
+from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedProcess, SupervisedWorker
+
+R = TypeVar("R", bound=SupervisedRecipe)
+W = TypeVar("W", bound=SupervisedWorker[Any, Any, Any])
+_PATIENCE_S = 5.0
+"""So long a worker may take to say that it lives; one that is busy counts as living."""
 
 
-@dataclass(frozen=True)
-class SupervisedLoop:
-    """One supervised stage.
+class SupervisedTrainer(Generic[R, W]):
+    """A job without sampling: trains, evaluates, exports.
 
     Args:
-        group: the workers that train.
-        about: what they say of their model and rows.
-        figures: metric names shown beside the progress bar, by label.
+        recipe: the run. What it leaves out comes as objects:
+        model, tokenizer: what is trained, in place (on Ray copies are), and its tokenizer; objects, or paths or hub
+            names. An object stays on its device unless the recipe names another.
+        rows, evaluation_rows: mappings, with the columns that the job reads from files.
+        resume: go on with the run in ``recipe.output_dir``; ``auto``: or start it, without a word.
+
+    Raises:
+        UserError: the recipe, the data or the objects do not fit together; nothing has been written then. On Ray
+            ``train`` raises it, once workers have loaded them.
     """
 
-    name: str
-    group: RoleGroup[SupervisedWorker[Any, Any, Any]]
-    about: SupervisedDescription
-    evaluate_every: int
-    figures: Mapping[str, str]
+    recipe_class: ClassVar[type[SupervisedRecipe]]
+    worker_class: ClassVar[type[SupervisedWorker[Any, Any, Any]]]
+    _held_out_figure: ClassVar[str] = "eval/accuracy"
+    """Shown beside the progress bar."""
+    _reference: PreTrainedModel | None = None
+    """To compare with, where the job does."""
 
-    async def run(self, run: RunDirectory, progress: Progress) -> dict[str, float]:
+    def __init__(
+        self,
+        recipe: R,
+        *,
+        model: ModelLike | None = None,
+        tokenizer: TokenizerLike | None = None,
+        rows: Sequence[Any] | None = None,
+        evaluation_rows: Sequence[Any] | None = None,
+        resume: Resume = False,
+        progress: Progress | None = None,
+    ) -> None:
+        check_recipe(recipe, self.recipe_class)
+        use_threads(recipe.threads)
+        recipe, passed, own = with_names(recipe, model, tokenizer)
+        self.recipe = recipe
+        self.path = output_path(recipe.output_dir, recipe.job, resume)
+        self.progress = progress if progress is not None else Progress()
+        device = compute_device(recipe, passed)
+        record = resolved(recipe, device)
+        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print, resolved=record)
+        self._given = Given(passed, own, rows, evaluation_rows, self._reference)
+        self._worker: W | None = None
+        self._processes: WorkerGroup | None = None
+        if recipe.cluster.type == "ray":
+            self._backend = connect("ray", address=recipe.cluster.address)
+            take_back_signals()
+        else:
+            self._worker = cast(W, self.worker_class(recipe, self._given, device))
+            # The worker gives them back; kept here, too, they would stay in memory to the end.
+            self._given = Given()
+
+    @property
+    def worker(self) -> W:
+        """What trains, where that is this process.
+
+        Raises:
+            UserError: it is in processes of Ray.
+        """
+        if self._worker is None:
+            raise UserError(
+                "the model and the rows of this run are in its workers",
+                found=f"cluster.type: {self.recipe.cluster.type}",
+                remedy="set cluster.type: local, or read what the run writes: metrics.jsonl, model/",
+            )
+        return self._worker
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the held-out rows, as they are logged.
+
+        Raises:
+            UserError: there are none, or they are in processes of Ray.
+        """
+        return self.worker.evaluate()
+
+    # The run -----------------------------------------------------------------------------------------------
+
+    def train(self) -> TrainResult:
+        """Runs to the last step; ``model/`` is then a plain Hugging Face directory.
+
+        Raises:
+            Interrupted: Ctrl-C, SIGTERM or SIGUSR1; saved, and resumable.
+            UserError: a worker died, the disk is full, …; ``resume`` goes on from the last checkpoint.
+        """
+        watch = Stopwatch()
+        with contextlib.ExitStack() as started:
+            group = self._start(started)
+            about = run_async(group.call(SupervisedWorker.describe))
+            for remark in about.remarks:
+                self.progress.print(remark)
+            with self.run.stoppable(), self.run:
+                summary = run_async(self._train(group, about, watch))
+        return TrainResult(self.path, summary, self._trained)
+
+    def _start(self, started: contextlib.ExitStack) -> RoleGroup[W]:
+        """The workers, until ``started`` closes.
+
+        Raises:
+            UserError: the cluster has no room, or a worker refused the recipe, the data or the objects.
+            WorkerError, WorkerDied: a worker failed while it was made.
+        """
+        if self._worker is not None:
+            compute = ComputeThread()
+            started.callback(self._worker.release)
+            started.callback(compute.close)
+            return LocalGroup(self._worker, compute)
+        started.callback(self._backend.close)
+        self.progress.print(f"starting {self.recipe.processes * self.recipe.nodes} workers")
+        self._processes = run_async(asyncio.to_thread(self._start_processes))
+        return RemoteGroup(self._processes, "model", cast(type[W], self.worker_class))
+
+    def _start_processes(self) -> WorkerGroup:
+        """One process per device, each with a copy of the model."""
+        recipe, cluster = self.recipe, self.recipe.cluster
+        assert isinstance(cluster, RayCluster)
+        cpus, gpus = cluster.cpus_per_process, cluster.gpus_per_process
+        return WorkerGroup(
+            ResourcePool([recipe.processes] * recipe.nodes, cpus=cpus, gpus=gpus, strategy=cluster.strategy),
+            SupervisedProcess,
+            *(self.worker_class, recipe, self._given, os.getcwd()),
+            name=recipe.job,
+            backend=self._backend,
+            start_timeout_s=cluster.start_timeout_s,
+        )
+
+    async def _train(self, group: RoleGroup[W], about: SupervisedDescription, watch: Stopwatch) -> dict[str, Any]:
+        try:
+            await checkpoints.check_storage(self.run, {"model": group})
+            await self._prepare(group)
+            metrics = await self._run_steps(group, about)
+            warning = await group.call(SupervisedWorker.write_model, self._path_of_workers / "model")
+        except ClusterError as error:
+            self.run.check_stop(None)  # a signal that went to all processes ended them
+            raise self._explained(error) from error
+        return self.run.finish(
+            {
+                "stages": [{"name": self._stage, "seconds": round(watch.seconds, 3), "metrics": metrics}],
+                "notes": [*about.remarks, *self.run.remarks, *([warning] if warning else [])],
+            }
+        )
+
+    async def _prepare(self, group: RoleGroup[W]) -> None:
+        """Does what goes before the first step, while the model is still as it was given, also where a checkpoint then
+        takes its place."""
+
+    async def _run_steps(self, group: RoleGroup[W], about: SupervisedDescription) -> dict[str, float]:
         """Trains from the newest checkpoint (or the start) to the last step; returns the last metrics."""
-        about = self.about
-        step, saved = await self._restore(run)
+        run, saved, name = self.run, {"engine": group}, self._stage
+        shown = {"loss": f"loss/{name}", "accuracy": f"{name}/accuracy", "held-out": self._held_out_figure}
+        step, last = 0, dict[str, float]()
+        found = run.latest(list(saved), counters=("metrics",))
+        if found is not None:
+            await checkpoints.load(saved, found)
+            # A run killed between its last checkpoint and its summary has nothing left to train.
+            step, last = found.step, dict(found.info["metrics"])
         run.start(step)
-        last: dict[str, float] = {}
-        with progress.stage(self.name, about.steps) as bar:
+        with self.progress.stage(name, about.steps) as bar:
             bar.advance(step)
             while step < about.steps:
-                metrics = await self._step(step, run)
+                metrics = await self._step(step, group, about)
                 step += 1
-                if about.has_evaluation and (step % self.evaluate_every == 0 or step == about.steps):
+                if about.has_evaluation and (step % self.recipe.evaluate_every_steps == 0 or step == about.steps):
                     with run.recorder.span("evaluate", step=step - 1):
-                        metrics.update(await self.group.call(SupervisedWorker.evaluate))
+                        metrics.update(await group.call(SupervisedWorker.evaluate))
                 run.tracker.log(step, metrics)
                 run.recorder.drop_through(step)
                 last.update(metrics)
-                bar.advance(1, **{k: round(last[v], 4) for k, v in self.figures.items() if v in last})
+                bar.advance(1, **{label: round(last[key], 4) for label, key in shown.items() if key in last})
                 if run.due(step, about.steps):
-                    await checkpoints.save(run, self._saved, step, {}, {"metrics": last})
+                    await checkpoints.save(run, saved, step, {}, {"metrics": last})
                 run.check_stop(step)
-        # A run killed between its last checkpoint and its summary has nothing left to train.
-        return last or saved
+        return last
 
-    async def _step(self, step: int, run: RunDirectory) -> dict[str, float]:
+    async def _step(self, step: int, group: RoleGroup[W], about: SupervisedDescription) -> dict[str, float]:
         watch = Stopwatch()
-        with run.recorder.span("update", step=step, role=self.name, mode="train") as span:
-            metrics = await self.group.call(SupervisedWorker.step, step)
+        with self.run.recorder.span("update", step=step, role=self._stage, mode="train") as span:
+            metrics = await group.call(SupervisedWorker.step, step)
             span.tokens = int(metrics["tokens/useful"])
         metrics["time/step_s"] = watch.seconds
-        metrics["data/epoch"] = (step + 1) * self.about.rows_per_step / self.about.num_rows
+        metrics["data/epoch"] = (step + 1) * about.rows_per_step / about.num_rows
         return metrics
 
-    async def _restore(self, run: RunDirectory) -> tuple[int, dict[str, float]]:
-        """Complete steps, and their last metrics."""
-        found = run.latest(list(self._saved), counters=("metrics",))
-        if found is None:
-            return 0, {}
-        await checkpoints.load(self._saved, found)
-        return found.step, dict(found.info["metrics"])
+    def _explained(self, error: ClusterError) -> Exception:
+        """``error``, or where a worker died which one that was and of what, and how to go on."""
+        deaths = self._processes.dead(_PATIENCE_S) if self._processes is not None else []
+        if not deaths:
+            return error
+        last = deaths[0].last_error or "it left no error, so it was killed from outside"
+        return UserError(
+            "a worker of the run died",
+            found=f"{deaths[0].brief()}: {last}",
+            remedy="mend what kills it, and go on from the last checkpoint with --resume",
+        )
 
     @property
-    def _saved(self) -> checkpoints.Workers:
-        return {"engine": self.group}
+    def _stage(self) -> str:
+        """The job's name in metrics and spans."""
+        return self.recipe.job.replace("-", "_")
+
+    @property
+    def _path_of_workers(self) -> Path:
+        """The run's directory; one in another process may be in another directory itself."""
+        return self.path if self._worker is not None else self.path.absolute()
+
+    def _trained(self) -> PreTrainedModel:
+        if self._worker is not None:
+            found: PreTrainedModel = self._worker.packed.model
+            return found
+        return load_trained(self.path / "model", self.worker_class.load_written)

@@ -11,11 +11,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,6 +26,7 @@ from quartet.cluster.dispatch import RANK_ZERO, dispatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.supervised import SupervisedRecipe
+from quartet.data.datasets import Batches
 from quartet.data.order import steps_for
 from quartet.models.loading import (
     load_causal_lm,
@@ -35,40 +37,22 @@ from quartet.models.loading import (
 )
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.schedule.model_worker import Described, TrainWorker
+from quartet.schedule.role_group import RolesWorker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.data_parallel import Peers
 from quartet.train.engine import Objective, TrainEngine
-from quartet.trainers.devices import precision_on
-from quartet.trainers.sources import context_length, resolve_model, resolve_scalar_model, resolve_tokenizer
-
-
-class Rows(Protocol):
-    """Tokenised data."""
-
-    @property
-    def remarks(self) -> Sequence[str]:
-        """What was left out or converted, in words."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, step: int, size: int, seed: int) -> RaggedBatch:
-        """The rows of a step."""
-
-
-class Answered(Protocol):
-    @property
-    def parts(self) -> Sequence[Sequence[int]]:
-        """The tokens of a prompt and of its answers."""
-
-
-class AnsweredRows(Rows, Protocol):
-    @property
-    def items(self) -> Sequence[Answered]: ...
-
+from quartet.trainers.devices import precision_on, worker_device
+from quartet.trainers.run import use_threads
+from quartet.trainers.sources import (
+    check_budget,
+    context_length,
+    resolve_model,
+    resolve_scalar_model,
+    resolve_tokenizer,
+)
 
 R = TypeVar("R", bound=SupervisedRecipe)
-D = TypeVar("D", bound=Rows)
-A = TypeVar("A", bound=AnsweredRows)
+D = TypeVar("D", bound=Batches)
 P = TypeVar("P", bound=PackedModel)
 
 
@@ -101,8 +85,8 @@ class SupervisedDescription(Described):
 class SupervisedWorker(TrainWorker, Generic[R, D, P]):
     """Trains one model on rows. Of several, each reads all rows and computes its share of every update.
 
-    A job says what it reads, what it minimises and what it measures; whether it trains a causal LM or a scalar head is
-    said by ``CausalWorker`` and ``ScalarWorker``.
+    A job's class says what it reads, minimises and measures; ``CausalWorker`` and ``ScalarWorker`` say which kind of
+    model it trains.
 
     Args:
         device: where the model goes.
@@ -111,6 +95,14 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
     Raises:
         UserError: the recipe, the data or the objects do not fit together.
     """
+
+    packed: P
+    load_written: ClassVar[Callable[..., PreTrainedModel]]
+    """Loads what ``write_model`` has written."""
+    _pack: ClassVar[Callable[..., Any]]
+    """Takes a model over for packed runs."""
+    _rows_key: ClassVar[str]
+    """Key of the recipe that says how many rows make a step."""
 
     def __init__(self, recipe: R, given: Given, device: torch.device, peers: Peers | None = None) -> None:
         self.recipe = recipe
@@ -136,32 +128,32 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
                 seed=recipe.seed,
             )
             taken.callback(self.packed.release)
-            self._check_budgets()
+            check_budget(self._longest(), train.token_budget, "train.token_budget")
             super().__init__(TrainEngine(self.packed, train, total_steps=self.steps, peers=peers))
+            self._begin(given)
             taken.pop_all()
+
+    def _begin(self, given: Given) -> None:
+        """Takes what else a job needs, once model and data are there."""
 
     def release(self) -> None:
         """Gives the models back as they were."""
         self.packed.release()
 
-    # What a job says ---------------------------------------------------------------------------------------
+    # What a job says ----------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def objective(self) -> Objective:
         """What every update minimises."""
 
-    @property
-    @abstractmethod
-    def _rows_per_step(self) -> int: ...
-
     @abstractmethod
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> D:
         """The rows of ``key`` in the recipe, or those passed, as tokens."""
 
     @abstractmethod
-    def _check_budgets(self) -> None:
-        """Refuses budgets that are too small for the data."""
+    def _longest(self) -> int:
+        """Most tokens that have to stay in one micro-batch."""
 
     @abstractmethod
     def _measure(self, data: D) -> dict[str, float]:
@@ -171,24 +163,24 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
         """The batch of a step, a pure function of it, so that a resumed run sees the same data."""
         return self.data.batch(step, self._rows_per_step, self.recipe.seed)
 
+    @property
+    def _rows_per_step(self) -> int:
+        return int(getattr(self.recipe, self._rows_key))
+
+    @property
+    def _shares_prompts(self) -> bool:
+        """A prompt is computed once for all of its answers."""
+        return self.packed.shares_prefixes and self.recipe.train.share_prefixes
+
     # What a kind of model says -------------------------------------------------------------------------------
 
     @abstractmethod
     def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
         """The model to train, and the generation config that names its end-of-text ids, where there is one."""
 
-    @abstractmethod
-    def _pack(self, model: PreTrainedModel, **options: Any) -> P:
-        """The model, taken over for packed runs."""
-
     def _seen(self) -> torch.Tensor:
         """``[V]`` bool: the tokens that occur in the data; none where the export does not ask."""
         return torch.zeros(0, dtype=torch.bool)
-
-    @staticmethod
-    @abstractmethod
-    def load_written(path: str) -> PreTrainedModel:
-        """Loads what ``write_model`` has written."""
 
     # What it is asked --------------------------------------------------------------------------------------
 
@@ -248,39 +240,52 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
 class CausalWorker(SupervisedWorker[R, D, PackedCausalLM]):
     """Trains a causal LM, in place."""
 
+    load_written = staticmethod(load_causal_lm)
+    _pack = staticmethod(packed_causal_lm)
+
     def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
         found = resolve_model(self.recipe.model, model, load_causal_lm, "model")
         return found, found.generation_config
 
-    def _pack(self, model: PreTrainedModel, **options: Any) -> PackedCausalLM:
-        return packed_causal_lm(model, **options)
 
-    @staticmethod
-    def load_written(path: str) -> PreTrainedModel:
-        return load_causal_lm(path)
-
-
-class ScalarWorker(SupervisedWorker[R, A, PackedScalarModel]):
+class ScalarWorker(SupervisedWorker[R, D, PackedScalarModel]):
     """Trains a scalar head on a causal LM's body, which is copied, or goes on with a sequence-classification model with
     one label, in place.
     """
 
+    load_written = staticmethod(load_scalar_model)
+    _pack = staticmethod(packed_scalar_model)
+
     def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
         return resolve_scalar_model(self.recipe.model, model, seed=self.recipe.seed)
 
-    def _pack(self, model: PreTrainedModel, **options: Any) -> PackedScalarModel:
-        return packed_scalar_model(model, **options)
-
-    @staticmethod
-    def load_written(path: str) -> PreTrainedModel:
-        return load_scalar_model(path)
-
     def _seen(self) -> torch.Tensor:
-        parts = [self.data] + ([self.evaluation] if self.evaluation is not None else [])
-        ids = (torch.tensor(ids) for data in parts for item in data.items for ids in item.parts)
+        items = [*self.data.items, *(self.evaluation.items if self.evaluation is not None else ())]
+        ids = (torch.tensor(ids) for item in items for ids in item.parts)
         return seen_tokens(vocabulary_size(self.packed.model), ids)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Rows of the embedding: one more than the largest id that the model can read."""
     return int(model.get_input_embeddings().weight.shape[0])
+
+
+class SupervisedProcess(RolesWorker):
+    """A process of Ray with one worker, ``model``, which loads the model and reads the rows.
+
+    Args:
+        kind: of the worker.
+        directory: of the driver; paths of the recipe begin there, where a node has it.
+    """
+
+    def __init__(
+        self, kind: type[SupervisedWorker[Any, Any, Any]], recipe: SupervisedRecipe, given: Given, directory: str
+    ) -> None:
+        if os.path.isdir(directory):
+            os.chdir(directory)
+        use_threads(recipe.threads)
+        peers = None
+        if self.world_size > 1:
+            self.init_process_group()
+            peers = Peers.of_world()
+        self.roles = {"model": kind(recipe, given, worker_device(self.device, recipe), peers)}

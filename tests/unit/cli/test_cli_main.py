@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quartet.cli import main as cli
-from quartet.cli.resume_option import as_argument
+from quartet.cli.options import as_argument
 from quartet.config import UserError
 from quartet.trainers.run import Interrupted
 from quartet.trainers.signals import STOP_SIGNALS, StopSignals
@@ -70,7 +70,7 @@ def test_the_value_of_resume_may_be_left_out(
     monkeypatch: pytest.MonkeyPatch, command: str, option: str | None, expected: object
 ) -> None:
     given: list[object] = []
-    monkeypatch.setattr(cli, "_train", lambda *arguments: given.append(as_argument(arguments[-1])))
+    monkeypatch.setattr(cli, "_run", lambda *arguments: given.append(as_argument(arguments[-1])))
     monkeypatch.setattr(sys, "argv", ["quartet", command, *([option] if option else []), "a.yaml", "steps=9"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
@@ -93,7 +93,7 @@ def test_a_signal_where_nothing_can_be_saved_is_the_exit_status(
         time.sleep(10)
 
     late = [signal.getsignal(n) for n in STOP_SIGNALS]
-    monkeypatch.setattr(cli, "_train", load)
+    monkeypatch.setattr(cli, "_run", load)
     monkeypatch.setattr(StopSignals, "_ignore_the_rest", lambda self: None)  # this process goes on
     try:
         status, _, err = run("sft", "a.yaml")
@@ -111,7 +111,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 def test_ctrl_c_outside_a_step_says_how_to_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_train", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(cli, "_run", raising(KeyboardInterrupt()))
     status, _, err = run("sft", "a.yaml")
     assert status == 130 and "--resume" in err
 
@@ -129,7 +129,7 @@ def test_ctrl_c_outside_a_step_says_how_to_go_on(run: Run, monkeypatch: pytest.M
 def test_an_interrupted_run_prints_a_command_that_resumes_it(
     run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], expected: list[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_train", raising(Interrupted(Path("runs/x y"), 7)))
+    monkeypatch.setattr(cli, "_run", raising(Interrupted(Path("runs/x y"), 7)))
     status, _, err = run(*argv)
     assert status == 130 and "stopped after step 7" in err
     command = err.split("go on with: ")[1].strip()
@@ -151,7 +151,7 @@ def test_an_interrupted_quickstart_is_resumed_by_its_own_options(
 
 
 def test_a_bug_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_train", raising(ZeroDivisionError("ours")))
+    monkeypatch.setattr(cli, "_run", raising(ZeroDivisionError("ours")))
     monkeypatch.setattr(sys, "argv", ["quartet", "sft", "a.yaml"])
     with pytest.raises(ZeroDivisionError):
         cli.main()
@@ -159,7 +159,7 @@ def test_a_bug_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_users_error_from_anywhere_is_printed_whole(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     error = UserError("it broke", found="pieces", remedy="glue")
-    monkeypatch.setattr(cli, "_train", raising(error))
+    monkeypatch.setattr(cli, "_run", raising(error))
     assert run("rl", "a.yaml")[2] == "error: it broke\n  found: pieces\n  do: glue\n"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from quartet.cli import main as cli
-from quartet.cli.reference_pages import pages
+from quartet.cli.reference import pages
 from quartet.config.load import load_recipe
 from quartet.config.recipe import RECIPES
 from quartet.config.reference import sections

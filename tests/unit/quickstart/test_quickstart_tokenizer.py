@@ -32,11 +32,6 @@ def test_special_tokens_are_distinct_and_stay_out_of_text() -> None:
     assert TOKENIZER("7 5")["input_ids"][1] == TOKENIZER.unk_token_id
 
 
-def test_end_of_text_is_left_out_of_decoded_text_on_request() -> None:
-    ids = [*TOKENIZER("7+5=")["input_ids"], TOKENIZER.eos_token_id]
-    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "7+5="
-
-
 def test_a_saved_tokenizer_is_reloaded_by_auto_tokenizer(tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(tmp_path)
     reloaded = AutoTokenizer.from_pretrained(tmp_path)

@@ -39,19 +39,16 @@ def test_a_hidden_draft_is_no_obstacle_and_other_files_are(tmp_path: Path) -> No
 def test_a_signal_that_comes_when_a_stage_is_complete_stops_before_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
+    class Complete:
+        def train(self) -> None:
+            with stop_signals() as signals, signals.graceful():
+                os.kill(os.getpid(), number)
+                assert signals.requested
+
     quickstart = Quickstart(0, tmp_path / "q", resume="auto")
-
-    def sft(self: Quickstart) -> None:
-        (self.path / "sft").mkdir()
-        (self.path / "sft" / "summary.json").write_text(json.dumps({"stages": [{"seconds": 1.0, "metrics": {}}]}))
-        with stop_signals() as signals, signals.graceful():
-            os.kill(os.getpid(), number)
-            assert signals.requested
-        self._record("sft", 1.0)
-        pytest.fail("went on with the next stage")
-
     monkeypatch.setattr(Quickstart, "_initial_model", lambda self: None)
-    monkeypatch.setattr(Quickstart, "_sft", sft)
+    monkeypatch.setattr(Quickstart, "_sft", lambda self: Complete())
+    monkeypatch.setattr(Quickstart, "_measure", lambda *_: pytest.fail("went on with the next stage"))
     with pytest.raises(Interrupted) as raised:
         quickstart.run()
     assert raised.value.exit_status == 128 + number

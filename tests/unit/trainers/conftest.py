@@ -12,9 +12,44 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, LogConfig, RLRecipe, RolloutConfig
+from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
 from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.trainers.rl import RLTrainer
+
+
+@pytest.fixture
+def break_off() -> Callable[[Any, int], None]:
+    """Trains a supervised job in this process until it has made so many updates, and lets it fail there."""
+
+    class Stopped(RuntimeError):
+        pass
+
+    def run(trainer: Any, num_updates: int) -> None:
+        engine = trainer.worker.engine
+        step = engine.train_step
+
+        def breaks(*arguments: Any) -> Any:
+            if engine.num_updates == num_updates:
+                raise Stopped
+            return step(*arguments)
+
+        engine.train_step = breaks
+        with pytest.raises(Stopped):
+            trainer.train()
+
+    return run
+
+
+@pytest.fixture
+def untimed() -> Callable[[Path], list[dict[str, float]]]:
+    """The rows of a run's metrics without those that measure seconds."""
+
+    def rows(path: Path) -> list[dict[str, float]]:
+        found = read_metrics(path / "metrics.jsonl")
+        return [{k: v for k, v in row.items() if k != "time_s" and not k.startswith("time/")} for row in found]
+
+    return rows
 
 
 @pytest.fixture(scope="session")

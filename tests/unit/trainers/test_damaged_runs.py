@@ -29,8 +29,7 @@ from quartet.observe.report.samples import Limits
 from quartet.observe.rollouts import RolloutRecord, RolloutWriter, read_step, step_path
 from quartet.quickstart.run import Quickstart
 from quartet.schedule.journal import Event, Journal
-from quartet.trainers.answers import read_answers
-from quartet.trainers.finished import Finished
+from quartet.trainers.answers import Finished, read_answers
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys, completed, write_models
 from quartet.trainers.sft import SFTTrainer
@@ -613,7 +612,7 @@ def test_damaged_answers_are_named_by_their_line(changes: dict[str, Any], tmp_pa
         read_answers(path)
     assert "answers.jsonl, line 2" in caught.value.found
     path.write_text(json.dumps(ANSWER) + "\n")
-    assert [answer.text for answer in read_answers(path)] == ["3"]
+    assert [answer.completion for answer in read_answers(path)] == ["3"]
 
 
 @pytest.mark.parametrize("damage", STRUCTURAL)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,26 +13,23 @@ import torch
 
 from quartet.batch.columns import ColumnSet
 from quartet.config.common import SamplingConfig
+from quartet.config.evaluation import EvalRecipe
 from quartet.data.datasets import PromptData
 from quartet.data.formats import prompts as as_prompts
 from quartet.data.readers import Row
 from quartet.models.loading import packed_causal_lm
-from quartet.rollout.engine import NativeEngine
+from quartet.observe.progress import Progress
+from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import chunk_of, without_texts
 from quartet.schedule.writer import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
 from quartet.trainers.advantages import Assembler
-from quartet.trainers.evaluation import (
-    Answer,
-    answer_prompts,
-    answers_of,
-    as_completion,
-    sampling_params,
-    weighted_scores,
-)
-from quartet.trainers.generate import generate, run_to_end
+from quartet.trainers.answers import Answer
+from quartet.trainers.devices import FrozenModels
+from quartet.trainers.evaluation import Contestant, answers_of, as_completion, sampling_params
+from quartet.trainers.generate import generate
 
 
 @pytest.fixture
@@ -44,84 +43,73 @@ def data(codec: TextCodec, prompts: list[str]) -> PromptData:
     return PromptData.build(as_prompts(rows, {}), codec, 64)
 
 
-class Direct:
-    def __init__(self, engine: NativeEngine) -> None:
-        self.engine = engine
+@pytest.fixture
+def answered(causal_lm: Any, tokenizer: Any, prompts: list[str], tmp_path: Path) -> Callable[..., list[Answer]]:
+    """Answers of a model alone, scored by a function."""
 
-    async def complete(self, requests: Any) -> Any:
-        return run_to_end(self.engine, requests)
+    def run(reward: Any, *, samples: int = 1, **sampling: Any) -> list[Answer]:
+        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [reward], "prompts": prompts}
+        limits = SamplingConfig(**sampling)
+        recipe = EvalRecipe(sampling=limits, samples_per_prompt=samples, max_running=5)
+        model = Contestant(None, None, (), frozen=FrozenModels(), **objects)
+        recorder = SpanRecorder(tmp_path / "spans.jsonl")
+        with closing(recorder), closing(model), Progress().stage("answers", None) as bar:
+            return model.answers(recipe, recorder, bar, seed=0)
+
+    return run
 
 
-class Length:
-    """A scorer for every second prompt."""
+def test_every_prompt_is_answered_and_scored(
+    answered: Any, causal_lm: Any, codec: TextCodec, prompts: list[str]
+) -> None:
+    def characters(completions: list[str], **_: Any) -> list[float | None]:
+        """Of every second one."""
+        return [float(len(text)) if k % 2 == 0 else None for k, text in enumerate(completions)]
 
-    async def score(self, chunk: Any) -> ColumnSet:
-        lengths = [len(text) for text in chunk.data.objects["completion"]]
-        values = [float(n) if k % 2 == 0 else math.nan for k, n in enumerate(lengths)]
-        return ColumnSet(chunk.data.ids, sequence={"reward/length": torch.tensor(values)})
-
-
-def test_every_prompt_is_answered_and_scored(causal_lm: Any, codec: TextCodec, data: PromptData) -> None:
-    packed = packed_causal_lm(causal_lm())
-    engine = NativeEngine(packed, max_running=5, decode=codec.decode)
-    sampling = SamplingConfig(temperature=0.0, max_new_tokens=6)
-    answers = asyncio.run(answer_prompts(Direct(engine), data, codec, sampling, [Length()], seed=0, step=0))
-    assert [answer.item.prompt for answer in answers] == [item.prompt for item in data]
-    expected = generate(packed, codec, [i.prompt for i in data], SamplingParams(temperature=0.0, max_new_tokens=6))
-    assert [answer.text for answer in answers] == [group[0].text for group in expected]
+    answers = answered(characters, temperature=0.0, max_new_tokens=6)
+    assert [answer.prompt for answer in answers] == prompts
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=6)
+    expected = generate(packed_causal_lm(causal_lm()), codec, prompts, greedy)
+    assert [answer.completion for answer in answers] == [group[0].text for group in expected]
     assert [answer.length for answer in answers] == [len(group[0].completion.token_ids) for group in expected]
     for n, answer in enumerate(answers):
-        scored = answer.rewards["length"]
-        assert scored == len(answer.text) if n % 2 == 0 else math.isnan(scored)
+        scored = answer.rewards["characters"]
+        assert scored == len(answer.completion) if n % 2 == 0 else math.isnan(scored)
 
 
-def test_chunks_do_not_show(
-    causal_lm: Any, codec: TextCodec, data: PromptData, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_do_not_show(answered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers and scores are the same however many are scored together; a prompt's samples stay together."""
-    packed, sampling = packed_causal_lm(causal_lm()), SamplingConfig(max_new_tokens=4)
     sizes: list[int] = []
 
-    class Counting:
-        async def score(self, chunk: Any) -> ColumnSet:
-            texts = chunk.data.objects["completion"]
-            sizes.append(len(texts))
-            values = torch.tensor([float(len(text)) for text in texts])
-            return ColumnSet(chunk.data.ids, sequence={"reward/n": values, "left_out/n": torch.zeros(len(texts))})
+    def n(completions: list[str], **_: Any) -> list[float]:
+        sizes.append(len(completions))
+        return [float(len(text)) for text in completions]
 
-    def run() -> list[Answer]:
-        engine = NativeEngine(packed, max_running=64, decode=codec.decode)
-        work = answer_prompts(Direct(engine), data, codec, sampling, [Counting()], seed=0, step=0, samples=3)
-        return asyncio.run(work)
-
-    whole = run()
+    whole = answered(n, samples=3, max_new_tokens=4)
     assert sizes == [36] and {tuple(answer.rewards) for answer in whole} == {("n",)}
     monkeypatch.setattr(evaluation, "CHUNK", 7)
-    assert run() == whole and sizes[1:] == [6] * 6
-    assert [(a.item.prompt_id, a.sample) for a in whole] == [(f"p{p}", r) for p in range(12) for r in range(3)]
-    assert all(answer.rewards["n"] == len(answer.text) for answer in whole)
-
-
-def test_the_held_out_score_is_the_weighted_sum_that_training_maximises() -> None:
-    rewards = [{"x": 1.0, "y": 4.0}, {"x": 3.0, "y": math.nan}, {"x": math.nan, "y": math.nan}, {"z": 1.0}]
-    found = weighted_scores(rewards, {"x": 1.0, "y": 0.5})
-    assert found[:2] == [1 + 2, 3] and all(map(math.isnan, found[2:]))
-    assert all(map(math.isnan, weighted_scores(rewards, {}))) and weighted_scores([], {"x": 1.0}) == []
+    assert answered(n, samples=3, max_new_tokens=4) == whole and sizes[1:] == [6] * 6
+    assert [(a.prompt_id, a.sample) for a in whole] == [(f"p{p}", r) for p in range(12) for r in range(3)]
+    assert all(answer.rewards["n"] == len(answer.completion) for answer in whole)
 
 
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_stored_text_becomes_what_was_sampled(codec: TextCodec, data: PromptData, reason: str) -> None:
     """End-of-text only where it ended by itself."""
-    found = as_completion(codec, data.item(0), "1+2=3", reason)
+
+    def stored(text: str, reason: str) -> Answer:
+        return Answer("p0", 0, data.item(0).prompt, text, reason, 0, {})
+
+    found = as_completion(codec, stored("1+2=3", reason))
     assert codec.decode(found.token_ids) == "1+2=3"
     assert (found.token_ids[-1] in codec.eos_ids) == (reason == "stop")
     assert found.finish_reason.value == reason
-    assert len(as_completion(codec, data.item(0), "", "length").token_ids) == 1, "a sequence has a token"
+    assert len(as_completion(codec, stored("", "length")).token_ids) == 1, "a sequence has a token"
 
 
 def test_sampling_follows_the_recipe_and_stops_at_the_models_ends(codec: TextCodec) -> None:
     config = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, max_new_tokens=3, stop_strings=(";",))
-    found = sampling_params(config, codec, 11)
+    found = sampling_params(config, codec)
     assert found == SamplingParams(
         temperature=0.7,
         top_p=0.9,
@@ -130,7 +118,6 @@ def test_sampling_follows_the_recipe_and_stops_at_the_models_ends(codec: TextCod
         max_new_tokens=3,
         stop_token_ids=tuple(sorted(codec.eos_ids)),
         stop_strings=(";",),
-        seed=11,
     )
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,9 @@ from quartet.config.evaluation import ComparisonConfig, EvalRecipe, GradingConfi
 from quartet.config.load import load_recipe
 from quartet.config.rewards import JudgeReward, PairwiseJudge
 from quartet.rewards.source import GuardedReward
-from quartet.trainers.answers import StoredAnswer, drop_after, matched, read_answers, step_path, write_rows
-from quartet.trainers.contestant import Contestant
+from quartet.trainers.answers import Answer, drop_after, matched, read_answers, step_path, write_rows
 from quartet.trainers.evaluate import EvaluationResult, Evaluator
+from quartet.trainers.evaluation import Contestant
 
 HOT = SamplingConfig(temperature=1.0, max_new_tokens=6)
 QUIET = LogConfig(tensorboard=False)
@@ -148,41 +146,16 @@ def test_a_judge_from_python_is_asked_in_both_orders(evaluated: Any, saved: Any)
     assert found.comparison is not None and found.comparison.win_rate == 0.5
 
 
-@pytest.fixture
-def judge_server() -> Iterator[Callable[[Callable[[str, str], str]], JudgeReward]]:
-    """``serve(verdict)``: an endpoint whose verdict is a function of the answers shown as A and as B."""
-    servers: list[ThreadingHTTPServer] = []
-
-    def serve(verdict: Callable[[str, str], str]) -> JudgeReward:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                shown = body["messages"][0]["content"]
-                a, b = (shown.split(f"[answer {x}]\n")[1].split(f"\n[end of answer {x}]")[0] for x in "AB")
-                content = f"I think so. [[{verdict(a, b)}]]"
-                data = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{servers[-1].server_port}/v1"
-        return JudgeReward(url=url, model="m", method=PairwiseJudge())
-
-    yield serve
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_a_judge_behind_an_endpoint(evaluated: Any, saved: Any, judge_server: Any) -> None:
+def test_a_judge_behind_an_endpoint(evaluated: Any, saved: Any, serve: Any) -> None:
     """The longer answer wins, in whichever place; no reward is needed for that."""
-    judge = judge_server(lambda a, b: "A" if len(a) > len(b) else "B" if len(b) > len(a) else "C")
+
+    def verdict(body: Any) -> Any:
+        shown = body["messages"][0]["content"]
+        a, b = (shown.split(f"[answer {x}]\n")[1].split(f"\n[end of answer {x}]")[0] for x in "AB")
+        better = "A" if len(a) > len(b) else "B" if len(b) > len(a) else "C"
+        return 200, {"choices": [{"message": {"content": f"I think so. [[{better}]]"}}]}
+
+    judge = JudgeReward(url=f"{serve(verdict).url}/v1", model="m", method=PairwiseJudge())
     found = evaluated("longer", rewards=(), compare=ComparisonConfig(model=saved(3), judge=judge))
     for row in rows_of(found.path / "comparison.jsonl"):
         ours, theirs = len(row["completion"]), len(row["against"])
@@ -190,25 +163,19 @@ def test_a_judge_behind_an_endpoint(evaluated: Any, saved: Any, judge_server: An
     assert found.comparison is not None and found.comparison.good + found.comparison.bad > 0
 
 
-def test_an_endpoint_that_loves_the_first_place_proves_nothing(evaluated: Any, saved: Any, judge_server: Any) -> None:
-    found = evaluated("first", compare=ComparisonConfig(model=saved(3), judge=judge_server(lambda a, b: "A")))
-    assert found.comparison is not None and found.comparison.win_rate == 0.5 and found.comparison.same == 12
-
-
 def test_the_first_model_is_gone_before_the_second_is_loaded(
     tmp_path: Path, saved: Any, prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[weakref.ref[Any]] = []
-    original = Contestant.build.__func__  # type: ignore[attr-defined]
+    original = Contestant.__init__
 
-    def build(cls: Any, *arguments: Any, **objects: Any) -> Contestant:
+    def build(self: Contestant, *arguments: Any, **objects: Any) -> None:
         gc.collect()
         assert all(model() is None for model in built), "both at once"
-        found = original(cls, *arguments, **objects)
-        built.append(weakref.ref(found.packed.model))
-        return found
+        original(self, *arguments, **objects)
+        built.append(weakref.ref(self.packed.model))
 
-    monkeypatch.setattr(Contestant, "build", classmethod(build))
+    monkeypatch.setattr(Contestant, "__init__", build)
     recipe = load_recipe(
         "eval",
         None,
@@ -285,7 +252,7 @@ def test_some_common_prompts_suffice_and_are_counted(evaluated: Any, tmp_path: P
 
 def test_no_common_prompt_is_an_error() -> None:
     with pytest.raises(UserError, match="other prompts"):
-        matched([StoredAnswer("q", 0, "q", "", "stop", {})], [])
+        matched([Answer("q", 0, "q", "", "stop", 0, {})], [])
 
 
 def test_rows_survive_any_text(tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ import pytest
 from quartet.config import Interrupted, UserError
 from quartet.config.common import LogConfig, SamplingConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
-from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason
+from quartet.trainers.answers import Finished
 from quartet.trainers.evaluate import EvaluationResult, Evaluator
-from quartet.trainers.finished import Finished
 
 HOT = SamplingConfig(temperature=1.0, max_new_tokens=6)
 SAMPLES = 8  # of 12 prompts: two chunks of scoring, of 64 and 32
@@ -61,27 +60,6 @@ def evaluator(tmp_path: Path, causal_lm: Any, tokenizer: Any, prompts: list[str]
     return make
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """``submitted``: requests given to engines. ``stop_at``: the engine step at which Ctrl-C is pressed."""
-    seen: dict[str, Any] = {"submitted": [], "steps": 0, "stop_at": 0}
-    step, submit = NativeEngine.step, NativeEngine.submit
-
-    def counted_step(self: NativeEngine) -> list[Completion]:
-        seen["steps"] += 1
-        if seen["steps"] == seen["stop_at"]:
-            raise KeyboardInterrupt
-        return step(self)
-
-    def counted_submit(self: NativeEngine, requests: Sequence[Any]) -> None:
-        seen["submitted"] += [request.request_id for request in requests]
-        submit(self, requests)
-
-    monkeypatch.setattr(NativeEngine, "step", counted_step)
-    monkeypatch.setattr(NativeEngine, "submit", counted_submit)
-    return seen
-
-
 def texts(path: Path, name: str = "answers") -> str:
     return (path / f"{name}.jsonl").read_text(encoding="utf-8")
 
@@ -91,30 +69,14 @@ def same_result(one: EvaluationResult, other: EvaluationResult) -> None:
     assert one.metrics == other.metrics and one.figures == other.figures and one.comparison == other.comparison
 
 
-def test_generation_goes_on_where_it_was(evaluator: Any, steps: dict[str, Any]) -> None:
-    whole = evaluator("whole", Counted()).run()
-    assert len(steps["submitted"]) == 12 * SAMPLES
-    steps.update(submitted=[], stop_at=steps["steps"] + 12)
-    with pytest.raises(Interrupted, match="saved in"):
-        evaluator("cut", Counted()).run()
-    steps.update(submitted=[], stop_at=0)
-    rest = evaluator("cut", Counted(), resume=True).run()
-    assert 0 < len(steps["submitted"]) < 12 * SAMPLES - 10
-    same_result(whole, rest)
-    rows = [json.loads(line) for line in texts(rest.path, "finished/answers").splitlines()[1:]]
-    generated = [row["sample"] for row in rows if "token_ids" in row]
-    assert sorted(generated) == sorted(set(generated)) and len(generated) == 12 * SAMPLES
-
-
-def test_scores_that_are_there_are_not_asked_for_again(evaluator: Any, steps: dict[str, Any]) -> None:
+def test_scores_that_are_there_are_not_asked_for_again(evaluator: Any) -> None:
     whole = evaluator("whole", Counted()).run()
     first, second = Counted(fails_at=2), Counted()
     with pytest.raises(UserError, match="raised Stop"):
         evaluator("cut", first).run()
     assert len(first.asked) == 64
-    steps["submitted"] = []
     rest = evaluator("cut", second, resume=True).run()
-    assert steps["submitted"] == [] and len(second.asked) == 32
+    assert len(second.asked) == 32
     same_result(whole, rest)
     third = Counted()
     same_result(whole, evaluator("cut", third, resume=True).run())

@@ -18,13 +18,12 @@ from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, Samp
 from quartet.config.evaluation import AlarmConfig, EvaluationConfig, GradingConfig
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import FunctionReward
-from quartet.observe.alarm import AlarmVerdict, HackingAlarm
+from quartet.observe.alarm import HackingAlarm
 from quartet.observe.report import build_report
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
-from quartet.trainers.answers import StoredAnswer, read_answers, step_path
-from quartet.trainers.evaluation import Answer
-from quartet.trainers.held_out import HeldOut, alarm_text, hacking_examples
+from quartet.trainers.answers import Answer, read_answers, step_path
+from quartet.trainers.held_out import HeldOut, hacking_examples
 from quartet.trainers.rl import RLTrainer
 
 LENGTH = 6
@@ -259,13 +258,9 @@ def test_mistakes_are_found_before_anything_is_written(
 # Examples --------------------------------------------------------------------------------------------------
 
 
-def stored(prompt: str, sample: int, text: str, held_out: float, training: float) -> StoredAnswer:
-    return StoredAnswer(prompt, sample, prompt, text, "stop", {"h": held_out, "t": training})
-
-
-def now(prompt: str, sample: int, text: str, held_out: float, training: float) -> Answer:
-    item: Any = type("Item", (), {"prompt_id": prompt, "prompt": [{"role": "user", "content": prompt}]})()
-    return Answer(item, text, "stop", {"h": held_out, "t": training}, sample)
+def answer(prompt: str, sample: int, text: str, held_out: float, training: float) -> Answer:
+    message = [{"role": "user", "content": prompt}]
+    return Answer(prompt, sample, message, text, "stop", 1, {"h": held_out, "t": training})
 
 
 def column(name: str) -> Callable[[Sequence[Any]], list[float]]:
@@ -274,19 +269,19 @@ def column(name: str) -> Callable[[Sequence[Any]], list[float]]:
 
 def test_examples_by_hand() -> None:
     before = [
-        stored("a", 0, "a0", 1.0, 0.0),
-        stored("a", 1, "a1", 1.0, 0.0),
-        stored("b", 0, "b0", 0.5, 0.0),
-        stored("c", 0, "c0", 0.0, 0.0),
-        stored("d", 0, "d0", 1.0, math.nan),
+        answer("a", 0, "a0", 1.0, 0.0),
+        answer("a", 1, "a1", 1.0, 0.0),
+        answer("b", 0, "b0", 0.5, 0.0),
+        answer("c", 0, "c0", 0.0, 0.0),
+        answer("d", 0, "d0", 1.0, math.nan),
     ]
     after = [
-        now("a", 0, "A0", 0.8, 9.0),
-        now("a", 1, "A1", 0.0, 1.0),
-        now("b", 0, "B0", 0.4, 2.0),
-        now("c", 0, "C0", 0.1, 5.0),
-        now("d", 0, "D0", 0.0, 1.0),
-        now("e", 0, "E0", 0.0, 1.0),
+        answer("a", 0, "A0", 0.8, 9.0),
+        answer("a", 1, "A1", 0.0, 1.0),
+        answer("b", 0, "B0", 0.4, 2.0),
+        answer("c", 0, "C0", 0.1, 5.0),
+        answer("d", 0, "D0", 0.0, 1.0),
+        answer("e", 0, "E0", 0.0, 1.0),
     ]
     found = hacking_examples(before, after, column("h"), column("t"))
     assert [row["before"] for row in found] == ["b0", "a1", "d0"], "the sample of a that lost most; c rose; e is new"
@@ -302,10 +297,3 @@ def test_examples_by_hand() -> None:
     }
     assert found[2]["training_reward_before"] is None
     assert hacking_examples([], after, column("h"), column("t")) == []
-
-
-def test_the_text_of_an_alarm() -> None:
-    verdict = AlarmVerdict(24, 8, 0.62, 0.31, 2e-6, 0.0123, 1e-9, True)
-    text = alarm_text(verdict)
-    for part in ("0.31 at step 24", "0.62 at step 8", "p = 2e-06", "0.0123 per step"):
-        assert part in text, text

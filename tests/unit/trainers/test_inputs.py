@@ -9,8 +9,8 @@ import pytest
 
 from quartet.config.common import DataConfig, ModelConfig
 from quartet.config.recipe import LogConfig, SFTRecipe
-from quartet.trainers.inputs import input_digests
 from quartet.trainers.run import RunDirectory
+from quartet.trainers.run_files import input_digests
 
 
 @pytest.fixture

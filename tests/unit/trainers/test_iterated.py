@@ -17,7 +17,7 @@ from quartet.config.rewards import LengthReward
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
 from quartet.trainers import iterated
-from quartet.trainers.evaluation import Answer
+from quartet.trainers.answers import Answer
 from quartet.trainers.iterated import IteratedTrainer, make_pair
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
@@ -193,8 +193,7 @@ def test_a_labeller_that_tells_nothing_apart_is_an_error(recipe: Any) -> None:
 
 
 def group(*labels: float) -> list[Answer]:
-    item: Any = type("Item", (), {"prompt_id": "p", "prompt": "p"})()
-    return [Answer(item, f"answer {n}", "stop", {"x": label}, n) for n, label in enumerate(labels)]
+    return [Answer("p", n, "p", f"answer {n}", "stop", 2, {"x": label}) for n, label in enumerate(labels)]
 
 
 def collect(**changes: Any) -> CollectConfig:
@@ -203,7 +202,7 @@ def collect(**changes: Any) -> CollectConfig:
 
 def test_best_and_worst() -> None:
     pair = make_pair(group(0.2, 0.9, float("nan"), 0.1), "x", collect(), "s")
-    assert pair is not None and (pair.chosen.text, pair.rejected.text) == ("answer 1", "answer 3")
+    assert pair is not None and (pair.chosen.completion, pair.rejected.completion) == ("answer 1", "answer 3")
     assert make_pair(group(0.5, 0.5), "x", collect(), "s") is None
     assert make_pair(group(0.5), "x", collect(), "s") is None
     assert make_pair(group(0.2, 0.9), "x", collect(least_difference=0.7), "s") is None

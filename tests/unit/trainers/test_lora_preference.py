@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import CachedReferenceConfig, DPOLoss, KTOLoss, PreferenceRecipe
 from quartet.models.packed import PackedCausalLM
-from quartet.observe.trackers import read_metrics
 from quartet.train.engine import Needs, forward_only
 from quartet.train.preference_objectives import answer_logprobs
 from quartet.train.shares import Share
@@ -24,10 +23,6 @@ from quartet.trainers.reference import weights_digest
 
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2), lora=LoRAConfig(rank=4, alpha=8.0))
 EQUAL = {"atol": 1e-4, "rtol": 1e-5}
-
-
-class Stopped(RuntimeError):
-    pass
 
 
 @pytest.fixture
@@ -54,11 +49,6 @@ def answers(model: Any, data: Any) -> Tensor:
     return totals.view(-1, 2)
 
 
-def rows_of(path: Path) -> list[Mapping[str, float]]:
-    rows = read_metrics(path / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "time_s" and not k.startswith("time/")} for row in rows]
-
-
 def learn(packed: Any) -> None:
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
@@ -77,10 +67,10 @@ def test_the_reference_is_the_model_without_its_adapters(train: Any, causal_lm: 
     assert reference.digest() == weights_digest(causal_lm(), precision="fp32")
 
 
-def test_figures_are_those_of_the_base_and_the_merged_model(train: Any, causal_lm: Any) -> None:
+def test_figures_are_those_of_the_base_and_the_merged_model(train: Any, untimed: Any, causal_lm: Any) -> None:
     trainer = train(loss=DPOLoss(beta=0.3), steps=12)
     result = trainer.train()
-    rows = rows_of(trainer.path)
+    rows = untimed(trainer.path)
     assert rows[0]["loss/preference"] == pytest.approx(math.log(2), abs=1e-5), "the policy starts as its reference"
     base, merged = (answers(model, trainer.worker.data) for model in (causal_lm(), result.model))
     (table,) = (load_file(path) for path in (trainer.path / "reference").glob("*.safetensors"))
@@ -110,20 +100,10 @@ def test_the_tables_are_those_of_training_all_weights(train: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("loss", [DPOLoss(), KTOLoss()], ids=lambda loss: loss.name)
-def test_a_run_that_breaks_off_ends_with_the_same_bits(loss: Any, train: Any) -> None:
+def test_a_run_that_breaks_off_ends_with_the_same_bits(loss: Any, train: Any, break_off: Any, untimed: Any) -> None:
     whole = train("whole", loss=loss).train()
-    broken = train("broken", loss=loss)
-    step = broken.worker.engine.train_step
-
-    def breaks(*arguments: Any) -> Any:
-        if broken.worker.engine.num_updates == 3:
-            raise Stopped
-        return step(*arguments)
-
-    broken.worker.engine.train_step = breaks
-    with pytest.raises(Stopped):
-        broken.train()
+    break_off(train("broken", loss=loss), 3)
     resumed = train("broken", loss=loss, resume=True).train()
     found = resumed.model.state_dict()
     assert all(torch.equal(value, found[name]) for name, value in whole.model.state_dict().items())
-    assert rows_of(resumed.path) == rows_of(whole.path)
+    assert untimed(resumed.path) == untimed(whole.path)

@@ -30,7 +30,8 @@ from quartet.observe.trackers import read_metrics
 from quartet.train.checkpoint import checkpoint_path
 from quartet.train.shares import Share
 from quartet.train.state import REST
-from quartet.trainers.rl import RLResult, RLTrainer
+from quartet.trainers.rl import RLTrainer
+from quartet.trainers.run import TrainResult
 
 NOT_NUMBERS = ("time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
 BIG = 10**9
@@ -83,7 +84,7 @@ def numbers(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(NOT_NUMBERS)} for row in rows]
 
 
-def weights(result: RLResult) -> list[torch.Tensor]:
+def weights(result: TrainResult) -> list[torch.Tensor]:
     models = [result.model, *([result.critic] if result.critic is not None else [])]
     return [tensor.clone() for model in models for tensor in model.state_dict().values()]
 
@@ -95,7 +96,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.fixture
 def run(
     causal_lm: Any, scalar_model: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
-) -> Callable[..., tuple[RLResult, Path]]:
+) -> Callable[..., tuple[TrainResult, Path]]:
     given = prompts
 
     def go(

@@ -27,7 +27,6 @@ from quartet.config.preference import (
     RobustDPOLoss,
     SimPOLoss,
 )
-from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
 from quartet.trainers.preference import PreferenceTrainer
 
@@ -41,10 +40,6 @@ COMMON: dict[str, Any] = {
     "evaluate_every_steps": 2,
 }
 LOSSES = (DPOLoss(), RobustDPOLoss(), IPOLoss(), HingeLoss(), SimPOLoss(), ORPOLoss(), KTOLoss())
-
-
-class Stopped(RuntimeError):
-    pass
 
 
 @pytest.fixture
@@ -82,11 +77,6 @@ def train(causal_lm: Any, tokenizer: Any, pairs: Any, tmp_path: Path) -> Callabl
     return make
 
 
-def untimed(path: Path) -> list[Mapping[str, float]]:
-    rows = read_metrics(path / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "time_s" and not k.startswith("time/")} for row in rows]
-
-
 def total_logprob(model: Any, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> float:
     """Of an answer, by an unmodified model."""
     ids = [*prompt_ids, *answer_ids]
@@ -99,7 +89,7 @@ def total_logprob(model: Any, prompt_ids: Sequence[int], answer_ids: Sequence[in
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-def test_every_loss_learns_to_prefer(loss: Any, train: Any) -> None:
+def test_every_loss_learns_to_prefer(loss: Any, train: Any, untimed: Any) -> None:
     trainer = train(loss=loss, steps=20, pairs_per_step=6, evaluate_every_steps=100)
     metrics = trainer.train().summary["stages"][0]["metrics"]
     first = untimed(trainer.path)[0]
@@ -109,7 +99,7 @@ def test_every_loss_learns_to_prefer(loss: Any, train: Any) -> None:
     assert (trainer.path / "reference.json").exists() != isinstance(loss, (SimPOLoss, ORPOLoss))
 
 
-def test_figures_are_those_of_unmodified_models(train: Any, causal_lm: Any) -> None:
+def test_figures_are_those_of_unmodified_models(train: Any, untimed: Any, causal_lm: Any) -> None:
     """Held-out loss and rewards after training, from two plain models and the formula."""
     trainer = train(loss=DPOLoss(beta=0.3))
     result = trainer.train()
@@ -153,7 +143,7 @@ def test_kto_takes_answers_judged_one_by_one(train: Any, pairs: Any) -> None:
         train("other", rows=judged)
 
 
-def test_the_reference_point_of_kto_is_the_one_of_unmodified_models(train: Any, causal_lm: Any) -> None:
+def test_the_reference_point_of_kto_is_the_one_of_unmodified_models(train: Any, untimed: Any, causal_lm: Any) -> None:
     trainer = train(loss=KTOLoss(), model=causal_lm(seed=8), other=causal_lm(seed=4), steps=1)
     policy, reference, data = causal_lm(seed=8), causal_lm(seed=4), trainer.worker.data
     rows = data.batch(0, 4, trainer.recipe.seed).sequence["row"].tolist()[::2]
@@ -259,19 +249,11 @@ def test_a_damaged_note_of_the_reference_is_refused(content: str | None, train: 
         train("first", steps=1, resume=True).train()
 
 
-def test_a_run_that_breaks_off_goes_on_with_the_reference_it_began_with(train: Any, causal_lm: Any) -> None:
+def test_a_run_that_breaks_off_goes_on_with_the_reference_it_began_with(
+    train: Any, break_off: Any, untimed: Any, causal_lm: Any
+) -> None:
     whole = train("whole").train()
-    broken = train("broken")
-    step = broken.worker.engine.train_step
-
-    def breaks(*arguments: Any) -> Any:
-        if broken.worker.engine.num_updates == 3:
-            raise Stopped
-        return step(*arguments)
-
-    broken.worker.engine.train_step = breaks
-    with pytest.raises(Stopped):
-        broken.train()
+    break_off(train("broken"), 3)
     # The weights given are not those the run began with: model and reference come from the run's own files.
     resumed = train("broken", model=causal_lm(seed=9), resume=True)
     seen = counted(resumed)
@@ -281,19 +263,11 @@ def test_a_run_that_breaks_off_goes_on_with_the_reference_it_began_with(train: A
     assert untimed(whole.path) == untimed(result.path)
 
 
-def test_what_a_resumed_run_finds_changed(train: Any, causal_lm: Any, pairs: Any, tmp_path: Path) -> None:
+def test_what_a_resumed_run_finds_changed(
+    train: Any, break_off: Any, causal_lm: Any, pairs: Any, tmp_path: Path
+) -> None:
     def interrupted(path: str, **changes: Any) -> None:
-        trainer = train(path, **changes)
-        step = trainer.worker.engine.train_step
-
-        def breaks(*arguments: Any) -> Any:
-            if trainer.worker.engine.num_updates == 2:
-                raise Stopped
-            return step(*arguments)
-
-        trainer.worker.engine.train_step = breaks
-        with pytest.raises(Stopped):
-            trainer.train()
+        break_off(train(path, **changes), 2)
 
     interrupted("rows")
     with pytest.raises(UserError, match="training data are not those"):
@@ -352,7 +326,7 @@ def test_the_users_model_is_given_back(train: Any, causal_lm: Any) -> None:
         assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
-def test_margins_from_the_data_reach_the_loss(train: Any, pairs: Any) -> None:
+def test_margins_from_the_data_reach_the_loss(train: Any, untimed: Any, pairs: Any) -> None:
     """At the start the log-ratios are 0, so the loss is that of the margin alone."""
     rows = [{**pair, "margin": 0.5} for pair in pairs]
     losses = [

@@ -1,10 +1,9 @@
-"""Process-reward training: what it learns, resume, held-out figures, what is saved, bad rows."""
+"""Process-reward training: what it learns, held-out figures, what is saved, bad rows."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,7 @@ from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, TrainConfig
 from quartet.config.recipe import ProcessRewardRecipe
 from quartet.models.process_files import load_process_settings
-from quartet.observe.trackers import read_metrics
 from quartet.trainers.process_reward import ProcessRewardTrainer
-
-
-class Stopped(RuntimeError):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +47,6 @@ def trainer(path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool =
     )
 
 
-def untimed(path: Path) -> list[Mapping[str, float]]:
-    found = read_metrics(path / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "time_s" and not k.startswith("time/")} for row in found]
-
-
 def plain_logits(model: Any, item: Any) -> list[float]:
     """The head on the hidden states at the ends of an item's steps, by the model alone."""
     with torch.no_grad():
@@ -82,28 +71,6 @@ def test_it_learns_to_tell_steps_apart_and_reports_what_the_model_alone_computes
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
     assert after["eval/loss"] == pytest.approx(float(loss), rel=1e-4)
     assert after["eval/accuracy"] == pytest.approx(float(((logits > 0) == (labels > 0.5)).double().mean()))
-
-
-def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
-    causal_lm: Any, tokenizer: Any, rows: Any, tmp_path: Path
-) -> None:
-    whole = trainer(tmp_path / "whole", causal_lm(), tokenizer, rows).train()
-    broken = trainer(tmp_path / "broken", causal_lm(), tokenizer, rows)
-    step = broken.worker.engine.train_step
-
-    def breaks(*arguments: Any) -> Any:
-        if broken.worker.engine.num_updates == 3:
-            raise Stopped
-        return step(*arguments)
-
-    broken.worker.engine.train_step = breaks
-    with pytest.raises(Stopped):
-        broken.train()
-    resumed = trainer(tmp_path / "broken", causal_lm(seed=9), tokenizer, rows, resume=True).train()
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
-    assert untimed(tmp_path / "whole") == untimed(tmp_path / "broken")
-    assert [row["step"] for row in untimed(tmp_path / "whole") if "eval/accuracy" in row] == [2, 4, 5]
 
 
 def test_soft_labels_are_met_by_probabilities(causal_lm: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -136,19 +103,6 @@ def test_what_is_saved_loads_with_from_pretrained_and_says_how_steps_end(
     assert "process reward model" in json.loads((path / "process_reward.json").read_text())["kind"]
 
 
-def test_a_reward_model_is_trained_on_in_place(scalar_model: Any, tokenizer: Any, rows: Any, tmp_path: Path) -> None:
-    model = scalar_model()
-    head = model.score.weight.clone()
-    result = trainer(tmp_path / "run", model, tokenizer, rows, steps=1).train()
-    assert result.model is model and not torch.equal(model.score.weight, head)
-
-
-def test_steps_follow_from_epochs(causal_lm: Any, tokenizer: Any, rows: Any, tmp_path: Path) -> None:
-    made = trainer(tmp_path / "run", causal_lm(), tokenizer, rows, steps=None, epochs=2, answers_per_step=20)
-    made.worker.packed.release()
-    assert made.worker.steps == 5, "48 rows, twice, 20 at a time, rounded up"
-
-
 def test_bad_rows_stop_the_run_before_anything_is_written(
     causal_lm: Any, tokenizer: Any, rows: Any, tmp_path: Path
 ) -> None:
@@ -160,16 +114,6 @@ def test_bad_rows_stop_the_run_before_anything_is_written(
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="token_budget is too small"):
         trainer(tmp_path / "run", causal_lm(), tokenizer, rows, train=TrainConfig(token_budget=5))
-
-
-def test_without_held_out_data_there_is_nothing_to_evaluate(
-    causal_lm: Any, tokenizer: Any, rows: Any, tmp_path: Path
-) -> None:
-    recipe = ProcessRewardRecipe(output_dir=str(tmp_path / "run"), separator=";", threads=1)
-    made = ProcessRewardTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, rows=rows)
-    made.worker.packed.release()
-    with pytest.raises(UserError, match="no evaluation data"):
-        made.evaluate()
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"separator": ""}', '{"separator": 3}', "{}"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
+from quartet.config.process_reward import ProcessRewardRecipe
 from quartet.config.recipe import CheckpointConfig, LogConfig, RewardModelRecipe, SFTRecipe
-from quartet.observe.trackers import read_metrics
+from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.sft import SFTTrainer, SFTWorker
 from quartet.trainers.supervised_worker import Given
@@ -26,10 +26,6 @@ COMMON: dict[str, Any] = {
     "steps": 5,
     "evaluate_every_steps": 2,
 }
-
-
-class Stopped(RuntimeError):
-    pass
 
 
 def sft(path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool = False, **changes: Any) -> SFTTrainer:
@@ -48,28 +44,30 @@ def reward_model(
     )
 
 
-def untimed(path: Path) -> list[Mapping[str, float]]:
-    rows = read_metrics(path / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "time_s" and not k.startswith("time/")} for row in rows]
+def process_reward(path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool = False) -> ProcessRewardTrainer:
+    values = {**COMMON, "answers_per_step": 8, "separator": ";", "output_dir": str(path)}
+    labelled = [
+        {"prompt": row["prompt"], "steps": (steps := row["chosen"].split(";")), "labels": [0.5] * len(steps)}
+        for row in rows
+    ]
+    return ProcessRewardTrainer(
+        ProcessRewardRecipe(**values),
+        model=model,
+        tokenizer=tokenizer,
+        rows=labelled,
+        evaluation_rows=labelled[:4],
+        resume=resume,
+    )
 
 
-@pytest.mark.parametrize("job", ["sft", "reward-model"])
+@pytest.mark.parametrize("make", [sft, reward_model, process_reward])
 def test_a_run_that_breaks_off_and_is_resumed_ends_the_same(
-    job: str, causal_lm: Any, tokenizer: Any, demonstrations: Any, pairs: Any, tmp_path: Path
+    make: Any, request: pytest.FixtureRequest, break_off: Any, untimed: Any, causal_lm: Any, tmp_path: Path
 ) -> None:
-    make, rows = (sft, demonstrations) if job == "sft" else (reward_model, pairs)
+    fixtures = ("tokenizer", "demonstrations" if make is sft else "pairs")
+    tokenizer, rows = (request.getfixturevalue(name) for name in fixtures)
     whole = make(tmp_path / "whole", causal_lm(), tokenizer, rows).train()
-    broken: Any = make(tmp_path / "broken", causal_lm(), tokenizer, rows)
-    step = broken.worker.engine.train_step
-
-    def breaks(*arguments: Any) -> Any:
-        if broken.worker.engine.num_updates == 3:
-            raise Stopped
-        return step(*arguments)
-
-    broken.worker.engine.train_step = breaks
-    with pytest.raises(Stopped):
-        broken.train()
+    break_off(make(tmp_path / "broken", causal_lm(), tokenizer, rows), 3)
     assert len(untimed(tmp_path / "broken")) == 3, "one row more than the checkpoint"
     resumed = make(tmp_path / "broken", causal_lm(seed=9), tokenizer, rows, resume=True).train()
     for name, value in whole.model.state_dict().items():
@@ -107,7 +105,7 @@ def test_sft_figures_are_those_of_transformers_own_loss(
 
 
 def test_evaluation_runs_on_its_cadence_and_at_the_end(
-    causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
+    causal_lm: Any, tokenizer: Any, demonstrations: Any, untimed: Any, tmp_path: Path
 ) -> None:
     sft(tmp_path / "run", causal_lm(), tokenizer, demonstrations).train()
     rows = untimed(tmp_path / "run")
@@ -159,15 +157,6 @@ def test_a_causal_lm_given_for_a_reward_model_is_copied(
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_the_users_model_works_on_its_own_when_training_is_over(
-    causal_lm: Any, tokenizer: Any, demonstrations: Any, tmp_path: Path
-) -> None:
-    model = causal_lm()
-    sft(tmp_path / "run", model, tokenizer, demonstrations, steps=1).train()
-    with torch.no_grad():
-        assert model(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
-
-
 def test_without_model_or_data_there_is_nothing_to_do(tokenizer: Any, causal_lm: Any, tmp_path: Path) -> None:
     bare = SFTRecipe(output_dir=str(tmp_path / "run"))
     with pytest.raises(UserError, match="no tokenizer"):
@@ -201,10 +190,10 @@ def test_a_rank_that_cannot_make_its_batch_says_so_to_the_others(
     worker = SFTWorker(SFTRecipe(steps=2), given, torch.device("cpu"), other)
 
     def broken(step: int) -> Any:
-        raise Stopped(f"no rows of step {step}")
+        raise ValueError(f"no rows of step {step}")
 
     worker._batch = broken  # type: ignore[method-assign]
-    with pytest.raises(Stopped):
+    with pytest.raises(ValueError):
         worker.step(1)
-    assert [report.failure for report in other.told] == ["Stopped: no rows of step 1"]
+    assert [report.failure for report in other.told] == ["ValueError: no rows of step 1"]
     worker.release()

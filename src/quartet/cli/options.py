@@ -1,16 +1,17 @@
-"""What `quartet --help` and `quartet --version` say."""
+"""What `quartet --help` and `quartet --version` say, and the option `--resume`, whose value may be left out."""
 
 from __future__ import annotations
 
+import enum
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
-from quartet.cli.resume_option import with_value
-
+RESUME = "--resume"
 GROUPS = {
     "Begin": ("quickstart", "init", "config"),
     "Train": ("sft", "reward-model", "process-reward", "preference", "rl", "iterated-reward-model"),
@@ -23,8 +24,8 @@ class GroupedHelp(TyperGroup):
     """Lists the commands by what they are for."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Those of the command, too."""
-        return super().parse_args(ctx, with_value(args))
+        """Typer knows no option whose value may be left out: ``--resume`` becomes ``--resume=on``."""
+        return super().parse_args(ctx, [f"{RESUME}={ResumeChoice.on}" if arg == RESUME else arg for arg in args])
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """The command; one that takes a recipe says in its help where the keys are."""
@@ -86,3 +87,29 @@ Version = Annotated[
         "--version", help="Versions of quartet, torch and transformers.", callback=_show_versions, is_eager=True
     ),
 ]
+
+
+class ResumeChoice(enum.StrEnum):
+    on = "on"
+    auto = "auto"
+
+
+Resume = Annotated[
+    ResumeChoice | None,
+    typer.Option(
+        RESUME,
+        metavar="[=auto]",
+        help="Go on with the run in the output directory; =auto: start it where there is none, report it where done.",
+        show_default=False,
+    ),
+]
+
+
+def without(arguments: Sequence[str]) -> list[str]:
+    """The arguments without the option."""
+    return [argument for argument in arguments if argument.partition("=")[0] != RESUME]
+
+
+def as_argument(chosen: ResumeChoice | None) -> bool | Literal["auto"]:
+    """What the trainers take."""
+    return "auto" if chosen is ResumeChoice.auto else chosen is not None

@@ -1,0 +1,423 @@
+"""From scored answers to figures: mean score, exact match, pass@k, maj@k and win rates, with intervals over prompts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from statistics import fmean
+from typing import Any, Literal, Protocol
+
+import torch
+
+from quartet.algorithms.evaluation import (
+    Interval,
+    bootstrap_interval,
+    majority_vote,
+    pass_at_k,
+    wilson_interval,
+    win_rate_interval,
+)
+from quartet.config import UserError
+from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
+from quartet.rewards.combine import combine
+from quartet.text.examples import PromptText
+from quartet.trainers.answers import Answer, Finished, nulls_for_nan, or_null
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+LENGTH = "eval/length_mean"
+JUDGED_TOGETHER = 64
+"""Pairs of answers that a judge is asked about at once."""
+Extract = Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over prompts and where it may lie; ``interval`` names the method, None where there is none.
+
+    ``num_prompts`` counts the prompts that have a value at all.
+    """
+
+    name: str
+    value: float
+    num_prompts: int
+    low: float | None = None
+    high: float | None = None
+    interval: str | None = None
+
+
+def measure(
+    answers: Sequence[Answer],
+    scores: Mapping[str, Mapping[str, float]],
+    grading: GradingConfig,
+    graded: Sequence[str],
+    *,
+    seed: int,
+    intervals: bool = True,
+) -> list[Figure]:
+    """Every figure of the answers. A prompt to which a source does not apply has no part in that source's figures.
+
+    ======================================= =====================================================================
+    ``eval/<source>``                       mean score of a prompt's samples
+    the names of ``scores``                 the same for a weighted sum of sources
+    ``eval/<source>/exact_match``           share of a prompt's samples that are right (source in ``graded``)
+    ``eval/<source>/pass@k``, ``/maj@k``    see ``algorithms.evaluation``
+    ``eval/<source>/tied@k``                share of votes in which several answers were equally frequent
+    ``eval/length_mean``, ``truncated_frac`` of answers; in tokens
+    ======================================= =====================================================================
+
+    Args:
+        scores: weights of the sources by figure, mostly ``{"eval/score_mean": {...}}``.
+        graded: sources that judge right and wrong.
+        seed: of the resampling.
+        intervals: False leaves them out.
+    """
+    groups = by_prompt(answers)
+    samples = max(map(len, groups))
+    values: dict[str, list[float]] = {}
+    sources = sorted({name for answer in answers for name in answer.rewards})
+    for source in sources:
+        values[f"eval/{source}"] = [_mean([a.rewards.get(source, math.nan) for a in group]) for group in groups]
+    for name, weights in scores.items():
+        values[name] = list(prompt_means(answers, weighted_scores(answers, weights)).values())
+    extract = extractor(grading.answer)
+    for source in [name for name in sources if name in graded]:
+        values.update(_graded(groups, source, grading, samples, extract))
+    values[LENGTH] = [_mean([float(a.length) for a in group]) for group in groups]
+    values["eval/truncated_frac"] = [_mean([float(a.finish_reason == "length") for a in group]) for group in groups]
+    kept = {name: [v for v in found if not math.isnan(v)] for name, found in values.items()}
+    plain = [Figure(name, sum(v) / len(v), len(v)) for name, v in kept.items() if v]
+    if not intervals:
+        return plain
+    return [_with_interval(figure, kept[figure.name], grading.confidence, seed) for figure in plain]
+
+
+def metrics_of(figures: Sequence[Figure]) -> dict[str, float]:
+    return {figure.name: figure.value for figure in figures}
+
+
+def by_prompt(answers: Sequence[Answer]) -> list[list[Answer]]:
+    """The samples of each prompt, in order."""
+    found: dict[str, list[Answer]] = {}
+    for answer in answers:
+        found.setdefault(answer.prompt_id, []).append(answer)
+    return list(found.values())
+
+
+def weighted_scores(answers: Sequence[Answer], weights: Mapping[str, float], source: str | None = None) -> list[float]:
+    """Each answer's weighted sum of the sources that apply, under their gates, as in training; NaN where none does.
+
+    Args:
+        source: the score of this source alone.
+    """
+    if source is not None:
+        return [answer.rewards.get(source, math.nan) for answer in answers]
+    if not weights or not answers:
+        return [math.nan] * len(answers)
+    by_source = {name: torch.tensor([a.rewards.get(name, math.nan) for a in answers]) for name in weights}
+    total, applies = combine(by_source, weights)
+    return torch.where(applies, total, math.nan).tolist()
+
+
+def prompt_means(answers: Sequence[Answer], scores: Sequence[float]) -> dict[str, float]:
+    """Mean score of the samples of each prompt by its id, one score per answer; NaN where none has one."""
+    found: dict[str, list[float]] = {}
+    for answer, score in zip(answers, scores, strict=True):
+        found.setdefault(answer.prompt_id, []).append(score)
+    return {prompt_id: _mean(values) for prompt_id, values in found.items()}
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of those that are not NaN; NaN for fewer than two."""
+    kept = torch.tensor([value for value in values if not math.isnan(value)], dtype=torch.float64)
+    return float(kept.std() / math.sqrt(len(kept))) if len(kept) > 1 else math.nan
+
+
+def check_graded(grading: GradingConfig, sources: Sequence[str], models: Sequence[str]) -> tuple[str, ...]:
+    """The sources that judge right and wrong: those named, or all but reward models.
+
+    Raises:
+        UserError: a name that no source has.
+    """
+    for name in grading.sources or ():
+        check_named("grading.sources", name, sources, "all but reward models")
+    return grading.sources if grading.sources is not None else tuple(n for n in sources if n not in models)
+
+
+def check_named(key: str, source: str | None, sources: Sequence[str], otherwise: str) -> None:
+    """Raises a UserError where ``key`` of the recipe names a source of reward that there is not."""
+    if source is not None and source not in sources:
+        raise UserError(
+            f"{key} names a reward that there is not",
+            found=f"{source!r}; the rewards are {', '.join(sources) or 'none'}",
+            remedy=f"name one of them, or leave {key} out for {otherwise}",
+        )
+
+
+# Right and wrong -------------------------------------------------------------------------------------------
+
+
+def _graded(
+    groups: Sequence[Sequence[Answer]], source: str, grading: GradingConfig, samples: int, extract: Extract
+) -> dict[str, list[float]]:
+    """Values per prompt; a prompt with fewer samples that the source applies to than a k has no value at that k."""
+    applying = [[a for a in group if not math.isnan(a.rewards.get(source, math.nan))] for group in groups]
+    right = [[a.rewards[source] >= grading.threshold for a in group] for group in applying]
+    found = {f"eval/{source}/exact_match": [_mean([float(r) for r in row]) for row in right]}
+    num = torch.tensor([len(row) for row in right])
+    num_right = torch.tensor([sum(row) for row in right])
+    for k in grading.passes(samples):
+        enough = num >= k
+        if bool(enough.any()):
+            found[f"eval/{source}/pass@{k}"] = pass_at_k(num[enough], num_right[enough], k).tolist()
+    for k in grading.majorities(samples):
+        values, tied = _votes(applying, right, k, extract)
+        if values:
+            found[f"eval/{source}/maj@{k}"], found[f"eval/{source}/tied@{k}"] = values, tied
+    return found
+
+
+def _votes(
+    groups: Sequence[Sequence[Answer]], right: Sequence[Sequence[bool]], k: int, extract: Extract
+) -> tuple[list[float], list[float]]:
+    """Per prompt the mean over its votes: samples 1 … k, k + 1 … 2k and so on, as many as are complete.
+
+    Votes of disjoint samples are independent, so their mean is unbiased, and no draw of samples is needed.
+    """
+    values, tied = [], []
+    for group, marks in zip(groups, right, strict=True):
+        num_votes = len(group) // k
+        if not num_votes:
+            continue
+        classes: dict[str, int] = {}
+        answers = [extract(a.completion) for a in group[: num_votes * k]]
+        votes = [-1 if text is None else classes.setdefault(text, len(classes)) for text in answers]
+        value, is_tied = majority_vote(
+            torch.tensor(votes).view(num_votes, k), torch.tensor(marks[: num_votes * k]).view(num_votes, k)
+        )
+        values.append(float(value.mean()))
+        tied.append(float(is_tied.double().mean()))
+    return values, tied
+
+
+def extractor(config: AnswerConfig) -> Extract:
+    """``completion → answer``, None where there is none; equal answers give equal text."""
+    if isinstance(config, NumberAnswer):
+        return _last_number
+    if isinstance(config, RegexAnswer):
+        pattern = re.compile(config.pattern)
+        return lambda text: _last_match(pattern, text)
+    return lambda text: text.strip() or None
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    matches = list(pattern.finditer(text))
+    if not matches:
+        return None
+    found = matches[-1].group(1) if pattern.groups else matches[-1].group()
+    return found.strip() if found is not None and found.strip() else None
+
+
+def _last_number(text: str) -> str | None:
+    found = _NUMBER.findall(text)
+    if not found:
+        return None
+    try:
+        number = Decimal(found[-1].replace(",", "")).normalize()
+    except ArithmeticError:  # an exponent beyond what Decimal holds
+        return str(found[-1])
+    return str(number + 0)  # no negative zero
+
+
+# Intervals -------------------------------------------------------------------------------------------------
+
+
+def _with_interval(figure: Figure, values: Sequence[float], confidence: float, seed: int) -> Figure:
+    """Proportions (every prompt 0 or 1) get Wilson's interval, other means of two prompts or more the bootstrap's."""
+    if figure.name != LENGTH and all(value in (0.0, 1.0) for value in values):
+        low, high = wilson_interval(figure.value, len(values), confidence)
+        return replace(figure, low=low, high=high, interval="wilson")
+    if len(values) < 2:
+        return figure
+    generator = torch.Generator().manual_seed(seed)
+    low, high = bootstrap_interval(torch.tensor(values, dtype=torch.float64), generator, confidence)
+    return replace(figure, low=low, high=high, interval="bootstrap")
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Of those that are not NaN; NaN where there are none."""
+    kept = [value for value in values if not math.isnan(value)]
+    return sum(kept) / len(kept) if kept else math.nan
+
+
+# One model against another ---------------------------------------------------------------------------------
+
+Verdict = Literal["good", "same", "bad"]
+_VALUE: Mapping[Verdict, float] = {"good": 1.0, "same": 0.5, "bad": 0.0}
+
+
+class AnswerJudge(Protocol):
+    """Compares two answers to one prompt."""
+
+    async def compare(
+        self, prompts: Sequence[PromptText], answers_a: Sequence[str], answers_b: Sequence[str]
+    ) -> list[float | None]:
+        """Preference for answer A in [-1, 1], 0 for none; None where there is no verdict."""
+
+
+@dataclass(frozen=True)
+class BothOrders:
+    """A judge that sees the answers in one order is asked in both; the preference is the mean.
+
+    One that always prefers the first place then calls every pair the same. Without both judgements there is none.
+    """
+
+    judge: AnswerJudge
+
+    async def compare(
+        self, prompts: Sequence[PromptText], answers_a: Sequence[str], answers_b: Sequence[str]
+    ) -> list[float | None]:
+        forth = await self.judge.compare(prompts, answers_a, answers_b)
+        back = await self.judge.compare(prompts, answers_b, answers_a)
+        return [
+            None if there is None or here is None else (there - here) / 2
+            for there, here in zip(forth, back, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One pair of answers; ``preference`` is above 0 where the first is better, NaN without a verdict."""
+
+    first: Answer
+    second: Answer
+    preference: float
+    verdict: Verdict | None
+
+    def row(self) -> dict[str, Any]:
+        """What ``comparison.jsonl`` keeps."""
+        return {
+            "prompt_id": self.first.prompt_id,
+            "sample": self.first.sample,
+            "prompt": self.first.prompt,
+            "completion": self.first.completion,
+            "against": self.second.completion,
+            "rewards": nulls_for_nan(self.first.rewards),
+            "against_rewards": nulls_for_nan(self.second.rewards),
+            "preference": or_null(self.preference),
+            "verdict": self.verdict,
+        }
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """Counts over pairs of answers, and the win rate ``(good + same / 2) / all`` with its interval over prompts."""
+
+    good: int
+    same: int
+    bad: int
+    no_verdict: int
+    win_rate: float
+    low: float
+    high: float
+    interval: str
+
+    def metrics(self) -> dict[str, float]:
+        num = self.good + self.same + self.bad
+        return {
+            "eval/win_rate": self.win_rate,
+            "eval/good": self.good / num,
+            "eval/same": self.same / num,
+            "eval/bad": self.bad / num,
+            "eval/no_verdict": float(self.no_verdict),
+        }
+
+
+def compare_scores(
+    first: Sequence[Answer],
+    second: Sequence[Answer],
+    weights: Mapping[str, float],
+    source: str | None,
+    tie_margin: float,
+) -> list[Comparison]:
+    """The higher score wins (``weighted_scores``); scores that differ by no more than ``tie_margin`` are the same."""
+    both = pairs(first, second)
+    ours, theirs = (weighted_scores([pair[k] for pair in both], weights, source) for k in (0, 1))
+    return [_decided(a, b, x - y, tie_margin) for (a, b), x, y in zip(both, ours, theirs, strict=True)]
+
+
+async def compare_by_judge(
+    first: Sequence[Answer],
+    second: Sequence[Answer],
+    judge: AnswerJudge,
+    tie_margin: float,
+    finished: Finished | None = None,
+) -> list[Comparison]:
+    """The judge's preference wins, beyond ``tie_margin``.
+
+    Args:
+        finished: pairs that it has a preference for are not asked about again; those of the others are kept there.
+    """
+    both = pairs(first, second)
+    known = dict(finished.preferences) if finished is not None else {}
+    missing = [n for n in range(len(both)) if str(n) not in known]
+    for start in range(0, len(missing), JUDGED_TOGETHER):
+        part = missing[start : start + JUDGED_TOGETHER]
+        asked = [both[n] for n in part]
+        found = await judge.compare(
+            [a.prompt for a, _ in asked], [a.completion for a, _ in asked], [b.completion for _, b in asked]
+        )
+        for n, preference in zip(part, found, strict=True):
+            known[str(n)] = math.nan if preference is None else preference
+            if finished is not None and preference is not None:
+                finished.keep_preference(str(n), preference)
+    return [_decided(a, b, known[str(n)], tie_margin) for n, (a, b) in enumerate(both)]
+
+
+def win_rate(comparisons: Sequence[Comparison], confidence: float, seed: int) -> WinRate:
+    """Counts, win rate, and an interval: the score interval of paired proportions where every prompt has one pair, else
+    the bootstrap over prompts, since pairs of one prompt hang together.
+
+    Raises:
+        UserError: no pair has a verdict.
+    """
+    counts = Counter(c.verdict for c in comparisons)
+    good, same, bad = counts["good"], counts["same"], counts["bad"]
+    if not good + same + bad:
+        raise UserError(
+            "no pair of answers could be compared",
+            found=f"{len(comparisons)} pairs, none with a verdict",
+            remedy="compare by a reward that applies to these prompts, or see why the judge gave no verdict",
+        )
+    by_prompt: dict[str, list[float]] = {}
+    for comparison in comparisons:
+        if comparison.verdict is not None:
+            by_prompt.setdefault(comparison.first.prompt_id, []).append(_VALUE[comparison.verdict])
+    num_pairs = torch.tensor([len(found) for found in by_prompt.values()])
+    if int(num_pairs.max()) == 1:
+        interval, method = win_rate_interval(good, same, bad, confidence), "score"
+    elif len(by_prompt) > 1:
+        values = torch.tensor([fmean(found) for found in by_prompt.values()], dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        interval, method = bootstrap_interval(values, generator, confidence, weights_P=num_pairs), "bootstrap"
+    else:
+        # One prompt says nothing about others, however often it is answered.
+        interval, method = Interval(0.0, 1.0), "none"
+    rate = (good + same / 2) / (good + same + bad)
+    return WinRate(good, same, bad, counts[None], rate, interval.low, interval.high, method)
+
+
+def pairs(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    """Answers to the same prompt and of the same place, which have the same random numbers."""
+    others = {(b.prompt_id, b.sample): b for b in second}
+    return [(a, others[key]) for a in first if (key := (a.prompt_id, a.sample)) in others]
+
+
+def _decided(first: Answer, second: Answer, preference: float, tie_margin: float) -> Comparison:
+    if math.isnan(preference):
+        return Comparison(first, second, preference, None)
+    verdict: Verdict = "same" if abs(preference) <= tie_margin else "good" if preference > 0 else "bad"
+    return Comparison(first, second, preference, verdict)
