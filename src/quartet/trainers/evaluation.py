@@ -22,7 +22,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, num_emitted
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
-from quartet.config.iterated import CollectConfig
+from quartet.config.recipe import CollectConfig
 from quartet.config.rewards import RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_remarks
