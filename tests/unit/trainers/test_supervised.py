@@ -11,8 +11,7 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
-from quartet.config.process_reward import ProcessRewardRecipe
-from quartet.config.recipe import CheckpointConfig, LogConfig, RewardModelRecipe, SFTRecipe
+from quartet.config.recipe import CheckpointConfig, LogConfig, ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
 from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.sft import SFTTrainer, SFTWorker
