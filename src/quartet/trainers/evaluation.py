@@ -57,7 +57,7 @@ from quartet.trainers.sources import context_length, cut_short, prompt_data, res
 
 CHUNK = 64
 """Answers that are scored together."""
-RewardScorer = Scorer[RaggedBatch, ColumnSet]
+
 
 
 # What is asked -------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def _name(place: int, sample: int) -> str:
 
 
 async def score_groups(
-    groups: Sequence[Group], scorers: Sequence[RewardScorer], *, step: int, finished: Finished | None = None
+    groups: Sequence[Group], scorers: Sequence[Scorer], *, step: int, finished: Finished | None = None
 ) -> list[Answer]:
     """Every trajectory as an answer with the scores of all ``scorers``, prompt after prompt; of several turns the last
     action is the text.
@@ -132,7 +132,7 @@ def _only(group: Group, responses: Sequence[int]) -> Group:
     return replace(group, batch=group.batch.select(wanted.nonzero().squeeze(1).tolist()))
 
 
-async def _scored(chunk: Chunk[RaggedBatch], scorers: Sequence[RewardScorer]) -> list[tuple[dict[str, float], bool]]:
+async def _scored(chunk: Chunk, scorers: Sequence[Scorer]) -> list[tuple[dict[str, float], bool]]:
     """Scores of each trajectory by source, and whether a source has left it out."""
     batch = join(chunk.data, *await score_all(scorers, chunk))
     final_N = Trajectories.of(batch).final_N
@@ -290,7 +290,7 @@ class Contestant:
                 groups.append(answers_of(self.codec, len(groups), item, completions, texts))
         return run_async(score_groups(groups, self._scorers(recorder), step=0, finished=finished))
 
-    def _scorers(self, recorder: SpanRecorder) -> Sequence[RewardScorer]:
+    def _scorers(self, recorder: SpanRecorder) -> Sequence[Scorer]:
         workers = {role.name: role.worker() for role in self.models}
         arbiter = local_arbiter({name: worker.sizes() for name, worker in workers.items()}, version=0)
         groups = {name: LocalGroup(worker) for name, worker in workers.items()}
