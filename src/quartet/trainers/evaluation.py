@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quartet.batch.columns import ColumnSet, join
-from quartet.batch.ragged import RaggedBatch
+from quartet.batch.columns import join
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, num_emitted
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
 from quartet.config.evaluation import EvalRecipe
@@ -57,7 +56,6 @@ from quartet.trainers.sources import context_length, cut_short, prompt_data, res
 
 CHUNK = 64
 """Answers that are scored together."""
-
 
 
 # What is asked -------------------------------------------------------------------------------------------
