@@ -47,7 +47,7 @@ def load_target(target: str, what: str) -> Callable[..., Any]:
 
 
 def _import_file(path: Path, what: str) -> Any:
-    with contextlib.suppress(RuntimeError):  # "~somebody" of whom the system knows no home
+    with contextlib.suppress(RuntimeError):  # "~name" of a user without a home directory
         path = path.expanduser()
     if not path.is_file():
         raise missing_file(f"there is no such file for the {what}", path)

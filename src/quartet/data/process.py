@@ -38,7 +38,7 @@ _SHOWN_FAULTS = 5
 
 @dataclass(frozen=True)
 class StepLabelled:
-    """An answer and one label per step: the probability that it is right, None where nobody said."""
+    """An answer and one label per step: the probability that it is right, None where it has none."""
 
     prompt: PromptText
     completion: str

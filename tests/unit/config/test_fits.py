@@ -47,7 +47,7 @@ def test_every_method_is_one_line_and_comes_back_from_its_file(name: str, tmp_pa
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_every_recipe_in_the_repository_is_valid(path: Path) -> None:
     content: Any = parse_yaml(path.read_text(encoding="utf-8"))
-    assert load_recipe(content["job"], path).output_dir, "nobody wants to look for the run"
+    assert load_recipe(content["job"], path).output_dir, "the run must be easy to find"
 
 
 def test_every_family_has_a_recipe() -> None:

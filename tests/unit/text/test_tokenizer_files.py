@@ -21,7 +21,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_t
 
 
 def _backend() -> Tokenizer:
-    """Pieces as Llama has them, but spaces are prepended by a normaliser and merged by nobody."""
+    """Pieces as Llama has them, but spaces are prepended by a normaliser and nothing merges them."""
     alphabet = [*"▁abcdefghijklmnopqrstuvwxyzHOLEU0123456789.,!?'()", "▁▁", "▁a", "▁O"]
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     vocab = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *bytes_, *alphabet])}
@@ -103,7 +103,7 @@ def test_begin_and_end_of_text_as_the_file_adds_them(name, directory):
 
 
 def test_an_object_with_rules_of_its_own_is_saved_with_them(directory, tmp_path):
-    """Passed from Python: a class whose backend somebody changed."""
+    """Passed from Python: a class whose backend was changed."""
     tokenizer = AutoTokenizer.from_pretrained(directory(tokenizer_class="LlamaTokenizer"))
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     LlamaConfig(vocab_size=320).save_pretrained(tmp_path / "saved")
