@@ -185,9 +185,9 @@ def play(case: Case, codec: TextCodec, seed: int) -> tuple[Trajectory, list[tupl
         reason = "stop" if kept[-1] == codec.eos_id else "length"
         return transcript.act(Action(kept, tuple(-draw.random() for _ in kept), (0,) * len(kept), reason))
 
-    played = asyncio.run(play_episode(case.make, item(case, seed), act, limits))
-    if played.last_reward is not None:
-        transcript.earn(played.last_reward)
+    played = asyncio.run(play_episode("0.0", case.make, item(case, seed), act, limits))
+    if played.reward is not None:
+        transcript.earn(played.reward)
     return Trajectory(transcript.sequences(), played.end, {SOURCE: played.score}), sampled
 
 

@@ -49,22 +49,24 @@ class Act(Protocol):
 
 
 @dataclass(frozen=True)
-class Played:
+class Ending:
     """How an episode ended.
 
     Attributes:
+        episode: its name.
         end: why.
         score: sum over the turns that had a reward, NaN where none had.
-        last_reward: of the last action, None where it has none or the policy knows it already.
+        reward: of the last action, None where it has none or the policy knows it already.
     """
 
+    episode: str
     end: TrajectoryEnd
     score: float
-    last_reward: float | None
+    reward: float | None
 
 
-async def play_episode(make: EnvironmentFactory, item: Item, act: Act, limits: EpisodeLimits) -> Played:
-    """One episode with a fresh environment, which is closed at the end.
+async def play_episode(name: str, make: EnvironmentFactory, item: Item, act: Act, limits: EpisodeLimits) -> Ending:
+    """The episode ``name`` with a fresh environment, which is closed at the end.
 
     Raises:
         EpisodeError: the environment raised, took too long, or returned something that is not what it should be, or
@@ -74,14 +76,14 @@ async def play_episode(make: EnvironmentFactory, item: Item, act: Act, limits: E
     player = _Player(item, act, limits, make.guard)
     environment = await player.call("__init__", partial(_made, make))
     try:
-        played = await player.play(environment)
+        ending = await player.play(name, environment)
     except BaseException:
         # The first error is the one to report.
         with contextlib.suppress(EpisodeError):
             await player.close(environment)
         raise
     await player.close(environment)
-    return played
+    return ending
 
 
 async def _made(make: EnvironmentFactory) -> Any:
@@ -99,7 +101,7 @@ class _Player:
         self._turn = 0
         self._action: str | None = None
 
-    async def play(self, environment: Any) -> Played:
+    async def play(self, name: str, environment: Any) -> Ending:
         first = _observation(await self.call("reset", lambda: environment.reset(self._item)))
         if first is None:
             raise self._error("reset", "returned no observation: text or messages are expected")
@@ -111,13 +113,13 @@ class _Player:
             except NoRoom as error:
                 if self._turn == 0:
                     raise self._no_room(error.held) from None
-                return Played(TrajectoryEnd.CONTEXT, _total(rewards), None)
+                return Ending(name, TrajectoryEnd.CONTEXT, _total(rewards), None)
             result = self._checked(await self.call("step", partial(environment.step, self._action)))
             rewards += [] if result.reward is None else [result.reward]
             self._turn += 1
             if result.done or self._turn == self._limits.max_turns:
                 end = TrajectoryEnd.DONE if result.done else TrajectoryEnd.MAX_TURNS
-                return Played(end, _total(rewards), result.reward)
+                return Ending(name, end, _total(rewards), result.reward)
             observation = _observation(result.observation)
             if observation is None:
                 raise self._error("step", f"returned {excerpt(result.observation)} as observation and is not done")

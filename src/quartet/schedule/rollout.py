@@ -18,6 +18,7 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import InFlight
+from quartet.envs.episode import Ending
 from quartet.rollout.protocol import EngineStats
 from quartet.schedule.clock import News
 from quartet.schedule.engine_pump import EnginePump
@@ -26,7 +27,7 @@ from quartet.schedule.journal import Journal
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
-from quartet.schedule.sampled import Ended, Ending, PromptRequest, TurnRequest
+from quartet.schedule.sampled import Ended, PromptRequest, TurnRequest
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs
 

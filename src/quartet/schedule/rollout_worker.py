@@ -12,6 +12,7 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
+from quartet.envs.episode import Ending
 from quartet.observe.memory import held_bytes
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import (
@@ -26,7 +27,7 @@ from quartet.rollout.protocol import (
 from quartet.schedule.leases import Mode
 from quartet.schedule.model_worker import model_bytes
 from quartet.schedule.movable import Movable
-from quartet.schedule.sampled import Ended, Ending, PromptRequest, Sampled, TurnRequest
+from quartet.schedule.sampled import Ended, PromptRequest, Sampled, TurnRequest
 from quartet.schedule.weight_sync import TakesWeights
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec

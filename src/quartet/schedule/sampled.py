@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import Trajectory, TrajectoryEnd, TrajectorySequence
+from quartet.batch.trajectory import Trajectory, TrajectorySequence
+from quartet.envs.episode import Ending
 from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.schedule.groups import answered, group_batch
@@ -66,16 +67,6 @@ class Ended:
     request_id: str
     text: str | None = None
     held: int | None = None
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How an episode ended; ``reward`` of its last action, where the transcript does not have that yet."""
-
-    episode: str
-    end: TrajectoryEnd
-    score: float
-    reward: float | None
 
 
 def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Completion | TrajectorySequence) -> str:

@@ -13,13 +13,13 @@ from typing import Any, Protocol, TypeVar
 
 from quartet.config.recipe import EnvironmentConfig
 from quartet.data.datasets import PromptItem
-from quartet.envs.episode import NoRoom, play_episode
+from quartet.envs.episode import Ending, NoRoom, play_episode
 from quartet.envs.protocol import EnvironmentFactory, Item
 from quartet.envs.transcript import SOURCE, EpisodeLimits, Seen
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group
-from quartet.schedule.sampled import Ended, Ending, TurnRequest
+from quartet.schedule.sampled import Ended, TurnRequest
 
 _T = TypeVar("_T")
 
@@ -87,10 +87,10 @@ class EpisodePlayer:
         seed = sample_seed(self._run_seed, draw, f"{SOURCE}\x1f{item.prompt_id}", 0)
         about = Item(item.prompt, item.columns, item.prompt_id, seed, response)
         async with self._slots:
-            played = await play_episode(self._make, about, act, self._limits)
+            ending = await play_episode(name, self._make, about, act, self._limits)
         if self._on_played is not None:
             self._on_played(1)
-        return Ending(name, played.end, played.score, played.last_reward)
+        return ending
 
 
 async def together(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:

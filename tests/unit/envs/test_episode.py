@@ -73,9 +73,9 @@ async def played(make: EnvironmentFactory, generate: Any, codec: TextCodec, limi
             raise NoRoom(len(transcript.token_ids))
         return transcript.act(await generate(transcript.token_ids, turn, room))
 
-    ending = await play_episode(make, ITEM, act, limits)
-    if ending.last_reward is not None:
-        transcript.earn(ending.last_reward)
+    ending = await play_episode("0.0", make, ITEM, act, limits)
+    if ending.reward is not None:
+        transcript.earn(ending.reward)
     return Trajectory(transcript.sequences(), ending.end, {ENVIRONMENT: ending.score})
 
 

@@ -16,6 +16,7 @@ from quartet.batch.trajectory import TrajectoryEnd
 from quartet.cluster.errors import Death, WorkerDied
 from quartet.config import UserError
 from quartet.config.placement import InFlight
+from quartet.envs.episode import Ending
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen
 from quartet.observe.spans import SpanRecorder, overlap_seconds
@@ -35,7 +36,7 @@ from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
-from quartet.schedule.sampled import Ending, PromptRequest, Sample, TurnRequest
+from quartet.schedule.sampled import PromptRequest, Sample, TurnRequest
 from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedModel, TimedWeights
 from quartet.schedule.worker import Worker

@@ -11,13 +11,14 @@ import pytest
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import TrajectoryEnd
 from quartet.config import UserError
+from quartet.envs.episode import Ending
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
 from quartet.rollout.protocol import Completion, FinishReason, GenerationError, Request, RolloutEngine, SamplingParams
 from quartet.schedule.cost_model import Cost
 from quartet.schedule.groups import by_group
 from quartet.schedule.rollout_worker import RolloutWorker
-from quartet.schedule.sampled import Ended, Ending, PromptRequest, Sample, Sampled, TurnRequest
+from quartet.schedule.sampled import Ended, PromptRequest, Sample, Sampled, TurnRequest
 from quartet.schedule.timed_workers import TimedEngine, TimedWeights
 from quartet.text.tokenizer import TextCodec
 

@@ -38,7 +38,7 @@ from quartet.config.recipe import (
     RolloutConfig,
 )
 from quartet.data.datasets import PromptItem
-from quartet.envs.episode import EpisodeError
+from quartet.envs.episode import Ending, EpisodeError
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import SOURCE, EpisodeLimits
 from quartet.observe.rollouts import RolloutRecord, read_step
@@ -47,7 +47,7 @@ from quartet.rollout.protocol import Completion, FinishReason, Request, Sampling
 from quartet.schedule.groups import Group, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.learners import UpdatePlan
-from quartet.schedule.sampled import Ended, Ending, Sampled, TurnRequest
+from quartet.schedule.sampled import Ended, Sampled, TurnRequest
 from quartet.schedule.scorers import PartScorer
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
