@@ -17,6 +17,7 @@ from quartet.config.yamls import parse_yaml
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 RL = ["actor.model.path=m", "data.path=d.jsonl", "responses_per_prompt=4"]
+ROLES = "actor, critic, reference, reward, rollout"
 NAMES = sorted(tags(members(AlgorithmConfig))[1])
 
 
@@ -96,6 +97,28 @@ def test_every_family_has_a_recipe() -> None:
             ["rewards.0={type: model, path: a}", "rewards.1={type: model, path: b}"],
             "two rewards have the same name: ['reward_model', 'reward_model']",
         ),
+        (["rewards.0={type: model, path: a, name: actor}"], "a reward model is called 'actor', as a role"),
+        (["algorithm.name=remax", "rewards.0={type: process_model, path: a}"], "pays steps one by one"),
+        (["algorithm.name=best_of_n", "algorithm.keep=4"], "algorithm.keep (4) must be less than responses_per_prompt"),
+        (["algorithm={name: online_dpo, loss: {name: simpo}, refresh_steps: 2}"], "loss simpo has no reference"),
+        (
+            ["algorithm={name: online_dpo, refresh_steps: 2}", "actor.train.lora={}"],
+            "the actor without its adapters, which never changes",
+        ),
+        (["numerics=exact", "device=cuda"], "numerics: exact needs the CPU; found device: cuda"),
+        (["numerics=exact", "cluster={type: ray, gpus_per_process: 1}"], "found cluster.gpus_per_process: 1"),
+        (["numerics=exact", "actor.train.compile=true"], "the model's own layers"),
+        (["environment={}", "algorithm.name=remax"], "no greedy episodes"),
+        (["environment={}", "algorithm.name=online_dpo"], "episodes see different states"),
+        (["environment={}", "algorithm.overlong.buffer=4"], "which holds for each turn of an episode"),
+        ([f"placement={{type: asynchronous, pools: {{all: {{roles: [{ROLES}]}}}}}}"], "up to 1 versions old"),
+        (
+            ["placement={type: full_offload, pool: {}, sharding: {actor: {tensor: 2}}}"],
+            "cut over processes yet (actor)",
+        ),
+        (["cluster.type=ray"], "cluster.type ray needs a placement"),
+        (["cluster.type=ray", "device=cuda:1"], "Ray decides which GPU a process sees"),
+        (["cluster.type=ray", "critic.train.compile=true"], "cluster.max_restarts: 0, or leave train.compile out"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_reason(overrides: list[str], reason: str) -> None:
