@@ -1,26 +1,21 @@
-"""Every metric the system logs, in one table: name, unit, meaning, what a bad value looks like.
+"""Every metric the system logs: name, unit, meaning, what a bad value looks like; the rows are in ``metrics.toml``.
 
 A name that is not in the table cannot be logged, so the table, ``docs/metrics.md`` and the report's
-explanations never fall behind the code. The rows stand by family in the ``…_metrics`` modules beside this one (losses
-and updates: ``learning_metrics``; time and memory: ``system_metrics``; …). Names with a placeholder
-(``reward/<source>``) stand for a family; an exact name wins over a family. After a change, write the page anew:
-``python -m quartet.observe.metrics > docs/metrics.md``.
+explanations never fall behind the code. Names with a placeholder (``reward/<source>``) stand for a family; an exact
+name wins over a family. After a change, write the page anew: ``python -m quartet.observe.metrics > docs/metrics.md``.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
+from itertools import groupby
 from types import MappingProxyType
-
-from quartet.observe.evaluation_metrics import EVALUATION_ROWS
-from quartet.observe.learning_metrics import LEARNING_ROWS
-from quartet.observe.reward_metrics import REWARD_ROWS
-from quartet.observe.rollout_metrics import ROLLOUT_ROWS
-from quartet.observe.system_metrics import SYSTEM_ROWS
 
 
 @dataclass(frozen=True)
@@ -33,16 +28,19 @@ class Metric:
     bad: str
 
 
-_ROWS = tuple(Metric(*row) for row in (*LEARNING_ROWS, *REWARD_ROWS, *ROLLOUT_ROWS, *EVALUATION_ROWS, *SYSTEM_ROWS))
+def _read_table() -> dict[str, Metric]:
+    text = resources.files(__package__).joinpath("metrics.toml").read_text(encoding="utf-8")
+    return {name: Metric(name, **row) for name, row in tomllib.loads(text).items()}
 
-METRICS: Mapping[str, Metric] = MappingProxyType({row.name: row for row in _ROWS})
+
+METRICS: Mapping[str, Metric] = MappingProxyType(_read_table())
 """The table by name; families stand under their placeholder name."""
 
 _PLACEHOLDER = re.compile(r"<\w+>")
 _FAMILY_MEMBER = r"[\w.+@:-]+(?:/[\w.+@:-]+)*"
 _FAMILIES = tuple(
     (re.compile(_FAMILY_MEMBER.join(re.escape(part) for part in _PLACEHOLDER.split(row.name))), row)
-    for row in _ROWS
+    for row in METRICS.values()
     if _PLACEHOLDER.search(row.name)
 )
 
@@ -76,7 +74,7 @@ def metrics_page() -> str:
         "# Metrics",
         "",
         "Every figure a run logs to `metrics.jsonl` and TensorBoard. This page is written from the table in",
-        "`src/quartet/observe/metrics.py` by `python -m quartet.observe.metrics > docs/metrics.md`; a test",
+        "`src/quartet/observe/metrics.toml` by `python -m quartet.observe.metrics > docs/metrics.md`; a test",
         "keeps the two equal, and a name that is not here cannot be logged. Names in angle brackets stand",
         "for any name: a reward source called `style` is logged as `reward/style`. The thresholds are rules",
         "of thumb for where to look first.",
@@ -85,13 +83,9 @@ def metrics_page() -> str:
         "the metrics by name. A value that is not finite is `null`, and `nonfinite` says which:",
         '`{"loss/policy": "nan"}`.',
     ]
-    family = ""
-    for row in sorted(_ROWS, key=lambda row: (row.name.split("/")[0], _ROWS.index(row))):
-        prefix = row.name.split("/")[0]
-        if prefix != family:
-            family = prefix
-            lines += ["", f"## {family}", "", "| name | unit | meaning | a bad value |", "|---|---|---|---|"]
-        lines.append(f"| `{row.name}` | {row.unit} | {row.meaning} | {row.bad} |")
+    for family, rows in groupby(METRICS.values(), lambda row: row.name.split("/")[0]):
+        lines += ["", f"## {family}", "", "| name | unit | meaning | a bad value |", "|---|---|---|---|"]
+        lines += [f"| `{row.name}` | {row.unit} | {row.meaning} | {row.bad} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
