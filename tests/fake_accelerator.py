@@ -31,9 +31,8 @@ from quartet.config.common import TrainConfig
 from quartet.config.preference import DPOLoss
 from quartet.models.packed import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import Needs, TrainEngine, forward_only
-from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
+from quartet.train.objectives import STEP_NEEDS, PolicyObjective, SFTObjective, StepObjective, ValueObjective
 from quartet.train.preference_objectives import PairwiseObjective, PreferenceObjective
-from quartet.train.process_objectives import STEP_NEEDS, StepObjective
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

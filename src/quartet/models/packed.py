@@ -65,6 +65,7 @@ class PackedModel:
         numerics: Numerics = "fast",
         activation_checkpointing: bool = False,
     ) -> None:
+        self.head = self._find_head(model)
         self.model = model
         self.precision: Precision = precision
         self.numerics: Numerics = numerics
@@ -81,6 +82,12 @@ class PackedModel:
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed = checkpoint_layers(self.body) if activation_checkpointing else []
+
+    head: nn.Module
+
+    def _find_head(self, model: PreTrainedModel) -> nn.Module:
+        """The model's head; UserError where it has none of this kind."""
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
@@ -209,14 +216,9 @@ class PackedCausalLM(PackedModel):
         logit_scale: factor of the head's output; the probe finds it where an architecture has one.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        precision: Precision = "fp32",
-        *,
-        numerics: Numerics = "fast",
-        activation_checkpointing: bool = False,
-    ) -> None:
+    logit_scale = 1.0
+
+    def _find_head(self, model: PreTrainedModel) -> nn.Module:
         head = model.get_output_embeddings()
         if head is None:
             raise UserError(
@@ -224,11 +226,12 @@ class PackedCausalLM(PackedModel):
                 found="get_output_embeddings() is None",
                 remedy="load it with AutoModelForCausalLM",
             )
-        super().__init__(model, precision, numerics=numerics, activation_checkpointing=activation_checkpointing)
-        self.head: nn.Module = head
-        self.logit_scale = 1.0
-        config = model.config.get_text_config()
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        return head
+
+    @cached_property
+    def _softcap(self) -> float | None:
+        found: float | None = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        return found
 
     @property
     def vocab_size(self) -> int:
@@ -296,14 +299,9 @@ class PackedCausalLM(PackedModel):
 class PackedScalarModel(PackedModel):
     """A sequence-classification model with one label: reward model or critic. The head runs wholly in fp32."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        precision: Precision = "fp32",
-        *,
-        numerics: Numerics = "fast",
-        activation_checkpointing: bool = False,
-    ) -> None:
+    head: nn.Linear
+
+    def _find_head(self, model: PreTrainedModel) -> nn.Linear:
         head = getattr(model, "score", None)
         if not isinstance(head, nn.Linear) or head.out_features != 1 or head.bias is not None:
             raise UserError(
@@ -311,8 +309,7 @@ class PackedScalarModel(PackedModel):
                 found=f"score = {head}",
                 remedy="load it with AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)",
             )
-        super().__init__(model, precision, numerics=numerics, activation_checkpointing=activation_checkpointing)
-        self.head: nn.Linear = head
+        return head
 
     @property
     def _head_in_full(self) -> nn.Module:

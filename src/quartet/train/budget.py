@@ -60,27 +60,6 @@ class TokenBudget:
             return ()
         return (f"memory ran out (so far {self.num_oom} ×): {self.key} is {self.tokens} from now on",)
 
-    def run(
-        self,
-        work: Callable[[list[list[int]]], T],
-        batch: RaggedBatch,
-        atoms: Sequence[Sequence[int]],
-        *,
-        share: bool,
-    ) -> T:
-        """``work(parts)`` with the sequences of each micro-batch; from its start with smaller parts where memory ran
-        out. The result is that of the budget which was enough, and the budget stays there.
-
-        Args:
-            work: drops what an earlier call left behind.
-            atoms: sequences that must stay in one part.
-            share: ancestors are computed once per part.
-
-        Raises:
-            UserError: an atom is larger than the budget, or memory ran out at the smallest parts.
-        """
-        return self.run_several(lambda plans: work(plans[0]), [(batch, atoms)], share=share)
-
     def run_several(
         self,
         work: Callable[[list[list[list[int]]]], T],
@@ -88,8 +67,17 @@ class TokenBudget:
         *,
         share: bool,
     ) -> T:
-        """As ``run`` for work on several batches with their atoms, each cut for itself: ``work(plans)`` gets one list
-        of parts per batch. Where memory runs out in one of them, all are done again.
+        """``work(plans)`` with one list of parts per batch, each part the sequences of a micro-batch; from its start
+        with smaller parts where memory ran out. The result is that of the budget which was enough, and the budget
+        stays there.
+
+        Args:
+            work: drops what an earlier call left behind.
+            batches: each with its atoms, the sequences that must stay in one part.
+            share: ancestors are computed once per part.
+
+        Raises:
+            UserError: an atom is larger than the budget, or memory ran out at the smallest parts.
         """
         while True:
             plans = [

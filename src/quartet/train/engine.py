@@ -87,7 +87,8 @@ class Objective(Protocol):
     def needs(self) -> Needs: ...
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
-        """Sequences that must stay in one micro-batch."""
+        """Sequences that must stay in one micro-batch; each alone where nothing else is said."""
+        return [[s] for s in range(len(batch))]
 
     def denominators(self, batch: RaggedBatch) -> Any:
         """Global denominators of the whole batch: a number, or a dataclass of numbers and tensors."""
@@ -379,10 +380,9 @@ def forward_only(
     """
     if isinstance(token_budget, int):
         token_budget = TokenBudget(token_budget, "forward_token_budget")
-    token, sequence = token_budget.run(
-        lambda parts: _columns(packed, batch, parts, needs, logprob_chunk, share),
-        batch,
-        [[s] for s in range(len(batch))],
+    token, sequence = token_budget.run_several(
+        lambda plans: _columns(packed, batch, plans[0], needs, logprob_chunk, share),
+        [(batch, [[s] for s in range(len(batch))])],
         share=shares(packed, share),
     )
     return ColumnSet(

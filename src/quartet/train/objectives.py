@@ -6,6 +6,7 @@ Shapes: T stored tokens, S sequences, N trajectories.
 ``SFTObjective``      negative log-likelihood of demonstrations (``loss_mask``)
 ``PolicyObjective``   policy loss, KL and entropy terms (``loss_mask``, ``advantages``, …)
 ``ValueObjective``    clipped value loss (``action_mask``, ``values``, ``returns``)
+``StepObjective``     a process reward model's loss over labelled steps (``step_mask``, ``step_labels``)
 ==================== =================================================================================
 """
 
@@ -28,6 +29,7 @@ from quartet.algorithms.policy_losses import (
     reinforce_loss,
     sequence_policy_loss,
 )
+from quartet.algorithms.process import step_loss
 from quartet.algorithms.segments import keep, segment_sum
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (
@@ -41,7 +43,7 @@ from quartet.config.algorithms import (
     keeps_trajectories_whole,
     kl_term,
 )
-from quartet.train.engine import Needs, Outputs
+from quartet.train.engine import Needs, Objective, Outputs
 from quartet.train.metrics import MetricSums
 
 
@@ -50,10 +52,6 @@ def trajectory_index(batch: RaggedBatch) -> Tensor:
     sequence_T = batch.sequence_index()
     trajectory_S = batch.sequence["trajectory"]
     return torch.where(sequence_T >= 0, trajectory_S[sequence_T.clamp(min=0)], -1)
-
-
-def _each_sequence(batch: RaggedBatch) -> list[list[int]]:
-    return [[s] for s in range(len(batch))]
 
 
 def by_field(batch: RaggedBatch, name: str) -> list[list[int]]:
@@ -70,11 +68,18 @@ def required(tensor: Tensor | None, name: str) -> Tensor:
     return tensor
 
 
+def sampler_agreement(logprobs: Tensor, batch: RaggedBatch, sums: MetricSums) -> None:
+    """By how much trainer and sampler differ about the tokens that are trained on."""
+    difference, mask = (logprobs - batch.token["rollout_logprobs"]).abs(), batch.token["loss_mask"]
+    sums.mean("agreement/logprob_diff_mean", difference, mask)
+    sums.maximum("agreement/logprob_diff_max", difference, mask)
+
+
 # Supervised ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SFTObjective:
+class SFTObjective(Objective):
     """Mean negative log-likelihood over the batch's loss tokens, logged as ``metric``."""
 
     metric: str = "loss/sft"
@@ -82,9 +87,6 @@ class SFTObjective:
     @property
     def needs(self) -> Needs:
         return Needs(logprobs=True)
-
-    def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
-        return _each_sequence(batch)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(batch.token["loss_mask"], batch.sequence_index(), len(batch))
@@ -102,7 +104,7 @@ class SFTObjective:
 
 
 @dataclass(frozen=True)
-class PolicyObjective:
+class PolicyObjective(Objective):
     """The actor's loss over trajectories numbered by the sequence field ``trajectory``.
 
     Args:
@@ -131,7 +133,7 @@ class PolicyObjective:
         )
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
-        return by_field(batch, "trajectory") if keeps_trajectories_whole(self.config) else _each_sequence(batch)
+        return by_field(batch, "trajectory") if keeps_trajectories_whole(self.config) else super().atoms(batch)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(
@@ -165,9 +167,7 @@ class PolicyObjective:
             sums.total("loss/kl", penalty)
             total = total + self.kl_coef * penalty
         if self.is_first:
-            difference = (old - batch.token["rollout_logprobs"]).abs()
-            sums.mean("agreement/logprob_diff_mean", difference, mask)
-            sums.maximum("agreement/logprob_diff_max", difference, mask)
+            sampler_agreement(old, batch, sums)
         return total
 
     def _correction(self, old: Tensor, batch: RaggedBatch, sums: MetricSums) -> Tensor | None:
@@ -222,7 +222,7 @@ class PolicyObjective:
 
 
 @dataclass(frozen=True)
-class ValueObjective:
+class ValueObjective(Objective):
     """The critic's loss over action tokens; ``values`` in the batch are those when the step began."""
 
     config: PPO
@@ -231,9 +231,6 @@ class ValueObjective:
     @property
     def needs(self) -> Needs:
         return Needs(values=True, mask="action_mask")
-
-    def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
-        return _each_sequence(batch)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(batch.token["action_mask"], trajectory_index(batch), self.num_trajectories)
@@ -247,4 +244,30 @@ class ValueObjective:
         sums.total("loss/value", out.loss)
         sums.add("critic/clip_frac", out.num_clipped, out.num_tokens)
         sums.mean("critic/value_mean", values, mask)
+        return out.loss
+
+
+# Process rewards -----------------------------------------------------------------------------------------
+
+STEP_NEEDS = Needs(step_scores=True, mask="step_mask")
+"""A logit at the last token of every step."""
+
+
+@dataclass(frozen=True)
+class StepObjective(Objective):
+    """Binary cross-entropy over the labelled steps of the batch (``step_mask``, ``step_labels``), their mean."""
+
+    @property
+    def needs(self) -> Needs:
+        return STEP_NEEDS
+
+    def denominators(self, batch: RaggedBatch) -> int:
+        return int(batch.token["step_mask"].sum())
+
+    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
+        scores = required(outputs.step_scores, "step_scores")
+        out = step_loss(scores, batch.token["step_labels"], batch.token["step_mask"], denominators)
+        sums.total("loss/process_reward", out.loss)
+        sums.add("process_reward/accuracy", out.num_correct, out.num_decided)
+        sums.add("process_reward/calibration", out.probability_sum - out.label_sum, out.num_steps)
         return out.loss

@@ -6,7 +6,6 @@ Shapes: T stored tokens, S sequences, P pairs.
 ``PairwiseObjective``   Bradley-Terry loss of a reward model (``pair``, ``chosen``, ``margin``)
 ``PreferenceObjective`` DPO and its relatives (``pair``, ``chosen``, ``loss_mask``, ``ref_logprobs``)
 ``KTOObjective``        answers judged one by one (``chosen``, ``loss_mask``, ``ref_logprobs``, ``kl``)
-``OnlinePairObjective`` as ``PreferenceObjective``, on responses of the policy itself
 ``BestOfNObjective``    likelihood of responses of the policy itself (``loss_mask``, ``trajectory``)
 ======================= ======================================================================================
 
@@ -48,9 +47,9 @@ from quartet.config.preference import (
     RobustDPOLoss,
     SimPOLoss,
 )
-from quartet.train.engine import Needs, Outputs
+from quartet.train.engine import Needs, Objective, Outputs
 from quartet.train.metrics import MetricSums
-from quartet.train.objectives import by_field, required, trajectory_index
+from quartet.train.objectives import by_field, required, sampler_agreement, trajectory_index
 
 
 def pair_sides(batch: RaggedBatch) -> tuple[Tensor, Tensor]:
@@ -78,7 +77,7 @@ def answer_logprobs(logprobs_T: Tensor, batch: RaggedBatch) -> tuple[Tensor, Ten
 
 
 @dataclass(frozen=True)
-class PairwiseObjective:
+class PairwiseObjective(Objective):
     """Bradley-Terry loss; ``margin_scale`` multiplies the pairs' margins."""
 
     centring: float = 0.0
@@ -131,16 +130,18 @@ class _Answers:
 
 
 @dataclass(frozen=True)
-class PreferenceObjective:
+class PreferenceObjective(Objective):
     """A loss over pairs of answers.
 
     Args:
         config: the loss.
         temperature: that of the log-probabilities; 1 where answers were not sampled by us.
+        compare_sampler: the answers were sampled by the policy as it is now, which has their ``rollout_logprobs``.
     """
 
     config: PairLossConfig
     temperature: float = 1.0
+    compare_sampler: bool = False
 
     @property
     def needs(self) -> Needs:
@@ -153,7 +154,10 @@ class PreferenceObjective:
         return len(batch) // 2
 
     def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
-        totals, lengths = answer_logprobs(required(outputs.logprobs, "logprobs"), batch)
+        logprobs = required(outputs.logprobs, "logprobs")
+        if self.compare_sampler:
+            sampler_agreement(logprobs, batch, sums)
+        totals, lengths = answer_logprobs(logprobs, batch)
         first, second = pair_sides(batch)
         has_reference = not isinstance(self.config, REFERENCE_FREE)
         reference = batch.sequence["ref_logprobs"] if has_reference else torch.zeros_like(totals)
@@ -221,7 +225,7 @@ def _pair_metrics(out: PreferenceLossOutput, answers: _Answers, sums: MetricSums
 
 
 @dataclass(frozen=True)
-class KTOObjective:
+class KTOObjective(Objective):
     """A loss over answers judged one by one; ``chosen`` says which are desirable.
 
     ``kl [S]`` holds, for every answer alike, the reference point of the whole mini-batch (``kto_reference_point``).
@@ -270,35 +274,7 @@ class KTOObjective:
 
 
 @dataclass(frozen=True)
-class OnlinePairObjective:
-    """A loss over pairs of sampled responses.
-
-    Args:
-        pairs: the loss, at the temperature of sampling.
-        is_first: the first mini-batch of a step, where the policy still is the one that sampled.
-    """
-
-    pairs: PreferenceObjective
-    is_first: bool
-
-    @property
-    def needs(self) -> Needs:
-        return self.pairs.needs
-
-    def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
-        return self.pairs.atoms(batch)
-
-    def denominators(self, batch: RaggedBatch) -> int:
-        return self.pairs.denominators(batch)
-
-    def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
-        if self.is_first:
-            _agreement(outputs, batch, sums)
-        return self.pairs.loss(outputs, batch, denominators, sums)
-
-
-@dataclass(frozen=True)
-class BestOfNObjective:
+class BestOfNObjective(Objective):
     """Negative log-likelihood of selected responses; arguments as for ``PolicyObjective``."""
 
     aggregation: Aggregation
@@ -311,9 +287,6 @@ class BestOfNObjective:
     def needs(self) -> Needs:
         return Needs(logprobs=True, temperature=self.temperature)
 
-    def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
-        return [[s] for s in range(len(batch))]
-
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(
             batch.token["loss_mask"], trajectory_index(batch), self.num_trajectories, norm=float(self.max_new_tokens)
@@ -322,17 +295,10 @@ class BestOfNObjective:
     def loss(
         self, outputs: Outputs, batch: RaggedBatch, denominators: AggregationDenominators, sums: MetricSums
     ) -> Tensor:
+        logprobs = required(outputs.logprobs, "logprobs")
         if self.is_first:
-            _agreement(outputs, batch, sums)
+            sampler_agreement(logprobs, batch, sums)
         tokens = LossTokens(batch.token["loss_mask"], trajectory_index(batch), denominators, self.aggregation)
-        loss = sft_loss(required(outputs.logprobs, "logprobs"), tokens)
+        loss = sft_loss(logprobs, tokens)
         sums.total("loss/sft", loss)
         return loss
-
-
-def _agreement(outputs: Outputs, batch: RaggedBatch, sums: MetricSums) -> None:
-    """By how much trainer and sampler differ about the tokens that are trained on."""
-    mask = batch.token["loss_mask"]
-    difference = (required(outputs.logprobs, "logprobs") - batch.token["rollout_logprobs"]).abs()
-    sums.mean("agreement/logprob_diff_mean", difference, mask)
-    sums.maximum("agreement/logprob_diff_max", difference, mask)

@@ -17,7 +17,7 @@ from quartet.data.process import ProcessData
 from quartet.models.loading import saved_paths
 from quartet.models.process_files import ProcessSettings, save_process_settings
 from quartet.train.engine import TrainEngine
-from quartet.train.process_objectives import STEP_NEEDS, StepObjective
+from quartet.train.objectives import STEP_NEEDS, StepObjective
 from quartet.trainers.run import writing
 from quartet.trainers.sources import process_data
 from quartet.trainers.supervised import SupervisedTrainer

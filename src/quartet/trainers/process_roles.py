@@ -36,7 +36,7 @@ from quartet.text.steps import Step, answer_pieces, join_steps, last_tokens, spl
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs
-from quartet.train.process_objectives import STEP_NEEDS
+from quartet.train.objectives import STEP_NEEDS
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.reward_roles import RewardModelRole, encode_answer
 

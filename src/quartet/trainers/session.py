@@ -28,7 +28,7 @@ from quartet.schedule.stream import GroupStream
 from quartet.schedule.worker import Worker
 from quartet.train.engine import Objective
 from quartet.train.objectives import PolicyObjective, ValueObjective
-from quartet.train.preference_objectives import BestOfNObjective, OnlinePairObjective, PreferenceObjective
+from quartet.train.preference_objectives import BestOfNObjective, PreferenceObjective
 from quartet.trainers.advantages import Assembler, Experience, KLCoefficient, sampled_and_greedy, sampled_only
 from quartet.trainers.dynamic_sampling import DynamicSampling
 from quartet.trainers.estimators import learned_from
@@ -251,7 +251,7 @@ class Session:
         if isinstance(algorithm, BestOfN):
             return BestOfNObjective(algorithm.aggregation, num, temperature, longest, is_first)
         if isinstance(algorithm, OnlineDPO):
-            return OnlinePairObjective(PreferenceObjective(algorithm.loss, temperature), is_first)
+            return PreferenceObjective(algorithm.loss, temperature, compare_sampler=is_first)
         kl_coef = self._kl.value if self._kl.term.place == "loss" else 0.0
         return PolicyObjective(algorithm, num, temperature, kl_coef, is_first, longest)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.train.engine import Needs
-from quartet.train.process_objectives import STEP_NEEDS, StepObjective
+from quartet.train.objectives import STEP_NEEDS, StepObjective
 from unshared import unshared
 
 
