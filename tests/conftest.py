@@ -22,9 +22,9 @@ RAY_FILES = pytest.StashKey[set[Path]]()
 
 def pytest_report_header() -> str:
     """What decides the order of sums here; a failure on another processor begins with this line."""
-    from quartet.observe.processor import in_words
+    from quartet.observe.processor import processor
 
-    return f"processor: {in_words()}"
+    return f"processor: {processor()}"
 
 
 def _file(nodeid: str) -> str:

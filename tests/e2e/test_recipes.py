@@ -31,7 +31,7 @@ from quartet.config.preference import PreferenceLossConfig
 from quartet.config.recipe import RECIPES, LogConfig, SFTRecipe
 from quartet.config.schema import members, tags
 from quartet.config.yamls import parse_yaml
-from quartet.models.process_files import ProcessSettings, save_process_settings
+from quartet.models.loading import ProcessSettings, save_process_settings
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
 from quartet.trainers.sft import SFTTrainer

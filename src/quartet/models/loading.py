@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from quartet.config import UserError
@@ -329,3 +332,48 @@ def seen_tokens(vocab_size: int, batches: Iterator[Tensor]) -> Tensor:
     for ids in batches:
         seen[ids] = True
     return seen
+
+
+# Process reward models: how the steps end that they were trained on -----------------------------------------
+
+_PROCESS_FILE = "process_reward.json"
+_PROCESS_KIND = "process reward model: the score at a step's last token is the logit of the step being right"
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """``separator`` ends every step but perhaps the last."""
+
+    separator: str
+
+
+def save_process_settings(settings: ProcessSettings, directory: Path) -> None:
+    text = json.dumps({"kind": _PROCESS_KIND, **asdict(settings)}, indent=2, ensure_ascii=False)
+    (directory / _PROCESS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def load_process_settings(path: str) -> ProcessSettings | None:
+    """The settings of a model directory or hub name; None where it has none.
+
+    Raises:
+        UserError: the file is there, but does not say how steps end.
+    """
+    try:
+        file = cached_file(local_or_hub(path, "model"), _PROCESS_FILE)
+    except OSError:
+        return None
+    try:
+        separator = json.loads(Path(file).read_text(encoding="utf-8"))["separator"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+    if not isinstance(separator, str) or not separator:
+        raise _damaged(path, f"separator: {separator!r}")
+    return ProcessSettings(separator)
+
+
+def _damaged(path: str, found: str) -> UserError:
+    return UserError(
+        f"{_PROCESS_FILE} of a process reward model cannot be read",
+        found=f"{path}: {found}",
+        remedy='write {"separator": "…"} there, what ends a step',
+    )

@@ -188,23 +188,14 @@ def _put_autocast(values: list[tuple[str, bool, torch.dtype]]) -> None:
         torch.set_autocast_dtype(kind, dtype)
 
 
-def _cudnn() -> tuple[bool, bool]:
-    return torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+def _attributes(name: str, holder: Any, *keys: str) -> _State:
+    """The settings that ``holder`` has under ``keys``."""
 
+    def put(values: tuple[Any, ...]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            setattr(holder, key, value)
 
-def _put_cudnn(values: tuple[bool, bool]) -> None:
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = values
-
-
-_MKLDNN: Any = torch.backends.mkldnn  # the descriptors of its class, not their values, are what is declared
-
-
-def _onednn() -> tuple[bool, bool]:
-    return _MKLDNN.enabled, _MKLDNN.deterministic
-
-
-def _put_onednn(values: tuple[bool, bool]) -> None:
-    _MKLDNN.enabled, _MKLDNN.deterministic = values
+    return _State(name, lambda: tuple(getattr(holder, key) for key in keys), put)
 
 
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn")
@@ -262,8 +253,8 @@ _STATES = (
         torch.set_deterministic_debug_mode,
     ),
     _State("the precision of float32 products", _products, _put_products),
-    _State("the settings of cuDNN", _cudnn, _put_cudnn),
-    _State("the settings of oneDNN", _onednn, _put_onednn),
+    _attributes("the settings of cuDNN", torch.backends.cudnn, "benchmark", "deterministic"),
+    _attributes("the settings of oneDNN", torch.backends.mkldnn, "enabled", "deterministic"),
     _State("the kernels of attention", _kernels, _put_kernels),
     _State("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     _State("the flushing of denormal numbers", _flushes_denormals, torch.set_flush_denormal),

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from quartet.config.errors import UserError
 from quartet.config.file_errors import read_file, write_error
-from quartet.observe.digests import FileDigest
+from quartet.observe.digests import FileDigest, sync_directory
 
 T = TypeVar("T")
 
@@ -113,11 +113,7 @@ def replace_atomically(path: Path, data: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)  # the rename itself must survive a crash of the machine
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)  # the rename itself must survive a crash of the machine
 
 
 def truncate_after(path: Path, step: int) -> int:

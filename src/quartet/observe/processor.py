@@ -38,13 +38,6 @@ def processor() -> dict[str, Any]:
     }
 
 
-def in_words() -> str:
-    """One line for a person."""
-    found = processor()
-    units = " ".join(found["units"]) or "no vector units that are known"
-    return f"{found['name']} ({units}), torch {found['torch']} as {found['capability']}, threads: {found['threads']}"
-
-
 def bit_equality() -> dict[str, Any]:
     """What was measured, with the present number of threads, and ``remarks``: what does not hold here, in words.
 

@@ -139,11 +139,11 @@ def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
 def overlap_seconds(spans: Iterable[Span], a: str, b: str) -> float:
     """Seconds during which a span named ``a`` and a span named ``b`` were open at the same time."""
     spans = list(spans)
-    left, right = _union(s for s in spans if s.name == a), _union(s for s in spans if s.name == b)
+    left, right = union(s for s in spans if s.name == a), union(s for s in spans if s.name == b)
     return sum(max(0.0, min(e, f) - max(s, t)) for s, e in left for t, f in right)
 
 
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """Disjoint intervals that cover exactly what the spans cover, in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted((s.start_s, s.end_s) for s in spans):

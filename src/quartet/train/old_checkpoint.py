@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.config import UserError
-from quartet.train.state import MODEL, OPTIMIZER, REST, model_tensors
+from quartet.train.state import MODEL, OPTIMIZER, REST, model_tensors, reading
 
 
 def load_part(path: Path, *, mmap: bool = False) -> Any:
@@ -22,16 +21,8 @@ def load_part(path: Path, *, mmap: bool = False) -> Any:
     Raises:
         UserError: it cannot be loaded, although its digest was compared.
     """
-    try:
+    with reading(path):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except MemoryError:
-        raise
-    except Exception as error:  # The content decides what an unpickler raises.
-        raise UserError(
-            f"checkpoint {path} is as it was written, but cannot be loaded",
-            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            remedy="free memory if that is what is missing, or use the version of torch that the run was started with",
-        ) from error
 
 
 def model_state(part: Mapping[str, Tensor]) -> dict[str, Any]:

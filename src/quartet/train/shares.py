@@ -30,13 +30,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import ReadItem
 
-from quartet.config import UserError
 from quartet.config.file_errors import write_error
 from quartet.observe.digests import FileDigest, digested_file, sync_directory
 from quartet.observe.memory import copy_fits
 from quartet.train.checkpoint import path_of_draft
 from quartet.train.manifest import METADATA
-from quartet.train.state import REST, Shape, snapshot, state_bytes
+from quartet.train.state import REST, Shape, reading, snapshot, state_bytes
 
 # Whoever passes no_dist=True has said so. For good, since the filters may not be changed in a thread beside others.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -160,7 +159,7 @@ class Share:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        with self._reading():
+        with reading(self._directory):
             self._reader = _Reader(directory)
             found = self._reader.read_metadata().state_dict_metadata
         self.shapes: dict[str, Shape] = {
@@ -186,23 +185,9 @@ class Share:
 
     def _load(self, state: dict[str, Any]) -> dict[str, Any]:
         planner = _PlainLoadPlanner()
-        with self._reading(), _cause_raised():
+        with reading(self._directory), _cause_raised():
             dcp.load(state, storage_reader=self._reader, planner=planner, no_dist=True)
         return planner.values
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except MemoryError:
-            raise
-        except Exception as error:  # The content decides what an unpickler raises.
-            raise UserError(
-                f"checkpoint {self._directory} is as it was written, but cannot be loaded",
-                found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                remedy="free memory if that is what is missing, or use the version of torch that the run was started "
-                "with",
-            ) from error
 
 
 class _Reader(dcp.FileSystemReader):

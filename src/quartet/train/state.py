@@ -12,7 +12,9 @@ The names are those that ``torch.distributed.checkpoint`` gives the same tensors
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +100,22 @@ def check_fit(live: Mapping[str, Shape], saved: Mapping[str, Shape], remedy: str
 
 def _said(shape: Shape | None) -> str:
     return "none" if shape is None else f"{list(shape[0])} {str(shape[1]).removeprefix('torch.')}"
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within, what reading the saved state at ``path`` fails with, although its digest was compared, becomes a
+    UserError."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # The content decides what an unpickler raises.
+        raise UserError(
+            f"checkpoint {path} is as it was written, but cannot be loaded",
+            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            remedy="free memory if that is what is missing, or use the version of torch that the run was started with",
+        ) from error
 
 
 def fill(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from quartet.observe.alarm import AlarmVerdict, HackingAlarm
 from quartet.observe.jsonl import RowAppender
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
-from quartet.observe.report.alarms import read_alarms
+from quartet.observe.report.collect import read_alarms
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.worker import Worker
 from quartet.text.examples import PromptText

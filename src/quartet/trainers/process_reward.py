@@ -14,8 +14,7 @@ from quartet.cluster.dispatch import RANK_ZERO, dispatch
 from quartet.config.common import DataConfig
 from quartet.config.recipe import ProcessRewardRecipe
 from quartet.data.process import ProcessData
-from quartet.models.loading import saved_paths
-from quartet.models.process_files import ProcessSettings, save_process_settings
+from quartet.models.loading import ProcessSettings, save_process_settings, saved_paths
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import STEP_NEEDS, StepObjective
 from quartet.trainers.run import writing

@@ -24,8 +24,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories
 from quartet.config import UserError
 from quartet.config.rewards import DiscountedSteps, ProcessModelReward, RewardConfig
-from quartet.models.loading import load_scalar_model
-from quartet.models.process_files import load_process_settings
+from quartet.models.loading import load_process_settings, load_scalar_model
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker
 from quartet.schedule.role_group import RoleGroup

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, TrainConfig
 from quartet.config.recipe import ProcessRewardRecipe
-from quartet.models.process_files import load_process_settings
+from quartet.models.loading import load_process_settings
 from quartet.trainers.process_reward import ProcessRewardTrainer
 
 

@@ -20,7 +20,7 @@ from quartet.config.algorithms import GRPO, PPO, RLOO, KLConfig, ReinforcePlusPl
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import DiscountedSteps, MinSteps, ProcessModelReward, SumSteps
 from quartet.data.datasets import PromptItem
-from quartet.models.process_files import ProcessSettings, save_process_settings
+from quartet.models.loading import ProcessSettings, save_process_settings
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.placement import local_arbiter

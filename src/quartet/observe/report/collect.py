@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter
 
 from quartet.config.errors import UserError
 from quartet.config.file_errors import read_error, read_file
 from quartet.config.stages import made_by
+from quartet.observe.jsonl import read_objects
 from quartet.observe.metrics import find_metric
-from quartet.observe.report.alarms import read_alarms, show_alarms
 from quartet.observe.report.samples import Limits, collect_rollouts, compact, evenly
 from quartet.observe.report.timing import show_timing
 from quartet.observe.rollouts import list_steps
@@ -26,6 +28,9 @@ from quartet.observe.trackers import read_metrics
 
 MAX_METRIC_ROWS = 1_000
 
+T = TypeVar("T")
+
+_EXAMPLES = TypeAdapter(list[dict[str, str | float | None]], config=ConfigDict(strict=True))
 _RUN_FILES = ("run.json", "recipe.yaml", "metrics.jsonl", "spans.jsonl", "summary.json")
 
 
@@ -99,12 +104,10 @@ def _stage_dirs(run_dir: Path) -> list[Path]:
 
 
 def _collect_stage(path: Path, limits: Limits, notes: list[str]) -> dict[str, Any]:
-    def warn(text: str) -> None:
-        notes.append(text)
-
+    warn = notes.append
     run = _read_info(path / "run.json", warn)
-    rows = _read_or_warn(path / "metrics.jsonl", read_metrics, warn)
-    spans = _read_or_warn(path / "spans.jsonl", read_spans, warn)
+    rows = _read_or_warn(path / "metrics.jsonl", read_metrics, warn) or []
+    spans = _read_or_warn(path / "spans.jsonl", read_spans, warn) or []
     starts = [row["time_s"] for row in rows[:1]] + [span.start_s for span in spans[:1]]
     return {
         "id": path.name,
@@ -112,29 +115,24 @@ def _collect_stage(path: Path, limits: Limits, notes: list[str]) -> dict[str, An
         "started_s": min(starts, default=None),
         "metrics": _metric_columns(rows),
         "timing": show_timing(spans),
-        "alarms": show_alarms(_read_or_warn(path / "alarms.jsonl", read_alarms, warn), limits),
+        "alarms": _show_alarms(_read_or_warn(path / "alarms.jsonl", read_alarms, warn) or [], limits),
         "rollouts": collect_rollouts(path / "rollouts", limits, warn),
     }
 
 
-def _read_or_warn(path: Path, read: Callable[[Path], list[Any]], warn: Callable[[str], None]) -> list[Any]:
+def _read_or_warn(path: Path, read: Callable[[Path], T], warn: Callable[[str], None]) -> T | None:
     if not path.exists():
-        return []
+        return None
     try:
         return read(path)
     except UserError as error:
         warn(f"{error.problem}: {error.found}")
-    return []
+        return None
 
 
 def _read_text(path: Path, warn: Callable[[str], None]) -> str | None:
-    if not path.exists():
-        return None
-    try:
-        return read_file(path).decode("utf-8", errors="replace")
-    except UserError as error:
-        warn(f"{error.problem}: {error.found}")
-        return None
+    data = _read_or_warn(path, read_file, warn)
+    return None if data is None else data.decode("utf-8", errors="replace")
 
 
 def _read_json(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
@@ -193,4 +191,37 @@ def _metric_columns(rows: list[dict[str, float]]) -> dict[str, Any] | None:
         "time_s": [compact(merged[step]["time_s"] - start) for step in steps],
         "series": {name: [compact(merged[step].get(name), 6) for step in steps] for name in names},
         "note": note,
+    }
+
+
+# Alarms -----------------------------------------------------------------------------------------------------
+
+
+def read_alarms(path: Path) -> list[dict[str, Any]]:
+    """The rows of ``alarms.jsonl``; UserError for a damaged one."""
+    return read_objects(path, _checked)
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    if type(row["step"]) is not int or not isinstance(row["text"], str):
+        raise ValueError("no whole step, or no text")
+    return {**row, "examples": _EXAMPLES.validate_python(row["examples"])}
+
+
+def _show_alarms(rows: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Any] | None:
+    """The rows of ``alarms.jsonl`` as the page shows them; None without any."""
+    if not rows:
+        return None
+    last = rows[-1]
+    return {
+        "text": str(last["text"]),
+        "steps": [int(row["step"]) for row in rows],
+        "examples": [_example(example, limits) for example in last["examples"]],
+    }
+
+
+def _example(example: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    return {
+        name: value[: limits.echo_characters] if isinstance(value, str) else compact(value)
+        for name, value in example.items()
     }

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quartet.observe.report.samples import compact, evenly
-from quartet.observe.spans import BACKGROUND, Span
+from quartet.observe.spans import BACKGROUND, Span, union
 
 MAX_TIMED_STEPS = 400
 MAX_DETAILED_STEPS = 16
@@ -37,7 +37,7 @@ def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
         "seconds": {name: [_total(by_step[s], name, "seconds") for s in steps] for name in names},
         "tokens": {name: [_total(by_step[s], name, "tokens") for s in steps] for name in names},
         "wall_s": [compact(_wall_s(by_step[step])) for step in steps],
-        "busy_s": [compact(_union_s(_own(by_step[step]))) for step in steps],
+        "busy_s": [compact(sum(end - start for start, end in union(_own(by_step[step])))) for step in steps],
         "detail": {"null" if step is None else str(step): _detail(by_step[step]) for step in detailed},
         "note": " ".join(parts) or None,
     }
@@ -78,15 +78,6 @@ def _total(spans: Iterable[Span], name: str, attribute: str) -> float | int | st
 def _wall_s(spans: Sequence[Span]) -> float:
     own = _own(spans)
     return max(span.end_s for span in own) - min(span.start_s for span in own)
-
-
-def _union_s(spans: list[Span]) -> float:
-    """Seconds in which at least one span was open."""
-    total, reached = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start_s):
-        total += max(0.0, span.end_s - max(span.start_s, reached))
-        reached = max(reached, span.end_s)
-    return total
 
 
 def _detail(spans: list[Span]) -> list[dict[str, Any]]:
