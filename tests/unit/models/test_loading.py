@@ -163,3 +163,14 @@ def test_a_file_in_the_place_of_a_saved_model_is_said_to_be_one(tmp_path, make_m
     (tmp_path / "model").write_text("notes")
     with pytest.raises(FileExistsError):
         save_causal_lm(packed_causal_lm(make_model("llama")), make_tokenizer(), tmp_path / "model")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reward_model_is_no_causal_lm(tied, tmp_path, make_model):
+    """transformers would tie or draw a head without a word that anyone sees."""
+    model = make_model(tie_word_embeddings=tied)
+    scalar_model_from(model, seed=0).save_pretrained(tmp_path / "reward")
+    with pytest.raises(UserError, match="not a causal language model"):
+        load_causal_lm(str(tmp_path / "reward"))
+    model.save_pretrained(tmp_path / "policy")
+    assert load_causal_lm(str(tmp_path / "policy")).config.tie_word_embeddings == tied

@@ -122,3 +122,9 @@ def test_an_unshared_model_says_so_once(make_model):
     assert packed.shares_prefixes and packed.remarks == ()
     packed.shares_prefixes, packed.unshared_because = False, "it counts its tokens"
     assert packed.remarks == ("LlamaForCausalLM: prompts are computed for every response; it counts its tokens",)
+
+
+def test_dropout_set_to_0_is_said(make_model):
+    assert PackedCausalLM(make_model()).remarks == ()
+    (remark,) = PackedCausalLM(make_model(attention_dropout=0.1)).remarks
+    assert "dropout" in remark and "0.1" in remark
