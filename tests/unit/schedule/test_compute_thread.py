@@ -193,6 +193,7 @@ def test_user_code_and_what_computes_never_meet(compute: ComputeThread) -> None:
 
 _POOLS = """
 import asyncio, os, threading, time
+from contextlib import closing
 import torch
 from quartet.data.prefetch import Prefetcher
 from quartet.schedule.compute_thread import ComputeThread
@@ -233,7 +234,7 @@ for run in (lambda compute: run_async(work(compute)), lambda compute: asyncio.ru
     compute = ComputeThread()
     assert run(compute) == (True, True)
     compute.close()
-with Prefetcher(parallel, ahead=1) as batches:
+with closing(Prefetcher(parallel, ahead=1)) as batches:
     batches.start(0)
     batches._waiting[0].result()
     assert becomes(with_one - 1), "no pool idles where batches are prepared"
