@@ -21,7 +21,7 @@ test: $(VENV)/.installed-test lint types processor
 
 # What decides the order of sums, and so the last bits of every figure.
 processor: $(VENV)/.installed-test
-	@OMP_NUM_THREADS=1 $(BIN)/python -c "from quartet.observe.processor import in_words; print('processor:', in_words())"
+	@OMP_NUM_THREADS=1 $(BIN)/python -c "from quartet.observe.processor import processor; print('processor:', processor())"
 
 # Whatever promises equal bits, or a distance in them, again with the kernels of a processor that has no AVX-512.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
