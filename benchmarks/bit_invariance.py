@@ -20,7 +20,7 @@ from common import DTYPES, arguments, machine, markdown, write_results
 from torch import Tensor
 
 from quartet.models.attention import LayerRule
-from quartet.models.exact import ExactPackedAttention, additive_mask, key_length, masked_attention
+from quartet.models.exact import ExactPackedAttention, additive_mask, exact_masked_attention, key_length
 
 SHAPES = (
     (16, 16), (64, 64), (64, 172), (100, 77), (192, 512), (256, 688), (512, 512), (512, 1408), (1408, 512),
@@ -152,10 +152,10 @@ def _single(q: Tensor, k: Tensor, v: Tensor, position: int, num_rows: int, num_k
     mask = additive_mask(torch.tensor([[position]]), num_keys, rule, q.dtype).unsqueeze(1)
     if num_rows == 1:
         # Each query head on its own.
-        heads = [masked_attention(query[:, :, i : i + 1], keys, values, mask, rule) for i in range(2)]
+        heads = [exact_masked_attention(query[:, :, i : i + 1], keys, values, mask, rule) for i in range(2)]
         return torch.cat(heads, 2).flatten(1, 2)[0]
     rows = F.pad(query, (0, 0, 0, num_rows - 2))
-    return masked_attention(rows, keys, values, mask, rule)[:, :, :2].flatten(1, 2)[0]
+    return exact_masked_attention(rows, keys, values, mask, rule)[:, :, :2].flatten(1, 2)[0]
 
 
 def main() -> None:

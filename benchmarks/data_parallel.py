@@ -27,12 +27,12 @@ from quartet.cluster.worker import free_port
 from quartet.config.algorithms import GRPO
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.packed import PackedCausalLM
-from quartet.train.data_parallel import Peers
+from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import PolicyObjective
 
 
-class TimedPeers(Peers):
+class TimedDataParallelGroup(DataParallelGroup):
     """Notes the seconds in which gradients were summed, waiting for the slowest rank left out."""
 
     seconds = 0.0
@@ -63,22 +63,22 @@ def make_batch(model: str, longest: int, smoke: bool) -> RaggedBatch:
 def rank_process(calls: Connection, rank: int, world: int, port: int, model: str, longest: int, smoke: bool) -> None:
     """Makes one update per call; answers with seconds of the processor and of summing gradients."""
     torch.set_num_threads(1)
-    peers = None
+    dp_group = None
     if world > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-        peers = TimedPeers()
+        dp_group = TimedDataParallelGroup()
     config = TrainConfig(optim=OptimConfig(lr=1e-6))
-    engine = TrainEngine(PackedCausalLM(build_model(model), "fp32"), config, total_steps=1000, peers=peers)
+    engine = TrainEngine(PackedCausalLM(build_model(model), "fp32"), config, total_steps=1000, dp_group=dp_group)
     batch = make_batch(model, longest, smoke)
     objective = PolicyObjective(GRPO(), len(batch), 1.0, 0.0, True, longest)
     calls.send(engine.train_step(batch, objective)["grad_norm"])
     while calls.recv():
-        if peers is not None:
-            peers.seconds = 0.0
+        if dp_group is not None:
+            dp_group.seconds = 0.0
         begun = time.process_time()
         engine.train_step(batch, objective)
-        calls.send((time.process_time() - begun, peers.seconds if peers is not None else 0.0))
+        calls.send((time.process_time() - begun, dp_group.seconds if dp_group is not None else 0.0))
     if world > 1:
         dist.destroy_process_group()
 

@@ -88,7 +88,7 @@ trainer = SteppedTrainer(
     prompts=prompts,
     progress=Progress(),
 )
-requests_of = trainer.cast.requests
+requests_of = trainer.roles.requests
 
 
 def with_lengths(index: int) -> Any:
@@ -104,5 +104,5 @@ def with_lengths(index: int) -> Any:
 
 if sorted(Counter(prompts).values()) != [1] * len(prompts):
     raise ValueError("prompts must differ")
-trainer.cast.requests = with_lengths  # type: ignore[method-assign]
+trainer.roles.requests = with_lengths  # type: ignore[method-assign]
 trainer.train()

@@ -26,9 +26,9 @@ from quartet.cluster import BROADCAST, ResourcePool, Worker, WorkerGroup, connec
 from quartet.config.placement import PlacementConfig, ResolvedPlacement, Role, resolve
 from quartet.schedule.clock import run_virtual
 from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
-from quartet.schedule.critical import critical_path, iteration_causes, seconds_on_path
-from quartet.schedule.leases import Mode
-from quartet.schedule.simulation import Outcome, Simulation, Sleep, sleep_here
+from quartet.schedule.critical_path import critical_path, iteration_causes, seconds_on_path
+from quartet.schedule.leases import LeaseMode
+from quartet.schedule.simulation import Simulation, SimulationResult, Sleep, sleep_here
 
 SAMPLES, GPUS, CHUNK = 256, 16, 32
 KINDS: dict[str, Role] = {role: role for role in ("actor", "critic", "reference", "reward", "rollout")}
@@ -122,12 +122,12 @@ def simulated(
     placement: ResolvedPlacement,
     steps: int = 1,
     *,
-    run: Callable[[Coroutine[Any, Any, Outcome]], Outcome] = run_virtual,
+    run: Callable[[Coroutine[Any, Any, SimulationResult]], SimulationResult] = run_virtual,
     sleep: Sleep = sleep_here,
-) -> Outcome:
+) -> SimulationResult:
     """A run on the virtual clock, or with ``asyncio.run`` on the real one."""
 
-    async def main() -> Outcome:
+    async def main() -> SimulationResult:
         simulation = Simulation(costs, placement, prompts_per_step=SAMPLES, chunk_size=CHUNK, sleep=sleep)
         return await simulation.run(steps)
 
@@ -201,7 +201,7 @@ def study_table(results: Mapping[str, Mapping[str, float]]) -> str:
 
 GB = 1_000_000_000
 # 13 B parameters: 2 bytes each to compute with, 16 to train; the engine's cache beside its weights.
-SIZES: dict[str, dict[Mode, int]] = {
+SIZES: dict[str, dict[LeaseMode, int]] = {
     "rollout": {"generate": 176 * GB},
     "actor": {"forward": 26 * GB, "train": 208 * GB},
     "critic": {"forward": 26 * GB, "train": 208 * GB},

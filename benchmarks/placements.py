@@ -122,7 +122,7 @@ def prepare(folder: Path) -> None:
     for name, saved in (("tiny", model), ("reward", scalar_model_from(model, seed=1))):
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    rows = [json.dumps({"prompt": prompt}) for prompt in task.prompts(0, 64)]
+    rows = [json.dumps({"prompt": prompt}) for prompt in task.toy_prompts(0, 64)]
     (folder / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
 
 

@@ -122,15 +122,15 @@ def train_policy(path: Path, size: Size, seed: int) -> Path:
         examples_per_step=64,
         log=LogConfig(tensorboard=False),
     )
-    rows = task.demonstrations(seed, size.demonstrations)
+    rows = task.toy_demonstrations(seed, size.demonstrations)
     SFTTrainer(recipe, model=Qwen2ForCausalLM(config).eval(), tokenizer=tokenizer, rows=rows).train()
     return path / "sft" / "model"
 
 
-def step_rows(policy: Path, size: Size, seed: int, split: task.Split) -> list[Any]:
+def step_rows(policy: Path, size: Size, seed: int, split: task.TaskSplit) -> list[Any]:
     """Answers of a policy with labels for their steps; those of the training split have errors."""
     num, error_rate = (size.labelled_prompts, LABEL_ERROR_RATE) if split == "train" else (size.held_out, 0.0)
-    prompts = task.prompts(seed + 1, num, split)
+    prompts = task.toy_prompts(seed + 1, num, split)
     return labelled(prompts, sampled(policy, prompts, 1.0, 4, seed), seed, error_rate)
 
 
@@ -211,7 +211,7 @@ def train_rl(path: Path, name: str, policy: Path, size: Size, seed: int) -> dict
         log=LogConfig(tensorboard=False, rollouts_every=1000),
         checkpoint=CheckpointConfig(every_steps=1000),
     )
-    prompts = [{"prompt": p} for p in task.prompts(seed + 2, 320)]
+    prompts = [{"prompt": p} for p in task.toy_prompts(seed + 2, 320)]
     RLTrainer(recipe, prompts=prompts).train()
     rows = [row for row in read_metrics(path / name / "metrics.jsonl") if "process/gap_process" in row]
     return {
@@ -223,7 +223,7 @@ def train_rl(path: Path, name: str, policy: Path, size: Size, seed: int) -> dict
 
 def measured(model: Path, size: Size, seed: int) -> dict[str, float]:
     """Shares of right final answers and of right steps among greedy answers to held-out prompts."""
-    prompts = task.prompts(seed, size.held_out, "held_out")
+    prompts = task.toy_prompts(seed, size.held_out, "held_out")
     answers = [group[0] for group in sampled(model, prompts, 0.0, 1, seed)]
     steps = [right for p, text in zip(prompts, answers, strict=True) for right in right_steps(p, text)]
     return {"exact_match": sum(correct(prompts, answers)) / len(prompts), "right_steps": sum(steps) / len(steps)}

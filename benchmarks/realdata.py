@@ -125,7 +125,7 @@ def reward_model(data: Path, out: Path, overrides: Sequence[str]) -> None:
             f"{len(trainer.worker.data)} training and {len(trainer.worker.evaluation)} held-out pairs with no prompt "
             "in common, "
             f"{trainer.worker.steps} steps, {result.summary['stages'][0]['seconds']:.0f} s.",
-            *(f"Data: {remark}." for remark in (*trainer.worker.data.remarks, *trainer.worker.evaluation.remarks)),
+            *(f"Data: {warning}." for warning in (*trainer.worker.data.warnings, *trainer.worker.evaluation.warnings)),
         ],
     )
 
@@ -204,7 +204,7 @@ def gsm8k(data: Path, out: Path, overrides: Sequence[str]) -> None:
             ["training loss, first and last of 8 steps (nats/token)", f"{losses[0]:.3f}, {losses[-1]:.3f}"],
             ["exact match on 64 test problems", f"{evaluation['eval/final_number']:.3f}"],
         ],
-        [f"Data: {remark}." for remark in summary["notes"]],
+        [f"Data: {warning}." for warning in summary["notes"]],
     )
 
 

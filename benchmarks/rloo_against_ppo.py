@@ -37,14 +37,14 @@ WEIGHTS = {
     "PPO": ("actor", "engine", "critic", "reference", "reward"),
     "RLOO": ("actor", "engine", "reference", "reward"),
 }
-TRAINED = {"PPO": ("actor", "critic"), "RLOO": ("actor",)}
+TRAINED_ROLES = {"PPO": ("actor", "critic"), "RLOO": ("actor",)}
 
 
 def counted_bytes(name: str, num_parameters: int) -> dict[str, int]:
     """fp32 bytes by kind of state when the last optimizer steps."""
     return {
         "weights": 4 * num_parameters * len(WEIGHTS[name]),
-        "moments": 8 * num_parameters * len(TRAINED[name]),
+        "moments": 8 * num_parameters * len(TRAINED_ROLES[name]),
         "gradients": 4 * num_parameters,
     }
 
@@ -73,7 +73,7 @@ class Watch:
 
     def __init__(self, trainer: RLTrainer) -> None:
         self.most = 0
-        for engine in trainer.cast.engines().values():
+        for engine in trainer.roles.engines().values():
             engine.optimizer.register_step_pre_hook(lambda *_: self._look())
 
     def _look(self) -> None:

@@ -25,7 +25,7 @@ from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed import PackedCausalLM, PackedScalarModel
-from quartet.train.data_parallel import PeerFailed, Peers
+from quartet.train.data_parallel import DataParallelGroup, RankFailed
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.preference_objectives import PreferenceObjective
@@ -39,7 +39,9 @@ AGGREGATIONS = (
 )  # fmt: skip
 
 
-def make_engine(kind: str, peers: Peers | None, *, dtype: torch.dtype = torch.float64, **config: Any) -> Any:
+def make_engine(
+    kind: str, dp_group: DataParallelGroup | None, *, dtype: torch.dtype = torch.float64, **config: Any
+) -> Any:
     """The same tiny model on every call; in fp64 its norms are, too."""
     torch.manual_seed(0)
     sizes = LlamaConfig(
@@ -59,7 +61,7 @@ def make_engine(kind: str, peers: Peers | None, *, dtype: torch.dtype = torch.fl
                 setattr(parent, name, norm)
     settings = TrainConfig(optim=OptimConfig(lr=1e-2, max_grad_norm=0.5, weight_decay=0.1), **config)
     holder = PackedCausalLM if kind == "causal" else PackedScalarModel
-    return TrainEngine(holder(model, settings.precision), settings, total_steps=10, peers=peers)
+    return TrainEngine(holder(model, settings.precision), settings, total_steps=10, dp_group=dp_group)
 
 
 def make_batch() -> RaggedBatch:
@@ -109,33 +111,33 @@ def cases() -> dict[str, tuple[str, Objective, tuple[LossTerm, ...]]]:
     }
 
 
-def updates(name: str, peers: Peers | None) -> dict[str, Any]:
+def updates(name: str, dp_group: DataParallelGroup | None) -> dict[str, Any]:
     """Two updates of one case: metrics and weights after them."""
     kind, objective, also = cases()[name]
-    engine = make_engine(kind, peers, token_budget=50)
+    engine = make_engine(kind, dp_group, token_budget=50)
     batch = make_batch()
     metrics = [engine.train_step(batch, objective, also) for _ in range(2)]
     return {"metrics": metrics, "weights": {key: value.clone() for key, value in engine.weights()}}
 
 
-def _single_precision(peers: Peers) -> Any:
+def _single_precision(dp_group: DataParallelGroup) -> Any:
     """Three updates in fp32: the whole state."""
-    engine = make_engine("causal", peers, dtype=torch.float32, token_budget=50)
+    engine = make_engine("causal", dp_group, dtype=torch.float32, token_budget=50)
     for _ in range(3):
         engine.train_step(make_batch(), policy())
     return engine.state()
 
 
-def _few(peers: Peers) -> Any:
+def _few(dp_group: DataParallelGroup) -> Any:
     """One sequence: all ranks but one have nothing to do."""
-    engine = make_engine("causal", peers)
+    engine = make_engine("causal", dp_group)
     return engine.train_step(make_batch().select([0]), SFTObjective())
 
 
-def _out_of_memory(peers: Peers) -> Any:
-    engine = make_engine("causal", peers, token_budget=13)
+def _out_of_memory(dp_group: DataParallelGroup) -> Any:
+    engine = make_engine("causal", dp_group, token_budget=13)
     batch, hidden = make_batch().select([1, 2, 3, 4, 5, 6, 7, 9]), engine.packed.hidden
-    if peers.rank == peers.size - 1:
+    if dp_group.rank == dp_group.size - 1:
 
         def once(*args: Any) -> Any:
             engine.packed.hidden = hidden
@@ -143,7 +145,7 @@ def _out_of_memory(peers: Peers) -> Any:
 
         engine.packed.hidden = once
     metrics = engine.train_step(batch, policy())
-    smaller = make_engine("causal", peers, token_budget=engine.budget.tokens)
+    smaller = make_engine("causal", dp_group, token_budget=engine.budget.tokens)
     return {
         "num_oom": engine.num_oom,
         "tokens": engine.budget.tokens,
@@ -151,45 +153,45 @@ def _out_of_memory(peers: Peers) -> Any:
     }
 
 
-def _failure(peers: Peers) -> Any:
+def _failure(dp_group: DataParallelGroup) -> Any:
     """The last rank fails at once; the others learn of it, and all go on together."""
-    engine = make_engine("causal", peers)
-    objective = policy() if peers.rank < peers.size - 1 else policy(kl=KL_LOSS)
+    engine = make_engine("causal", dp_group)
+    objective = policy() if dp_group.rank < dp_group.size - 1 else policy(kl=KL_LOSS)
     batch = make_batch()
-    if peers.rank == peers.size - 1:
+    if dp_group.rank == dp_group.size - 1:
         batch, _ = batch.pop("ref_logprobs")
     begun = time.monotonic()
     try:
         engine.train_step(batch, objective)
         found = "nothing"
-    except (PeerFailed, KeyError) as error:
+    except (RankFailed, KeyError) as error:
         found = f"{type(error).__name__}: {error}"
     return {"error": found, "seconds": time.monotonic() - begun, "after": engine.train_step(make_batch(), policy())}
 
 
-def _loss(peers: Peers) -> Any:
+def _loss(dp_group: DataParallelGroup) -> Any:
     """Rank 0 is gone in the middle of an update."""
-    engine = make_engine("causal", peers)
+    engine = make_engine("causal", dp_group)
     engine.train_step(make_batch(), policy())
-    if peers.rank == 0:
+    if dp_group.rank == 0:
         engine.packed.hidden = lambda *_: os._exit(7)
     begun = time.monotonic()
     try:
         engine.train_step(make_batch(), policy())
-    except PeerFailed as error:
+    except RankFailed as error:
         return {"error": str(error), "seconds": time.monotonic() - begun}
     return {"error": "nothing"}
 
 
-JOBS: dict[str, Callable[[Peers], dict[str, Any]]] = {
-    "all": lambda peers: {
-        "updates": {name: updates(name, peers) for name in cases()},
-        "state": _single_precision(peers),
-        "few": _few(peers),
-        "out_of_memory": _out_of_memory(peers),
-        "failure": _failure(peers),
+JOBS: dict[str, Callable[[DataParallelGroup], dict[str, Any]]] = {
+    "all": lambda dp_group: {
+        "updates": {name: updates(name, dp_group) for name in cases()},
+        "state": _single_precision(dp_group),
+        "few": _few(dp_group),
+        "out_of_memory": _out_of_memory(dp_group),
+        "failure": _failure(dp_group),
     },
-    "loss": lambda peers: {"loss": _loss(peers)},
+    "loss": lambda dp_group: {"loss": _loss(dp_group)},
 }
 
 
@@ -203,7 +205,7 @@ def main(job: str, rank: int, world: int, port: int, folder: Path) -> None:
         world_size=world,
         timeout=timedelta(seconds=120),
     )
-    torch.save(JOBS[job](Peers.of_world()), folder / f"rank{rank}.pt")
+    torch.save(JOBS[job](DataParallelGroup.of_world()), folder / f"rank{rank}.pt")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ FILES = (
     "tests/e2e/test_resume_selection.py",
     "tests/unit/schedule/test_placed_runs.py",
     "tests/unit/train/test_offload.py",
-    "tests/unit/rewards/test_process_functions.py",
+    "tests/unit/rewards/test_subprocess_functions.py",
     "tests/unit/rollout/test_agreement.py",
     "tests/unit/train/test_fake_device.py",
     "tests/e2e/test_wheel.py",
@@ -42,5 +42,5 @@ FILES = (
     "tests/unit/rollout/test_shared_prompts.py",
     "tests/unit/trainers/test_iterated.py",
     "tests/unit/models/test_exact.py",
-    "tests/unit/trainers/test_held_out.py",
+    "tests/unit/trainers/test_periodic_evaluation.py",
 )

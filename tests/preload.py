@@ -10,7 +10,7 @@ MODULES = (
     "fsspec",
     "quartet.cli.main",
     "quartet.cli.show",
-    "quartet.cluster.allocation",
+    "quartet.cluster.torchrun",
     "quartet.observe.report",
     "quartet.trainers.evaluate",
     "quartet.trainers.generate",

@@ -16,11 +16,11 @@ from typing import Any
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from quartet.cluster.allocation import Seat, run_in_allocation
+from quartet.cluster.torchrun import LauncherRank, run_under_torchrun
 
 
 def torchrun(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
-    """``torchrun arguments… COMMAND…``, where every rank runs the command as ``run_in_allocation``.
+    """``torchrun arguments… COMMAND…``, where every rank runs the command as ``run_under_torchrun``.
 
     Each leaves its process id beside the log, in a file ``rank<number>``.
     """
@@ -45,7 +45,7 @@ def torchrun(arguments: Sequence[str], log: str, environment: Mapping[str, str])
 
 def _status(command: Sequence[str]) -> int:
     try:
-        return run_in_allocation(command, Seat.found(os.environ))
+        return run_under_torchrun(command, LauncherRank.found(os.environ))
     except BaseException:
         traceback.print_exc()
         return 1

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import forkserver
 from quartet.weights import (
     GATE_UP,
-    GatherWatch,
+    GatherWatchdog,
     NamedSource,
     TensorSink,
     WeightReceiver,
@@ -221,7 +221,7 @@ class Trainer:
     def gather(self) -> WeightSyncError:
         """Rank 1 stops before its second tensor; returns what the others say then."""
         progress = dist.FileStore(self.store + ".progress", self.world)
-        watch = GatherWatch(progress, self.rank, self.world, timeout_s=2.0)
+        watch = GatherWatchdog(progress, self.rank, self.world, timeout_s=2.0)
         try:
             for n, _ in enumerate(NamedSource(self.weights.items, watch=watch).tensors()):
                 if self.rank == 1 and n == 0:

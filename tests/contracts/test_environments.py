@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
 from quartet.config.recipe import EnvironmentConfig
-from quartet.envs.episode import play_episode
+from quartet.envs.episode import run_episode
 from quartet.envs.protocol import Environment, Item, Observation, StepResult, environment_factory
 from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
 from quartet.text.tokenizer import TextCodec
@@ -185,7 +185,7 @@ def play(case: Case, codec: TextCodec, seed: int) -> tuple[Trajectory, list[tupl
         reason = "stop" if kept[-1] == codec.eos_id else "length"
         return transcript.act(Action(kept, tuple(-draw.random() for _ in kept), (0,) * len(kept), reason))
 
-    played = asyncio.run(play_episode("0.0", case.make, item(case, seed), act, limits))
+    played = asyncio.run(run_episode("0.0", case.make, item(case, seed), act, limits))
     if played.reward is not None:
         transcript.earn(played.reward)
     return Trajectory(transcript.sequences(), played.end, {SOURCE: played.score}), sampled

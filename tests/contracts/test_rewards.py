@@ -28,10 +28,10 @@ from quartet.config.rewards import (
     NumericReward,
     PairwiseJudge,
     RegexReward,
-    Source,
+    RewardSourceConfig,
 )
 from quartet.rewards.build import build_reward
-from quartet.rewards.functions import FunctionReward as PassedFunction
+from quartet.rewards.functions import FunctionReward as UserFunction
 from quartet.rewards.source import GuardedReward, Outcome
 
 PROMPTS: list[Any] = ["one?", [{"role": "user", "content": "two?"}], "three?", "four?", "five?", "six?"]
@@ -77,7 +77,7 @@ HAS_ANSWER = [answer is not None for answer in ANSWERS]
 Build = Callable[[Any], Case]
 
 
-def case(config: Source, column: str | None, *, beside: bool = False, applies: Any = None) -> Case:
+def case(config: RewardSourceConfig, column: str | None, *, beside: bool = False, applies: Any = None) -> Case:
     return Case(build_reward(config), column, beside, list(applies) if applies else [True] * len(COMPLETIONS))
 
 
@@ -102,9 +102,9 @@ SOURCES: dict[str, Build] = {
         function("lengths", thread=True, batch_size=2), "answer", beside=True, applies=HAS_ANSWER
     ),
     "async function": lambda serve: case(function("lengths_async"), "answer", beside=True, applies=HAS_ANSWER),
-    "passed function": lambda serve: Case(GuardedReward(PassedFunction(passed)), "answer", False, list(HAS_ANSWER)),
+    "passed function": lambda serve: Case(GuardedReward(UserFunction(passed)), "answer", False, list(HAS_ANSWER)),
     "passed async function": lambda serve: Case(
-        GuardedReward(PassedFunction(passed_async)), "answer", True, list(HAS_ANSWER)
+        GuardedReward(UserFunction(passed_async)), "answer", True, list(HAS_ANSWER)
     ),
     "math": lambda serve: case(MathReward(), "answer", beside=True, applies=HAS_ANSWER),
     "code": lambda serve: case(

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from quartet.weights import (
     FusedProjection,
-    Manifest,
     NamedSource,
     Status,
     TensorSink,
+    WeightManifest,
     WeightMismatch,
     WeightReceiver,
     WeightSender,
@@ -93,7 +93,7 @@ class Ends:
             worker.end.use(ends.receive_transport(kind, rank, limit_s))
         self._in_use: Any = None
 
-    def sync(self, source: Any, version: int) -> Manifest:
+    def sync(self, source: Any, version: int) -> WeightManifest:
         self.sender.end._source = source
         if self._in_use is None:
             self._in_use = self._transport()
@@ -180,7 +180,7 @@ def test_digests_do_not_depend_on_the_transport(open_ends: Open) -> None:
     manifest = transport.sync(source_of(weights()), 1)
     alone = sync_in_process(source_of(weights()), [TensorSink(ends.empty_like(weights()).items())], 7)
     assert (manifest.digests, manifest.digest) == (alone.digests, alone.digest)
-    assert manifest.version == 1 and Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
+    assert manifest.version == 1 and WeightManifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
 
 
 def test_strided_destinations_are_filled_where_they_are(open_ends: Open) -> None:
@@ -486,7 +486,7 @@ def test_an_end_that_does_not_answer_is_named(open_ends: Open, monkeypatch: pyte
     release = threading.Event()
 
     class Stuck(TensorSink):
-        def verify(self, manifest: Manifest) -> None:
+        def verify(self, manifest: WeightManifest) -> None:
             release.wait(30)
 
     transport = open_ends(

@@ -104,7 +104,7 @@ def test_a_rank_that_fails_is_named_and_the_others_go_on(results: list[dict[str,
     world, found = len(results), [result["failure"] for result in results]
     assert found[-1]["error"] == "KeyError: 'ref_logprobs'"
     for other in found[:-1]:
-        assert other["error"].startswith("PeerFailed")
+        assert other["error"].startswith("RankFailed")
         assert f"rank {world - 1} of {world}: KeyError: 'ref_logprobs'" in other["error"]
     assert all(one["seconds"] < 10 for one in found)
     assert all(one["after"] == found[0]["after"] for one in found)

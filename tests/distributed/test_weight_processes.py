@@ -18,10 +18,10 @@ import pytest
 from torch import Tensor
 
 from quartet.weights import (
-    Manifest,
     NamedSource,
     Status,
     TensorSink,
+    WeightManifest,
     WeightReceiver,
     WeightSyncError,
     WeightSyncTimeout,
@@ -68,7 +68,7 @@ class Sync:
         for rank, engine in enumerate(engines):
             engine.ask("use", kind, rank, engine_timeout_s)
 
-    def run(self, source: Any, version: int) -> Manifest:
+    def run(self, source: Any, version: int) -> WeightManifest:
         self._sender._source = source
 
         async def ask(request: str, *args: Any) -> Any:

@@ -23,7 +23,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.schedule.role_group import RemoteGroup, RolesWorker
-from quartet.schedule.weight_sync import SendsWeights, TakesWeights, open_weight_sync, sync_weights
+from quartet.schedule.weight_sync import WeightReceiverMixin, WeightSenderMixin, open_weight_sync, sync_weights
 from quartet.train.engine import Needs, TrainEngine
 from quartet.weights import WeightMismatch, WeightSyncError
 
@@ -43,7 +43,7 @@ def model(seed: int) -> PackedCausalLM:
     return packed_causal_lm(LlamaForCausalLM(config).eval())
 
 
-class TrainerHost(SendsWeights):
+class TrainerHost(WeightSenderMixin):
     def __init__(self) -> None:
         self.engine = TrainEngine(model(0), TrainConfig(), total_steps=1)
 
@@ -61,7 +61,7 @@ class TrainerHost(SendsWeights):
         return found
 
 
-class EngineHost(TakesWeights):
+class EngineHost(WeightReceiverMixin):
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self.engine = NativeEngine(model(1), owns_weights=True)

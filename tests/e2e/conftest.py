@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from quartet.cli import main as cli_module
-from quartet.observe.rollouts import list_steps, step_path
+from quartet.observe.rollouts import list_steps, rollouts_path
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
 from quartet.quickstart.tokenizer import build_tokenizer
@@ -95,10 +95,10 @@ class World:
             Qwen2ForSequenceClassification(tiny_config(num_labels=1)).save_pretrained(path / "reward_model")
         for name in ("model", "reward_model"):
             tokenizer.save_pretrained(path / name)
-        write_rows(path / "demonstrations.jsonl", task.demonstrations(0, 64))
-        prompts = task.prompts(0, 24)
+        write_rows(path / "demonstrations.jsonl", task.toy_demonstrations(0, 64))
+        prompts = task.toy_prompts(0, 24)
         write_rows(path / "prompts.jsonl", [{"prompt": p, "answer": str(eval(p[:-1]))} for p in prompts])
-        write_rows(path / "held_out.jsonl", [{"prompt": p} for p in task.prompts(0, 4, "held_out")])
+        write_rows(path / "held_out.jsonl", [{"prompt": p} for p in task.toy_prompts(0, 4, "held_out")])
         pairs = [
             {"prompt": p, "chosen": task.work(*task.operands(p)), "rejected": task.work(*task.operands(p), "forgetful")}
             for p in prompts
@@ -305,7 +305,9 @@ def check_same_run(one: Path, other: Path) -> None:
     assert results(one) == results(other)
     assert list_steps(one / "rollouts") == list_steps(other / "rollouts")
     for step in list_steps(one / "rollouts"):
-        assert step_path(one / "rollouts", step).read_bytes() == step_path(other / "rollouts", step).read_bytes(), step
+        assert (
+            rollouts_path(one / "rollouts", step).read_bytes() == rollouts_path(other / "rollouts", step).read_bytes()
+        ), step
     assert json.loads((other / "run.json").read_text())["status"] == "done"
 
 

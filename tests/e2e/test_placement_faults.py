@@ -14,7 +14,7 @@ import pytest
 
 from quartet.cluster import WorkerGroup
 from quartet.schedule.role_group import RolesWorker
-from quartet.trainers.workers import WRITER
+from quartet.trainers.workers import WRITER_ROLE
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 PLACEMENT = {
@@ -106,7 +106,7 @@ def undisturbed(ray_cluster: Any, world: Any, recipes: Any, read_by_workers: Any
 
 DEATHS = [
     Death("reference", "forward", after=5),  # one of two ranks, in the second step
-    Death("rollout", "burst", after=1),  # in the middle of generation
+    Death("rollout", "run_steps", after=1),  # in the middle of generation
     Death("reward_model", "forward", after=2, ranks=(0, 1)),  # the whole pool
     Death("actor", "update", after=1),  # between two consistent points
     Death("actor", "update", after=1),  # in a step after one that was not saved: engines have newer weights already
@@ -116,8 +116,8 @@ SAVING = [
     Death("actor", "finish_checkpoint", after=0),  # while its share is being written, or right after
 ]
 WRITING = [
-    Death(WRITER, "write_rollouts", after=1),  # of the second step, as it takes them
-    Death(WRITER, "finish_rollouts", after=1),  # while the file is being written, or right after
+    Death(WRITER_ROLE, "write_rollouts", after=1),  # of the second step, as it takes them
+    Death(WRITER_ROLE, "finish_rollouts", after=1),  # while the file is being written, or right after
 ]
 
 
@@ -186,7 +186,7 @@ def test_more_deaths_than_allowed_end_a_run_that_can_be_resumed(
     same_run: Any,
     killer: Any,
 ) -> None:
-    killer([Death("actor", "update", after=3), Death("rollout", "burst", after=1)])
+    killer([Death("actor", "update", after=3), Death("rollout", "run_steps", after=1)])
     recipe = world.recipe("mortal", recipe_of(recipes, "mortal", max_restarts=1, **read_by_workers))
     found = quartet("rl", recipe)
     found.expect_user_error("died more often", "cluster.max_restarts is 1", "rank 0 of group 'engine' died", "--resume")

@@ -39,7 +39,7 @@ def write(world: Any, name: str, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def pairs() -> list[dict[str, Any]]:
-    answers = {prompt: task.work(*task.operands(prompt)) for prompt in task.prompts(0, 8)}
+    answers = {prompt: task.work(*task.operands(prompt)) for prompt in task.toy_prompts(0, 8)}
     return [{"prompt": prompt, "chosen": answer, "rejected": answer[::-1]} for prompt, answer in answers.items()]
 
 

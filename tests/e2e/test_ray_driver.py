@@ -50,7 +50,7 @@ def test_an_object_stays_as_it_is_and_the_result_is_loaded_when_asked(
         assert trained == (name == "passed-ray"), "trained in place in one process alone"
         assert model.config._attn_implementation == "sdpa", "usable as it was"
         assert (result.model is model) == (name == "passed-serial")
-        is_empty = {p.device.type for owned in trainer.cast.models() for p in owned.model.parameters()}
+        is_empty = {p.device.type for owned in trainer.roles.models() for p in owned.model.parameters()}
         assert is_empty == ({"meta"} if name == "passed-ray" else {"cpu"})
     same_run(Path("passed-serial"), Path("passed-ray"))
     ours, theirs = (result.model.state_dict() for result in results.values())

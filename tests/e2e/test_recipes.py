@@ -121,7 +121,9 @@ def _taught(path: Path, tokenizer: Any, seed: int) -> Path:
 
 
 def _rows() -> dict[str, list[dict[str, Any]]]:
-    sums = [(p, task.work(*task.operands(p)), task.work(*task.operands(p), "forgetful")) for p in task.prompts(0, 16)]
+    sums = [
+        (p, task.work(*task.operands(p)), task.work(*task.operands(p), "forgetful")) for p in task.toy_prompts(0, 16)
+    ]
     problems = [{"question": p, "answer": f"#### {n % 10}"} for n, (p, _, _) in enumerate(sums)]
     return {
         "demonstrations": [{"prompt": p, "completion": right} for p, right, _ in sums],
@@ -194,13 +196,13 @@ def test_a_recipe_does_what_its_head_says(
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_what_a_recipe_offers_in_comments_is_valid(name: str, tmp_path: Path) -> None:
-    for indent, offer, remark in COMMENTED.findall(TEXTS[name]):
+    for indent, offer, warning in COMMENTED.findall(TEXTS[name]):
         text = TEXTS[name].replace(f"{indent}# {offer}", f"{indent}{offer}", 1)
-        replaced = re.search(r"in place of (\w+)", remark)
+        replaced = re.search(r"in place of (\w+)", warning)
         if replaced is not None:
             text = re.sub(rf"^{indent}{replaced[1]}:.*\n", "", text, flags=re.MULTILINE)
         path = tmp_path / "offered.yaml"
-        path.write_text(text.replace(f"  {remark}", f"  # {remark}", 1) if remark else text, encoding="utf-8")
+        path.write_text(text.replace(f"  {warning}", f"  # {warning}", 1) if warning else text, encoding="utf-8")
         changed = load_recipe(CONTENTS[name]["job"], path)
         assert changed != load_recipe(CONTENTS[name]["job"], ROOT / "recipes" / f"{name}.yaml"), offer
 

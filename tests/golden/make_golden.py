@@ -143,14 +143,14 @@ def _common(path: Path, name: str) -> dict[str, Any]:
 
 def _sft(path: Path) -> None:
     recipe = SFTRecipe(**_common(path, "sft"), train=TRAIN, steps=6, examples_per_step=8)
-    rows = task.demonstrations(0, 32)
+    rows = task.toy_demonstrations(0, 32)
     SFTTrainer(recipe, model=_model(Qwen2ForCausalLM), tokenizer=build_tokenizer(), rows=rows).train()
 
 
 def _pairs() -> list[dict[str, str]]:
     return [
         {"prompt": p, "chosen": task.work(*task.operands(p)), "rejected": task.work(*task.operands(p), "forgetful")}
-        for p in task.prompts(0, 40)
+        for p in task.toy_prompts(0, 40)
     ]
 
 
@@ -205,7 +205,7 @@ def _rl(
             recipe,
             model=_model(Qwen2ForCausalLM),
             tokenizer=build_tokenizer(),
-            prompts=task.prompts(0, 16),
+            prompts=task.toy_prompts(0, 16),
             **{"rewards": rewards, **(objects or {})},
         ).train()
 
@@ -226,7 +226,7 @@ def _episodes(name: str, *, rewrites: bool) -> Callable[[Path], None]:
 
 
 LOSSES = (DPOLoss(), RobustDPOLoss(), IPOLoss(), HingeLoss(), SimPOLoss(), ORPOLoss(), KTOLoss())
-PTX = {"ptx": PTXConfig(coef=0.5, examples_per_minibatch=3), "objects": {"ptx_rows": task.demonstrations(0, 32)}}
+PTX = {"ptx": PTXConfig(coef=0.5, examples_per_minibatch=3), "objects": {"ptx_rows": task.toy_demonstrations(0, 32)}}
 LORA = {"actor": ActorConfig(train=ADAPTERS), "critic": CriticConfig(train=ADAPTERS, warmup_steps=1)}
 
 

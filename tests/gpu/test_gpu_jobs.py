@@ -40,7 +40,7 @@ def sft(path: Path, **changes: Any) -> Any:
         checkpoint=CheckpointConfig(every_steps=2),
         log=LogConfig(tensorboard=False),
     )
-    rows = [dict(row) for row in task.demonstrations(0, 24)]
+    rows = [dict(row) for row in task.toy_demonstrations(0, 24)]
     return SFTTrainer(recipe, model=Qwen2ForCausalLM(config), tokenizer=tokenizer, rows=rows, resume=resume)
 
 

@@ -134,7 +134,7 @@ def group_relative(
             scores.
 
     Raises:
-        ValueError: a group has one member only, so it has no one to be relative to.
+        ValueError: a group has one member only, so there is nothing to be relative to.
     """
     member_N, num_groups = _group_index(group_N)
     scores = wide(scores_N)

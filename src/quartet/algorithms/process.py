@@ -189,7 +189,7 @@ def right_answers(outcomes_N: Tensor, applies_N: Tensor) -> Tensor | None:
         applies_N: ``[N]`` bool, where there is one; others are not right.
 
     Returns:
-        None where all outcomes are equal: nobody can say then which are right.
+        None where all outcomes are equal: which are right is unknown then.
     """
     if not bool(applies_N.any()):
         return None

@@ -216,7 +216,7 @@ class RaggedBatch:
         return replace(self, objects={**self.objects, **{k: tuple(v) for k, v in fields.items()}})
 
     def without_objects(self) -> RaggedBatch:
-        """The same for whoever only computes: texts and prompts need not travel."""
+        """The same for computing only: texts and prompts need not travel."""
         return replace(self, objects={})
 
     def bare(self) -> RaggedBatch:

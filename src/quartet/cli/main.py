@@ -126,8 +126,8 @@ def generate(
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in prompt] if chat else list(prompt)
     lengths = [len(codec.encode_prompt(each)) for each in prompts]
     short = cut_short(lengths, max_new_tokens, context_length(packed.model), "max_new_tokens")
-    for remark in (*packed.remarks, *short):
-        typer.echo(printable(remark), err=True)
+    for warning in (*packed.warnings, *short):
+        typer.echo(printable(warning), err=True)
     for text, answers in zip(prompt, run(packed, codec, prompts, sampling, num_responses=num, seed=seed), strict=True):
         for answer in answers:
             whole = answer.text if chat else text + answer.text
@@ -170,10 +170,10 @@ def _run(job: str, kind: str, recipe_path: Path, overrides: list[str] | None, re
     from quartet.cli.show import show_evaluation, show_finished, show_run
     from quartet.config.load import load_recipe
     from quartet.observe.progress import Progress
-    from quartet.trainers.run_files import finished
+    from quartet.trainers.run_files import completed_run
 
     recipe = load_recipe(job, recipe_path, overrides or ())
-    if done := finished(recipe, as_argument(resume)):
+    if done := completed_run(recipe, as_argument(resume)):
         show_finished(*done)
         return
     with Progress() as progress:
@@ -194,10 +194,10 @@ def _join_allocation() -> None:
     """Started by torchrun: the same command once more, in a process of its own with a Ray cluster of all nodes."""
     if not _is_in_allocation():
         return
-    from quartet.cluster.allocation import Seat, run_in_allocation
+    from quartet.cluster.torchrun import LauncherRank, run_under_torchrun
 
     command = [sys.executable, "-m", "quartet", *sys.argv[1:], *ON_THE_CLUSTER]
-    sys.exit(run_in_allocation(command, Seat.found(os.environ)))
+    sys.exit(run_under_torchrun(command, LauncherRank.found(os.environ)))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@
 - ``dispatch``: how a call becomes calls on workers, and results one; ``layout`` and ``balance`` say who gets what
 - ``futures``, ``manifests``: results that travel from worker to worker
 - ``processes``, ``pending``, ``errors``: starting, calling, watching, naming what went wrong
-- ``allocation``, ``ray_node``: Ray inside an allocation that torchrun has started
+- ``torchrun``, ``ray_node``: Ray inside an allocation that torchrun has started
 - ``backend``: the interface; ``local`` (this process) and ``ray_backend`` (with ``ray_address``)
 """
 
@@ -15,11 +15,11 @@ from quartet.cluster.dispatch import BROADCAST, PER_RANK, RANK_ZERO, SPLIT, Cust
 from quartet.cluster.errors import ClusterError, Death, WorkerDied, WorkerError
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup, colocate
-from quartet.cluster.host import ClassWithArgs
 from quartet.cluster.items import PerRank, Whole
 from quartet.cluster.layout import Layout
 from quartet.cluster.pool import ResourcePool
 from quartet.cluster.worker import Worker
+from quartet.cluster.worker_process import ClassWithArgs
 
 __all__ = [
     "BROADCAST",

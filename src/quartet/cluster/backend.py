@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from quartet.cluster.host import ProcessInfo
 from quartet.cluster.pool import Node, ResourcePool
+from quartet.cluster.worker_process import ProcessInfo
 from quartet.config.errors import UserError
 
 Ref: TypeAlias = Any
@@ -17,7 +17,7 @@ Ref: TypeAlias = Any
 
 
 @dataclass(frozen=True)
-class Handle:
+class WorkerHandle:
     """A started process. ``key`` names it in ``Lost``; ``target`` is the back end's own."""
 
     key: str
@@ -50,16 +50,16 @@ class Backend(AbstractContextManager["Backend"], Protocol):
 
     def start(
         self, pool: ResourcePool, group: str, *, environment: Mapping[str, str], detached: bool
-    ) -> Sequence[Handle]:
+    ) -> Sequence[WorkerHandle]:
         """Starts one process per rank, in a granted pool."""
 
-    def stop(self, handles: Sequence[Handle]) -> None:
+    def stop(self, handles: Sequence[WorkerHandle]) -> None:
         """Ends the processes, whatever they are doing."""
 
-    def call(self, handle: Handle, method: str, args: tuple[Any, ...]) -> Ref:
+    def call(self, handle: WorkerHandle, method: str, args: tuple[Any, ...]) -> Ref:
         """Calls a method of the host; calls on one process run in the order in which they were made."""
 
-    def call_many(self, handle: Handle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[Ref]:
+    def call_many(self, handle: WorkerHandle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[Ref]:
         """The same for a method that returns a tuple of ``returns`` values, each with a reference of its own."""
 
     def put(self, value: Any) -> Ref:
@@ -80,10 +80,10 @@ class Backend(AbstractContextManager["Backend"], Protocol):
     def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
         """The end of what a process wrote, also of one that is gone; nothing where it cannot be read."""
 
-    def find(self, group: str) -> Sequence[Handle]:
+    def find(self, group: str) -> Sequence[WorkerHandle]:
         """The first process of a detached group, or none."""
 
-    def handle_of(self, group: str, rank: int) -> Handle:
+    def handle_of(self, group: str, rank: int) -> WorkerHandle:
         """Another process of a detached group."""
 
     def close(self) -> None:

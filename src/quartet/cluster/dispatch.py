@@ -36,7 +36,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """One call per rank (None: not called), the ranks whose results count, and what becomes of those.
 
     Attributes:
@@ -51,32 +51,32 @@ class Plan:
     is_split: bool = False
 
 
-class Mode(Protocol):
+class DispatchMode(Protocol):
     """A way to distribute a call."""
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan: ...
+    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan: ...
 
 
 @dataclass(frozen=True)
 class Broadcast:
     """Every rank gets the same arguments, but of a ``PerRank`` its own entry."""
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         ranks = range(layout.world_size)
         if not any(isinstance(value, PerRank) for value in (*args, *kwargs.values())):
-            return Plan([Call(args, kwargs)] * layout.world_size, ranks, list)
-        return Plan([_each(layout, rank, args, kwargs) for rank in ranks], ranks, list)
+            return CallPlan([Call(args, kwargs)] * layout.world_size, ranks, list)
+        return CallPlan([_each(layout, rank, args, kwargs) for rank in ranks], ranks, list)
 
 
 @dataclass(frozen=True)
 class PerRankLists:
     """Every argument is a list with one entry per rank."""
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         wrapped = tuple(PerRank(value) for value in args)
         named = {name: PerRank(value) for name, value in kwargs.items()}
         ranks = range(layout.world_size)
-        return Plan([_each(layout, rank, wrapped, named) for rank in ranks], ranks, list)
+        return CallPlan([_each(layout, rank, wrapped, named) for rank in ranks], ranks, list)
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class OneRank:
 
     rank: int
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         if not 0 <= self.rank < layout.world_size:
             raise ValueError(f"there is no rank {self.rank} among {layout.world_size}")
         calls = [Call(args, kwargs) if rank == self.rank else None for rank in range(layout.world_size)]
-        return Plan(calls, [self.rank], lambda results: results[0])
+        return CallPlan(calls, [self.rank], lambda results: results[0])
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Custom:
     distribute: Callable[..., Sequence[tuple[tuple[Any, ...], dict[str, Any]] | None]]
     collect: Callable[[Layout, list[Any]], Any]
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         given = list(self.distribute(layout, *args, **kwargs))
         if len(given) != layout.world_size:
             raise ValueError(f"distribute returned {len(given)} entries for {layout.world_size} ranks")
@@ -114,7 +114,7 @@ class Custom:
             of_rank = dict(zip(called, results, strict=True))
             return self.collect(layout, [of_rank.get(rank) for rank in range(layout.world_size)])
 
-        return Plan([Call(*entry) if entry is not None else None for entry in given], called, collect)
+        return CallPlan([Call(*entry) if entry is not None else None for entry in given], called, collect)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Split:
 
     results: Literal["items", "parts"] = "items"
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         structure, count = survey([*args, *kwargs.values()])
         parts = plan_parts(count, layout.parts, structure)
         shares = [Share(part, structure.select(part) if structure is not None else None) for part in parts]
@@ -150,7 +150,7 @@ class Split:
         def collect(results: list[Any]) -> Any:
             return self.merge(results, shares, structure)
 
-        return Plan([of_part[part] for part in layout.part_of], layout.answering, collect, structure, is_split=True)
+        return CallPlan([of_part[part] for part in layout.part_of], layout.answering, collect, structure, is_split=True)
 
     def merge(self, results: list[Any], shares: Sequence[Share], target: Structure | None) -> Any:
         """Results of parts with these items as the call's result."""
@@ -217,12 +217,12 @@ class Mark:
     ``chunks``: references into which each part of a result that travels to another group is divided.
     """
 
-    mode: Mode
+    mode: DispatchMode
     blocking: bool = True
     chunks: int = 1
 
 
-def dispatch(mode: Mode = BROADCAST, *, blocking: bool = True, chunks: int = 1) -> Callable[[_F], _F]:
+def dispatch(mode: DispatchMode = BROADCAST, *, blocking: bool = True, chunks: int = 1) -> Callable[[_F], _F]:
     """Marks a worker's method: its group gets a method of the same name.
 
     Args:

@@ -153,6 +153,6 @@ def last_error(lines: Sequence[str]) -> str | None:
     return None
 
 
-def known_as(failure: Failure, group: str, rank: int) -> Failure:
+def with_worker_name(failure: Failure, group: str, rank: int) -> Failure:
     """The failure with its sender filled in, where it does not name one itself."""
     return failure if failure.rank >= 0 else replace(failure, group=group, rank=rank)

@@ -8,10 +8,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quartet.cluster.dispatch import Call, Mode, Plan, Split, portion, survey
+from quartet.cluster.dispatch import Call, CallPlan, DispatchMode, Split, portion, survey
 from quartet.cluster.items import Positions, Share, arrange, is_items
 from quartet.cluster.layout import Layout
-from quartet.cluster.manifests import Gather, Manifest, PartRefs, share_of
+from quartet.cluster.manifests import Gather, ObjectManifest, PartRefs, share_of
 
 if TYPE_CHECKING:
     from quartet.cluster.pending import Pending
@@ -34,7 +34,7 @@ class BatchFuture:
     """
 
     def __init__(
-        self, pending: Pending, mode: Mode, parts: Sequence[PartRefs], plan: Plan, partition: str | None
+        self, pending: Pending, mode: DispatchMode, parts: Sequence[PartRefs], plan: CallPlan, partition: str | None
     ) -> None:
         self.parts = tuple(parts)
         self.partition = partition
@@ -50,7 +50,7 @@ class BatchFuture:
         """Whether the call has ended, well or badly."""
         return self._pending.done()
 
-    def wait(self, timeout_s: float | None = None) -> list[Manifest]:
+    def wait(self, timeout_s: float | None = None) -> list[ObjectManifest]:
         """Waits for the call to end; the manifests of its parts, while the data stays where it is.
 
         Raises:
@@ -79,7 +79,7 @@ class BatchFuture:
         # Small values came with their manifests; another thread costs more than to take them.
         return self.result() if all(m.is_small for m in manifests) else await asyncio.to_thread(self.result)
 
-    async def finished(self) -> list[Manifest]:
+    async def finished(self) -> list[ObjectManifest]:
         """``wait`` without blocking the event loop."""
         return await self._pending.outcomes_soon()
 
@@ -96,7 +96,7 @@ class BatchFuture:
         return Gather((PartRefs(None, self.parts[rank].chunks),))
 
 
-def _of_one_rank(manifest: Manifest, pieces: Sequence[Any]) -> Any:
+def _of_one_rank(manifest: ObjectManifest, pieces: Sequence[Any]) -> Any:
     """One rank's result, whole: its chunks by their positions among that rank's items."""
     if len(manifest.chunks) < 2:
         return pieces[0]
@@ -108,7 +108,9 @@ def _of_one_rank(manifest: Manifest, pieces: Sequence[Any]) -> Any:
 # As arguments --------------------------------------------------------------------------------------------
 
 
-def plan_call(mode: Mode, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan, str | None]:
+def plan_call(
+    mode: DispatchMode, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[CallPlan, str | None]:
     """A call's plan, and the name of the way in which its items are divided.
 
     Raises:
@@ -135,7 +137,7 @@ def _fetching(call: Call) -> Call:
 
 def _split_futures(
     layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any], futures: Sequence[BatchFuture]
-) -> tuple[Plan, str]:
+) -> tuple[CallPlan, str]:
     """Where both sides are split alike, each part goes one to one; otherwise the readers find their parts."""
     for future in futures:
         if not future.is_split and len(future.parts) > 1:
@@ -169,4 +171,4 @@ def _split_futures(
         Call(tuple(mine(v, part) for v in args), {name: mine(v, part) for name, v in kwargs.items()})
         for part in range(layout.parts)
     ]
-    return Plan([calls[part] for part in layout.part_of], layout.answering, list, None, is_split=True), partition
+    return CallPlan([calls[part] for part in layout.part_of], layout.answering, list, None, is_split=True), partition

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 from quartet.cluster.backend import Backend, current_backend
-from quartet.cluster.dispatch import BROADCAST, Mark, Mode, marks_of
+from quartet.cluster.dispatch import BROADCAST, DispatchMode, Mark, marks_of
 from quartet.cluster.errors import Death
 from quartet.cluster.futures import BatchFuture, plan_call
-from quartet.cluster.host import ClassWithArgs, ProcessInfo
 from quartet.cluster.layout import Layout
 from quartet.cluster.pool import ResourcePool
-from quartet.cluster.processes import GroupSpec, Processes, StartOptions
+from quartet.cluster.processes import GroupSpec, ProcessManager, StartOptions
+from quartet.cluster.worker_process import ClassWithArgs, ProcessInfo
 from quartet.config.errors import UserError
 
 _names = itertools.count()
@@ -22,7 +22,7 @@ _names = itertools.count()
 class GroupMethod:
     """A worker's method, called on the group in the way that its mark says."""
 
-    def __init__(self, processes: Processes, role: str, name: str, mark: Mark) -> None:
+    def __init__(self, processes: ProcessManager, role: str, name: str, mark: Mark) -> None:
         self._processes = processes
         self._role = role
         self._name = name
@@ -98,7 +98,7 @@ class WorkerGroup:
         self._bind(_processes(role, pool, {role: deferred}, layout, backend, options), role)
         self._processes.start()
 
-    def _bind(self, processes: Processes, role: str) -> None:
+    def _bind(self, processes: ProcessManager, role: str) -> None:
         self._processes = processes
         self._role = role
         self._cls = processes.spec.roles[role].cls
@@ -108,7 +108,7 @@ class WorkerGroup:
             setattr(self, name, GroupMethod(processes, role, name, mark))
 
     @classmethod
-    def _of(cls, processes: Processes, role: str) -> WorkerGroup:
+    def _of(cls, processes: ProcessManager, role: str) -> WorkerGroup:
         group = cls.__new__(cls)
         group._bind(processes, role)
         return group
@@ -141,14 +141,21 @@ class WorkerGroup:
         return tuple(self._processes.infos)
 
     def call(
-        self, method: str | Callable[..., Any], *args: Any, mode: Mode = BROADCAST, blocking: bool = True, **kwargs: Any
+        self,
+        method: str | Callable[..., Any],
+        *args: Any,
+        mode: DispatchMode = BROADCAST,
+        blocking: bool = True,
+        **kwargs: Any,
     ) -> Any:
         """Calls any method, by name or as a function of the class: with one value for all workers, or of a ``PerRank``
         each its own."""
         bound = GroupMethod(self._processes, self._role, _name_of(method), Mark(mode, blocking))
         return bound(*args, **kwargs)
 
-    async def ask(self, method: str | Callable[..., Any], *args: Any, mode: Mode = BROADCAST, **kwargs: Any) -> Any:
+    async def ask(
+        self, method: str | Callable[..., Any], *args: Any, mode: DispatchMode = BROADCAST, **kwargs: Any
+    ) -> Any:
         """``call`` for a coroutine: awaits the result, which comes to the driver. The shortest way for small ones."""
         return await GroupMethod(self._processes, self._role, _name_of(method), Mark(mode)).ask(*args, **kwargs)
 
@@ -190,7 +197,7 @@ class WorkerGroup:
         """
         backend = backend or current_backend()
         group, _, role = name.rpartition("/")
-        processes = Processes.found(backend, group or role, timeout_s)
+        processes = ProcessManager.found(backend, group or role, timeout_s)
         if processes is None:
             raise UserError(
                 "there is no such group",
@@ -230,13 +237,13 @@ def _processes(
     layout: Layout | Mapping[str, int] | None,
     backend: Backend | None,
     options: StartOptions,
-) -> Processes:
+) -> ProcessManager:
     """Those of a group, not started yet. The first role's class says the layout where none is given."""
     if layout is None:
         layout = getattr(next(iter(roles.values())).cls, "layout_axes", {})
     if not isinstance(layout, Layout) or layout.world_size != pool.world_size:
         layout = Layout.fit(pool.world_size, dict(layout.axes) if isinstance(layout, Layout) else layout)
-    return Processes(backend or current_backend(), GroupSpec(name, pool, roles, layout, **options))
+    return ProcessManager(backend or current_backend(), GroupSpec(name, pool, roles, layout, **options))
 
 
 def _name_of(method: str | Callable[..., Any]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.structure import Sources, Structure, combine, gather_tokens, sources
+from quartet.cluster.structure import Sources, Structure, combine_structures, gather_tokens, sources
 
 Positions: TypeAlias = Sequence[int]
 """Where the items of a part stand among all items; a range where they stand together, as there may be many."""
@@ -216,10 +216,10 @@ def _arrange_batches(
     known = [share.table for share in shares if share.table is not None]
     tables = known if len(known) == len(shares) else [Structure.of(batch) for batch in batches]
     positions = [share.positions for share in shares]
-    table = target if target is not None else combine(tables, positions, origin)
+    table = target if target is not None else combine_structures(tables, positions, origin)
     where = sources(table, tables, positions)
     if None in where:  # a segment that no sequence needs has no tokens to put there
-        table = combine(tables, positions, origin)
+        table = combine_structures(tables, positions, origin)
         where = sources(table, tables, positions)
     return _assemble(batches, tables, table, where, order)
 
@@ -282,7 +282,7 @@ def _arrange_columns(
         if len(tables) < len(shares):
             raise ValueError(f"token columns {sorted(columns[0].token)} came without the batch that they belong to")
         positions = [share.positions for share in shares]
-        table = target if target is not None else combine(tables, positions, origin)
+        table = target if target is not None else combine_structures(tables, positions, origin)
         where = sources(table, tables, positions)
         token = {
             name: gather_tokens(name, table, where, [(t, c.token[name]) for t, c in zip(tables, columns, strict=True)])

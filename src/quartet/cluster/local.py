@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from quartet.cluster.backend import Backend, Handle, forget
+from quartet.cluster.backend import Backend, WorkerHandle, forget
 from quartet.cluster.errors import Lost
 from quartet.cluster.futures import BatchFuture
-from quartet.cluster.host import Host, ProcessInfo
 from quartet.cluster.pool import Node, ResourcePool, check_pool
 from quartet.cluster.worker import TAKES_TURNS
+from quartet.cluster.worker_process import ProcessInfo, WorkerProcess
 
-_detached: dict[tuple[str, int], Handle] = {}
+_detached: dict[tuple[str, int], WorkerHandle] = {}
 _numbers = itertools.count()
 
 
@@ -34,7 +34,7 @@ class LocalRef:
     value: Any
 
 
-class LocalHost(Host):
+class LocalWorkerProcess(WorkerProcess):
     """Keeps its environment to itself."""
 
     def __init__(self, group: str, rank: int, environment: Mapping[str, str]) -> None:
@@ -45,7 +45,7 @@ class LocalHost(Host):
     def set_environment(self, environment: Mapping[str, str]) -> None:
         self.environment |= environment
 
-    def meeting_port(self) -> int:
+    def rendezvous_port(self) -> int:
         return TAKES_TURNS
 
     def stop(self) -> None:
@@ -58,7 +58,7 @@ class LocalBackend(Backend):
     """Workers in this process."""
 
     def __init__(self) -> None:
-        self._handles: list[Handle] = []
+        self._handles: list[WorkerHandle] = []
 
     def nodes(self) -> list[Node]:
         here = {"CPU": 1.0}
@@ -77,32 +77,32 @@ class LocalBackend(Backend):
 
     def start(
         self, pool: ResourcePool, group: str, *, environment: Mapping[str, str], detached: bool
-    ) -> Sequence[Handle]:
-        hosts = [LocalHost(group, rank, environment) for rank in range(pool.world_size)]
-        handles = [Handle(f"local-{next(_numbers)}", rank, host) for rank, host in enumerate(hosts)]
+    ) -> Sequence[WorkerHandle]:
+        hosts = [LocalWorkerProcess(group, rank, environment) for rank in range(pool.world_size)]
+        handles = [WorkerHandle(f"local-{next(_numbers)}", rank, host) for rank, host in enumerate(hosts)]
         if detached:
             _detached.update({(group, handle.rank): handle for handle in handles})
         else:
             self._handles += handles
         return handles
 
-    def stop(self, handles: Sequence[Handle]) -> None:
+    def stop(self, handles: Sequence[WorkerHandle]) -> None:
         for handle in handles:
             handle.target.stop()
         for name, handle in list(_detached.items()):
             if handle.target.is_stopped:
                 del _detached[name]
 
-    def call(self, handle: Handle, method: str, args: tuple[Any, ...]) -> LocalRef:
+    def call(self, handle: WorkerHandle, method: str, args: tuple[Any, ...]) -> LocalRef:
         return LocalRef(self._run(handle, method, args))
 
-    def call_many(self, handle: Handle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[LocalRef]:
+    def call_many(self, handle: WorkerHandle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[LocalRef]:
         values = self._run(handle, method, args)
         each = values if isinstance(values, tuple) and returns > 1 else (values,) * returns
         return [LocalRef(value) for value in each]
 
-    def _run(self, handle: Handle, method: str, args: tuple[Any, ...]) -> Any:
-        host: LocalHost = handle.target
+    def _run(self, handle: WorkerHandle, method: str, args: tuple[Any, ...]) -> Any:
+        host: LocalWorkerProcess = handle.target
         if host.is_stopped:
             return Lost(handle.key, "it was stopped")
         _check_no_future_inside(args)
@@ -126,10 +126,10 @@ class LocalBackend(Backend):
     def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
         return []
 
-    def find(self, group: str) -> Sequence[Handle]:
+    def find(self, group: str) -> Sequence[WorkerHandle]:
         return [_detached[group, 0]] if (group, 0) in _detached else []
 
-    def handle_of(self, group: str, rank: int) -> Handle:
+    def handle_of(self, group: str, rank: int) -> WorkerHandle:
         return _detached[group, rank]
 
     def close(self) -> None:

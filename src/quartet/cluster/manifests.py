@@ -3,7 +3,7 @@
 A non-blocking call leaves each part of its result in the object store as one reference per chunk, and a manifest that
 says where the items stand. An argument made of such a result is a ``Gather``: the worker that receives it reads the
 manifests and fetches only the chunks that it needs. Planning is a function of the manifests, so all workers of a group
-agree on it without asking anybody, and the driver need not wait for the first call before it makes the next.
+agree on it without communication, and the driver need not wait for the first call before it makes the next.
 
 Of a batch only the token ids may stay behind: an outline (``RaggedBatch.elsewhere``) holds ``Gather``s of batches that
 have them, and the worker that receives it as an argument puts them in.
@@ -19,11 +19,11 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.items import Positions, Share, arrange, cut, is_items, is_large, num_items, placed
-from quartet.cluster.structure import combine
+from quartet.cluster.structure import combine_structures
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ObjectManifest:
     """What a worker says of its part of a result.
 
     Attributes:
@@ -89,7 +89,7 @@ Fetch = Callable[[Sequence[Any]], list[Any]]
 """References → values; a value may be a ``Failure`` or ``Lost``."""
 
 
-def divide(value: Any, given: Share | None, chunks: int, origin: str) -> tuple[Manifest, list[Any]]:
+def divide(value: Any, given: Share | None, chunks: int, origin: str) -> tuple[ObjectManifest, list[Any]]:
     """A result as a manifest and so many chunks (None where there are fewer).
 
     Args:
@@ -102,7 +102,7 @@ def divide(value: Any, given: Share | None, chunks: int, origin: str) -> tuple[M
     if isinstance(value, Noted):
         manifest, pieces = divide(value.value, given, chunks, origin)
         return replace(manifest, note=value.note), pieces
-    manifest = Manifest((), given if given is not None else Share(()), not is_large(value))
+    manifest = ObjectManifest((), given if given is not None else Share(()), not is_large(value))
     if not is_items(value):
         return manifest, [value] + [None] * (chunks - 1)
     share = placed(value, given if given is not None else Share(range(num_items(value))))
@@ -116,7 +116,7 @@ def divide(value: Any, given: Share | None, chunks: int, origin: str) -> tuple[M
     return replace(manifest, chunks=tuple(shares)), [cut(value, at, table) for at in pieces]
 
 
-def share_of(manifests: Sequence[Manifest], gather: Gather) -> Share:
+def share_of(manifests: Sequence[ObjectManifest], gather: Gather) -> Share:
     """The reader's part, in ascending order.
 
     Raises:
@@ -134,8 +134,10 @@ def share_of(manifests: Sequence[Manifest], gather: Gather) -> Share:
     everything = sorted(p for at in positions for p in at)
     if gather.direct:
         places = {p: i for i, p in enumerate(everything)}
-        return Share(everything, combine(tables, [[places[p] for p in at] for at in positions], gather.origin))
-    table = combine(tables, positions, gather.origin)
+        return Share(
+            everything, combine_structures(tables, [[places[p] for p in at] for at in positions], gather.origin)
+        )
+    table = combine_structures(tables, positions, gather.origin)
     part = plan_parts(len(everything), gather.of, table, positions)[gather.part or 0]
     return Share(part, table.select(part))
 
@@ -146,7 +148,7 @@ def _at(positions: Positions, indices: Positions) -> Positions:
     return [positions[i] for i in indices]
 
 
-def fetch_manifests(fetch: Fetch, gathers: Sequence[Gather]) -> list[list[Manifest]]:
+def fetch_manifests(fetch: Fetch, gathers: Sequence[Gather]) -> list[list[ObjectManifest]]:
     """Per argument the manifests of its parts.
 
     Raises:
@@ -164,7 +166,7 @@ def checked(values: list[Any]) -> list[Any]:
     return values
 
 
-def fetch_whole(fetch: Fetch, gather: Gather, manifests: Sequence[Manifest]) -> Any:
+def fetch_whole(fetch: Fetch, gather: Gather, manifests: Sequence[ObjectManifest]) -> Any:
     """All items of all parts in order; of a result without items the single value.
 
     Raises:
@@ -178,7 +180,7 @@ def fetch_whole(fetch: Fetch, gather: Gather, manifests: Sequence[Manifest]) -> 
     return arrange(*_chunks(fetch, gather, manifests, None), origin=gather.origin)
 
 
-def fetch_part(fetch: Fetch, gather: Gather, manifests: Sequence[Manifest], share: Share) -> Any:
+def fetch_part(fetch: Fetch, gather: Gather, manifests: Sequence[ObjectManifest], share: Share) -> Any:
     """The items of ``share``, from the chunks that hold them.
 
     Raises:
@@ -233,7 +235,7 @@ def _batches(value: Any) -> Sequence[RaggedBatch]:
 
 
 def _chunks(
-    fetch: Fetch, gather: Gather, manifests: Sequence[Manifest], positions: Positions | None
+    fetch: Fetch, gather: Gather, manifests: Sequence[ObjectManifest], positions: Positions | None
 ) -> tuple[list[Any], list[Share]]:
     """The chunks that hold items at ``positions`` (None: all), cut down to these and numbered among them."""
     chunks = [

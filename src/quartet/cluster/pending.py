@@ -15,7 +15,7 @@ from quartet.cluster.items import is_large
 from quartet.cluster.manifests import Gather
 
 if TYPE_CHECKING:
-    from quartet.cluster.processes import Processes
+    from quartet.cluster.processes import ProcessManager
 
 POLL_S = 0.5
 """How often a call that takes long looks for ranks that failed."""
@@ -26,7 +26,7 @@ GRACE_S = 2.0
 class Pending:
     """A call in flight: one small reference per rank that says how it ended."""
 
-    def __init__(self, processes: Processes, refs: Mapping[int, Ref], answers: Sequence[int], during: str) -> None:
+    def __init__(self, processes: ProcessManager, refs: Mapping[int, Ref], answers: Sequence[int], during: str) -> None:
         self._processes = processes
         self._waiting = dict(refs)
         self._answers = answers

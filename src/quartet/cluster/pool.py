@@ -44,7 +44,7 @@ class ResourcePool:
         if self.groups < 1 or min(self.needs.values(), default=0.0) < 0:
             raise UserError(
                 "a pool cannot grant less than nothing",
-                found=f"groups={self.groups}, each process needs {describe(self.needs)}",
+                found=f"groups={self.groups}, each process needs {describe_pool(self.needs)}",
                 remedy="set groups to at least 1 and resources to 0 or more",
             )
 
@@ -96,8 +96,11 @@ def check_pool(pool: ResourcePool, nodes: Sequence[Node], num_others: int = 0) -
     raise UserError(
         f"the cluster cannot grant the pool {list(pool.processes)} ({pool.strategy})"
         + (f" beside {num_others} other{'s' if num_others > 1 else ''}" if num_others else ""),
-        found=f"each process needs {describe(pool.needs)}; "
-        + ("; ".join(f"{node.name} has {describe(node.total, pool.needs)}" for node in nodes) or "there is no node")
+        found=f"each process needs {describe_pool(pool.needs)}; "
+        + (
+            "; ".join(f"{node.name} has {describe_pool(node.total, pool.needs)}" for node in nodes)
+            or "there is no node"
+        )
         + (" left" if num_others else ""),
         remedy=_nearest(pool, capacity),
     )
@@ -106,10 +109,12 @@ def check_pool(pool: ResourcePool, nodes: Sequence[Node], num_others: int = 0) -
 def refused(pool: ResourcePool, nodes: Sequence[Node], waited_s: float) -> UserError:
     """The error for a pool that could be granted, were others not holding what it needs."""
     free = [node.holds(pool.needs, node.free) for node in nodes]
-    held = [f"{n.name} has {describe(n.free, pool.needs)} free of {describe(n.total, pool.needs)}" for n in nodes]
+    held = [
+        f"{n.name} has {describe_pool(n.free, pool.needs)} free of {describe_pool(n.total, pool.needs)}" for n in nodes
+    ]
     return UserError(
         f"the pool {list(pool.processes)} ({pool.strategy}) was not granted within {waited_s:g} s",
-        found=f"each process needs {describe(pool.needs)}; " + "; ".join(held),
+        found=f"each process needs {describe_pool(pool.needs)}; " + "; ".join(held),
         remedy=f"stop what holds the rest, wait longer, or now: {_nearest(pool, free)}",
     )
 
@@ -142,7 +147,7 @@ def _nearest(pool: ResourcePool, capacity: Sequence[int]) -> str:
     return f"use {text}" if missing <= 0 else f"use {text}, the most that fits, or add nodes"
 
 
-def describe(amounts: Mapping[str, float], only: Mapping[str, float] | None = None) -> str:
+def describe_pool(amounts: Mapping[str, float], only: Mapping[str, float] | None = None) -> str:
     """``1 CPU and 2 GPU``, of the resources in ``only``."""
     names = list(only if only is not None else amounts)
     return " and ".join(f"{amounts.get(name, 0.0):g} {name}" for name in names) or "nothing"

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from quartet.cluster.backend import Backend, Handle, Ref
-from quartet.cluster.dispatch import Call, Plan
+from quartet.cluster.backend import Backend, Ref, WorkerHandle
+from quartet.cluster.dispatch import Call, CallPlan
 from quartet.cluster.errors import (
     ClusterError,
     Death,
@@ -17,16 +17,16 @@ from quartet.cluster.errors import (
     Lost,
     WorkerDied,
     WorkerError,
-    known_as,
     last_error,
     raise_failure,
+    with_worker_name,
 )
-from quartet.cluster.host import ClassWithArgs, ProcessInfo
 from quartet.cluster.layout import Layout
 from quartet.cluster.manifests import PartRefs
 from quartet.cluster.pending import Pending, Shared
 from quartet.cluster.pool import ResourcePool
-from quartet.cluster.worker import LOOPBACK, Place
+from quartet.cluster.worker import LOOPBACK, RankInfo
+from quartet.cluster.worker_process import ClassWithArgs, ProcessInfo
 from quartet.config.errors import UserError
 
 LAST_LINES = 30
@@ -62,22 +62,22 @@ class GroupSpec:
     start_timeout_s: float = 120.0
 
 
-_rosters: dict[str, tuple[str, int, ProcessInfo | None]] = {}
+_known_processes: dict[str, tuple[str, int, ProcessInfo | None]] = {}
 """Key of a process → its group, rank and what is known of it: a call may fail because of another group's worker."""
 
 
-_occupants: weakref.WeakKeyDictionary[ResourcePool, set[Processes]] = weakref.WeakKeyDictionary()
+_groups_of_pool: weakref.WeakKeyDictionary[ResourcePool, set[ProcessManager]] = weakref.WeakKeyDictionary()
 """The groups with processes in a pool, also where the group's handle is gone."""
 
 
-class Processes:
+class ProcessManager:
     """Started processes with the roles of a spec in each; or those of a detached group that was found."""
 
     def __init__(self, backend: Backend, spec: GroupSpec) -> None:
         self.backend = backend
         self.spec = spec
         self.restarts = 0
-        self.handles: list[Handle] = []
+        self.handles: list[WorkerHandle] = []
         self.infos: list[ProcessInfo] = []
         self._last_failures: dict[int, Failure] = {}
         self._last_death: Death | None = None
@@ -117,7 +117,7 @@ class Processes:
 
     def _check_room(self) -> None:
         """Processes for which the pool has no share left would wait for ever."""
-        there = _occupants.setdefault(self.spec.pool, set())
+        there = _groups_of_pool.setdefault(self.spec.pool, set())
         others = sorted(p.spec.name for p in there if p.handles and p.backend is self.backend)
         if len(others) >= self.spec.pool.groups:
             raise UserError(
@@ -129,7 +129,7 @@ class Processes:
         there.add(self)
 
     @classmethod
-    def found(cls, backend: Backend, name: str, timeout_s: float) -> Processes | None:
+    def found(cls, backend: Backend, name: str, timeout_s: float) -> ProcessManager | None:
         """Those of the detached group with that name.
 
         Raises:
@@ -148,19 +148,19 @@ class Processes:
 
     def _introduce(self) -> None:
         for handle in self.handles:
-            _rosters[handle.key] = (self.spec.name, handle.rank, None)
-        self.infos = self._all("introduce", "starting", self.spec.start_timeout_s)
+            _known_processes[handle.key] = (self.spec.name, handle.rank, None)
+        self.infos = self._all("process_info", "starting", self.spec.start_timeout_s)
         for handle, info in zip(self.handles, self.infos, strict=True):
-            _rosters[handle.key] = (self.spec.name, handle.rank, info)
+            _known_processes[handle.key] = (self.spec.name, handle.rank, info)
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[RankInfo]:
         """Every rank's place; rank 0 names the port at which all meet, on its own node."""
-        port = self._outcomes([self.backend.call(self.handles[0], "meeting_port", ())], [0], "starting", None)[0]
+        port = self._outcomes([self.backend.call(self.handles[0], "rendezvous_port", ())], [0], "starting", None)[0]
         nodes = [info.node for info in self.infos]
         hosts = {info.host for info in self.infos}
         address = LOOPBACK if len(hosts) == 1 else self.infos[0].host
         return [
-            Place(
+            RankInfo(
                 rank=rank,
                 world_size=len(nodes),
                 local_rank=nodes[:rank].count(nodes[rank]),
@@ -187,10 +187,10 @@ class Processes:
         self.backend.stop(self.handles)
         self.handles = []
         self._pings.clear()
-        _occupants.get(self.spec.pool, set()).discard(self)
+        _groups_of_pool.get(self.spec.pool, set()).discard(self)
 
     def restart(self) -> None:
-        """Ends what is left of the processes and starts all anew, with a new meeting point and new roles.
+        """Ends what is left of the processes and starts all anew, with a new rendezvous and new roles.
 
         All of them, because the living ones wait in collectives for the dead one, and roles in one process fail
         together. What a role had learnt is for its owner to load again.
@@ -248,7 +248,7 @@ class Processes:
         Raises:
             ClusterError: the group was stopped.
         """
-        watched: list[Handle] = []
+        watched: list[WorkerHandle] = []
         coming: dict[int, asyncio.Future[Any]] = {}
         while True:
             if not self._is_restarting:
@@ -267,15 +267,15 @@ class Processes:
 
     # Calls -----------------------------------------------------------------------------------------------
 
-    def call(self, role: str, method: str, plan: Plan) -> Any:
+    def call(self, role: str, method: str, plan: CallPlan) -> Any:
         """Calls and waits; the plan's collected result. Raises as ``Pending.outcomes``."""
         return plan.collect(self._called(role, method, plan).outcomes())
 
-    async def ask(self, role: str, method: str, plan: Plan) -> Any:
+    async def ask(self, role: str, method: str, plan: CallPlan) -> Any:
         """``call`` without blocking the event loop."""
         return plan.collect(await self._called(role, method, plan).outcomes_soon())
 
-    def _called(self, role: str, method: str, plan: Plan) -> Pending:
+    def _called(self, role: str, method: str, plan: CallPlan) -> Pending:
         """A call whose results come to the driver as they are made."""
         refs = {}
         for rank, handle, _, names, values in self._arguments(plan):
@@ -283,7 +283,7 @@ class Processes:
             refs[rank] = self.backend.call(handle, "call", (head, *values))
         return Pending(self, refs, plan.answers, f"{role}.{method}")
 
-    def submit(self, role: str, method: str, plan: Plan, chunks: int) -> tuple[Pending, list[PartRefs]]:
+    def submit(self, role: str, method: str, plan: CallPlan, chunks: int) -> tuple[Pending, list[PartRefs]]:
         """Calls without waiting: the call in flight, and the references to each answering rank's part."""
         status: dict[int, Ref] = {}
         parts: dict[int, PartRefs] = {}
@@ -295,7 +295,7 @@ class Processes:
         pending = Pending(self, status, plan.answers, f"{role}.{method}")
         return pending, [parts[rank] for rank in plan.answers]
 
-    def _arguments(self, plan: Plan) -> Iterator[tuple[int, Handle, Call, tuple[str, ...], list[Any]]]:
+    def _arguments(self, plan: CallPlan) -> Iterator[tuple[int, WorkerHandle, Call, tuple[str, ...], list[Any]]]:
         """Of each rank that is called: its handle and call, the names of the keyword arguments, all arguments in a row.
 
         Raises:
@@ -322,7 +322,9 @@ class Processes:
     def raise_for(self, troubles: Mapping[int, Failure | Lost], during: str) -> None:
         """Raises the cause: a death before an exception, which is often only how the others noticed."""
         lost = {rank: t for rank, t in troubles.items() if isinstance(t, Lost)}
-        failures = {rank: known_as(t, self.spec.name, rank) for rank, t in troubles.items() if isinstance(t, Failure)}
+        failures = {
+            rank: with_worker_name(t, self.spec.name, rank) for rank, t in troubles.items() if isinstance(t, Failure)
+        }
         self._last_failures.update({f.rank: f for f in failures.values() if f.group == self.spec.name})
         others = list(dict.fromkeys(failure.brief() for failure in failures.values()))
         if lost:
@@ -334,7 +336,7 @@ class Processes:
         raise_failure(first_failed, [line for line in others if line != first_failed.brief()])
 
     def _death(self, lost: Lost, during: str) -> Death:
-        group, rank, info = _rosters.get(lost.key or "", (self.spec.name, None, None))
+        group, rank, info = _known_processes.get(lost.key or "", (self.spec.name, None, None))
         lines = self.backend.last_lines(info, LAST_LINES) if info is not None else []
         pid, host = (info.pid, info.host) if info is not None else (None, "unknown host")
         known = self._last_failures.get(rank) if rank is not None and group == self.spec.name else None

@@ -32,11 +32,11 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from quartet.cluster.backend import Backend, Handle, forget
+from quartet.cluster.backend import Backend, WorkerHandle, forget
 from quartet.cluster.errors import Failure, Lost
-from quartet.cluster.host import Host, ProcessInfo
 from quartet.cluster.pool import Node, ResourcePool, check_pool, refused
 from quartet.cluster.ray_address import NAMESPACE, check_same, join_cluster
+from quartet.cluster.worker_process import ProcessInfo, WorkerProcess
 from quartet.config.errors import UserError
 
 _open: list[RayBackend] = []
@@ -45,7 +45,7 @@ _READ_TIMEOUT_S = 5.0
 _REASON_LINES = 6
 
 
-class RayHost(Host):
+class RayWorkerProcess(WorkerProcess):
     """The host as a Ray actor."""
 
     def __init__(self, group: str, rank: int) -> None:
@@ -53,7 +53,7 @@ class RayHost(Host):
         self._host = ray.util.get_node_ip_address()
         register_tensors()
 
-    def introduce(self) -> ProcessInfo:
+    def process_info(self) -> ProcessInfo:
         context = ray.get_runtime_context()
         devices = ",".join(context.get_accelerator_ids().get("GPU", []))
         return ProcessInfo(os.getpid(), self._host, context.get_node_id(), devices, _output_files())
@@ -155,7 +155,7 @@ class RayBackend(Backend):
     ) -> None:
         self._may_grow = may_grow
         self._grants: dict[int, _Grant] = {}
-        self._handles: dict[str, Handle] = {}
+        self._handles: dict[str, WorkerHandle] = {}
         self._started_ray = not ray.is_initialized()
         self._is_private = False  # a cluster of this machine alone, which ends with us
         if not self._started_ray:
@@ -245,7 +245,7 @@ class RayBackend(Backend):
 
     def start(
         self, pool: ResourcePool, group: str, *, environment: Mapping[str, str], detached: bool
-    ) -> Sequence[Handle]:
+    ) -> Sequence[WorkerHandle]:
         reserved = self._grants[id(pool)].reserved
         share = {name: amount / pool.groups for name, amount in pool.needs.items()}
         options: dict[str, Any] = {
@@ -262,33 +262,33 @@ class RayBackend(Backend):
             if detached:
                 options |= {"name": f"{group}:{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
             strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
-            actor = ray.remote(RayHost).options(scheduling_strategy=strategy, **options).remote(group, rank)
+            actor = ray.remote(RayWorkerProcess).options(scheduling_strategy=strategy, **options).remote(group, rank)
             handle = _handle(actor, rank)
             if not detached:
                 self._handles[handle.key] = handle
             handles.append(handle)
         return handles
 
-    def stop(self, handles: Sequence[Handle]) -> None:
+    def stop(self, handles: Sequence[WorkerHandle]) -> None:
         for handle in handles if self._is_open else ():
             self._handles.pop(handle.key, None)
             ray.kill(handle.target)
 
-    def find(self, group: str) -> Sequence[Handle]:
+    def find(self, group: str) -> Sequence[WorkerHandle]:
         try:
             return [self.handle_of(group, 0)]
         except ValueError:
             return []
 
-    def handle_of(self, group: str, rank: int) -> Handle:
+    def handle_of(self, group: str, rank: int) -> WorkerHandle:
         return _handle(ray.get_actor(f"{group}:{rank}", namespace=NAMESPACE), rank)
 
     # Calls -----------------------------------------------------------------------------------------------
 
-    def call(self, handle: Handle, method: str, args: tuple[Any, ...]) -> Any:
+    def call(self, handle: WorkerHandle, method: str, args: tuple[Any, ...]) -> Any:
         return getattr(handle.target, method).remote(*args)
 
-    def call_many(self, handle: Handle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[Any]:
+    def call_many(self, handle: WorkerHandle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[Any]:
         refs = getattr(handle.target, method).options(num_returns=returns).remote(*args)
         return [refs] if returns == 1 else list(refs)
 
@@ -360,8 +360,8 @@ def _settle(coming: asyncio.Future[Any], value: Any) -> None:
         coming.set_result(value)
 
 
-def _handle(actor: Any, rank: int) -> Handle:
-    return Handle(actor._actor_id.hex(), rank, actor)
+def _handle(actor: Any, rank: int) -> WorkerHandle:
+    return WorkerHandle(actor._actor_id.hex(), rank, actor)
 
 
 def _named(name: str) -> PlacementGroup | None:

@@ -79,7 +79,7 @@ class Structure:
         return [(home, key) for key in self.keys]
 
 
-def combine(parts: Sequence[Structure], positions: Sequence[Sequence[int]], origin: str | None) -> Structure:
+def combine_structures(parts: Sequence[Structure], positions: Sequence[Sequence[int]], origin: str | None) -> Structure:
     """The table of all parts' sequences in the order of their positions, a segment that several parts hold once.
 
     Its segments keep their names where all parts were cut from one table, else they are named anew under ``origin``.

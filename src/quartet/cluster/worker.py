@@ -20,7 +20,7 @@ from quartet.config.errors import UserError
 
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_port": 0}
-"""Numbers of a ``Place``, named in the environment in capitals, with what holds where there is none."""
+"""Numbers of a ``RankInfo``, named in the environment in capitals, with what holds where there is none."""
 _LAYOUT = "QUARTET_LAYOUT"
 LOOPBACK = "127.0.0.1"
 TAKES_TURNS = 0
@@ -28,7 +28,7 @@ TAKES_TURNS = 0
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where a worker stands: what ``torchrun`` or a worker group puts into the environment.
 
     Attributes:
@@ -52,7 +52,7 @@ class Place:
         return found if self.devices is None else {**found, "CUDA_VISIBLE_DEVICES": self.devices}
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Place:
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> RankInfo:
         """The place that the variables of ``torchrun`` name; without any of them a world of one.
 
         Raises:
@@ -90,11 +90,11 @@ class Worker:
 
     layout_axes: ClassVar[Mapping[str, int]] = {}
     """Sizes of the axes of the layout other than ``data``, ``{"tensor": 2}`` say; a group may give others."""
-    place: Place
+    place: RankInfo
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         worker = super().__new__(cls)
-        worker.place = Place.from_environment()
+        worker.place = RankInfo.from_environment()
         return worker
 
     @property

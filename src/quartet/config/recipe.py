@@ -16,8 +16,8 @@ from quartet.config.cluster import ClusterConfig, LocalCluster, OffloadConfig, W
 from quartet.config.common import CheckpointConfig as CheckpointConfig
 from quartet.config.common import DataConfig, ModelConfig, OptimConfig, Recipe, SamplingConfig, Strict, TrainConfig
 from quartet.config.common import LogConfig as LogConfig
+from quartet.config.cross_checks import misfits
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
-from quartet.config.fits import misfits
 from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.rewards import RewardConfig

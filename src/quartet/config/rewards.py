@@ -55,7 +55,7 @@ class GateConfig(Strict):
     otherwise: float | None = Field(None, description="The whole reward of a completion at which the gate is closed.")
 
 
-class Source(Strict):
+class RewardSourceConfig(Strict):
     """What every source has."""
 
     name: str | None = Field(None, description="Name in metrics, gates and files; no two sources share one.")
@@ -63,13 +63,13 @@ class Source(Strict):
     gate: GateConfig | None = Field(None, description="Counts only where another source's score is high enough.")
 
     @model_validator(mode="after")
-    def _opens_by_another(self) -> Source:
+    def _opens_by_another(self) -> RewardSourceConfig:
         if self.gate is not None and self.gate.source == self.name:
             raise ValueError(f"the reward {self.name!r} is gated by itself; name another one in gate.source")
         return self
 
 
-class Fallible(Source):
+class Fallible(RewardSourceConfig):
     """A source that may fail or take long; what is failed, and what of it is left out, is counted and logged."""
 
     on_error: OnError = Field("stop", description="leave_out: samples that fail get no score from this source.")
@@ -81,7 +81,7 @@ class Fallible(Source):
 # In this process ------------------------------------------------------------------------------------------
 
 
-class ModelReward(Source):
+class ModelReward(RewardSourceConfig):
     """A sequence-classification model with one label, run in the trainer's own forward."""
 
     type: Literal["model"] = "model"
@@ -113,7 +113,7 @@ class DiscountedSteps(Strict):
 CombineConfig = Annotated[SumSteps | MinSteps | DiscountedSteps, Field(discriminator="name")]
 
 
-class ProcessModelReward(Source):
+class ProcessModelReward(RewardSourceConfig):
     """A model that judges every step of a completion, as `quartet process-reward` trains it.
 
     A step's score lands on its last token, where the method has rewards of tokens; elsewhere the combined score is one
@@ -150,7 +150,7 @@ class FunctionReward(Fallible):
     concurrency: int = Field(4, ge=1, description="Most calls that are under way at a time.")
 
 
-class ExactMatchReward(Source):
+class ExactMatchReward(RewardSourceConfig):
     """1 where completion and column are the same text, white space around both aside, else 0."""
 
     type: Literal["exact_match"] = "exact_match"
@@ -159,7 +159,7 @@ class ExactMatchReward(Source):
     ignore_case: bool = Field(False, description="Upper and lower case are the same.")
 
 
-class NumericReward(Source):
+class NumericReward(RewardSourceConfig):
     """1 where the last number of the completion is that of the column, else 0."""
 
     type: Literal["numeric"] = "numeric"
@@ -171,7 +171,7 @@ class NumericReward(Source):
     )
 
 
-class RegexReward(Source):
+class RegexReward(RewardSourceConfig):
     """1 where ``pattern`` is found. With ``column``: where the last match's first group is that column's text."""
 
     type: Literal["regex"] = "regex"
@@ -190,7 +190,7 @@ class RegexReward(Source):
         return self
 
 
-class FormatReward(Source):
+class FormatReward(RewardSourceConfig):
     """1 where the whole completion has the form: ``pattern`` matches all of it, or every tag of ``tags`` stands in it
     once, ``<tag>…</tag>``, in that order and not inside one another. Else 0.
     """
@@ -216,7 +216,7 @@ class FormatReward(Source):
         return self
 
 
-class LengthReward(Source):
+class LengthReward(RewardSourceConfig):
     """Between 0 and 1. ``max``: 1 up to it, then falling, 0 at twice it. ``target``: 1 there, falling to both sides, 0
     at nothing and at twice it.
     """

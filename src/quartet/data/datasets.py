@@ -39,12 +39,12 @@ T = TypeVar("T", bound=Item)
 class Ordered:
     """Tokenised rows, drawn by number.
 
-    ``remarks`` says in words what was left out or converted; ``mixture`` how the sources are drawn from, where they
+    ``warnings`` says in words what was left out or converted; ``mixture`` how the sources are drawn from, where they
     have weights.
     """
 
     items: tuple[Any, ...]
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     mixture: Mixture | None = None
 
     def __len__(self) -> int:
@@ -84,13 +84,13 @@ def joined(sources: Sequence[D], weights: Sequence[float] | None) -> D:
         weights: of the sources in what is drawn; None: every row counts alike.
     """
     items = tuple(item for source in sources for item in source.items)
-    remarks = tuple(remark for source in sources for remark in source.remarks)
+    warnings = tuple(warning for source in sources for warning in source.warnings)
     mixture = None if weights is None else Mixture(tuple(len(source.items) for source in sources), tuple(weights))
     first = sources[0]
     if isinstance(first, PromptData):
         seen = [source.seen for source in sources if isinstance(source, PromptData)]
         first = replace(first, seen=frozenset().union(*seen))
-    return replace(first, items=items, remarks=remarks, mixture=mixture)
+    return replace(first, items=items, warnings=warnings, mixture=mixture)
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class SFTData(Batches):
             with placed(example.place):
                 ids, mask = codec.encode_example(example)
             items.append(SFTItem(tuple(ids), tuple(mask), example.place))
-        kept, remark = fitting(items, max_tokens, overlong, "sequence", section)
-        return cls(kept, (*parsed.report(), *remark))
+        kept, warning = fitting(items, max_tokens, overlong, "sequence", section)
+        return cls(kept, (*parsed.report(), *warning))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Rows by index, in that order, with token field ``loss_mask`` (bool)."""
@@ -177,8 +177,8 @@ class PromptData(Ordered):
                 ids = codec.encode_prompt(row.prompt)
             items.append(PromptItem(f"{prefix}{index}", row.prompt, row.columns, row.place, len(ids)))
             seen.update(ids if len(ids) <= max_tokens else ())
-        kept, remark = fitting(items, max_tokens, overlong, "prompt", section)
-        return cls(kept, (*parsed.report(), *remark), seen=frozenset(seen))
+        kept, warning = fitting(items, max_tokens, overlong, "prompt", section)
+        return cls(kept, (*parsed.report(), *warning), seen=frozenset(seen))
 
     def __iter__(self) -> Iterator[PromptItem]:
         return iter(self.items)
@@ -190,14 +190,14 @@ class PromptData(Ordered):
 def fitting(
     items: Sequence[T], limit: int, overlong: Overlong, what: str, section: str = "data"
 ) -> tuple[tuple[T, ...], tuple[str, ...]]:
-    """The items within the limit, and a remark on the others.
+    """The items within the limit, and a warning about the others.
 
     Raises:
         UserError: some are too long and ``overlong`` is "error", or none is left.
     """
     too_long = Overlength(limit)
     kept = tuple(item for item in items if too_long.fits(item.place, item.num_tokens))
-    return kept, too_long.remark(len(items), overlong, what, section)
+    return kept, too_long.warning(len(items), overlong, what, section)
 
 
 @dataclass
@@ -218,7 +218,7 @@ class Overlength:
         self.longest = max(self.longest, length)
         return False
 
-    def remark(self, num_rows: int, overlong: Overlong, what: str, section: str = "data") -> tuple[str, ...]:
+    def warning(self, num_rows: int, overlong: Overlong, what: str, section: str = "data") -> tuple[str, ...]:
         """What is said when they are left out, nothing where all rows fit; remedies name keys of the recipe's
         ``section``.
 

@@ -110,7 +110,7 @@ class Fields:
         if not isinstance(value, str):
             raise UserError(
                 f"`{name}` is not text",
-                found=f"{self.place}: {excerpt(value)}",
+                found=f"{self.place}: {field_excerpt(value)}",
                 remedy="write it as text, or map another column",
             )
         if not empty and not value.strip():
@@ -127,7 +127,7 @@ class Fields:
         if isinstance(value, str):
             raise UserError(
                 f"`{name}` is text, not a list of messages",
-                found=f"{self.place}: {excerpt(value)}",
+                found=f"{self.place}: {field_excerpt(value)}",
                 remedy="write a list of messages, or use a `prompt` column for text",
             )
         return as_messages(value, self.place)
@@ -144,7 +144,7 @@ class Fields:
         if not math.isfinite(number):
             raise UserError(
                 f"`{name}` is not a finite number",
-                found=f"{self.place}: {excerpt(value)}",
+                found=f"{self.place}: {field_excerpt(value)}",
                 remedy="write a number, or leave it out",
             )
         return number
@@ -166,7 +166,7 @@ class Fields:
         except TypeError:
             raise UserError(
                 f"`{name}` is not a list of whole numbers",
-                found=f"{self.place}: {excerpt(value)}",
+                found=f"{self.place}: {field_excerpt(value)}",
                 remedy="write it as [1, 2, 3], or leave the column out",
             ) from None
 
@@ -181,7 +181,7 @@ class Fields:
         if known is None:
             raise UserError(
                 f"`{name}` is neither true nor false",
-                found=f"{self.place}: {excerpt(value)}",
+                found=f"{self.place}: {field_excerpt(value)}",
                 remedy="write true for a good answer and false for a bad one",
             )
         return known
@@ -202,7 +202,7 @@ def as_messages(value: Any, place: str) -> Messages:
     if not isinstance(turns, list) or not turns:
         raise UserError(
             "a conversation is not a list of messages",
-            found=f"{place}: {excerpt(value)}",
+            found=f"{place}: {field_excerpt(value)}",
             remedy='write [{"role": "user", "content": "…"}, …]',
         )
     return [_message(turn, n, place) for n, turn in enumerate(turns, start=1)]
@@ -219,7 +219,7 @@ def _message(turn: Any, number: int, place: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
         raise UserError(
             "a message needs `role` and `content`, both text",
-            found=f"{place}, turn {number}: {excerpt(turn)}",
+            found=f"{place}, turn {number}: {field_excerpt(turn)}",
             remedy='write {"role": "user", "content": "…"}',
         )
     return message
@@ -257,7 +257,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 
-def excerpt(value: Any) -> str:
+def field_excerpt(value: Any) -> str:
     """At most 80 characters of a value as Python writes it."""
     # reprlib looks only as far as it shows: a value may be nested without end, or very long.
     try:

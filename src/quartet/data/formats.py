@@ -59,12 +59,12 @@ _NO_LOSS = -100
 """Label of a token that is not learned."""
 _MASKS = ("completion_mask", "assistant_masks")
 _KEPT_PLACES = 6
-"""Places remembered per remark: one more than are shown."""
+"""Places remembered per warning: one more than are shown."""
 
 
 @dataclass
 class Parsed(Generic[T]):
-    """Typed examples, and how many rows fell under which remark.
+    """Typed examples, and how many rows fell under which warning.
 
     ``skipped`` counts rows that were left out, ``notes`` rows that were used after a conversion; both by
     reason, with their first places.
@@ -89,7 +89,7 @@ class Parsed(Generic[T]):
         known += [place][: _KEPT_PLACES - len(known)]
 
     def report(self) -> list[str]:
-        """One line per remark, for the log."""
+        """One line per warning, for the log."""
         lines = {reason: f"{count} rows left out: {reason}" for reason, count in self.skipped.items()}
         lines |= {reason: f"{count} rows: {reason}" for reason, count in self.notes.items()}
         return [f"{line} ({shown_places(self.places[reason])})" for reason, line in lines.items()]

@@ -48,7 +48,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise Unreadable(f"the key {shortened(twice)} twice in one object")
+        raise Unreadable(f"the key {shortened_row(twice)} twice in one object")
     return found
 
 
@@ -111,7 +111,7 @@ def parse_line(path: Path, line: int, text: str) -> dict[str, Any]:
     try:
         return as_object(loads(text), path, line)
     except Unreadable as error:
-        raise malformed(path, line, text[:80], str(error)) from None
+        raise malformed_row(path, line, text[:80], str(error)) from None
 
 
 def is_one_document(text: str) -> bool:
@@ -137,7 +137,7 @@ def document_rows(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]
     end = yield from _elements(path, text, at)
     rest = _skip_space(text, end)
     if rest < len(text):
-        raise malformed(path, text.count("\n", 0, rest) + 1, text[rest : rest + 80], "text behind the array")
+        raise malformed_row(path, text.count("\n", 0, rest) + 1, text[rest : rest + 80], "text behind the array")
 
 
 def _start_of_rows(text: str, at: int) -> int:
@@ -161,7 +161,7 @@ def _elements(path: Path, text: str, at: int) -> Generator[tuple[int, dict[str, 
         try:
             value, end = value_at(text, at)
         except Unreadable as error:
-            raise malformed(path, line, text[at : at + 80].partition("\n")[0], str(error)) from None
+            raise malformed_row(path, line, text[at : at + 80].partition("\n")[0], str(error)) from None
         if end - at > MAX_ROW_BYTES:
             raise too_long(path, line)
         yield line, as_object(value, path, line)
@@ -170,7 +170,7 @@ def _elements(path: Path, text: str, at: int) -> Generator[tuple[int, dict[str, 
             at = _skip_space(text, at + 1)
         elif text[at : at + 1] != "]":
             line += text.count("\n", counted, at)
-            raise malformed(path, line, text[at : at + 80], "expected ',' or ']' between rows")
+            raise malformed_row(path, line, text[at : at + 80], "expected ',' or ']' between rows")
     return at + 1
 
 
@@ -183,19 +183,21 @@ def as_object(value: Any, path: Path, line: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(
             "a row is not an object",
-            found=f"{path}:{line}: {shortened(json.dumps(value))}",
+            found=f"{path}:{line}: {shortened_row(json.dumps(value))}",
             remedy='write each row as {"column": value, …}',
         )
     return value
 
 
-def malformed(path: Path, line: int, text: str, reason: str) -> UserError:
+def malformed_row(path: Path, line: int, text: str, reason: str) -> UserError:
     return UserError(
-        "a row is not valid JSON", found=f"{path}:{line}: {reason}: {shortened(text)}", remedy="mend or remove that row"
+        "a row is not valid JSON",
+        found=f"{path}:{line}: {reason}: {shortened_row(text)}",
+        remedy="mend or remove that row",
     )
 
 
-def shortened(text: str) -> str:
+def shortened_row(text: str) -> str:
     """At most 60 characters of a text, quoted."""
     text = text.strip()
     return repr(text if len(text) <= 60 else text[:57] + "…")

@@ -166,7 +166,7 @@ class LazyDemonstrations:
 
     Attributes:
         longest: tokens of the longest sequence.
-        remarks: what was left out or converted, in words.
+        warnings: what was left out or converted, in words.
 
     Raises:
         UserError: no rows, or one that cannot be used; its place is named.
@@ -189,7 +189,7 @@ class LazyDemonstrations:
         self._codec = codec
         self._kept = array("Q")
         self.longest = 0
-        self.remarks = self._go_through(max_tokens, overlong, source, section)
+        self.warnings = self._go_through(max_tokens, overlong, source, section)
 
     def _go_through(self, max_tokens: int, overlong: Overlong, source: str, section: str) -> tuple[str, ...]:
         told: Parsed[Example] = Parsed()
@@ -207,7 +207,7 @@ class LazyDemonstrations:
                 self.longest = max(self.longest, length)
         if not num_rows:
             raise no_rows(source)
-        return (*told.report(), *too_long.remark(num_rows, overlong, "sequence", section))
+        return (*told.report(), *too_long.warning(num_rows, overlong, "sequence", section))
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -131,8 +131,8 @@ class PreferenceData(AnsweredData):
             refuse_doubtful(told)
         if not items:
             raise UserError("no row is left to use", found="; ".join(told.report()), remedy="use other data")
-        kept, remark = fitting(items, max_tokens, overlong, "pair", section)
-        return cls(kept, (*parsed.report(), *told.report(), *remark), max_tokens=max_tokens)
+        kept, warning = fitting(items, max_tokens, overlong, "pair", section)
+        return cls(kept, (*parsed.report(), *told.report(), *warning), max_tokens=max_tokens)
 
 
 class JudgedData(AnsweredData):
@@ -153,8 +153,8 @@ class JudgedData(AnsweredData):
             with placed(row.place):
                 prompt, answer = codec.encode_completion(row.prompt, row.completion)
             items.append(AnsweredItem(tuple(prompt), (tuple(answer),), (row.label,), row.place))
-        kept, remark = fitting(items, max_tokens, overlong, "sequence", section)
-        return cls(kept, (*parsed.report(), *remark), max_tokens=max_tokens)
+        kept, warning = fitting(items, max_tokens, overlong, "sequence", section)
+        return cls(kept, (*parsed.report(), *warning), max_tokens=max_tokens)
 
 
 def _doubt(chosen: Sequence[int], rejected: Sequence[int]) -> str | None:

@@ -24,7 +24,7 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.data.datasets import Batches, Overlong, fitting
-from quartet.data.fields import Fields, Skip, Turns, excerpt, placed, prompt_field
+from quartet.data.fields import Fields, Skip, Turns, field_excerpt, placed, prompt_field
 from quartet.data.formats import Parsed, parse_rows
 from quartet.data.readers import Row, shown_places
 from quartet.text.examples import PromptText
@@ -46,7 +46,7 @@ class StepLabelled:
     place: str = ""
 
 
-class Fault(Exception):
+class RowFault(Exception):
     """Why the labels of a row cannot be used."""
 
 
@@ -61,7 +61,7 @@ class _Faults:
         """Remembers the row's fault if it has one, and goes on."""
         try:
             yield
-        except Fault as fault:
+        except RowFault as fault:
             self._found.append((place, str(fault)))
 
     def refuse(self, num_rows: int) -> None:
@@ -115,7 +115,7 @@ def _example(fields: Fields, separator: str) -> StepLabelled:
     text = _joined(_list(fields, name), separator) if name is not None else fields.text("completion")
     num_steps = len(split_steps(text, separator))
     if num_steps != len(labels):
-        raise Fault(f"{len(labels)} labels for {num_steps} steps that end with {separator!r}")
+        raise RowFault(f"{len(labels)} labels for {num_steps} steps that end with {separator!r}")
     if all(label is None for label in labels):
         raise Skip("no step has a label")
     if -1 in values and 0 in values:
@@ -127,7 +127,7 @@ def _example(fields: Fields, separator: str) -> StepLabelled:
 def _list(fields: Fields, name: str) -> list[Any]:
     value = fields.parsed(name)
     if not isinstance(value, list):
-        raise Fault(f"`{name}` is {'text, ' * isinstance(value, str)}not a list")
+        raise RowFault(f"`{name}` is {'text, ' * isinstance(value, str)}not a list")
     return value
 
 
@@ -141,18 +141,20 @@ def _label(value: Any, number: int) -> float | None:
         label = 0.0 if value == -1 else value
         if 0 <= label <= 1:
             return float(label)
-    raise Fault(f"label {number} is {excerpt(value)}, not 0, 1, -1, true, false, '+', '-' or a number from 0 to 1")
+    raise RowFault(
+        f"label {number} is {field_excerpt(value)}, not 0, 1, -1, true, false, '+', '-' or a number from 0 to 1"
+    )
 
 
 def _joined(steps: Sequence[Any], separator: str) -> str:
     """The steps as one text, each but the last ended by the separator."""
     for number, step in enumerate(steps, start=1):
         if not isinstance(step, str) or not step.removesuffix(separator).strip():
-            raise Fault(f"step {number} is {'empty' if isinstance(step, str) else 'not text'}")
+            raise RowFault(f"step {number} is {'empty' if isinstance(step, str) else 'not text'}")
         if separator in step.removesuffix(separator):
-            raise Fault(f"step {number} holds the separator {separator!r} inside")
+            raise RowFault(f"step {number} holds the separator {separator!r} inside")
     if not steps:
-        raise Fault("`steps` is empty")
+        raise RowFault("`steps` is empty")
     return separator.join([*(step.removesuffix(separator) for step in steps[:-1]), steps[-1]])
 
 
@@ -209,8 +211,8 @@ class ProcessData(Batches):
             with faults.of(example.place), placed(example.place):
                 items.append(_tokenised(example, codec, separator, max_tokens))
         faults.refuse(len(parsed.items))
-        kept, remark = fitting(items, max_tokens, overlong, "sequence", section)
-        return cls(kept, (*parsed.report(), *remark))
+        kept, warning = fitting(items, max_tokens, overlong, "sequence", section)
+        return cls(kept, (*parsed.report(), *warning))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Answers by index; those of one prompt stand together, at the place of the first, and share its tokens.
@@ -242,12 +244,12 @@ def _tokenised(example: StepLabelled, codec: TextCodec, separator: str, max_toke
     pieces = answer_pieces(codec, prompt_ids, completion_ids)
     ends = last_tokens(pieces, split_steps("".join(pieces), separator))
     if len(ends) != len(example.labels):
-        raise Fault(
+        raise RowFault(
             f"{len(example.labels)} steps, of which the tokenizer keeps {len(ends)}; it changes the separator "
             f"{separator!r} or what stands around it"
         )
     if len(set(ends)) != len(ends):
-        raise Fault("two steps end in the same token")
+        raise RowFault("two steps end in the same token")
     labelled = [(end, label) for end, label in zip(ends, example.labels, strict=True) if label is not None]
     return ProcessItem(
         tuple(prompt_ids),

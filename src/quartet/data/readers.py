@@ -15,7 +15,7 @@ from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
 from quartet.data.files import INSTALL, MAX_ROW_BYTES, check_blank, format_of, numbered_lines, too_long, whole_text
-from quartet.data.json_rows import document_rows, is_one_document, parse_line, shortened
+from quartet.data.json_rows import document_rows, is_one_document, parse_line, shortened_row
 
 Values = Iterator[tuple[int, dict[str, Any]]]
 
@@ -46,7 +46,7 @@ def shown_places(places: Sequence[str], most: int = 5) -> str:
     return ", ".join([*shown, *(["…"] if len(places) > most else [])])
 
 
-def read_rows(config: DataConfig | SourceConfig) -> list[Row]:
+def read_data_rows(config: DataConfig | SourceConfig) -> list[Row]:
     """All rows (the first ``config.limit``) under the file's own column names.
 
     A path with a known ending, or one that exists, is a file; anything else is the name of a hub data set.
@@ -58,8 +58,8 @@ def read_rows(config: DataConfig | SourceConfig) -> list[Row]:
 
 
 def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
-    """As ``read_rows``, one row after the other. JSON Lines, Parquet and hub data are read in pieces, other files at
-    once.
+    """As ``read_data_rows``, one row after the other. JSON Lines, Parquet and hub data are read in pieces, other files
+    at once.
     """
     name = config.path
     if name is None:
@@ -138,7 +138,7 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
             elif len(cells) != len(header):
                 raise UserError(
                     "a row does not have one cell per column",
-                    found=f"{path}:{first}: {len(cells)} for {len(header)} columns: {shortened(str(cells[:20]))}",
+                    found=f"{path}:{first}: {len(cells)} for {len(header)} columns: {shortened_row(str(cells[:20]))}",
                     remedy="mend that row (text with commas or line breaks needs quotes)",
                 )
             else:

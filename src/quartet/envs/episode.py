@@ -49,7 +49,7 @@ class Act(Protocol):
 
 
 @dataclass(frozen=True)
-class Ending:
+class FinishedEpisode:
     """How an episode ended.
 
     Attributes:
@@ -65,7 +65,9 @@ class Ending:
     reward: float | None
 
 
-async def play_episode(name: str, make: EnvironmentFactory, item: Item, act: Act, limits: EpisodeLimits) -> Ending:
+async def run_episode(
+    name: str, make: EnvironmentFactory, item: Item, act: Act, limits: EpisodeLimits
+) -> FinishedEpisode:
     """The episode ``name`` with a fresh environment, which is closed at the end.
 
     Raises:
@@ -73,7 +75,7 @@ async def play_episode(name: str, make: EnvironmentFactory, item: Item, act: Act
             that cannot be tokenised.
         UserError: its first state leaves no room for an action.
     """
-    player = _Player(item, act, limits, make.guard)
+    player = _EpisodeRun(item, act, limits, make.guard)
     environment = await player.call("__init__", partial(_made, make))
     try:
         ending = await player.play(name, environment)
@@ -90,7 +92,7 @@ async def _made(make: EnvironmentFactory) -> Any:
     return make()
 
 
-class _Player:
+class _EpisodeRun:
     """One episode's calls of its environment, each with a time limit and an error that says where it was."""
 
     def __init__(self, item: Item, act: Act, limits: EpisodeLimits, guard: GlobalStateGuard) -> None:
@@ -101,7 +103,7 @@ class _Player:
         self._turn = 0
         self._action: str | None = None
 
-    async def play(self, name: str, environment: Any) -> Ending:
+    async def play(self, name: str, environment: Any) -> FinishedEpisode:
         first = _observation(await self.call("reset", lambda: environment.reset(self._item)))
         if first is None:
             raise self._error("reset", "returned no observation: text or messages are expected")
@@ -113,13 +115,13 @@ class _Player:
             except NoRoom as error:
                 if self._turn == 0:
                     raise self._no_room(error.held) from None
-                return Ending(name, TrajectoryEnd.CONTEXT, _total(rewards), None)
+                return FinishedEpisode(name, TrajectoryEnd.CONTEXT, _total(rewards), None)
             result = self._checked(await self.call("step", partial(environment.step, self._action)))
             rewards += [] if result.reward is None else [result.reward]
             self._turn += 1
             if result.done or self._turn == self._limits.max_turns:
                 end = TrajectoryEnd.DONE if result.done else TrajectoryEnd.MAX_TURNS
-                return Ending(name, end, _total(rewards), result.reward)
+                return FinishedEpisode(name, end, _total(rewards), result.reward)
             observation = _observation(result.observation)
             if observation is None:
                 raise self._error("step", f"returned {excerpt(result.observation)} as observation and is not done")
@@ -152,7 +154,7 @@ class _Player:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Something inside was cancelled, and not this episode: nobody would ever hear of it.
+            # Something inside was cancelled, and not this episode: the error would be lost.
             raise self._error(method, "raised CancelledError") from error
         except (KeyboardInterrupt, GeneratorExit, UserError):
             raise  # Ctrl-C, the end of the event loop, or a change that cannot be put back.

@@ -78,7 +78,8 @@ class Action:
 
 @dataclass
 class _Open:
-    """The sequence being played. ``text`` is what its tokens say, less the end-of-text token of the last action."""
+    """The sequence that is being made. ``text`` is what its tokens say, less the end-of-text token of the last
+    action."""
 
     state: PromptText
     text: str

@@ -2,10 +2,10 @@
 
 Shapes: T packed tokens, H query heads, Hk key/value heads, D head size, L tokens of one sequence, n sequences in a run.
 
-``install(model)`` switches a model to the registered function. A forward pass then hands a context through the model's
-keyword arguments (``quartet_attention=context``); the context's ``attend`` is called once per attention layer. Training
-packs whole sequences (``PackedAttention``), the rollout engine brings contexts that read and write its KV cache.
-The name is registered for attention only, not for masks: transformers then builds no mask at all.
+``install_attention(model)`` switches a model to the registered function. A forward pass then hands a context through
+the model's keyword arguments (``quartet_attention=context``); the context's ``attend`` is called once per attention
+layer. Training packs whole sequences (``PackedAttention``), the rollout engine brings contexts that read and write its
+KV cache. The name is registered for attention only, not for masks: transformers then builds no mask at all.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PackedAttention:
         if q.is_cuda:
             from quartet.models import cuda_attention
 
-            return cuda_attention.tree_attention(q, k, v, rule, tree.lengths, tree.parents, self._cache)
+            return cuda_attention.cuda_tree_attention(q, k, v, rule, tree.lengths, tree.parents, self._cache)
         whole = rule.window is None or rule.window >= tree.longest
         if whole and rule.softcap is None and q.shape[-1] == v.shape[-1] and q.device.type == "cpu":
             return tree_attention(q, k, v, tree, rule.scaling)
@@ -192,7 +192,7 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
-def install(model: PreTrainedModel) -> str:
+def install_attention(model: PreTrainedModel) -> str:
     """Switches ``model`` to the packed attention; returns the name of its former one (for ``restore``)."""
     former = own_attention(model)
     if is_installed(model):
@@ -219,7 +219,7 @@ def is_installed(model: PreTrainedModel) -> bool:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """The attention implementation that ``model`` has when nobody holds it."""
+    """The attention implementation that ``model`` has when it is not taken over."""
     name = getattr(model, _FORMER, None) if is_installed(model) else model.config._attn_implementation
     return str(name or "sdpa")
 

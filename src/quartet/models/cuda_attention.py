@@ -42,7 +42,7 @@ Cache = MutableMapping[object, object]
 _T = TypeVar("_T")
 
 
-def tree_attention(
+def cuda_tree_attention(
     q: Tensor, k: Tensor, v: Tensor, rule: LayerRule, lengths: Sequence[int], parents: Sequence[int], cache: Cache
 ) -> Tensor:
     """Differentiable attention of a pack.

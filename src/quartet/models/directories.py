@@ -212,7 +212,7 @@ def _shape(sizes: list[int]) -> str:
     return " x ".join(map(str, sizes)) or "one number"
 
 
-def without_weights(models: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
+def on_meta(models: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
     """Copies on the meta device: modules, configs, names and shapes, without contents; what is shared still is."""
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     memo = {id(t): t.detach().to("meta") for t in tensors if not isinstance(t, nn.Parameter)}
@@ -224,7 +224,7 @@ def without_weights(models: Sequence[PreTrainedModel]) -> list[PreTrainedModel]:
 
 
 def check_loaded(model: PreTrainedModel, path: str, info: dict[str, Any]) -> None:
-    """Notes tensors that belong nowhere, for ``load_remarks``; of a model without contents these are not looked at.
+    """Notes tensors that belong nowhere, for ``load_warnings``; of a model without contents these are not looked at.
 
     Args:
         info: what ``from_pretrained`` says with ``output_loading_info``.
@@ -245,6 +245,6 @@ def check_loaded(model: PreTrainedModel, path: str, info: dict[str, Any]) -> Non
     vars(model)["quartet_load_remarks"] = (f"{path}: tensors that belong nowhere: {named(extra)}",) if extra else ()
 
 
-def load_remarks(model: PreTrainedModel) -> tuple[str, ...]:
+def load_warnings(model: PreTrainedModel) -> tuple[str, ...]:
     """What was left out when the model was loaded, in words."""
     return tuple(vars(model).get("quartet_load_remarks", ()))

@@ -100,7 +100,7 @@ def additive_mask(query_positions: Tensor, num_keys: int, rule: LayerRule, dtype
     return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, float("-inf"))
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
+def exact_masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
     """``q [n, H, R, D]``, ``k, v [n, Hk, K, D]``, additive ``mask [n | 1, 1, R | 1, K]`` → ``[n, H, R, D]``.
 
     At least 16 rows, and as many keys as ``key_length`` says. Differentiable.
@@ -112,7 +112,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerR
 
 
 def _soft_capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
-    """As ``masked_attention``, by plain products: no fused kernel of the CPU caps scores."""
+    """As ``exact_masked_attention``, by plain products: no fused kernel of the CPU caps scores."""
     n, num_kv, num_keys, size = k.shape
     share, num_rows = q.shape[1] // num_kv, q.shape[2]
     scores = q.reshape(n, num_kv, share * num_rows, size) @ k.transpose(-1, -2) * scaling
@@ -131,7 +131,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerR
     share = num_heads // k.shape[1]
     # Query heads of one key/value head stand as rows; rows of zeros fill up.
     rows = q.view(n, k.shape[1], share, size)
-    out = masked_attention(F.pad(rows, (0, 0, 0, max(0, MIN_ROWS - share))), k, v, mask, rule)
+    out = exact_masked_attention(F.pad(rows, (0, 0, 0, max(0, MIN_ROWS - share))), k, v, mask, rule)
     return out[:, :, :share].reshape(n, num_heads, size)
 
 
@@ -217,7 +217,7 @@ class ExactPackedAttention(ExactContext):
             if whole and call.start == 0 and call.num_keys == call.num_rows:
                 out = _flash(q_call, k_call, v_call, 0.0, True, scale=rule.scaling)[0]
             else:
-                out = masked_attention(q_call, k_call, v_call, self._mask(call, rule, q.dtype), rule)
+                out = exact_masked_attention(q_call, k_call, v_call, self._mask(call, rule, q.dtype), rule)
             pieces.append(out.transpose(1, 2).flatten(0, 1))
         # Rows that only fill the pack up take any output.
         back = F.pad(self._back, (0, q.shape[2] - self.num_tokens))

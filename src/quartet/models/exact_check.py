@@ -1,6 +1,6 @@
 """Whether ``numerics: exact`` holds here: settings it needs, and its three equalities measured with the model's shapes.
 
-Which bits a kernel gives is no promise of anybody: it depends on the processor, its libraries and their versions. So
+Which bits a kernel gives is promised by no library: it depends on the processor, its libraries and their versions. So
 nothing is trusted; what the engines rely on is measured before they start, to the bit.
 
 Shapes: M rows, T packed tokens, H query heads, Hk key/value heads, D head size.
@@ -25,7 +25,7 @@ from quartet.models.exact import (
     key_length,
 )
 from quartet.models.packed import PackedCausalLM, PackedModel
-from quartet.models.probe import context_length
+from quartet.models.probe import model_context_length
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Under these names configs keep the number of experts."""
@@ -202,7 +202,7 @@ class _Continued(ExactContext):
 
 
 def _check_model(packed: PackedModel) -> None:
-    limit = context_length(packed.model) or max(_LENGTHS)
+    limit = model_context_length(packed.model) or max(_LENGTHS)
     lengths = [min(length, limit) for length in _LENGTHS]
     vocab_size = int(packed.model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(0)

@@ -2,8 +2,8 @@
 
 Shapes: R rows, D row width, T tokens, H heads (of queries or keys), Dh head size.
 
-A decoder layer spends on these two about as many memory passes as it has matrix products. ``install`` replaces, on
-module *instances* whose result it can reproduce, the forward by one that works on a few hundred rows at a time, so
+A decoder layer spends on these two about as many memory passes as it has matrix products. ``install_fused`` replaces,
+on module *instances* whose result it can reproduce, the forward by one that works on a few hundred rows at a time, so
 that all passes but the first find them in the processor's cache, and that keeps less for the backward: the input and
 one number per row of a normalisation, nothing of queries and keys.
 
@@ -41,7 +41,7 @@ _ROTARY = "apply_rotary_pos_emb"
 
 @dataclass
 class Patches:
-    """What ``install`` replaced; ``remove`` puts the modules' own methods back."""
+    """What ``install_fused`` replaced; ``remove`` puts the modules' own methods back."""
 
     modules: list[nn.Module] = field(default_factory=list)
 
@@ -52,13 +52,13 @@ class Patches:
         self.modules.clear()
 
 
-def install(model: nn.Module) -> Patches:
+def install_fused(model: nn.Module) -> Patches:
     """Replaces the forward of every recognised module of ``model``."""
     patches = Patches()
     known: dict[Hashable, Forward | None] = {}
     for module in model.modules():
         for describe, build in ((_describe_norm, _build_norm), (_describe_rotary, _build_rotary)):
-            # A forward of the instance's own is somebody else's work.
+            # A forward of the instance's own was put there by other code.
             key = None if "forward" in vars(module) else describe(module)
             if key is None:
                 continue

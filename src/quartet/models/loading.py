@@ -28,12 +28,12 @@ from transformers.utils import logging as transformers_logging
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.attention import own_attention
-from quartet.models.directories import check_loaded, load_remarks, load_weights, loading, named, read_config
+from quartet.models.directories import check_loaded, load_warnings, load_weights, loading, named, read_config
 from quartet.models.exact_check import check_exact
 from quartet.models.packed import Numerics, PackedCausalLM, PackedModel, PackedScalarModel, Precision
 from quartet.models.pad_token import padding_with, with_pad_token
 from quartet.models.probe import positions_are_relative, probe
-from quartet.models.twin import random_twin
+from quartet.models.tiny_model import tiny_random_model
 from quartet.text.loading import load_generation_config, local_or_hub, save_tokenizer
 
 _OTHER_HEADS = ("score", "classifier", "qa_outputs")
@@ -150,7 +150,7 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     width = head.weight.shape[1]
     with torch.no_grad():
         head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / (width + 1))
-    vars(scalar)["quartet_load_remarks"] = load_remarks(model)
+    vars(scalar)["quartet_load_remarks"] = load_warnings(model)
     return scalar.float().eval()
 
 
@@ -194,7 +194,7 @@ def _probed(packed: _P, lora: LoRAConfig | None, seed: int) -> _P:
         if lora is not None:
             packed.adapt(lora, seed=seed)
         if packed.device.type == "meta":
-            _probe_twin(packed)
+            _probe_tiny_model(packed)
             return packed
         # Fresh adapters add zeros, which would hide what they do to the bits.
         with packed.adapters.stirred() if packed.adapters is not None else contextlib.nullcontext():
@@ -209,15 +209,15 @@ def _probed(packed: _P, lora: LoRAConfig | None, seed: int) -> _P:
     return packed
 
 
-def _probe_twin(packed: PackedModel) -> None:
+def _probe_tiny_model(packed: PackedModel) -> None:
     """Probes a small random model of the same architecture, and takes over what was found out about it.
 
-    Whoever loads the weights probes the model itself.
+    The process that loads the weights probes the model itself.
     """
-    twin = random_twin(packed.model)
-    if twin is None:
+    tiny = tiny_random_model(packed.model)
+    if tiny is None:
         return
-    small = type(packed)(twin)
+    small = type(packed)(tiny)
     lora = packed.adapters.config if packed.adapters is not None else None
     _probed(small, None if lora is None else lora.model_copy(update={"rank": 1}), 0)
     packed.shares_prefixes, packed.unshared_because = small.shares_prefixes, small.unshared_because
@@ -235,7 +235,7 @@ def save_causal_lm(packed: PackedCausalLM, tokenizer: PreTrainedTokenizerBase, p
     Adapters are merged into it, or saved beside it in ``adapter_path(path)``, or both, as their ``export`` says.
 
     Returns:
-        None, or what somebody who loads the directory has to know.
+        None, or a warning for users of the directory.
     """
     return _save(packed, tokenizer, path)
 
@@ -254,7 +254,7 @@ def saved_paths(packed: PackedModel, path: Path) -> tuple[Path, ...]:
 
 
 def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> str | None:
-    remark = None
+    warning = None
     with _quiet():
         for written in saved_paths(packed, path):
             written.mkdir(parents=True, exist_ok=True)  # transformers only logs that a file has its name
@@ -263,8 +263,8 @@ def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -
             else:
                 with packed.with_merged_adapters():
                     packed.model.save_pretrained(path)
-            remark = save_tokenizer(tokenizer, written) or remark
-    return remark
+            warning = save_tokenizer(tokenizer, written) or warning
+    return warning
 
 
 def load_trained(path: Path, load: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
@@ -301,7 +301,7 @@ def save_scalar_model(
         eos_ids: ids at which answers end, beside the tokenizer's own.
 
     Returns:
-        None, or what somebody who loads the directory has to know.
+        None, or a warning for users of the directory.
 
     Raises:
         UserError: the tokenizer has no token to pad with, and takes no new one.
@@ -309,16 +309,16 @@ def save_scalar_model(
     padded = with_pad_token(tokenizer, seen, {*eos_ids, *_config_eos_ids(packed.model)})
     pad_id, num_rows = int(padded.pad_token_id), packed.model.get_input_embeddings().weight.shape[0]
     with padding_with(packed.model, pad_id):
-        remark = _save(packed, padded, path)
-    remarks = [remark] if remark is not None else []
+        warning = _save(packed, padded, path)
+    warnings = [warning] if warning is not None else []
     if pad_id >= num_rows:
-        remarks.append(f"saved with a new pad token, {padded.pad_token} (id {pad_id}), and an embedding row for it")
+        warnings.append(f"saved with a new pad token, {padded.pad_token} (id {pad_id}), and an embedding row for it")
     if saved_paths(packed, path) != (path,):
         rows = f"model.resize_token_embeddings({pad_id + 1}) and " if pad_id >= num_rows else ""
-        remarks.append(f"to score batches by the adapter, call {rows}set model.config.pad_token_id = {pad_id} first")
+        warnings.append(f"to score batches by the adapter, call {rows}set model.config.pad_token_id = {pad_id} first")
     if not packed.relative_positions:
-        remarks.append("its positions are counted from the left, so pad batches on the right, as its tokenizer does")
-    return "; ".join(remarks) or None
+        warnings.append("its positions are counted from the left, so pad batches on the right, as its tokenizer does")
+    return "; ".join(warnings) or None
 
 
 def _config_eos_ids(model: PreTrainedModel) -> set[int]:

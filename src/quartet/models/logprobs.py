@@ -243,7 +243,7 @@ def _logit_gradient(
 
 
 class _HeadGradients:
-    """Collects the gradients that somebody asked for; those of the head in the dtype of the sums."""
+    """Collects the gradients that are asked for; those of the head in the dtype of the sums."""
 
     def __init__(self, ctx: FunctionCtx, hidden: Tensor, head: _Head) -> None:
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ class AdaptedLayer:
 class Adapters:
     """The adapters of one model, and the switch that takes them out.
 
-    The switch is the module's, so everybody who computes with the model sees it: whoever uses it does so alone, in one
+    The switch is the module's, so every computation with the model sees it: its user must be the only one, in one
     piece, with nothing awaited inside. A second use inside of the first is refused.
 
     Attributes:
@@ -109,7 +109,7 @@ class Adapters:
         return sorted({n.rpartition(".")[0] for n, p in self.trained.items() if id(p) not in factors})
 
     @property
-    def remark(self) -> str:
+    def warning(self) -> str:
         """What is trained, in words."""
         num_trained = sum(p.numel() for p in self.trained.values())
         num_all = sum(p.numel() for p in self._model.parameters())
@@ -125,7 +125,7 @@ class Adapters:
         """Raises where the adapters are out: what is computed now would be another model's.
 
         Raises:
-            RuntimeError: somebody uses the switch.
+            RuntimeError: the switch is in use.
         """
         if not self._is_in:
             raise RuntimeError(

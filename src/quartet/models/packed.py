@@ -26,7 +26,7 @@ from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models import attention, fused
 from quartet.models.attention import AttentionContext
-from quartet.models.directories import load_remarks
+from quartet.models.directories import load_warnings
 from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
 from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
 from quartet.models.lora import Adapters, attach, refuse_wrapped
@@ -49,12 +49,12 @@ class PackedModel:
 
     Attributes:
         shares_prefixes: a prompt may be computed once for all of its responses; False where the model cannot.
-        unshared_because: why it cannot, for the remark.
+        unshared_because: why it cannot, for the warning.
         relative_positions: a sequence may begin at any position, as it does in a batch that is padded on the left.
         adapters: what ``adapt`` put in; None where all weights are the model's own.
 
     Raises:
-        UserError: the model cannot run packed, or has somebody else's adapters in it.
+        UserError: the model cannot run packed, or has foreign adapters in it.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class PackedModel:
         self.adapters: Adapters | None = None
         refuse_wrapped(model)
         align_storages(model)
-        self.own_attention = attention.install(model)
+        self.own_attention = attention.install_attention(model)
         # On a GPU whole layers may be compiled instead (``compiled``).
-        self._fused = fused.install(model) if self.device.type == "cpu" else fused.Patches()
+        self._fused = fused.install_fused(model) if self.device.type == "cpu" else fused.Patches()
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed = checkpoint_layers(self.body) if activation_checkpointing else []
@@ -144,11 +144,11 @@ class PackedModel:
         return None
 
     def without_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the model is its base, to the bit; nobody else may use it meanwhile, and nothing may be awaited."""
+        """Within, the model is its base, to the bit; it has no other users meanwhile, and nothing may be awaited."""
         return self.adapters.out() if self.adapters is not None else contextlib.nullcontext()
 
     def with_merged_adapters(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the model has plain layers of merged weights; nobody else may use it meanwhile."""
+        """Within, the model has plain layers of merged weights; it has no other users meanwhile."""
         return self.adapters.merged() if self.adapters is not None else contextlib.nullcontext()
 
     def freeze(self) -> None:
@@ -177,9 +177,9 @@ class PackedModel:
         return row_step(self.body)
 
     @property
-    def remarks(self) -> tuple[str, ...]:
-        """What was left out of the model or changed about it, in words, for whoever runs it."""
-        found = list(load_remarks(self.model))
+    def warnings(self) -> tuple[str, ...]:
+        """What was left out of the model or changed about it, in words, for the run's log."""
+        found = list(load_warnings(self.model))
         if self.disabled_dropout:
             first = self.disabled_dropout[0]
             places = len(self.disabled_dropout)
@@ -189,7 +189,7 @@ class PackedModel:
                 f"{type(self.model).__name__}: prompts are computed for every response; {self.unshared_because}"
             )
         if self.adapters is not None:
-            found.append(self.adapters.remark)
+            found.append(self.adapters.warning)
         return tuple(found)
 
     def release(self) -> PreTrainedModel:

@@ -131,7 +131,7 @@ def positions_are_relative(packed: PackedModel) -> bool:
     return _difference(shifted, hidden) <= _tolerance(packed)
 
 
-def context_length(model: PreTrainedModel) -> int | None:
+def model_context_length(model: PreTrainedModel) -> int | None:
     """Longest sequence in tokens that the model's positions allow in packed runs; None where nothing limits it."""
     config = model.config.get_text_config()
     limits = (getattr(config, "max_position_embeddings", None), _stable_positions(config))
@@ -166,7 +166,7 @@ def _bound_positions(packed: PackedModel) -> None:
 
 
 def _refuse_unstable(body: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A hook of the body; it stays there and lets runs pass that nobody packed."""
+    """A hook of the body; it stays there and lets runs pass that are not packed."""
     position_ids = kwargs.get("position_ids")
     if kwargs.get("quartet_attention") is None or position_ids is None or not isinstance(body, PreTrainedModel):
         return
@@ -222,7 +222,7 @@ def _alone(packed: PackedModel, sequences: list[Tensor]) -> tuple[list[Tensor], 
         logits = _one(packed.model, sequences[0]).logits.squeeze(0) if isinstance(packed, PackedCausalLM) else None
         return hidden, logits
     finally:
-        attention.install(packed.model)
+        attention.install_attention(packed.model)
 
 
 def _one(module: nn.Module, sequence: Tensor) -> Any:

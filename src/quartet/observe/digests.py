@@ -59,7 +59,7 @@ class DigestingFile:
         return self._bytes
 
     def close(self) -> None:
-        """Nothing: whoever opened the file closes it."""
+        """Does nothing: the file is closed by the code that opened it."""
 
     def digest(self) -> FileDigest:
         """Of what was written so far."""

@@ -42,7 +42,7 @@ class GlobalStateGuard:
     """Guards this process against one piece of user code.
 
     Args:
-        what: how remarks and errors call it ("the reward 'x'").
+        what: how warnings and errors call it ("the reward 'x'").
     """
 
     def __init__(self, what: str) -> None:
@@ -69,7 +69,7 @@ class GlobalStateGuard:
                     generator.put(self._own_random[generator.name])
             try:
                 yield
-            except GeneratorExit as error:  # To whoever drives the code the word means that it is to end.
+            except GeneratorExit as error:  # For the code's driver this exception means that it is to end.
                 raise RuntimeError("it raised GeneratorExit").with_traceback(error.__traceback__) from error
             finally:
                 if os.getpid() != owner:
@@ -84,7 +84,7 @@ class GlobalStateGuard:
         """What ``work`` returns. It is held while it computes, and not while it waits and others compute."""
         return await (_driven(work, self) if inspect.iscoroutine(work) else work)
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What was changed and put back so far, in words."""
         found = []
         if self._changed:
@@ -173,7 +173,7 @@ def _handlers() -> list[Any] | None:
 
 
 def _put_default_device(device: torch.device) -> None:
-    # Naming the CPU would install a mode that nobody had before.
+    # Naming the CPU would install a mode that was not there before.
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
@@ -221,7 +221,7 @@ def _products() -> tuple[str | None, list[str]]:
     """The one setting that torch had first, None where it does not say what holds now, and those it has now."""
     try:
         first = torch.get_float32_matmul_precision()
-    except RuntimeError:  # Somebody, here or before, has set one of the others.
+    except RuntimeError:  # One of the others has been set already.
         first = None
     return first, [torch._C._get_fp32_precision_getter(*place) for place in _PRODUCTS]
 

@@ -52,7 +52,7 @@ def record() -> dict[str, Any]:
     return {"processor": processor(), "bit_equality": bit_equality()}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def processor_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Remarks on a run that goes on where it would not have had the same bits; both as ``run.json`` has them."""
     former, present = before.get("processor"), now["processor"]
     changed = [key for key in present if isinstance(former, Mapping) and former.get(key) != present[key]]
@@ -78,11 +78,11 @@ def _measured(threads: int) -> Mapping[str, Any]:
     return {
         "products_repeat": repeats,
         "rows_keep_bits_from": first,
-        "remarks": _remarks(threads, repeats, first),
+        "remarks": _warnings(threads, repeats, first),
     }
 
 
-def _remarks(threads: int, repeats: bool, first: int | None) -> list[str]:
+def _warnings(threads: int, repeats: bool, first: int | None) -> list[str]:
     found = []
     if not repeats:
         found.append(
@@ -96,7 +96,7 @@ def _remarks(threads: int, repeats: bool, first: int | None) -> list[str]:
     if first is None or first > _ENGINE_ROWS:
         found.append(
             f"a prompt that the engine computed alone (the canary's, an evaluation's) has other last bits than in "
-            f"company, since rows keep their bits beyond {_ENGINE_ROWS} only: a resumed run may differ in last bits "
+            f"a batch, since rows keep their bits beyond {_ENGINE_ROWS} only: a resumed run may differ in last bits "
             "where the next step has that prompt, too"
         )
     if first != 1:

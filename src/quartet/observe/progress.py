@@ -28,7 +28,7 @@ def _format_figures(figures: dict[str, Figure]) -> str:
     return printable("  ".join(f"{name} {format_figure(value)}" for name, value in figures.items()))
 
 
-class Stage:
+class ProgressBar:
     """One bar. A context manager: leaving the block ends the bar, as stopped where the block raised."""
 
     def __init__(self, owner: Progress, title: str, total: int | None, transient: bool, task: TaskID | None) -> None:
@@ -67,7 +67,7 @@ class Stage:
         parts = [f"{self.title}: {count}{share}", verdict or "", seconds, _format_figures(self.figures)]
         return "  ".join(part for part in parts if part)
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
@@ -117,18 +117,18 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
 
-    def stage(self, title: str, total: int | None = None, *, transient: bool = False) -> Stage:
+    def stage(self, title: str, total: int | None = None, *, transient: bool = False) -> ProgressBar:
         """A new bar. ``total`` None: unknown. ``transient``: gone when it ends (for a bar per rollout)."""
         task = None
         if self._bars is not None:
             task = self._bars.add_task(printable(title), total=total, figures="")
-        return Stage(self, title, total, transient, task)
+        return ProgressBar(self, title, total, transient, task)
 
     def print(self, text: str) -> None:
         """A line of its own, above the bars. It may hold foreign text."""
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
-    def refresh(self, stage: Stage) -> None:
+    def refresh(self, stage: ProgressBar) -> None:
         """Shows the stage's present state (called by the stage)."""
         if self._bars is not None and stage.task is not None:
             self._bars.update(stage.task, completed=stage.done, figures=_format_figures(stage.figures))
@@ -136,7 +136,7 @@ class Progress:
             self._last_line_s = self.clock()
             self.print(stage.line())
 
-    def end(self, stage: Stage, verdict: str) -> None:
+    def end(self, stage: ProgressBar, verdict: str) -> None:
         """Closes the stage's bar (called by the stage)."""
         if self._bars is not None and stage.task is not None:
             self._bars.update(stage.task, completed=stage.done, figures=_format_figures(stage.figures))

@@ -98,7 +98,7 @@ def _decode(row: Mapping[str, Any]) -> RolloutRecord:
     return as_dataclass(RolloutRecord, fields)
 
 
-def step_path(directory: Path, step: int) -> Path:
+def rollouts_path(directory: Path, step: int) -> Path:
     return directory / f"{_name(step)}.gz"
 
 
@@ -125,7 +125,7 @@ class RolloutWriter:
         with gzip.GzipFile(filename=_name(step), mode="wb", fileobj=buffer, compresslevel=1, mtime=0) as file:
             for record in records:
                 file.write(_encode(record))
-        path = step_path(self._directory, step)
+        path = rollouts_path(self._directory, step)
         replace_atomically(path, buffer.getvalue())
         return path
 
@@ -136,7 +136,7 @@ def read_step(directory: Path, step: int) -> list[RolloutRecord]:
     Raises:
         UserError: there is no file for the step, or it is damaged.
     """
-    path = step_path(directory, step)
+    path = rollouts_path(directory, step)
     if not path.exists():
         known = list_steps(directory)
         held = f"{len(known)} steps, {known[0]} to {known[-1]}" if known else "no steps"
@@ -164,14 +164,14 @@ def list_steps(directory: Path) -> list[int]:
         return []
     names = {path.name for path in directory.iterdir()}
     steps = (int(match[1]) for name in names if (match := _FILE_NAME.fullmatch(name)))
-    return sorted(step for step in steps if step_path(directory, step).name in names)
+    return sorted(step for step in steps if rollouts_path(directory, step).name in names)
 
 
-def truncate_after(directory: Path, step: int) -> list[int]:
+def truncate_rollouts_after(directory: Path, step: int) -> list[int]:
     """Deletes the files of steps after ``step`` and half-written ones; returns the steps deleted."""
     if not directory.is_dir():
         return []
     dropped = [s for s in list_steps(directory) if s > step]
-    for path in [*directory.glob("step_*.jsonl.gz.tmp"), *(step_path(directory, s) for s in dropped)]:
+    for path in [*directory.glob("step_*.jsonl.gz.tmp"), *(rollouts_path(directory, s) for s in dropped)]:
         path.unlink()
     return dropped

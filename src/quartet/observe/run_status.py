@@ -20,7 +20,7 @@ def true_status(run_dir: Path, info: Mapping[str, Any]) -> Any:
 
 
 def _may_be_held(lock: Path) -> bool:
-    """False where it is certain that nobody has it."""
+    """False where it is certain that no process holds it."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -143,7 +143,7 @@ class Quickstart:
 
     @property
     def _held_out(self) -> list[str]:
-        return task.prompts(self.seed, self.size.evaluation_prompts, "held_out")
+        return task.toy_prompts(self.seed, self.size.evaluation_prompts, "held_out")
 
     # Directory -------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class Quickstart:
         packed.release()
 
     def _sft(self) -> SFTTrainer:
-        data = self._rows("demonstrations", task.demonstrations(self.seed, self.size.demonstrations))
+        data = self._rows("demonstrations", task.toy_demonstrations(self.seed, self.size.demonstrations))
         recipe = recipes.sft_recipe(self.size, self.seed, self.path, data)
         return SFTTrainer(recipe, resume=self._resume_stage, progress=self.progress)
 
@@ -278,7 +278,7 @@ class Quickstart:
         num = self.size.pair_prompts
         with self.progress.stage("sample pairs", (num + num // 4) * self.size.responses_per_pair_prompt) as bar:
             for split, count, error in (("train", num, JUDGE_ERROR_RATE), ("held_out", num // 4, 0.0)):
-                prompts = task.prompts(self.seed + 1, count, split)  # type: ignore[arg-type]
+                prompts = task.toy_prompts(self.seed + 1, count, split)  # type: ignore[arg-type]
                 answers = generate(
                     packed,
                     codec,
@@ -298,7 +298,7 @@ class Quickstart:
         prompts, held_out = (
             self._rows(name, [{"prompt": prompt} for prompt in found])
             for name, found in (
-                ("prompts", task.prompts(self.seed + 2, self.size.rl_prompts)),
+                ("prompts", task.toy_prompts(self.seed + 2, self.size.rl_prompts)),
                 ("prompts_held_out", self._held_out),
             )
         )

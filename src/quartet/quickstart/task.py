@@ -27,7 +27,7 @@ import random
 from functools import lru_cache
 from typing import Literal
 
-Split = Literal["train", "held_out"]
+TaskSplit = Literal["train", "held_out"]
 Habit = Literal["careful", "forgetful", "eager"]
 
 HABITS: dict[Habit, float] = {"careful": 0.14, "forgetful": 0.74, "eager": 0.12}
@@ -76,7 +76,7 @@ def work(first: int, second: int, habit: Habit = "careful") -> str:
     return COLUMN_END.join([*steps, written])
 
 
-def split_of(first: int, second: int) -> Split:
+def split_of(first: int, second: int) -> TaskSplit:
     """The split an input belongs to, whatever the seed; ``a + b`` and ``b + a`` belong together."""
     low, high = sorted((first, second))
     digest = hashlib.sha256(f"{low}+{high}".encode()).digest()
@@ -84,14 +84,14 @@ def split_of(first: int, second: int) -> Split:
 
 
 @lru_cache
-def num_inputs(split: Split) -> int:
+def num_inputs(split: TaskSplit) -> int:
     """How many distinct inputs a split has."""
     upper = range(1, 10)
     firsts = [10 * tens + ones for tens in upper for ones in upper]
     return sum(split_of(first, second) == split for first in firsts for second in [*upper, *firsts])
 
 
-def demonstrations(seed: int, n: int) -> list[dict[str, str]]:
+def toy_demonstrations(seed: int, n: int) -> list[dict[str, str]]:
     """``n`` rows for supervised training (``prompt``, ``completion``, to which the trainer appends end-of-text), of the
     training split; an input may come up more than once."""
     rng = random.Random(f"demonstrations {seed}")
@@ -103,7 +103,7 @@ def demonstrations(seed: int, n: int) -> list[dict[str, str]]:
     return rows
 
 
-def prompts(seed: int, n: int, split: Split = "train") -> list[str]:
+def toy_prompts(seed: int, n: int, split: TaskSplit = "train") -> list[str]:
     """``n`` distinct prompts of ``split``.
 
     Raises:
@@ -118,7 +118,7 @@ def prompts(seed: int, n: int, split: Split = "train") -> list[str]:
     return list(drawn)
 
 
-def _draw(rng: random.Random, split: Split) -> tuple[int, int]:
+def _draw(rng: random.Random, split: TaskSplit) -> tuple[int, int]:
     while True:
         first, second = _operand(rng, 2), _operand(rng, rng.choice(SECOND_OPERAND_DIGITS))
         if split_of(first, second) == split:

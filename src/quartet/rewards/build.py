@@ -17,18 +17,18 @@ from quartet.config.rewards import (
     MathReward,
     NumericReward,
     RegexReward,
-    Source,
+    RewardSourceConfig,
 )
 from quartet.rewards import builtin
 from quartet.rewards.code_tests import CodeSource
 from quartet.rewards.judge import judge_source
 from quartet.rewards.mathematics import MathSource
-from quartet.rewards.process_functions import ProcessFunction
 from quartet.rewards.remote import HTTPSource
 from quartet.rewards.source import GuardedReward, RewardSource
+from quartet.rewards.subprocess_functions import SubprocessFunction
 from quartet.text.examples import PromptText
 
-RULES: dict[type[Source], Callable[..., list[float | None]]] = {
+RULES: dict[type[RewardSourceConfig], Callable[..., list[float | None]]] = {
     ExactMatchReward: builtin.exact_match,
     NumericReward: builtin.numeric,
     RegexReward: builtin.regex,
@@ -38,7 +38,7 @@ RULES: dict[type[Source], Callable[..., list[float | None]]] = {
 """Rules about the text; a section's keys are the function's options."""
 
 
-def build_reward(config: Source) -> GuardedReward:
+def build_reward(config: RewardSourceConfig) -> GuardedReward:
     """The source of one section, under its rules for failures, deadline and concurrency. Reward models have none: they
     are roles of the trainer.
 
@@ -47,7 +47,7 @@ def build_reward(config: Source) -> GuardedReward:
     """
     match config:
         case FunctionReward():
-            return GuardedReward.of(ProcessFunction(config), config)
+            return GuardedReward.of(SubprocessFunction(config), config)
         case MathReward():
             return GuardedReward.of(MathSource(config), config)
         case CodeReward():
@@ -62,9 +62,9 @@ def build_reward(config: Source) -> GuardedReward:
 class RuleSource(RewardSource):
     """A rule with a recipe's options; ``column`` holds the right answers, where it compares with any."""
 
-    def __init__(self, config: Source) -> None:
+    def __init__(self, config: RewardSourceConfig) -> None:
         self.name, self.column = config.name or "", getattr(config, "column", None)
-        options = config.model_dump(exclude={"type", "column", *Source.model_fields})
+        options = config.model_dump(exclude={"type", "column", *RewardSourceConfig.model_fields})
         self._rule = partial(RULES[type(config)], **options)
 
     async def score(

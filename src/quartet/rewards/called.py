@@ -66,7 +66,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-class Fault(Exception):
+class BadReturn(Exception):
     """What a call did wrong: ``what`` as it follows the function's name, the ``sample`` it shows in, ``where`` it was
     raised and the ``traceback``, where there is one.
     """
@@ -76,7 +76,7 @@ class Fault(Exception):
         self.what, self.sample, self.where, self.traceback = what, sample, where, traceback
 
     @classmethod
-    def of(cls, error: BaseException) -> Fault:
+    def of(cls, error: BaseException) -> BadReturn:
         return cls(f"raised {described(error)}", 0, raised_at(error), full_traceback(error))
 
 
@@ -84,19 +84,19 @@ def scores_of(result: Any, num: int) -> list[float | None]:
     """What a function returned for ``num`` completions, as scores.
 
     Raises:
-        Fault: it is not that many finite numbers or None.
+        BadReturn: it is not that many finite numbers or None.
         BaseException: what an object of the user's own raises while it is read.
     """
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, (list, tuple)):
-        raise Fault(f"returned {type_name(result)}, not a list")
+        raise BadReturn(f"returned {type_name(result)}, not a list")
     values = [*values]
     if len(values) != num:
-        raise Fault(f"returned {len(values)} scores for {num} completions", min(len(values), num - 1))
+        raise BadReturn(f"returned {len(values)} scores for {num} completions", min(len(values), num - 1))
     scores: list[float | None] = []
     for n, value in enumerate(values):
         number = None if value is None else as_score(value)
         if isinstance(number, str):
-            raise Fault(f"returned {number} for sample {n}", n)
+            raise BadReturn(f"returned {number} for sample {n}", n)
         scores.append(number)
     return scores

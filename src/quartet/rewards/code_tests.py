@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from quartet.config.errors import UserError
 from quartet.config.printable import printable
 from quartet.config.rewards import CodeReward, Isolation
-from quartet.rewards.sandbox.run import Check, Limits, SandboxError, check_sandbox, judge, run_program
+from quartet.rewards.sandbox.run import SandboxError, SandboxLimits, SolutionCheck, check_sandbox, judge, run_program
 from quartet.rewards.source import RewardError, RewardSource, Threads
 from quartet.text.examples import PromptText
 
@@ -37,7 +37,7 @@ class Case:
     output: str
 
 
-Tests: TypeAlias = Sequence[Case] | Sequence[Check]
+Tests: TypeAlias = Sequence[Case] | Sequence[SolutionCheck]
 
 
 class CodeSource(RewardSource):
@@ -52,7 +52,7 @@ class CodeSource(RewardSource):
     def __init__(self, config: CodeReward) -> None:
         self.name, self.column = config.name, config.column
         self._all = config.score == "all"
-        self._limits = Limits(
+        self._limits = SandboxLimits(
             wall_s=config.timeout_s,
             output_bytes=config.output_kb << 10,
             cpu_s=config.cpu_s,
@@ -100,8 +100,8 @@ class CodeSource(RewardSource):
         return float(all(passed)) if self._all else sum(passed) / len(passed)
 
     def _passed(self, code: str, tests: Tests) -> list[bool]:
-        if isinstance(tests[0], Check):
-            verdicts = judge(code, [test for test in tests if isinstance(test, Check)], self._limits)
+        if isinstance(tests[0], SolutionCheck):
+            verdicts = judge(code, [test for test in tests if isinstance(test, SolutionCheck)], self._limits)
             for verdict in verdicts:
                 self._num_refused += verdict.is_refused
                 self._first_refused = self._first_refused or (verdict.reason if verdict.is_refused else "")
@@ -117,13 +117,13 @@ class CodeSource(RewardSource):
                 break
         return passed + [False] * (len(tests) - len(passed))
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What makes the sandbox, and how many tests failed because what crossed could not be judged."""
         found = [f"code runs in a sandbox made by {self._tool}"]
         if self._num_refused:
             first = printable(self._first_refused)
             found.append(f"{self._num_refused} tests failed unjudged (docs/rewards.md); the first because {first}")
-        return [f"reward {self.name!r}: {remark}" for remark in found]
+        return [f"reward {self.name!r}: {warning}" for warning in found]
 
     def close(self) -> None:
         self._threads.close()
@@ -157,7 +157,7 @@ def read_tests(value: Any) -> Tests:
     if isinstance(value, str):
         tests = _statements(value)
     elif isinstance(value, Sequence) and value and all(isinstance(item, str) for item in value):
-        tests = [Check(item) for item in value if _statements(item)]
+        tests = [SolutionCheck(item) for item in value if _statements(item)]
     elif isinstance(value, Sequence) and all(isinstance(i, Mapping) and {"input", "output"} <= set(i) for i in value):
         tests = [Case(_lines(item["input"]), _lines(item["output"])) for item in value]
     else:
@@ -167,17 +167,17 @@ def read_tests(value: Any) -> Tests:
     return tests
 
 
-def _statements(source: str) -> list[Check]:
+def _statements(source: str) -> list[SolutionCheck]:
     try:
         body = ast.parse(source).body
     except SyntaxError as error:
         raise ValueError(f"not Python (line {error.lineno}: {error.msg})") from None
     except (RecursionError, MemoryError):
         raise ValueError("Python that is nested too deeply") from None
-    pieces = [Check(ast.unparse(node), isinstance(node, ast.Assert)) for node in body]
+    pieces = [SolutionCheck(ast.unparse(node), isinstance(node, ast.Assert)) for node in body]
     if not any(piece.counts for piece in pieces):
         # For example one call of a function that holds the asserts.
-        return [Check(source)] if pieces else []
+        return [SolutionCheck(source)] if pieces else []
     return pieces
 
 

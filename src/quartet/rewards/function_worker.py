@@ -1,4 +1,5 @@
-"""Calls a user's function in a process of its own; the trainer's side is :mod:`quartet.rewards.process_functions`."""
+"""Calls a user's function in a process of its own; the trainer's side is
+:mod:`quartet.rewards.subprocess_functions`."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from quartet.config.errors import UserError
 from quartet.config.foreign import described
 from quartet.config.targets import load_target
-from quartet.rewards.called import Fault, Parameters, is_async, scores_of
+from quartet.rewards.called import BadReturn, Parameters, is_async, scores_of
 
 if TYPE_CHECKING:
-    from quartet.rewards.process_main import Channel
+    from quartet.rewards.subprocess_main import PipeChannel
 
 
-def serve(settings: Mapping[str, Any], channel: Channel) -> None:
+def serve(settings: Mapping[str, Any], channel: PipeChannel) -> None:
     """Loads the function ``settings["target"]``, says what it is, and calls it for each question.
 
     A plain function is called in the main thread, one call after the other; with ``settings["threads"]`` in so many
@@ -45,7 +46,7 @@ def serve(settings: Mapping[str, Any], channel: Channel) -> None:
         channel.answer(number, _called(function, arguments))
 
 
-async def _serve_several(function: Callable[..., Any], threads: int, channel: Channel) -> None:
+async def _serve_several(function: Callable[..., Any], threads: int, channel: PipeChannel) -> None:
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     pool = ThreadPoolExecutor(threads) if threads else None
     tasks: set[asyncio.Task[None]] = set()
@@ -96,5 +97,5 @@ async def _awaited(result: Any) -> Any:
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
-    fault = error if isinstance(error, Fault) else Fault.of(error)
+    fault = error if isinstance(error, BadReturn) else BadReturn.of(error)
     return {"what": fault.what, "sample": fault.sample, "where": fault.where, "traceback": fault.traceback}

@@ -5,8 +5,8 @@ A function receives, by keyword, those of ``prompts``, ``completions`` and the d
 "does not apply to this sample". It may be ``async``. For chat prompts both are conversational: a prompt is
 its list of messages, a completion ``[{"role": "assistant", "content": …}]``.
 
-A function that a recipe names is called in processes of its own (``process_functions.py``), one that Python code passes
-in this process while nothing else computes (``FunctionReward``).
+A function that a recipe names is called in processes of its own (``subprocess_functions.py``), one that Python code
+passes in this process while nothing else computes (``FunctionReward``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from quartet.config.errors import UserError
 from quartet.config.foreign import excerpt
 from quartet.observe.global_state import GlobalStateGuard
-from quartet.rewards.called import Fault, Parameters, scores_of
+from quartet.rewards.called import BadReturn, Parameters, scores_of
 from quartet.rewards.source import RewardError, RewardSource
 from quartet.text.examples import PromptText
 
@@ -55,7 +55,7 @@ class FunctionSource(RewardSource):
         }
         return {argument: offered[argument] for argument in self._parameters.accepted(self.name, [*offered])}
 
-    def _failure(self, fault: Fault, prompts: Sequence[PromptText], completions: Sequence[str]) -> RewardError:
+    def _failure(self, fault: BadReturn, prompts: Sequence[PromptText], completions: Sequence[str]) -> RewardError:
         """The error for what the function did wrong: with the sample, and the place in its code."""
         found = "no sample"
         if completions:
@@ -74,7 +74,7 @@ class FunctionSource(RewardSource):
 class FunctionReward(FunctionSource):
     """A function passed from Python. It runs in the event loop, so a plain one while generation waits.
 
-    What it changes about the process is put back after every call, and told in ``remarks``.
+    What it changes about the process is put back after every call, and told in ``warnings``.
 
     Args:
         function: see this module's head.
@@ -111,19 +111,19 @@ class FunctionReward(FunctionSource):
             result = await self._guard.driven(result)
             with self._guard.held():
                 return scores_of(result, len(completions))
-        except Fault as fault:
+        except BadReturn as fault:
             raise self._failure(fault, prompts, completions) from None
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Something inside was cancelled, and not this call: nobody would ever hear of it.
-            raise self._failure(Fault("raised CancelledError"), prompts, completions) from error
+            # Something inside was cancelled, and not this call: the error would be lost.
+            raise self._failure(BadReturn("raised CancelledError"), prompts, completions) from error
         except (KeyboardInterrupt, GeneratorExit, UserError):
             raise  # Ctrl-C, the end of the event loop, or a change that cannot be put back.
         except BaseException as error:  # User code may raise anything; it is passed on with its cause.
-            raise self._failure(Fault.of(error), prompts, completions) from error
+            raise self._failure(BadReturn.of(error), prompts, completions) from error
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What it changed about this process."""
-        return self._guard.remarks()
+        return self._guard.warnings()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quartet.rewards.process_main import Channel
+    from quartet.rewards.subprocess_main import PipeChannel
 
 _MEMORY_BYTES = 4 << 30
 
@@ -30,7 +30,7 @@ def compare(parse: Callable[..., Any], verify: Callable[..., bool], configs: dic
     return float(bool(verify(gold, found, float_rounding=job["digits"], timeout_seconds=limit)))
 
 
-def serve(settings: Mapping[str, Any], channel: Channel) -> None:
+def serve(settings: Mapping[str, Any], channel: PipeChannel) -> None:
     """Answers each job with a score."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.config.rewards import MathReward
-from quartet.rewards.process import Process, ProcessLost, ProcessPool, ProcessSilent
 from quartet.rewards.source import RewardError, RewardSource, Threads
+from quartet.rewards.subprocesses import Subprocess, SubprocessDied, SubprocessPool, SubprocessTimeout
 from quartet.text.examples import PromptText
 
 _WORKER = "quartet.rewards.math_worker"
@@ -36,7 +36,7 @@ class MathSource(RewardSource):
             )
         self._config = config
         self._threads = Threads(config.concurrency, self.name)
-        self._pool = ProcessPool(self._start, config.concurrency)
+        self._pool = SubprocessPool(self._start, config.concurrency)
 
     async def score(
         self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
@@ -59,19 +59,19 @@ class MathSource(RewardSource):
             with self._pool.taken() as process:
                 try:
                     score = process.ask(job, max(1.0, config.timeout_s) * _PATIENCE)
-                except ProcessSilent:
+                except SubprocessTimeout:
                     process.kill()
                     break
-                except ProcessLost:
+                except SubprocessDied:
                     continue  # perhaps ended from outside, for nothing in this completion
             return None if score is None else float(score)
         # A comparison that takes too long, or all memory, shows no equality.
         return 0.0
 
-    def _start(self) -> Process:
+    def _start(self) -> Subprocess:
         try:
-            return Process(_WORKER, {}, quiet=True, patience_s=_START_S)
-        except ProcessLost as error:
+            return Subprocess(_WORKER, {}, quiet=True, patience_s=_START_S)
+        except SubprocessDied as error:
             raise RewardError(
                 f"the process of the reward {self.name!r} does not start",
                 found=str(error),

@@ -66,7 +66,7 @@ class RewardSource(abc.ABC):
             RewardError: these samples cannot be scored.
         """
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What the user should know."""
         return []
 
@@ -188,9 +188,9 @@ class GuardedReward:
         self._first_reason = self._first_reason or next(iter(reasons), None)
         return Outcome([None if isinstance(score, RewardError) else score for score in found], failed, reasons)
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """How many samples were left out so far and why the first of them was, and what the source has to say."""
-        found = self.source.remarks()
+        found = self.source.warnings()
         if self._first_reason is not None:
             reason = f"{self._first_reason.problem}: {self._first_reason.found}"
             found = [*found, f"reward {self.name!r}: {self._num_left_out} samples left out; the first because {reason}"]

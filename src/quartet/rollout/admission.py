@@ -19,7 +19,7 @@ from quartet.rollout.scheduler import Response, Scheduler
 
 
 @dataclass(frozen=True)
-class Fill:
+class PrefillChunk:
     """Tokens ``start`` to ``end`` of ``block`` are computed in this step."""
 
     block: Block
@@ -36,10 +36,10 @@ class Fill:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """What to fill, parents first, and the requests that then have all they need."""
 
-    fills: list[Fill] = field(default_factory=list)
+    prefills: list[PrefillChunk] = field(default_factory=list)
     admitted: list[Response] = field(default_factory=list)
     prefix_hits: int = 0
 
@@ -47,11 +47,11 @@ class Plan:
         """Counts the step that did this."""
         stats.num_steps += 1
         stats.prefix_hit_tokens += self.prefix_hits
-        for fill in self.fills:
-            if fill.block.again:
-                stats.recomputed_tokens += fill.end - fill.start
+        for prefill in self.prefills:
+            if prefill.block.again:
+                stats.recomputed_tokens += prefill.end - prefill.start
             else:
-                stats.prompt_tokens_prefilled += fill.end - fill.start
+                stats.prompt_tokens_prefilled += prefill.end - prefill.start
         for response in self.admitted:
             if not response.group.counted:
                 response.group.counted = True
@@ -105,12 +105,12 @@ class Admission:
         copied = 0 if first is not None and first.shared else len(response.request.prompt_ids)
         return self._round_up(copied + response.max_tokens)
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """Goes through the queue until rows, this step's tokens or the cache are used up.
 
         Blocks of planned requests are taken into the cache; nothing else changes.
         """
-        plan = Plan()
+        plan = StepPlan()
         budget = self.max_prefill_tokens
         planned: dict[Block, int] = {}
         room = self.scheduler.max_running - self.scheduler.num_running
@@ -124,13 +124,13 @@ class Admission:
                     end = min(len(block), done + self.max_prefill_tokens)
                     if end - done > budget:
                         return plan
-                    plan.fills.append(Fill(block, done, end))
+                    plan.prefills.append(PrefillChunk(block, done, end))
                     budget -= end - done
                     done = planned[block] = end
             plan.admitted.append(response)
         return plan
 
-    def _claim(self, response: Response, plan: Plan) -> bool:
+    def _claim(self, response: Response, plan: StepPlan) -> bool:
         """Gives ``response`` its block, new or found; False where the cache has no room for what it needs."""
         request = response.request
         prompt_ids = request.prompt_ids
@@ -160,7 +160,7 @@ class Admission:
         repeated = (response.group.num_members - 1) * len(response.request.prompt_ids)
         return self._shares_prefixes and repeated >= MIN_SHARED_TOKENS
 
-    def _fits(self, response: Response, plan: Plan) -> bool:
+    def _fits(self, response: Response, plan: StepPlan) -> bool:
         """Whether slots for all and the blocks held have room; idle prompts are evicted for it."""
         if self.cache_tokens is None:
             return True

@@ -28,9 +28,9 @@ from quartet.rollout.merged_layers import MergedLayer, MergedLayers
 from quartet.rollout.weight_copies import (
     MIN_PACKED,
     ConvertedWeight,
+    CopySource,
     Form,
     PackedProduct,
-    Source,
     WeightCopy,
     as_it_is,
     blocks_are_at_hand,
@@ -152,7 +152,7 @@ class ComputeWeights:
                 if self._in_place and merged_by is None and uses[parameter] == 1:
                     parameter.data = form(parameter.detach())
                 else:
-                    yield ConvertedWeight(module, name, Source(parameter, merged_by), form)
+                    yield ConvertedWeight(module, name, CopySource(parameter, merged_by), form)
 
 
 def _form(parameter: nn.Parameter, in_bf16: bool) -> Form:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, masked_attention, visible
-from quartet.rollout.admission import Fill
+from quartet.rollout.admission import PrefillChunk
 from quartet.rollout.cache import KVCache, round_up
 from quartet.rollout.decode_attention import (
     DecodeAttention,
@@ -23,7 +23,7 @@ from quartet.rollout.decode_attention import (
     partial_attention,
 )
 from quartet.rollout.prefix_cache import Block
-from quartet.rollout.rows import Rows, Spans
+from quartet.rollout.rows import DecodeRows, DraftRows
 
 MIN_ROWS = 16
 """From this many rows on, the bits of a row of an fp32 product on one thread no longer depend on their number."""
@@ -45,11 +45,11 @@ class Contexts(Protocol):
     def slot_length(self, num_tokens: int) -> int:
         """How many places a slot needs for ``num_tokens``."""
 
-    def decode(self, cache: KVCache, rows: Rows, spans: Spans | None = None) -> AttentionContext:
+    def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
         """For one new token of each of ``rows``, or those of ``spans``; stores their keys and values in the cache."""
 
-    def fill(self, fills: Sequence[Fill]) -> AttentionContext:
-        """For the tokens of ``fills``, one after the other; stores their keys and values in the blocks."""
+    def prefill(self, prefills: Sequence[PrefillChunk]) -> AttentionContext:
+        """For the tokens of ``prefills``, one after the other; stores their keys and values in the blocks."""
 
 
 class FastContexts:
@@ -65,7 +65,7 @@ class FastContexts:
     def slot_length(self, num_tokens: int) -> int:
         return round_up(num_tokens)
 
-    def decode(self, cache: KVCache, rows: Rows, spans: Spans | None = None) -> AttentionContext:
+    def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
         if spans is not None:
             return SpanAttention(cache, rows, spans)
         context = self._decode
@@ -75,18 +75,18 @@ class FastContexts:
             context.begin()
         return context
 
-    def fill(self, fills: Sequence[Fill]) -> AttentionContext:
-        return FillAttention(fills)
+    def prefill(self, prefills: Sequence[PrefillChunk]) -> AttentionContext:
+        return PrefillAttention(prefills)
 
 
 class PlainContexts(FastContexts):
     """Operations that every device has: right there, not fast."""
 
-    def decode(self, cache: KVCache, rows: Rows, spans: Spans | None = None) -> AttentionContext:
-        return SpanAttention(cache, rows, spans or Spans.of(rows, [()] * rows.num_rows))
+    def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
+        return SpanAttention(cache, rows, spans or DraftRows.of(rows, [()] * rows.num_rows))
 
-    def fill(self, fills: Sequence[Fill]) -> AttentionContext:
-        return FillAttention(fills, kernels=False)
+    def prefill(self, prefills: Sequence[PrefillChunk]) -> AttentionContext:
+        return PrefillAttention(prefills, kernels=False)
 
 
 class StepAttention:
@@ -111,44 +111,44 @@ class StepAttention:
         return out.transpose(0, 1).unsqueeze(0)
 
 
-class FillAttention:
+class PrefillAttention:
     """Tokens of blocks: those that begin a sequence as in training, others also against what stands before them.
 
     Args:
-        fills: in the order of the tokens, those that begin a sequence first; neighbours of equal length run as one
+        prefills: in the order of the tokens, those that begin a sequence first; neighbours of equal length run as one
             kernel call.
         kernels: use those of the CPU where they can express a layer.
     """
 
-    def __init__(self, fills: Sequence[Fill], *, kernels: bool = True) -> None:
-        self.fills = fills
+    def __init__(self, prefills: Sequence[PrefillChunk], *, kernels: bool = True) -> None:
+        self.prefills = prefills
         self._kernels = kernels
-        self._behind = [fill for fill in fills if not begins(fill)]
-        lengths = [fill.end for fill in fills[: len(fills) - len(self._behind)]]
+        self._behind = [prefill for prefill in prefills if not begins(prefill)]
+        lengths = [prefill.end for prefill in prefills[: len(prefills) - len(self._behind)]]
         self._num_whole = sum(lengths)
         self._whole = PackedAttention(lengths) if lengths else None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        sizes = [fill.end - fill.start for fill in self.fills]
+        sizes = [prefill.end - prefill.start for prefill in self.prefills]
         # All are stored first: a block may follow one that is filled in the same step.
-        for fill, new_k, new_v in zip(self.fills, k[0].split(sizes, 1), v[0].split(sizes, 1), strict=True):
-            fill.block.store(layer, fill.start, new_k, new_v)
+        for prefill, new_k, new_v in zip(self.prefills, k[0].split(sizes, 1), v[0].split(sizes, 1), strict=True):
+            prefill.block.store(layer, prefill.start, new_k, new_v)
         if self._whole is not None and not self._behind:
             return self._whole.attend(layer, q, k, v, rule)
         parts = []
         first = self._num_whole
         if self._whole is not None:
             parts.append(self._whole.attend(layer, q[:, :, :first], k[:, :, :first], v[:, :, :first], rule))
-        for fill in self._behind:
-            span = slice(first, first + fill.end - fill.start)
-            parts.append(self._continue(layer, fill, q[:, :, span], k[:, :, span], v[:, :, span], rule))
+        for prefill in self._behind:
+            span = slice(first, first + prefill.end - prefill.start)
+            parts.append(self._continue(layer, prefill, q[:, :, span], k[:, :, span], v[:, :, span], rule))
             first = span.stop
         return torch.cat(parts, 2)
 
-    def _continue(self, layer: int, fill: Fill, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+    def _continue(self, layer: int, prefill: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
         """``[1, H, t, D]`` of tokens that follow others."""
-        before = stored_before(layer, fill)
-        last = fill.block.start + fill.end
+        before = stored_before(layer, prefill)
+        last = prefill.block.start + prefill.end
         cut = rule.window is not None and rule.window < last
         if self._kernels and not cut and has_kernel(q, v, rule):
             out, lse = causal_attention(q, k, v, rule.scaling)
@@ -160,20 +160,20 @@ class FillAttention:
         values = torch.cat([*(values for _, values in before), v], 2)
         positions = torch.arange(last, device=q.device)
         return masked_attention(
-            q, keys, values, visible(positions[fill.block.start + fill.start :], positions, rule), rule
+            q, keys, values, visible(positions[prefill.block.start + prefill.start :], positions, rule), rule
         )
 
 
-def begins(fill: Fill) -> bool:
-    """Whether nothing stands before the tokens of ``fill``."""
-    return fill.start == 0 and fill.block.parent is None
+def begins(prefill: PrefillChunk) -> bool:
+    """Whether nothing stands before the tokens of ``prefill``."""
+    return prefill.start == 0 and prefill.block.parent is None
 
 
-def stored_before(layer: int, fill: Fill) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values ``[1, Hk, *, D]`` of what stands before ``fill``, in order."""
+def stored_before(layer: int, prefill: PrefillChunk) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values ``[1, Hk, *, D]`` of what stands before ``prefill``, in order."""
     found = []
-    block: Block | None = fill.block
-    end = fill.start
+    block: Block | None = prefill.block
+    end = prefill.start
     while block is not None:
         if end:
             found.append((block.keys[layer][None, :, :end], block.values[layer][None, :, :end]))

@@ -20,7 +20,7 @@ from torch.amp.autocast_mode import is_autocast_available
 from quartet.models.attention import LayerRule
 from quartet.rollout.cache import KVCache, round_up
 from quartet.rollout.prefix_cache import Block
-from quartet.rollout.rows import SPARE_ROWS, Rows, SharedReads, Spans, Stretch
+from quartet.rollout.rows import SPARE_ROWS, DecodeRows, DraftRows, RowRange, SharedReads
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -93,11 +93,11 @@ class _Buffers:
         whole: ``[B, Hk, n, D]``
     """
 
-    def __init__(self, stretches: Sequence[Stretch], q: Tensor, size_v: int) -> None:
+    def __init__(self, row_ranges: Sequence[RowRange], q: Tensor, size_v: int) -> None:
         num_rows, num_kv, share, _ = q.shape
         self.whole = q.new_empty(num_rows, num_kv, share, size_v)
-        self.spans = [slice(stretch.start * num_kv, stretch.end * num_kv) for stretch in stretches]
-        sizes = [(stretch.end - stretch.start, round_up(stretch.longest)) for stretch in stretches]
+        self.spans = [slice(row_range.start * num_kv, row_range.end * num_kv) for row_range in row_ranges]
+        sizes = [(row_range.end - row_range.start, round_up(row_range.longest)) for row_range in row_ranges]
         self.scores = [q.new_empty(num * num_kv, share, num_keys) for num, num_keys in sizes]
         self.scores_by_row = [
             scores.view(num, num_kv * share, num_keys)
@@ -107,14 +107,14 @@ class _Buffers:
         self.out = [rows[span] for span in self.spans]
 
 
-def _joined_heads(stored: Tensor, stretch: Stretch, *, transposed: bool = False) -> Tensor:
+def _joined_heads(stored: Tensor, row_range: RowRange, *, transposed: bool = False) -> Tensor:
     """Of slots ``[S, Hk, C, D]`` what a stretch reads, as ``[m Hk, K, D]`` or ``[m Hk, D, K]``, by one view."""
     _, num_kv, capacity, size = stored.shape
-    num, num_keys, step = (stretch.end - stretch.start) * num_kv, round_up(stretch.longest), capacity * size
+    num, num_keys, step = (row_range.end - row_range.start) * num_kv, round_up(row_range.longest), capacity * size
     shape, strides = (
         ((num, size, num_keys), (step, 1, size)) if transposed else ((num, num_keys, size), (step, size, 1))
     )
-    return stored.as_strided(shape, strides, stretch.start * num_kv * step)
+    return stored.as_strided(shape, strides, row_range.start * num_kv * step)
 
 
 class DecodeAttention:
@@ -125,7 +125,7 @@ class DecodeAttention:
     row than it saves. Views and buffers are kept from step to step; ``begin`` drops them where rows or slots changed.
     """
 
-    def __init__(self, cache: KVCache, rows: Rows) -> None:
+    def __init__(self, cache: KVCache, rows: DecodeRows) -> None:
         self.cache = cache
         self.rows = rows
         self._layout: tuple[int, tuple[int, ...]] | None = None
@@ -139,7 +139,7 @@ class DecodeAttention:
         self._masks: dict[int, Tensor] = {}
         self._mask_pieces: dict[int, list[Tensor]] = {}
         self._shared_masks: dict[tuple[Block, int], Tensor] = {}
-        layout = (self.rows.version, tuple(round_up(stretch.longest) for stretch in self.rows.stretches))
+        layout = (self.rows.version, tuple(round_up(row_range.longest) for row_range in self.rows.row_ranges))
         if layout != self._layout:
             self._layout = layout
             self._views.clear()
@@ -194,10 +194,10 @@ class DecodeAttention:
         views = self._views.get(layer)
         if views is None:
             keys, values = self.cache.keys[layer], self.cache.values[layer]
-            stretches = self.rows.stretches
+            row_ranges = self.rows.row_ranges
             views = self._views[layer] = (
-                [_joined_heads(keys, stretch, transposed=True) for stretch in stretches],
-                [_joined_heads(values, stretch) for stretch in stretches],
+                [_joined_heads(keys, row_range, transposed=True) for row_range in row_ranges],
+                [_joined_heads(values, row_range) for row_range in row_ranges],
             )
         return views
 
@@ -206,7 +206,7 @@ class DecodeAttention:
         kind = (q.shape[1], q.shape[2], size_v)
         buffers = self._buffers.get(kind)
         if buffers is None:
-            buffers = self._buffers[kind] = _Buffers(self.rows.stretches, q, size_v)
+            buffers = self._buffers[kind] = _Buffers(self.rows.row_ranges, q, size_v)
         return buffers
 
     def _by_kernel(self, layer: int, q: Tensor, rule: LayerRule) -> tuple[Tensor, Tensor]:
@@ -214,8 +214,8 @@ class DecodeAttention:
         parts = []
         keys, values = self._cut(self.cache.keys[layer]), self._cut(self.cache.values[layer])
         masks = self._masks_of_stretches(rule.window)
-        for stretch, k, v, mask in zip(self.rows.stretches, keys, values, masks, strict=True):
-            parts.append(partial_attention(q[stretch.start : stretch.end], k, v, mask.unsqueeze(1), rule))
+        for row_range, k, v, mask in zip(self.rows.row_ranges, keys, values, masks, strict=True):
+            parts.append(partial_attention(q[row_range.start : row_range.end], k, v, mask.unsqueeze(1), rule))
         if len(parts) == 1:
             return parts[0]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
@@ -223,8 +223,8 @@ class DecodeAttention:
     def _cut(self, x: Tensor) -> list[Tensor]:
         """Of slots ``[S, Hk, C, D]`` what each stretch reads; of masks ``[S, C]`` the same as ``[m, 1, K]``."""
         pieces = []
-        for stretch in self.rows.stretches:
-            span, num_keys = slice(stretch.start, stretch.end), round_up(stretch.longest)
+        for row_range in self.rows.row_ranges:
+            span, num_keys = slice(row_range.start, row_range.end), round_up(row_range.longest)
             pieces.append(x[span, :, :num_keys] if x.dim() == 4 else x[span, None, :num_keys])
         return pieces
 
@@ -307,7 +307,7 @@ class DecodeAttention:
 class SpanAttention:
     """New tokens of each row against its slot, themselves included, and against the shared block where it reads one."""
 
-    def __init__(self, cache: KVCache, rows: Rows, spans: Spans) -> None:
+    def __init__(self, cache: KVCache, rows: DecodeRows, spans: DraftRows) -> None:
         self.cache = cache
         self.rows = rows
         self.spans = spans

@@ -1,6 +1,6 @@
 """The native rollout engine: generates with the trainer's own model object, in the trainer's process.
 
-One step: settle the rows → admit → one forward that decodes a token of everything running and fills new prompts →
+One step: place the rows → admit → one forward that decodes a token of everything running and fills new prompts →
 sample a token for all → retire what is done.
 """
 
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
-from quartet.models.probe import check_decoding, context_length
+from quartet.models.probe import check_decoding, model_context_length
 from quartet.rollout.admission import Admission
 from quartet.rollout.cache import KVCache, slot_shape
 from quartet.rollout.compute_weights import ComputeWeights
 from quartet.rollout.contexts import MIN_ROWS, Contexts
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, Request
-from quartet.rollout.rows import Rows, Spans
+from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler, check_proposals, check_request
@@ -94,13 +94,13 @@ class NativeEngine:
         self._runner = ModelRunner(packed, contexts)
         self._weights = ComputeWeights(packed, num_rows=max_running, in_place=owns_weights)
         self._cache = KVCache()
-        self._rows = Rows(max_running, MIN_ROWS, packed.vocab_size, packed.device)
+        self._rows = DecodeRows(max_running, MIN_ROWS, packed.vocab_size, packed.device)
         self._rows_valid = self._rows_current = False
         self._stats = EngineStats(policy_version=version or 0)
         self._finished: list[Completion] = []
         self._failed: list[Response] = []
         self._sink = self._make_sink(version) if owns_weights else None
-        self._context = context_length(packed.model)
+        self._context = model_context_length(packed.model)
         self._vocab_size = packed.vocab_size
 
     # ---- requests ----
@@ -177,20 +177,20 @@ class NativeEngine:
 
     @torch.no_grad()
     def _advance(self) -> None:
-        running = self._settle()
+        running = self._place_rows()
         plan = self._admission.plan()
-        if plan.fills:
+        if plan.prefills:
             self._fit_slots(running)
         drafts = [response.draft for response in running]
-        spans = Spans.of(self._rows, drafts) if any(drafts) else None
+        spans = DraftRows.of(self._rows, drafts) if any(drafts) else None
         # True again once the step is complete, so an interrupted one leaves no half-updated rows.
         self._rows_valid = False
         with self._weights.active():
             wanted = [r.block for r in plan.admitted if r.block is not None]
             rows = self._rows if running else None
-            logits, first_logits = self._runner.step(self._cache, rows, plan.fills, wanted, spans)
+            logits, first_logits = self._runner.step(self._cache, rows, plan.prefills, wanted, spans)
         plan.count(self._stats)
-        if plan.fills:
+        if plan.prefills:
             self._note_peak()
         if spans is not None:
             self._record(running, *self._sample([r for r in running for _ in (0, *r.draft)], logits))
@@ -203,23 +203,25 @@ class NativeEngine:
         # After proposals rows advance by different numbers of tokens and are loaded anew.
         self._rows_valid = spans is None
 
-    def _settle(self) -> list[Response]:
+    def _place_rows(self) -> list[Response]:
         """Makes rows of what runs, and room in the cache for a token of each."""
-        settled = self._scheduler.settle()
-        if any(target >= self._cache.num_slots for _, target, _ in settled.moves):
+        placement = self._scheduler.place_rows()
+        if any(target >= self._cache.num_slots for _, target, _ in placement.moves):
             self._fit_slots(self._scheduler.rows)
-        for source, target, length in settled.moves:
+        for source, target, length in placement.moves:
             self._cache.move(source, target, length)
         running = self._scheduler.rows
         if not running:
             return running
-        current = self._rows_valid and self._rows_current and not settled.changed and not any(r.draft for r in running)
+        current = (
+            self._rows_valid and self._rows_current and not placement.changed and not any(r.draft for r in running)
+        )
         if not current or self._runner.contexts.slot_length(self._rows.longest) > self._cache.capacity:
             self._fit_slots(running)
-            for response in settled.placed:
+            for response in placement.placed:
                 self._place(response)
             shape = (self._cache.num_slots, self._cache.capacity)
-            changed = settled.changed if self._rows_valid else range(len(running))
+            changed = placement.changed if self._rows_valid else range(len(running))
             self._rows.load(running, changed, shape)
             self._rows_current = True
             self._note_peak()

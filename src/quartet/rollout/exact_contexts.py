@@ -22,15 +22,15 @@ from quartet.models.exact import (
     ExactPackedAttention,
     additive_mask,
     decode_attention,
+    exact_masked_attention,
     key_length,
-    masked_attention,
     padded_rows,
 )
-from quartet.rollout.admission import Fill
+from quartet.rollout.admission import PrefillChunk
 from quartet.rollout.cache import KVCache
 from quartet.rollout.contexts import begins
 from quartet.rollout.decode_attention import DecodeAttention
-from quartet.rollout.rows import Rows, Spans
+from quartet.rollout.rows import DecodeRows, DraftRows
 
 
 class ExactContexts:
@@ -50,13 +50,13 @@ class ExactContexts:
     def slot_length(self, num_tokens: int) -> int:
         return key_length(num_tokens)
 
-    def decode(self, cache: KVCache, rows: Rows, spans: Spans | None = None) -> AttentionContext:
+    def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
         if spans is not None:
             return ExactSpanAttention(cache, spans)
         return ExactDecodeAttention(cache, rows)
 
-    def fill(self, fills: Sequence[Fill]) -> AttentionContext:
-        return ExactFillAttention(fills)
+    def prefill(self, prefills: Sequence[PrefillChunk]) -> AttentionContext:
+        return ExactPrefillAttention(prefills)
 
 
 class ExactDecodeAttention(DecodeAttention):
@@ -69,8 +69,8 @@ class ExactDecodeAttention(DecodeAttention):
         queries = q.squeeze(0).transpose(0, 1)
         mask = self._mask(rule.window)
         parts = []
-        for stretch in self.rows.stretches:
-            span, num_keys = slice(stretch.start, stretch.end), key_length(stretch.longest)
+        for row_range in self.rows.row_ranges:
+            span, num_keys = slice(row_range.start, row_range.end), key_length(row_range.longest)
             stored = keys[span, :, :num_keys], values[span, :, :num_keys]
             parts.append(decode_attention(queries[span], *stored, mask[span, None, None, :num_keys], rule))
         return torch.cat(parts).transpose(0, 1).unsqueeze(0)
@@ -91,7 +91,7 @@ class ExactDecodeAttention(DecodeAttention):
 class ExactSpanAttention:
     """Several tokens of each row against its slot, themselves included."""
 
-    def __init__(self, cache: KVCache, spans: Spans) -> None:
+    def __init__(self, cache: KVCache, spans: DraftRows) -> None:
         self.cache = cache
         self.spans = spans
 
@@ -106,30 +106,32 @@ class ExactSpanAttention:
         return torch.cat(parts, 2)
 
 
-class ExactFillAttention(ExactContext):
+class ExactPrefillAttention(ExactContext):
     """Tokens of blocks, of which each is a whole sequence from its beginning.
 
     Args:
-        fills: in the order of the tokens, those that begin a sequence first.
+        prefills: in the order of the tokens, those that begin a sequence first.
     """
 
-    def __init__(self, fills: Sequence[Fill]) -> None:
-        self.fills = fills
-        self._sizes = [fill.end - fill.start for fill in fills]
-        self._beginnings = [fill.end for fill in fills if begins(fill)]
+    def __init__(self, prefills: Sequence[PrefillChunk]) -> None:
+        self.prefills = prefills
+        self._sizes = [prefill.end - prefill.start for prefill in prefills]
+        self._beginnings = [prefill.end for prefill in prefills if begins(prefill)]
         self._whole = ExactPackedAttention(self._beginnings)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        for fill, new_k, new_v in zip(self.fills, k[0].split(self._sizes, 1), v[0].split(self._sizes, 1), strict=True):
-            fill.block.store(layer, fill.start, new_k, new_v)
+        for prefill, new_k, new_v in zip(
+            self.prefills, k[0].split(self._sizes, 1), v[0].split(self._sizes, 1), strict=True
+        ):
+            prefill.block.store(layer, prefill.start, new_k, new_v)
         first = sum(self._beginnings)
         parts = []
         if first:
             parts.append(self._whole.attend(layer, q[:, :, :first], k[:, :, :first], v[:, :, :first], rule))
-        for fill in self.fills[len(self._beginnings) :]:
-            last = first + fill.end - fill.start
+        for prefill in self.prefills[len(self._beginnings) :]:
+            last = first + prefill.end - prefill.start
             own = q[:, :, first:last]
-            parts.append(_following(own, fill.block.keys[layer], fill.block.values[layer], fill.start, rule))
+            parts.append(_following(own, prefill.block.keys[layer], prefill.block.values[layer], prefill.start, rule))
             first = last
         return torch.cat(parts, 2)
 
@@ -143,6 +145,6 @@ def _following(q: Tensor, keys: Tensor, values: Tensor, start: int, rule: LayerR
         num_keys, missing = key_length(stop), -rows.shape[2] % VECTOR
         k, v = (F.pad(stored[None, :, :stop], (0, 0, 0, num_keys - stop)) for stored in (keys, values))
         mask = additive_mask(torch.arange(start + offset, stop + missing), num_keys, rule, q.dtype)[None, None]
-        out = masked_attention(F.pad(rows, (0, 0, 0, missing)), k, v, mask, rule)
+        out = exact_masked_attention(F.pad(rows, (0, 0, 0, missing)), k, v, mask, rule)
         parts.append(out[:, :, : rows.shape[2]])
     return torch.cat(parts, 2)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quartet.models.attention import AttentionContext, LayerRule, PackedAttention
 from quartet.models.fused import SignedSin
 from quartet.models.lora import AdaptedLayer
-from quartet.rollout.weight_copies import ProductCopy, Source, product_for
+from quartet.rollout.weight_copies import CopySource, ProductCopy, product_for
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -107,8 +107,8 @@ class MergedLayer(ProductCopy):
         self._num_heads = [attention.q_proj.out_features // self._head_size]
         self._num_heads += [attention.k_proj.out_features // self._head_size] * 2
         self._former: Any = None
-        sources = [Source(linear.weight, adapted.get(linear)) for linear in self.linears]
-        sources += [Source(linear.bias) for linear in self.linears if linear.bias is not None]
+        sources = [CopySource(linear.weight, adapted.get(linear)) for linear in self.linears]
+        sources += [CopySource(linear.bias) for linear in self.linears if linear.bias is not None]
         super().__init__(products, *sources)
 
     def _take(self, weights: list[Tensor]) -> None:

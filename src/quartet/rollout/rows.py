@@ -26,7 +26,7 @@ CALL_TOKENS = 768
 
 
 @dataclass
-class Stretch:
+class RowRange:
     """Rows ``start`` to ``end``; the longest has ``longest`` tokens."""
 
     start: int
@@ -34,7 +34,7 @@ class Stretch:
     longest: int
 
 
-def stretches(lengths: Sequence[int], round_up: Callable[[int], int]) -> list[Stretch]:
+def row_ranges(lengths: Sequence[int], round_up: Callable[[int], int]) -> list[RowRange]:
     """Cuts the rows where that lessens what is read, counting ``CALL_TOKENS`` per stretch.
 
     Cuts stand between bands; the best set of them is found by dynamic programming.
@@ -42,7 +42,7 @@ def stretches(lengths: Sequence[int], round_up: Callable[[int], int]) -> list[St
     starts = range(0, len(lengths), BAND)
     band_longest = [max(lengths[start : start + BAND]) for start in starts]
     costs = [0]
-    last_stretch: list[Stretch] = []
+    last_range: list[RowRange] = []
     for num_bands in range(1, len(starts) + 1):
         end = min(num_bands * BAND, len(lengths))
         longest, options = 0, []
@@ -52,11 +52,11 @@ def stretches(lengths: Sequence[int], round_up: Callable[[int], int]) -> list[St
             options.append((costs[first] + CALL_TOKENS + reads, first, longest))
         cost, first, longest = min(options)
         costs.append(cost)
-        last_stretch.append(Stretch(starts[first], end, longest))
-    found: list[Stretch] = []
+        last_range.append(RowRange(starts[first], end, longest))
+    found: list[RowRange] = []
     end = len(starts)
     while end:
-        found.append(last_stretch[end - 1])
+        found.append(last_range[end - 1])
         end = found[-1].start // BAND
     return found[::-1]
 
@@ -101,7 +101,7 @@ class SharedReads:
         return cls(blocks, to_device(torch.tensor(order), device), to_device(inverse, device), absent)
 
 
-class Rows:
+class DecodeRows:
     """
     Args:
         max_rows: requests that may run at once.
@@ -115,7 +115,7 @@ class Rows:
         num_generated: ``[B]`` tokens each response has, which is the index of the next.
         num_stored: ``[B]`` tokens in each slot, the newest one not among them.
         mask: ``[S, C]`` fp32, 0 at places up to the newest token's, -inf behind; added to attention scores.
-        stretches: neighbouring rows that one kernel call reads, with the longest of each.
+        row_ranges: neighbouring rows that one kernel call reads, with the longest of each.
         shared: which rows read which shared prompt; None where none does.
     """
 
@@ -128,7 +128,7 @@ class Rows:
         self.positions = torch.zeros_like(self.tokens)
         self.places = torch.zeros_like(self.tokens)
         self.mask = torch.zeros(0, 0, device=device)
-        self.stretches: list[Stretch] = []
+        self.row_ranges: list[RowRange] = []
         self.shared: SharedReads | None = None
         self.num_generated: NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
         self.num_stored: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -161,13 +161,13 @@ class Rows:
         self.num_generated = np.array([len(r.token_ids) for r in running], dtype=np.uint64)
         self.num_stored = np.array([r.num_stored for r in running], dtype=np.int64)
         self.sampling = SamplingRows.build([r.request.sampling for r in running], self.vocab_size, device)
-        self.stretches = stretches([r.num_stored + 1 for r in running], round_up)
+        self.row_ranges = row_ranges([r.num_stored + 1 for r in running], round_up)
         self.shared = SharedReads.of(running, device)
 
     @property
     def longest(self) -> int:
         """Places that the longest row uses, the newest token's included."""
-        return max(stretch.longest for stretch in self.stretches)
+        return max(row_range.longest for row_range in self.row_ranges)
 
     def advance(self, tokens: Tensor) -> None:
         """Takes ``tokens [B]`` as the newest of their rows."""
@@ -181,12 +181,12 @@ class Rows:
         self.mask.view(-1).index_fill_(0, seen, 0.0)
         self.num_generated += np.uint64(1)
         self.num_stored += 1
-        for stretch in self.stretches:
-            stretch.longest += 1
+        for row_range in self.row_ranges:
+            row_range.longest += 1
 
 
 @dataclass(frozen=True)
-class Spans:
+class DraftRows:
     """The new tokens of every row in one step: its newest one, and those that are proposed to follow it.
 
     Shapes: T tokens, row after row; k tokens of a row at most.
@@ -210,7 +210,7 @@ class Spans:
     back: Tensor
 
     @classmethod
-    def of(cls, rows: Rows, drafts: Sequence[Sequence[int]]) -> Spans:
+    def of(cls, rows: DecodeRows, drafts: Sequence[Sequence[int]]) -> DraftRows:
         """``drafts`` in row order."""
         sizes = torch.tensor([1 + len(draft) for draft in drafts])
         most = int(sizes.max())

@@ -20,12 +20,12 @@ from quartet.models.attention import AttentionContext
 from quartet.models.exact import row_step
 from quartet.models.memory import to_device
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.admission import Fill
+from quartet.rollout.admission import PrefillChunk
 from quartet.rollout.cache import KVCache
 from quartet.rollout.contexts import Contexts, FastContexts, PlainContexts, StepAttention, begins
 from quartet.rollout.exact_contexts import ExactContexts
 from quartet.rollout.prefix_cache import Block
-from quartet.rollout.rows import Rows, Spans
+from quartet.rollout.rows import DecodeRows, DraftRows
 
 
 def choose_contexts(packed: PackedCausalLM) -> Contexts:
@@ -54,10 +54,10 @@ class ModelRunner:
     def step(
         self,
         cache: KVCache,
-        rows: Rows | None,
-        fills: Sequence[Fill],
+        rows: DecodeRows | None,
+        prefills: Sequence[PrefillChunk],
         wanted: Sequence[Block],
-        spans: Spans | None = None,
+        spans: DraftRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Decodes new tokens of ``rows`` and fills blocks.
 
@@ -69,18 +69,18 @@ class ModelRunner:
         Returns:
             ``[B, V]`` logits after each new token of the rows, and ``[W, V]`` after each wanted block.
         """
-        fills = sorted(fills, key=lambda fill: (not begins(fill), fill.end if begins(fill) else 0))
+        prefills = sorted(prefills, key=lambda prefill: (not begins(prefill), prefill.end if begins(prefill) else 0))
         num_rows = _num_new(rows, spans)
-        sizes = [fill.end - fill.start for fill in fills]
+        sizes = [prefill.end - prefill.start for prefill in prefills]
         total = num_rows + sum(sizes)
-        hidden = self._forward(cache, rows, fills, total, spans) if total else None
+        hidden = self._forward(cache, rows, prefills, total, spans) if total else None
         end = num_rows
-        for fill, size in zip(fills, sizes, strict=True):
+        for prefill, size in zip(prefills, sizes, strict=True):
             end += size
-            fill.block.done = fill.end
-            if fill.finishes and hidden is not None:
+            prefill.block.done = prefill.end
+            if prefill.finishes and hidden is not None:
                 # A view would keep the whole step's hidden states alive.
-                fill.block.finish(hidden[end - 1].clone())
+                prefill.block.finish(hidden[end - 1].clone())
         blocks = list(dict.fromkeys(wanted))
         logits = self._logits(hidden, num_rows, blocks)
         place = {block: num_rows + i for i, block in enumerate(blocks)}
@@ -88,29 +88,34 @@ class ModelRunner:
         return logits[:num_rows], logits[to_device(places, logits.device)]
 
     def _forward(
-        self, cache: KVCache, rows: Rows | None, fills: Sequence[Fill], total: int, spans: Spans | None
+        self,
+        cache: KVCache,
+        rows: DecodeRows | None,
+        prefills: Sequence[PrefillChunk],
+        total: int,
+        spans: DraftRows | None,
     ) -> Tensor:
         """``[R, D]`` hidden states: rows, then fills, then others."""
         computed = self.contexts.padded_rows(total)
         parts: list[tuple[AttentionContext, int]] = []
         if rows is not None:
             parts.append((self.contexts.decode(cache, rows, spans), _num_new(rows, spans)))
-        if fills:
-            parts.append((self.contexts.fill(fills), sum(fill.end - fill.start for fill in fills)))
+        if prefills:
+            parts.append((self.contexts.prefill(prefills), sum(prefill.end - prefill.start for prefill in prefills)))
         context = parts[0][0] if len(parts) == 1 and computed == total else StepAttention(parts)
-        return self.packed.hidden(*self._inputs(rows, fills, computed, spans), context)
+        return self.packed.hidden(*self._inputs(rows, prefills, computed, spans), context)
 
     def _inputs(
-        self, rows: Rows | None, fills: Sequence[Fill], computed: int, spans: Spans | None
+        self, rows: DecodeRows | None, prefills: Sequence[PrefillChunk], computed: int, spans: DraftRows | None
     ) -> tuple[Tensor, Tensor]:
         """Tokens and positions ``[R]``: rows, then fills, then zeros."""
-        if rows is not None and spans is None and not fills and computed <= len(rows.tokens):
+        if rows is not None and spans is None and not prefills and computed <= len(rows.tokens):
             return rows.tokens[:computed], rows.positions[:computed]
         num_rows = _num_new(rows, spans)
-        new = [token for fill in fills for token in fill.token_ids]
+        new = [token for prefill in prefills for token in prefill.token_ids]
         missing = computed - num_rows - len(new)
         rest = torch.zeros(missing, dtype=torch.int64)
-        places = [torch.arange(fill.start, fill.end) + fill.block.start for fill in fills]
+        places = [torch.arange(prefill.start, prefill.end) + prefill.block.start for prefill in prefills]
         filled = torch.stack([torch.cat([torch.tensor(new, dtype=torch.int64), rest]), torch.cat([*places, rest])])
         tokens, positions = to_device(filled, self.packed.device).unbind(0)
         if rows is None:
@@ -132,7 +137,7 @@ class ModelRunner:
         return self.packed.logits(states)[:wanted]
 
 
-def _num_new(rows: Rows | None, spans: Spans | None) -> int:
+def _num_new(rows: DecodeRows | None, spans: DraftRows | None) -> int:
     if spans is not None:
         return len(spans.tokens)
     return 0 if rows is None else rows.num_rows

@@ -25,7 +25,7 @@ BAND = 16
 
 
 @dataclass(eq=False)
-class Group:
+class RequestGroup:
     """A prompt and its members that are not finished.
 
     Attributes:
@@ -54,7 +54,7 @@ class Response:
     """
 
     request: Request
-    group: Group
+    group: RequestGroup
     order: int
     max_tokens: int
     matcher: StopStringMatcher | None = None
@@ -106,7 +106,7 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Settled:
+class RowChanges:
     """What changed in the rows since the last step.
 
     Attributes:
@@ -127,7 +127,7 @@ class Scheduler:
         max_running: requests that run at once.
 
     Attributes:
-        arrivals: running requests that have a token but no row before the next ``settle``.
+        arrivals: running requests that have a token but no row before the next ``place_rows``.
     """
 
     def __init__(self, max_running: int) -> None:
@@ -140,7 +140,7 @@ class Scheduler:
         self.max_running = max_running
         self.waiting: deque[Response] = deque()
         self.arrivals: list[Response] = []
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, RequestGroup] = {}
         self.held: dict[str, Response] = {}
         self._rows: list[Response | None] = []
         self._gaps = False
@@ -148,7 +148,7 @@ class Scheduler:
 
     @property
     def rows(self) -> list[Response]:
-        """Requests in row order; index equals row after ``settle``."""
+        """Requests in row order; index equals row after ``place_rows``."""
         return [response for response in self._rows if response is not None]
 
     @property
@@ -185,7 +185,7 @@ class Scheduler:
                 )
 
     def add(self, request: Request, max_tokens: int, matcher: StopStringMatcher | None = None) -> None:
-        group = self.groups.setdefault(request.group, Group(request.prompt_key))
+        group = self.groups.setdefault(request.group, RequestGroup(request.prompt_key))
         group.num_members += 1
         group.num_waiting += 1
         response = Response(request, group, self._num_submitted, max_tokens, matcher)
@@ -194,17 +194,17 @@ class Scheduler:
         self.waiting.append(response)
 
     def admit(self, responses: Sequence[Response]) -> None:
-        """Takes ``responses``, the first of the queue, out of it; they get rows from the next ``settle``."""
+        """Takes ``responses``, the first of the queue, out of it; they get rows from the next ``place_rows``."""
         for response in responses:
             if self.waiting.popleft() is not response:
                 raise RuntimeError("requests are admitted in the order in which they wait")
             response.group.num_waiting -= 1
             self.arrivals.append(response)
 
-    def settle(self) -> Settled:
+    def place_rows(self) -> RowChanges:
         """Gives every arrival a row and closes gaps; afterwards running request i sits in row i."""
         if not (self._gaps or self.arrivals):
-            return Settled((), (), ())
+            return RowChanges((), (), ())
         moves, changed = [], []
         for response, row in close_gaps(self._rows, self.arrivals, lambda r: r.num_stored):
             if response.row >= 0:
@@ -213,10 +213,10 @@ class Scheduler:
             changed.append(row)
         placed, self.arrivals = tuple(self.arrivals), []
         self._gaps = False
-        return Settled(tuple(moves), placed, tuple(changed))
+        return RowChanges(tuple(moves), placed, tuple(changed))
 
     def retire(self, responses: Iterable[Response]) -> None:
-        """Takes responses out, running or waiting; their rows are free from the next ``settle`` on."""
+        """Takes responses out, running or waiting; their rows are free from the next ``place_rows`` on."""
         gone: set[int] = set()
         for response in responses:
             del self.held[response.request.request_id]

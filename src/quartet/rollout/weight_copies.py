@@ -25,11 +25,11 @@ MIN_PACKED = 2**17
 """Numbers of a weight from which on a packed product is quicker than a transposed one."""
 MAX_TRANSPOSED_INPUTS = 768
 """On one thread, sums over more numbers than this take another order in a transposed product, and one that depends on
-the number of rows; a request would then get other bits alone than in company."""
+the number of rows; a request would then get other bits alone than in a batch."""
 
 
 @dataclass(frozen=True)
-class Source:
+class CopySource:
     """A parameter, and the adapter that adds to it where one does."""
 
     parameter: Tensor
@@ -54,7 +54,7 @@ class Source:
 class WeightCopy(ABC):
     """Something computed from ``sources`` that stands in for them while it is put in."""
 
-    def __init__(self, *sources: Source) -> None:
+    def __init__(self, *sources: CopySource) -> None:
         self._sources = sources
         self._versions: tuple[tuple[int, ...], ...] | None = None
         self.refresh()
@@ -105,7 +105,7 @@ class WeightCopy(ABC):
 class ConvertedWeight(WeightCopy):
     """A dense tensor in the place of a module's parameter: in another dtype, or transposed in memory."""
 
-    def __init__(self, module: nn.Module, name: str, source: Source, form: Form) -> None:
+    def __init__(self, module: nn.Module, name: str, source: CopySource, form: Form) -> None:
         self._module = module
         self._name = name
         self._form = form
@@ -133,7 +133,7 @@ class ConvertedWeight(WeightCopy):
 class ProductCopy(WeightCopy):
     """Weights in the forms of their products, for another forward of a module."""
 
-    def __init__(self, products: Sequence[Product], *sources: Source) -> None:
+    def __init__(self, products: Sequence[Product], *sources: CopySource) -> None:
         self._products = products
         super().__init__(*sources)
 
@@ -151,7 +151,7 @@ class PackedProduct(ProductCopy):
 
     def __init__(self, module: nn.Linear, num_rows: int, layer: AdaptedLayer | None = None) -> None:
         self._module: Any = module
-        super().__init__([BlockedProduct(num_rows)], Source(module.weight, layer))
+        super().__init__([BlockedProduct(num_rows)], CopySource(module.weight, layer))
 
     def _take(self, weights: list[Tensor]) -> None:
         self._products[0].take(weights[0])
@@ -259,7 +259,7 @@ def transposed(weight: Tensor) -> Tensor:
 
 
 def transposes(num_inputs: int) -> bool:
-    """Whether a transposed product gives a row the same bits in any company."""
+    """Whether a transposed product gives a row the same bits in any batch."""
     return num_inputs <= MAX_TRANSPOSED_INPUTS or torch.get_num_threads() > 1
 
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 from quartet.batch.columns import ColumnSet
 from quartet.schedule.clock import News
 from quartet.schedule.groups import Chunk, Group
-from quartet.schedule.iteration import Collect, Learner, Scorer
+from quartet.schedule.iteration import Collect, Scorer, StepLearner
 
 
 class Barriers:
@@ -55,7 +55,7 @@ class Barriers:
         self._parts[stage] += self._num_chunks
         return _Held(self, stage, scorer)
 
-    def learner(self, stage: str, learner: Learner) -> Learner:
+    def learner(self, stage: str, learner: StepLearner) -> StepLearner:
         if not self._has_edges(stage):
             return learner
         self._parts[stage] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from quartet.schedule.leases import Mode
+from quartet.schedule.leases import LeaseMode
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,19 @@ class CostModel:
     scoring: tuple[StageCost, ...]
     learning: tuple[StageCost, ...]
     publish_s: float
-    resident_bytes: Mapping[str, Mapping[Mode, int]] = field(default_factory=dict)
+    resident_bytes: Mapping[str, Mapping[LeaseMode, int]] = field(default_factory=dict)
     move_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     vary: Callable[[str, int], float] = _as_planned
 
-    def sizes(self) -> dict[str, dict[Mode, int]]:
+    def sizes(self) -> dict[str, dict[LeaseMode, int]]:
         """Bytes of every role in every mode that this iteration uses; 0 where nothing is said."""
-        modes: list[tuple[str, Mode]] = [("rollout", "generate"), ("actor", "forward")]  # the canary asks the actor
+        modes: list[tuple[str, LeaseMode]] = [
+            ("rollout", "generate"),
+            ("actor", "forward"),
+        ]  # the canary asks the actor
         modes += [(stage.role, "forward") for stage in self.scoring]
         modes += [(stage.role, "train") for stage in self.learning]
-        found: dict[str, dict[Mode, int]] = {}
+        found: dict[str, dict[LeaseMode, int]] = {}
         for role, mode in modes:
             found.setdefault(role, {})[mode] = self.resident_bytes.get(role, {}).get(mode, 0)
         return found

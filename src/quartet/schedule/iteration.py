@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quartet.batch.columns import ColumnSet
-from quartet.schedule.ahead import Begun, ScoringAhead
 from quartet.schedule.groups import Chunk, Group
+from quartet.schedule.score_prefetch import PrefetchedChunk, ScorePrefetcher
 from quartet.schedule.stream import GroupStream
 
 Collect = Callable[[int, int, Sequence[Group]], Chunk]
@@ -31,56 +31,56 @@ class Scorer(Protocol):
         """Columns of one chunk, computed with the weights of version ``chunk.step``."""
 
 
-class Learner(Protocol):
+class StepLearner(Protocol):
     async def train(self, experience: Any, step: int) -> Mapping[str, float]:
         """All updates of one step; advances the role's weights by one version. Returns metrics."""
 
 
 @dataclass(frozen=True)
-class Roles:
+class IterationStages:
     """What an iteration calls. ``collect`` makes a chunk; ``assemble`` computes advantages on the whole step;
     ``publish(version)`` waits for the actor's weights of that version and hands them to the rollout engine, be other
-    roles still learning. ``ahead`` has begun to score some of the chunks already."""
+    roles still learning. ``prefetch`` has begun to score some of the chunks already."""
 
     stream: GroupStream[Group]
     collect: Collect
     scorers: Sequence[Scorer]
     assemble: Callable[[Sequence[tuple[Chunk, Sequence[ColumnSet]]]], Awaitable[Any]]
-    learners: Sequence[Learner]
+    learners: Sequence[StepLearner]
     publish: Callable[[int], Awaitable[Mapping[str, float]]]
-    ahead: ScoringAhead | None = None
+    prefetch: ScorePrefetcher | None = None
 
 
 @dataclass(frozen=True)
-class StepResult:
+class IterationResult:
     experience: Any
     metrics: Mapping[str, float]
 
 
-async def run_iteration(step: int, roles: Roles) -> StepResult:
+async def run_iteration(step: int, stages: IterationStages) -> IterationResult:
     """Generates, scores, learns, publishes. A failing part cancels the others and its error comes out as it is."""
     try:
-        if roles.ahead is not None:
-            await roles.ahead.pause()
-        experience = await roles.assemble(await _scored_chunks(step, roles))  # no texts live on beside it
+        if stages.prefetch is not None:
+            await stages.prefetch.pause()
+        experience = await stages.assemble(await _scored_chunks(step, stages))  # no texts live on beside it
         async with asyncio.TaskGroup() as tasks:
-            updates = [tasks.create_task(learner.train(experience, step)) for learner in roles.learners]
-            updates.append(tasks.create_task(_publish(roles, step + 1)))
-            if roles.ahead is not None:
-                roles.ahead.resume()
+            updates = [tasks.create_task(learner.train(experience, step)) for learner in stages.learners]
+            updates.append(tasks.create_task(_publish(stages, step + 1)))
+            if stages.prefetch is not None:
+                stages.prefetch.resume()
         metrics = {name: value for task in updates for name, value in task.result().items()}
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
-    return StepResult(experience, metrics)
+    return IterationResult(experience, metrics)
 
 
-async def _scored_chunks(step: int, roles: Roles) -> list[tuple[Chunk, list[ColumnSet]]]:
+async def _scored_chunks(step: int, stages: IterationStages) -> list[tuple[Chunk, list[ColumnSet]]]:
     async with asyncio.TaskGroup() as tasks:
         pending: list[tuple[Chunk, list[asyncio.Task[ColumnSet]]]] = []
-        async for groups in roles.stream.chunks(step):
-            begun = roles.ahead.take(step, len(pending)) if roles.ahead is not None else None
-            chunk = begun.chunk if begun is not None else roles.collect(step, len(pending), groups)
-            scores = [tasks.create_task(_score(scorer, chunk, begun)) for scorer in roles.scorers]
+        async for groups in stages.stream.chunks(step):
+            begun = stages.prefetch.take(step, len(pending)) if stages.prefetch is not None else None
+            chunk = begun.chunk if begun is not None else stages.collect(step, len(pending), groups)
+            scores = [tasks.create_task(_score(scorer, chunk, begun)) for scorer in stages.scorers]
             pending.append((chunk, scores))
     return [(chunk, [task.result() for task in scores]) for chunk, scores in pending]
 
@@ -95,14 +95,14 @@ async def score_all(scorers: Sequence[Scorer], chunk: Chunk) -> list[ColumnSet]:
     return [task.result() for task in scores]
 
 
-async def _score(scorer: Scorer, chunk: Chunk, begun: Begun | None = None) -> ColumnSet:
+async def _score(scorer: Scorer, chunk: Chunk, begun: PrefetchedChunk | None = None) -> ColumnSet:
     task = begun.task(scorer) if begun is not None else None
     return await (scorer.score(chunk) if task is None else task)
 
 
-async def _publish(roles: Roles, version: int) -> Mapping[str, float]:
-    metrics = await roles.publish(version)
-    roles.stream.published(version)
+async def _publish(stages: IterationStages, version: int) -> Mapping[str, float]:
+    metrics = await stages.publish(version)
+    stages.stream.published(version)
     return metrics
 
 

@@ -1,9 +1,9 @@
 """The journal of an asynchronous run: what was decided by the clock, so that a second run may follow it.
 
-Durations decide three things when generation runs ahead: before which burst of the engine a group was admitted, before
+Durations decide three things when generation runs ahead: before which lease of the engine a group was admitted, before
 which one its weights were swapped, and therefore with which weights each group began. Everything else follows from the
-data. The journal counts time in *ticks*, the bursts that the engine has begun, so a run that follows it takes the same
-decisions before the same bursts, whatever its own seconds are: what comes early waits.
+data. The journal counts time in *ticks*, the leases that the engine has begun, so a run that follows it takes the same
+decisions before the same ticks, whatever its own seconds are: what comes early waits.
 
 What the training consumed is noted as well, and compared when a journal is followed.
 """
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects
 from quartet.schedule.clock import News
 
-Kind = Literal["admit", "pause", "swap", "consume"]
+EventKind = Literal["admit", "pause", "swap", "consume"]
 Consumed = tuple[int, tuple[tuple[int, int], ...]]
 """A group: its index, and runs ``(version, parts)`` of the weights that made it, in order."""
 
@@ -32,10 +32,10 @@ class Diverged(RuntimeError):
 class Event:
     """``admit`` group ``number``; ``pause`` for, or ``swap`` to, version ``number``; ``consume`` in step ``number``.
 
-    ``tick``: bursts begun before it. ``groups`` are those consumed, of chunk ``chunk``.
+    ``tick``: leases begun before it. ``groups`` are those consumed, of chunk ``chunk``.
     """
 
-    kind: Kind
+    kind: EventKind
     number: int
     tick: int
     chunk: int = 0
@@ -45,7 +45,7 @@ class Event:
 class Journal:
     """Notes what happens, in ``path`` as it happens where one is given; follows ``script`` as far as that goes.
 
-    The engine's driver calls ``admit``, ``is_due`` and ``burst_begins``; what brings weights ``turn`` and ``note``;
+    The engine's driver calls ``admit``, ``is_due`` and ``begin_tick``; what brings weights ``turn`` and ``note``;
     the consumer ``consume``.
     """
 
@@ -72,19 +72,19 @@ class Journal:
         return True
 
     def is_due(self) -> bool:
-        """True while something that the script puts before the next burst has not happened."""
+        """True while something that the script puts before the next tick has not happened."""
         return self._due() is not None
 
     async def news(self) -> None:
         """Waits until something was told."""
-        await self._news.wait(lambda: f"at burst {self.tick} the journal goes on with {self._due()}")
+        await self._news.wait(lambda: f"at tick {self.tick} the journal goes on with {self._due()}")
 
-    def burst_begins(self) -> None:
+    def begin_tick(self) -> None:
         self.tick += 1
         self.tell()
 
     def tell(self) -> None:
-        """Something changed that may be waited for: a group asks to be admitted, a burst began."""
+        """Something changed that may be waited for: a group asks to be admitted, a tick began."""
         self._news.tell()
 
     # Weights, consumption --------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Journal:
             await self.news()
 
     def note(self, kind: Literal["pause", "swap"], version: int) -> None:
-        """It has happened, before the next burst."""
+        """It has happened, before the next tick."""
         if self._script:
             self._script.popleft()
         self._note(Event(kind, version, self.tick))
@@ -136,11 +136,11 @@ class Journal:
             self._rows.append(asdict(event))
 
     def _due(self) -> Event | None:
-        """The script's next event, if it belongs before the next burst."""
+        """The script's next event, if it belongs before the next tick."""
         if not self._script or self._script[0].tick > self.tick:
             return None
         if self._script[0].tick < self.tick:
-            raise Diverged(f"burst {self.tick} began before {self._script[0]} of the journal")
+            raise Diverged(f"tick {self.tick} began before {self._script[0]} of the journal")
         return self._script[0]
 
 

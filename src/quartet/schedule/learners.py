@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import TrainWorker, Update
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.worker import Worker
 from quartet.train.engine import Objective
 
 _MAXIMA = {"policy/ratio_max", "agreement/logprob_diff_max"}
@@ -63,7 +63,7 @@ def _whole(experience: RaggedBatch) -> RaggedBatch:
 
 
 @dataclass(frozen=True)
-class Learner:
+class ModelLearner:
     """Trains one role.
 
     Args:
@@ -73,7 +73,7 @@ class Learner:
         learned: the batch to learn from, of the step's experience.
     """
 
-    worker: Worker
+    leases: LeaseContext
     role: str
     model: RoleGroup[TrainWorker]
     plan: UpdatePlan
@@ -88,7 +88,7 @@ class Learner:
         updates = [] if rests else self._updates(batch, step)
         tokens = 0 if rests else batch.num_tokens * self.plan.epochs
         read = batch.without_objects()
-        turn = self.worker.turn(self.role, "train", f"train_{self.role}", step=step, tokens=tokens, writes=self.role)
+        turn = self.leases.turn(self.role, "train", f"train_{self.role}", step=step, tokens=tokens, writes=self.role)
         async with turn:
             rows = [] if rests else await self.model.call(TrainWorker.update, read, updates)
         return self._merge(rows)

@@ -30,7 +30,7 @@ from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import News, Waiting
-from quartet.schedule.residency import Mode, Move, Mover, Pool, PoolSpec, RoleSpec
+from quartet.schedule.residency import LeaseMode, Move, Offloader, Pool, PoolSpec, RoleSpec
 from quartet.schedule.versions import Access, MissedVersion, Versions
 
 
@@ -45,10 +45,12 @@ class Lease:
     version of every state read; `passed_over` counts the later requests that hindered it (at most `patience`).
     """
 
-    def __init__(self, task: asyncio.Task[Any] | None, role: RoleSpec, mode: Mode, access: Access, ticket: int) -> None:
+    def __init__(
+        self, task: asyncio.Task[Any] | None, role: RoleSpec, mode: LeaseMode, access: Access, ticket: int
+    ) -> None:
         self.task = task
         self.role = role
-        self.mode: Mode = mode
+        self.mode: LeaseMode = mode
         self.access = access
         self.ticket = ticket
         self.passed_over = 0
@@ -83,13 +85,13 @@ class Arbiter:
         roles: Iterable[RoleSpec],
         *,
         versions: Mapping[str, int] | None = None,
-        mover: Mover | None = None,
+        offloader: Offloader | None = None,
         patience: int = 4,
     ) -> None:
         self._roles = {role.name: role for role in roles}
         self._pools = {p.name: Pool(p, [r for r in self._roles.values() if r.pool == p.name]) for p in pools}
         self._versions = Versions(versions or {})
-        self._mover = mover
+        self._offloader = offloader
         self._patience = patience
         self._advanced = News()
         self._queue: list[Lease] = []
@@ -102,7 +104,7 @@ class Arbiter:
     async def lease(
         self,
         role: str,
-        mode: Mode,
+        mode: LeaseMode,
         *,
         reads: Mapping[str, int | None] | None = None,
         writes: str | None = None,
@@ -121,7 +123,7 @@ class Arbiter:
             if request.missed is not None:
                 raise request.missed
             if request.move is not None:
-                await self._pools[request.role.pool].carry_out(request.move, self._mover)
+                await self._pools[request.role.pool].carry_out(request.move, self._offloader)
                 self._dispatch()
             yield request
             clean = True
@@ -175,7 +177,7 @@ class Arbiter:
         held = [f"held: {r.role.name} {r.mode}" for r in self._held]
         return "\n".join(held + [self._describe_wait(r) for r in self._queue])
 
-    def _admit(self, role_name: str, mode: Mode, access: Access) -> Lease:
+    def _admit(self, role_name: str, mode: LeaseMode, access: Access) -> Lease:
         task = asyncio.current_task()
         if task in self._tasks:
             other = self._tasks[task]
@@ -313,7 +315,7 @@ class Arbiter:
                     request.missed = missed
                     request.wake.set_result(None)
 
-    def check_possible(self, role_name: str, mode: Mode) -> None:
+    def check_possible(self, role_name: str, mode: LeaseMode) -> None:
         """Raises `UserError` for a lease that could never be granted, however long one waits."""
         role = self._roles[role_name]
         budget, needed = self._pools[role.pool].spec.budget_bytes, role.resident_bytes[mode]

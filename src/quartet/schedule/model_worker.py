@@ -18,13 +18,13 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.dispatch import RANK_ZERO, SPLIT, dispatch
 from quartet.config.file_errors import write_error
-from quartet.models.directories import load_remarks
+from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed import PackedModel, PackedScalarModel
 from quartet.schedule.checkpointed import Checkpointed
-from quartet.schedule.leases import Mode
-from quartet.schedule.movable import Movable
-from quartet.schedule.weight_sync import SendsWeights
+from quartet.schedule.leases import LeaseMode
+from quartet.schedule.offloadable import Offloadable
+from quartet.schedule.weight_sync import WeightSenderMixin
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import LossTerm, Needs, Objective, TrainEngine, forward_only
 from quartet.train.offload import Offload, Store
@@ -67,11 +67,11 @@ class Described:
     """What a worker says of its model once that is loaded and probed.
 
     Attributes:
-        remarks: what was left out of it or changed about it, and what memory did not allow, in words.
+        warnings: what was left out of it or changed about it, and what memory did not allow, in words.
         shares_prefixes: a prompt is computed once for all of its responses.
     """
 
-    remarks: tuple[str, ...]
+    warnings: tuple[str, ...]
     shares_prefixes: bool
 
 
@@ -84,7 +84,7 @@ def train_bytes(model: PackedModel) -> int:
     return 3 * sum(p.numel() * p.element_size() for p in model.model.parameters() if p.requires_grad)
 
 
-class ModelWorker(Checkpointed, Movable):
+class ModelWorker(Checkpointed, Offloadable):
     """One model of a run: what every role with a model can be asked."""
 
     packed: PackedModel
@@ -137,9 +137,9 @@ class ScoreWorker(ModelWorker):
         return ModelStats(self._budget.num_oom)
 
     def describe(self) -> Described:
-        return Described(load_remarks(self.packed.model), self.packed.shares_prefixes)
+        return Described(load_warnings(self.packed.model), self.packed.shares_prefixes)
 
-    def sizes(self) -> dict[Mode, int]:
+    def sizes(self) -> dict[LeaseMode, int]:
         return {"forward": model_bytes(self.packed)}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -163,7 +163,7 @@ class ScoreWorker(ModelWorker):
         return Offload(self.packed, store)
 
 
-class TrainWorker(SendsWeights, ModelWorker):
+class TrainWorker(WeightSenderMixin, ModelWorker):
     """A model that trains: the actor, or with more to do the critic.
 
     Args:
@@ -197,9 +197,9 @@ class TrainWorker(SendsWeights, ModelWorker):
         return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens)
 
     def describe(self) -> Described:
-        return Described(self.engine.remarks, self.packed.shares_prefixes)
+        return Described(self.engine.warnings, self.packed.shares_prefixes)
 
-    def sizes(self) -> dict[Mode, int]:
+    def sizes(self) -> dict[LeaseMode, int]:
         size = model_bytes(self.packed)
         return {"forward": size, "train": size + train_bytes(self.packed)}
 
@@ -289,7 +289,7 @@ class AdapterlessWorker(ScoreWorker):
         with self.packed.without_adapters():
             return super().forward(batch, needs)
 
-    def sizes(self) -> dict[Mode, int]:
+    def sizes(self) -> dict[LeaseMode, int]:
         return {"forward": 0}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:

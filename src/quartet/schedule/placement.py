@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from quartet.config.placement import ResolvedPlacement, ResolvedPool
-from quartet.schedule.leases import Arbiter, Mode, Mover, PoolSpec, RoleSpec
+from quartet.schedule.leases import Arbiter, LeaseMode, Offloader, PoolSpec, RoleSpec
 from quartet.schedule.stream import AdmissionRule
 
 LOCAL_POOL = "local"
@@ -24,10 +24,10 @@ def states_of(roles: Iterable[RoleSpec]) -> list[str]:
 
 def placed_arbiter(
     placement: ResolvedPlacement,
-    resident_bytes: Mapping[str, Mapping[Mode, int]],
+    resident_bytes: Mapping[str, Mapping[LeaseMode, int]],
     *,
     version: int = 0,
-    mover: Mover | None = None,
+    offloader: Offloader | None = None,
     patience: int = 4,
 ) -> Arbiter:
     """The arbiter of a placement.
@@ -42,7 +42,7 @@ def placed_arbiter(
     pools = [PoolSpec(pool.name, pool.slots, pool.budget_bytes) for pool in placement.pools]
     roles = [RoleSpec(name, placement.pool_of[name], sizes) for name, sizes in resident_bytes.items()]
     versions = dict.fromkeys(states_of(roles), version)
-    arbiter = Arbiter(pools, roles, versions=versions, mover=mover, patience=patience)
+    arbiter = Arbiter(pools, roles, versions=versions, offloader=offloader, patience=patience)
     # The largest first: what it asks for is enough for the others.
     needs = [(size, role.name, mode) for role in roles for mode, size in role.resident_bytes.items()]
     for _, name, mode in sorted(needs, key=lambda need: -need[0]):
@@ -50,7 +50,7 @@ def placed_arbiter(
     return arbiter
 
 
-def local_arbiter(sizes: Mapping[str, Mapping[Mode, int]], *, version: int) -> Arbiter:
+def local_arbiter(sizes: Mapping[str, Mapping[LeaseMode, int]], *, version: int) -> Arbiter:
     """The arbiter of ``local_placement``; ``sizes``: role → mode → bytes."""
     return placed_arbiter(local_placement(sizes), sizes, version=version)
 

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from quartet.schedule.clock import drained
 
-Mode = Literal["generate", "forward", "train"]
+LeaseMode = Literal["generate", "forward", "train"]
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class RoleSpec:
 
     name: str
     pool: str
-    resident_bytes: Mapping[Mode, int]
+    resident_bytes: Mapping[LeaseMode, int]
 
 
-class Mover(Protocol):
+class Offloader(Protocol):
     """Really moves parts. A call may take long; one that raises must leave the role's parts as they were.
 
     `onload` is also called to add to what is resident (forward → train). A call is never cancelled midway by
     the arbiter.
     """
 
-    async def onload(self, role: str, mode: Mode) -> None: ...
+    async def onload(self, role: str, mode: LeaseMode) -> None: ...
 
     async def offload(self, role: str) -> None: ...
 
@@ -53,7 +53,7 @@ class Move:
     """What moves before `role` can work in `mode`: offloads first, then an onload up to `target_bytes`."""
 
     role: str
-    mode: Mode
+    mode: LeaseMode
     target_bytes: int
     evict: tuple[str, ...]
     abandoned: bool = False
@@ -96,7 +96,7 @@ class Pool:
     def is_moving(self) -> bool:
         return self._move is not None
 
-    def is_resident(self, role: str, mode: Mode) -> bool:
+    def is_resident(self, role: str, mode: LeaseMode) -> bool:
         """True when `role` could work in `mode` without anything being moved."""
         if self._move is not None and (role == self._move.role or role in self._move.evict):
             return False
@@ -107,7 +107,7 @@ class Pool:
         busy = self.busy_roles
         return role in busy or len(busy) < self.spec.slots
 
-    def plan(self, role: str, mode: Mode) -> Move | None:
+    def plan(self, role: str, mode: LeaseMode) -> Move | None:
         """The move that lets `role` work in `mode` now (perhaps an empty one), or None if none does."""
         parts = self._parts[role]
         if self.is_resident(role, mode):
@@ -151,36 +151,36 @@ class Pool:
             self._move = None
             self._parts[move.role].incoming_bytes = 0
 
-    async def carry_out(self, move: Move, mover: Mover | None) -> None:
+    async def carry_out(self, move: Move, offloader: Offloader | None) -> None:
         """Moves the parts; without a mover in the accounts only. A cancelled caller is held until the step under way
         has really ended."""
 
         def abandon() -> None:
             move.abandoned = True
 
-        await drained(self._steps(move, mover), abandon)
+        await drained(self._steps(move, offloader), abandon)
 
-    async def _steps(self, move: Move, mover: Mover | None) -> None:
+    async def _steps(self, move: Move, offloader: Offloader | None) -> None:
         try:
             for name in move.evict:
                 if move.abandoned:
                     return
-                if mover is not None:
-                    await mover.offload(name)
+                if offloader is not None:
+                    await offloader.offload(name)
                 self._parts[name].resident_bytes = 0
             if not move.abandoned:
-                await self._bring_in(move, mover)
+                await self._bring_in(move, offloader)
         finally:
             self.drop(move)
 
-    async def _bring_in(self, move: Move, mover: Mover | None) -> None:
+    async def _bring_in(self, move: Move, offloader: Offloader | None) -> None:
         parts = self._parts[move.role]
         before_bytes = parts.resident_bytes
         parts.resident_bytes = move.target_bytes  # the room is taken from the first byte on
         self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
         try:
-            if mover is not None:
-                await mover.onload(move.role, move.mode)
+            if offloader is not None:
+                await offloader.onload(move.role, move.mode)
         except BaseException:
             parts.resident_bytes = before_bytes
             raise

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import BROADCAST, Mode, OneRank, Split, marks_of
+from quartet.cluster.dispatch import BROADCAST, DispatchMode, OneRank, Split, marks_of
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup
 from quartet.cluster.manifests import Noted
@@ -146,7 +146,7 @@ class RemoteGroup(RoleGroup[W_co]):
         outline: RaggedBatch = manifest.note
         return outline.outline([future.reference()])
 
-    def _mode(self, name: str) -> Mode:
+    def _mode(self, name: str) -> DispatchMode:
         if self.rank is not None:
             return OneRank(self.rank)
         mark = self._marks.get(name)

@@ -2,7 +2,7 @@
 
 Generation pauses every ``steps_per_lease`` decode steps, so that finished chunks are scored between them where both
 share devices, in an order given by step counts; elsewhere it goes on beside everything else. New weights come between
-two such bursts.
+two such leases.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import InFlight
-from quartet.envs.episode import Ending
+from quartet.envs.episode import FinishedEpisode
 from quartet.rollout.protocol import EngineStats
 from quartet.schedule.clock import News
-from quartet.schedule.engine_pump import EnginePump
+from quartet.schedule.engine_client import EngineClient
 from quartet.schedule.groups import Group, by_group
 from quartet.schedule.journal import Journal
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.request_store import FinishedRequest, PromptRequest, TurnRequest
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
-from quartet.schedule.sampled import Ended, PromptRequest, TurnRequest
-from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs
 
 _T = TypeVar("_T")
@@ -44,15 +44,15 @@ class Rollout:
         steps_per_lease: decode steps per lease.
         version: of the weights in the engines.
         trainer: the actor, which the canary is compared with.
-        deliver: brings the actor's weights of a version into all engines; returns the bytes moved. Called inside the
-            lease that writes the engines' weights and reads the actor's.
+        update_engine_weights: brings the actor's weights of a version into all engines; returns the bytes moved. Called
+            inside the lease that writes the engines' weights and reads the actor's.
         shares_actor: the engines compute with the actor's own tensors.
-        in_flight: new weights come between two bursts (``pick_up``), or once what runs has ended, with nothing new
+        in_flight: new weights come between two leases (``pick_up``), or once what runs has ended, with nothing new
             begun meanwhile (``finish_old``): each response then has one version.
         max_running: requests that an engine is given at a time, less one that is left for the canary; None for all at
             once, of which those that wait in it go before the canary, and with ``finish_old`` are waited for.
         journal: notes what the clock decides, or is followed. With one engine, and prompts answered in one turn.
-        on_finished: called with the number of responses that each burst ended.
+        on_finished: called with the number of responses that each engine call ended.
 
     Attributes:
         num_pauses: while above 0 nothing is admitted.
@@ -64,7 +64,7 @@ class Rollout:
 
     def __init__(
         self,
-        worker: Worker,
+        leases: LeaseContext,
         engines: Sequence[RoleGroup[RolloutWorker]],
         requests: Callable[[int], tuple[Any, PromptRequest]],
         *,
@@ -72,7 +72,7 @@ class Rollout:
         version: int,
         canary: CanaryProbe,
         trainer: RoleGroup[ModelWorker],
-        deliver: Callable[[int], Awaitable[int]],
+        update_engine_weights: Callable[[int], Awaitable[int]],
         shares_actor: bool,
         in_flight: InFlight = "pick_up",
         max_running: int | None = None,
@@ -81,7 +81,7 @@ class Rollout:
     ) -> None:
         if journal is not None and len(engines) != 1:
             raise _no_journal(f"{len(engines)} rollout engines", "give the rollout role one process")
-        self.worker = worker
+        self.leases = leases
         self.steps_per_lease = steps_per_lease
         self.version = version
         self.max_running = max_running
@@ -91,11 +91,11 @@ class Rollout:
         self.num_publishing = 0
         self._shares_actor = shares_actor
         self._news = News()
-        self._pumps = [EnginePump(engine, self) for engine in engines]
+        self._clients = [EngineClient(engine, self) for engine in engines]
         self._requests = requests
         self._canary = canary
         self._trainer = trainer
-        self._deliver = deliver
+        self._update_engine_weights = update_engine_weights
         self._in_flight: InFlight = in_flight
         self._weights_stay = asyncio.Lock()
 
@@ -114,8 +114,8 @@ class Rollout:
             self.journal.tell()
 
     def stats(self) -> EngineStats:
-        """Sums over the engines, as their last bursts ended."""
-        of = [pump.stats for pump in self._pumps]
+        """Sums over the engines, after their last calls."""
+        of = [client.stats for client in self._clients]
         total = EngineStats(
             **{field.name: sum(getattr(stats, field.name) for stats in of) for field in fields(EngineStats)}
         )
@@ -124,41 +124,41 @@ class Rollout:
 
     async def begin(self) -> None:
         """Takes the engines over, which may have worked for another driver before."""
-        for pump in self._pumps:
-            await pump.begin()
+        for client in self._clients:
+            await client.begin()
 
     # Generation ------------------------------------------------------------------------------------------
 
     async def generate(self, index: int) -> Group:
         """The group at ``index`` of the stream."""
         prompt, request = self._requests(index)
-        pump = self._pump_of(index)
-        await pump.complete(request, index)
+        client = self._client_of(index)
+        await client.complete(request, index)
         sampled = [sample.request_id for sample in request.samples if not sample.sampling.greedy]
         greedy = next((sample.request_id for sample in request.samples if sample.sampling.greedy), None)
-        return Group.of(index, prompt, await pump.engine.leave(RolloutWorker.responses, index, sampled, greedy))
+        return Group.of(index, prompt, await client.engine.leave(RolloutWorker.responses, index, sampled, greedy))
 
-    async def act(self, index: int, request: TurnRequest) -> Ended:
+    async def act(self, index: int, request: TurnRequest) -> FinishedRequest:
         """The next action of an episode of the group ``index``.
 
         Evaluations have negative indices, which no group of the stream has: theirs go on inside of ``quiet``.
         """
         if self.journal is not None:
             raise _no_journal("episodes of several turns", "leave the environment out")
-        (ended,) = await self._pump_of(index).complete(request, index)
+        (ended,) = await self._client_of(index).complete(request, index)
         return ended
 
-    async def episodes(self, index: int, prompt: Any, endings: Sequence[Ending]) -> Group:
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group:
         """The group ``index`` of episodes that have ended."""
-        batch = await self._pump_of(index).engine.leave(RolloutWorker.episodes, index, endings)
+        batch = await self._client_of(index).engine.leave(RolloutWorker.episodes, index, endings)
         return Group.of(index, prompt, batch)
 
-    def _pump_of(self, index: int) -> EnginePump:
-        return self._pumps[index % len(self._pumps)]
+    def _client_of(self, index: int) -> EngineClient:
+        return self._clients[index % len(self._clients)]
 
     async def close(self) -> None:
         """Stops generation and waits until it has stopped."""
-        await _each([pump.close() for pump in self._pumps])
+        await _each([client.close() for client in self._clients])
 
     # Evaluation ------------------------------------------------------------------------------------------
 
@@ -173,22 +173,26 @@ class Rollout:
 
     async def evaluate(self, prompts: Sequence[tuple[Any, PromptRequest]], step: int) -> list[Group]:
         """Groups of all responses to the prompts, by their places; each engine's share in one lease."""
-        if any(pump.is_running for pump in self._pumps):
+        if any(client.is_running for client in self._clients):
             raise RuntimeError("groups are being generated: evaluate inside of quiet()")
-        num = len(self._pumps)
+        num = len(self._clients)
         shares = [[(i, request) for i, (_, request) in enumerate(prompts) if i % num == p] for p in range(num)]
         made = await _each(
-            [self._evaluate_on(pump, share, step) for pump, share in zip(self._pumps, shares, strict=True) if share]
+            [
+                self._evaluate_on(client, share, step)
+                for client, share in zip(self._clients, shares, strict=True)
+                if share
+            ]
         )
         batches = {i: one for batch in made for i, one in by_group(batch).items()}
         return [Group.of(i, item, batches[i]) for i, (item, _) in enumerate(prompts)]
 
     async def _evaluate_on(
-        self, pump: EnginePump, share: Sequence[tuple[int, PromptRequest]], step: int
+        self, client: EngineClient, share: Sequence[tuple[int, PromptRequest]], step: int
     ) -> RaggedBatch:
         indices, requests = zip(*share, strict=True)
-        async with self.worker.turn("rollout", "generate", "evaluate", step=step, reads=self.reads()):
-            return await pump.answers(requests, indices)
+        async with self.leases.turn("rollout", "generate", "evaluate", step=step, reads=self.reads()):
+            return await client.answers(requests, indices)
 
     # Weights ---------------------------------------------------------------------------------------------
 
@@ -198,7 +202,7 @@ class Rollout:
         Raises:
             UserError: an engine's log-probabilities are not the trainer's.
         """
-        arbiter = self.worker.arbiter
+        arbiter = self.leases.arbiter
         self.num_publishing += 1
         try:
             # The actor trains on no sooner than its weights were handed over and compared.
@@ -226,19 +230,19 @@ class Rollout:
             return await self._swap(version)
 
     async def _swap(self, version: int) -> list[RaggedBatch]:
-        """Brings the weights between two bursts; returns what each engine makes of the canary's prompt with them."""
+        """Updates the weights between two leases; returns each engine's log-probabilities of the canary prompt."""
         journal = self.journal
         if journal is not None:
             await journal.turn("swap", version)
-        turn = self.worker.turn(
+        turn = self.leases.turn(
             "rollout", "generate", "publish", step=version - 1, reads={"actor": version}, writes="rollout"
         )
         async with turn as (_, span):
-            span.nbytes = await self._deliver(version)
+            span.nbytes = await self._update_engine_weights(version)
             if journal is not None:
                 journal.note("swap", version)
-            names = [f"canary.{i}" for i in range(len(self._pumps))]
-            works = [pump.canary(self._canary, name) for pump, name in zip(self._pumps, names, strict=True)]
+            names = [f"canary.{i}" for i in range(len(self._clients))]
+            works = [client.canary(self._canary, name) for client, name in zip(self._clients, names, strict=True)]
             probed = await _each(works)
             self.version = version
         self.tell()
@@ -254,7 +258,7 @@ class Rollout:
         try:
             if journal is not None:
                 journal.note("pause", version)
-            while any(pump.is_running for pump in self._pumps):
+            while any(client.is_running for client in self._clients):
                 await self.change("what runs to end")
             yield
         finally:
@@ -264,7 +268,7 @@ class Rollout:
     async def _difference(self, probed: Sequence[RaggedBatch], version: int) -> float:
         """The largest between the engines' log-probabilities of the canary's tokens and the trainer's."""
         batch = RaggedBatch.concat(probed)
-        turn = self.worker.turn("actor", "forward", "canary", step=version - 1, reads={"actor": version})
+        turn = self.leases.turn("actor", "forward", "canary", step=version - 1, reads={"actor": version})
         async with turn:
             columns = await self._trainer.call(ModelWorker.forward, batch, Needs(logprobs=True))
         mask = batch.token["loss_mask"]

@@ -12,7 +12,7 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
-from quartet.envs.episode import Ending
+from quartet.envs.episode import FinishedEpisode
 from quartet.observe.memory import held_bytes
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import (
@@ -24,11 +24,11 @@ from quartet.rollout.protocol import (
     RolloutEngine,
     SamplingParams,
 )
-from quartet.schedule.leases import Mode
+from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import model_bytes
-from quartet.schedule.movable import Movable
-from quartet.schedule.sampled import Ended, PromptRequest, Sampled, TurnRequest
-from quartet.schedule.weight_sync import TakesWeights
+from quartet.schedule.offloadable import Offloadable
+from quartet.schedule.request_store import FinishedRequest, PromptRequest, RequestStore, TurnRequest
+from quartet.schedule.weight_sync import WeightReceiverMixin
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.train.offload import Moved, Offload, Store
@@ -46,7 +46,7 @@ class CanaryProbe:
 
 
 @dataclass(frozen=True)
-class Burst:
+class EngineOutputs:
     """What came of some engine steps.
 
     Args:
@@ -57,30 +57,32 @@ class Burst:
         failed: requests that were not taken, or whose logits were not finite, which ends it early, and the error.
     """
 
-    ended: tuple[Ended, ...]
+    ended: tuple[FinishedRequest, ...]
     sampled: int
     stats: EngineStats
     steps_left: int = 0
     failed: tuple[tuple[tuple[str, ...], UserError], ...] = ()
 
 
-class RolloutWorker(TakesWeights):
+class RolloutWorker(WeightReceiverMixin):
     """Calls the engine for a driver that may be in another process, and keeps the tokens that it makes."""
 
     def __init__(self, engine: RolloutEngine, codec: TextCodec) -> None:
         self.engine = engine
         self._codec = codec
-        self._sampled = Sampled(codec)
-        self._asked: dict[str, str] = {}  # submitted, not ended: request id → group
+        self._requests = RequestStore(codec)
+        self._groups: dict[str, str] = {}  # submitted, not ended: request id → group
 
     def begin(self) -> EngineStats:
         """The counts so far, for a new driver; what a former one left is given up."""
-        self.engine.cancel(tuple(self._asked))
-        self._asked.clear()
-        self._sampled.clear()
+        self.engine.cancel(tuple(self._groups))
+        self._groups.clear()
+        self._requests.clear()
         return self.engine.stats()
 
-    def burst(self, submit: Sequence[PromptRequest | TurnRequest], cancel: Sequence[str], num_steps: int) -> Burst:
+    def run_steps(
+        self, submit: Sequence[PromptRequest | TurnRequest], cancel: Sequence[str], num_steps: int
+    ) -> EngineOutputs:
         """Cancels, submits, then at most ``num_steps`` engine steps, as long as there is work.
 
         It returns early when the last request of a group has ended, so that the group is scored at once.
@@ -91,7 +93,7 @@ class RolloutWorker(TakesWeights):
         """
         self.engine.cancel(cancel)
         self._drop(cancel)
-        ended: list[Ended] = []
+        ended: list[FinishedRequest] = []
         failed: list[tuple[tuple[str, ...], UserError]] = []
         for asked in submit:
             try:
@@ -109,21 +111,21 @@ class RolloutWorker(TakesWeights):
                 failed.append((error.request_ids, error))
                 steps_left = 0
                 break
-            ended += [self._sampled.ended(completion) for completion in made]
+            ended += [self._requests.ended(completion) for completion in made]
             steps_left -= 1
             if self._completes_a_group(made):
                 break
         stats = self.engine.stats()
         steps_left = steps_left if self.engine.has_work else 0
-        return Burst(tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(failed))
+        return EngineOutputs(tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(failed))
 
-    def _submit(self, asked: PromptRequest | TurnRequest) -> list[Ended]:
+    def _submit(self, asked: PromptRequest | TurnRequest) -> list[FinishedRequest]:
         """Returns what has ended at once: an action that its episode leaves no room for."""
-        requests = self._sampled.engine_requests(asked)
-        if isinstance(requests, Ended):
+        requests = self._requests.engine_requests(asked)
+        if isinstance(requests, FinishedRequest):
             return [requests]
         self.engine.submit(requests)
-        self._asked.update((request.request_id, request.group) for request in requests)
+        self._groups.update((request.request_id, request.group) for request in requests)
         return []
 
     def _ended(self, completions: Sequence[Completion]) -> list[Completion]:
@@ -131,21 +133,21 @@ class RolloutWorker(TakesWeights):
         return [made for made in completions if made.finish_reason is not FinishReason.CANCELLED]
 
     def _completes_a_group(self, ended: Sequence[Completion]) -> bool:
-        groups = {group for made in ended if (group := self._asked.pop(made.request_id, None)) is not None}
-        return bool(groups.difference(self._asked.values()))
+        groups = {group for made in ended if (group := self._groups.pop(made.request_id, None)) is not None}
+        return bool(groups.difference(self._groups.values()))
 
     def _drop(self, request_ids: Sequence[str]) -> None:
-        self._sampled.forget(request_ids)
+        self._requests.forget(request_ids)
         for request_id in request_ids:
-            self._asked.pop(request_id, None)
+            self._groups.pop(request_id, None)
 
     def responses(self, index: int, request_ids: Sequence[str], greedy: str | None = None) -> RaggedBatch:
         """The batch of a group whose requests have all ended: see ``group_batch``; ``greedy`` is the baseline's."""
-        return self._sampled.responses(index, request_ids, greedy)
+        return self._requests.responses(index, request_ids, greedy)
 
-    def episodes(self, index: int, endings: Sequence[Ending]) -> RaggedBatch:
+    def episodes(self, index: int, endings: Sequence[FinishedEpisode]) -> RaggedBatch:
         """The batch of a group of episodes that have ended."""
-        return self._sampled.episodes(index, endings)
+        return self._requests.episodes(index, endings)
 
     def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
         """The groups of these requests under these indices, one after the other, by an engine that does nothing else.
@@ -157,45 +159,45 @@ class RolloutWorker(TakesWeights):
         submitted: list[Request] = []
         try:
             for asked in requests:
-                of_prompt = self._sampled.engine_requests(asked)
-                assert not isinstance(of_prompt, Ended), "only an episode's state may leave no room"
+                of_prompt = self._requests.engine_requests(asked)
+                assert not isinstance(of_prompt, FinishedRequest), "only an episode's state may leave no room"
                 submitted += of_prompt
             self.engine.submit(submitted)
             while self.engine.has_work:
                 for completion in self._ended(self.engine.step()):
-                    self._sampled.ended(completion)
+                    self._requests.ended(completion)
         except UserError:
             for asked in requests:
-                self._sampled.forget(asked.request_ids)
+                self._requests.forget(asked.request_ids)
             raise
         pairs = zip(indices, requests, strict=True)
-        return RaggedBatch.concat([self._sampled.responses(index, asked.request_ids) for index, asked in pairs])
+        return RaggedBatch.concat([self._requests.responses(index, asked.request_ids) for index, asked in pairs])
 
     def share(self, version: int) -> None:
         """The trainer's tensors, which this engine computes with, have become those of ``version``."""
         self.engine.update_weights(None, version)
 
-    def run_canary(self, probe: CanaryProbe, name: str) -> Burst:
+    def run_canary(self, probe: CanaryProbe, name: str) -> EngineOutputs:
         """Generates the greedy continuation of the probe, for ``canary``; returns what else ended meanwhile."""
         before = self.engine.stats().generated_tokens
         ids = tuple(self._codec.encode_prompt(probe.prompt))
         sampling = SamplingParams(temperature=0.0, max_new_tokens=probe.num_tokens)
         self.engine.submit([Request(CANARY, CANARY, ids, sampling)])
-        others: list[Ended] = []
+        others: list[FinishedRequest] = []
         own: Completion | None = None
         while own is None:
             for made in self._ended(self.engine.step()):
                 if made.request_id == CANARY:
                     own = made
                 else:
-                    self._asked.pop(made.request_id, None)
-                    others.append(self._sampled.ended(made))
+                    self._groups.pop(made.request_id, None)
+                    others.append(self._requests.ended(made))
         batch = RaggedBatch.from_groups([ids], [[own.token_ids]], [name])
         mask, logprobs = batch.sequence_index() >= 0, torch.zeros(batch.num_tokens, dtype=torch.float64)
         logprobs[mask] = torch.tensor(own.logprobs, dtype=torch.float64)
         self._canary = batch.with_token(loss_mask=mask, rollout_logprobs=logprobs)
         stats = self.engine.stats()
-        return Burst(tuple(others), stats.generated_tokens - before, stats)
+        return EngineOutputs(tuple(others), stats.generated_tokens - before, stats)
 
     def canary(self) -> RaggedBatch:
         """What ``run_canary`` made of its probe: ``loss_mask`` and ``rollout_logprobs`` (fp64) of its tokens."""
@@ -205,14 +207,14 @@ class RolloutWorker(TakesWeights):
         return self.engine.stats()
 
 
-class NativeRolloutWorker(RolloutWorker, Movable):
+class NativeRolloutWorker(RolloutWorker, Offloadable):
     """An engine under a placement: it takes weights of its own, and gives up cache and weights while others work."""
 
     def __init__(self, engine: NativeEngine, codec: TextCodec) -> None:
         super().__init__(engine, codec)
         self.engine: NativeEngine = engine
 
-    def sizes(self) -> dict[Mode, int]:
+    def sizes(self) -> dict[LeaseMode, int]:
         """Bytes that must be on the device to generate: its own weights; the cache grows with the requests."""
         return {"generate": model_bytes(self.engine.packed) if self.engine.owns_weights else 0}
 

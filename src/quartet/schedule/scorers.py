@@ -13,9 +13,9 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.schedule.iteration import Chunk, Scorer
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs
 
 
@@ -31,7 +31,7 @@ class ModelScorer:
         reads: other states whose tensors the pass reads, so that they are not trained meanwhile.
     """
 
-    worker: Worker
+    leases: LeaseContext
     role: str
     model: RoleGroup[ModelWorker]
     needs: Needs
@@ -44,7 +44,7 @@ class ModelScorer:
     async def score(self, chunk: Chunk) -> ColumnSet:
         batch = chunk.data
         reads = {**self.reads, self.role: chunk.step} if self.trains else self.reads
-        turn = self.worker.turn(
+        turn = self.leases.turn(
             self.role,
             "forward",
             self.column,

@@ -1,6 +1,6 @@
 """A run whose models and engine only take time: everything that schedules is what a real run has.
 
-The iteration, the group stream, the rollout with its engine pump, weights and canary, scorers, learners, leases,
+The iteration, the group stream, the rollout with its engine clients, weights and canary, scorers, learners, leases,
 barriers and the journal are the product's own; timed workers stand behind them. On a virtual clock this plans a run in
 no time; on the real clock it shows what scheduling itself costs, and with workers that sleep in other processes what
 reaching them costs.
@@ -21,23 +21,23 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import RolloutEngine, SamplingParams
-from quartet.schedule.ahead import ScoringAhead
 from quartet.schedule.barriers import Barriers
 from quartet.schedule.clock import drained, now
 from quartet.schedule.cost_model import CostModel, StageCost
 from quartet.schedule.groups import Group, chunk_of
-from quartet.schedule.iteration import Chunk, Roles, run_iteration
+from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.journal import Consumed, Event, Journal
-from quartet.schedule.learners import Learner, UpdatePlan
-from quartet.schedule.leases import Mover
+from quartet.schedule.learners import ModelLearner, UpdatePlan
+from quartet.schedule.lease_context import LeaseContext
+from quartet.schedule.leases import Offloader
 from quartet.schedule.placement import admission_rule, placed_arbiter
+from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
-from quartet.schedule.sampled import PromptRequest, Sample
+from quartet.schedule.score_prefetch import ScorePrefetcher
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.stream import GroupStream
-from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedGroup, TimedModel, TimedMover, TimedWeights
-from quartet.schedule.worker import Worker
+from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedGroup, TimedModel, TimedOffloader, TimedWeights
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import Needs
 
@@ -53,7 +53,7 @@ async def sleep_here(role: str, seconds: float) -> None:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """What a simulated run was; times are seconds of its clock since its beginning.
 
     Args:
@@ -79,7 +79,7 @@ class Simulation:
     Args:
         script: a journal to follow.
         accept: group index → whether the stream's filter keeps it.
-        mover: in place of the one that takes the cost model's time.
+        offloader: in place of the one that takes the cost model's time.
         sleep: in place of sleeping in this process.
     """
 
@@ -93,7 +93,7 @@ class Simulation:
         patience: int = 4,
         script: Sequence[Event] = (),
         accept: Callable[[int], bool] | None = None,
-        mover: Mover | None = None,
+        offloader: Offloader | None = None,
         sleep: Sleep = sleep_here,
     ) -> None:
         self.costs = costs
@@ -102,10 +102,10 @@ class Simulation:
         self.arbiter = placed_arbiter(
             placement,
             costs.sizes(),
-            mover=TimedMover(costs, self.recorder) if mover is None else mover,
+            offloader=TimedOffloader(costs, self.recorder) if offloader is None else offloader,
             patience=patience,
         )
-        self.worker = Worker(self.arbiter, self.recorder)
+        self.leases = LeaseContext(self.arbiter, self.recorder)
         self._sleep = sleep
         self._models: defaultdict[str, TimedModel] = defaultdict(TimedModel)
         self._publish_s = self._varied("publish", lambda: costs.publish_s)
@@ -118,24 +118,24 @@ class Simulation:
             accept=None if accept is None else lambda group: accept(group.index),
         )
         self.steps: list[list[Consumed]] = []
-        self.roles = self._roles(Barriers(placement.after, num_chunks=-(-prompts_per_step // chunk_size)))
+        self.stages = self._stages(Barriers(placement.after, num_chunks=-(-prompts_per_step // chunk_size)))
 
-    async def run(self, num_steps: int) -> Outcome:
+    async def run(self, num_steps: int) -> SimulationResult:
         """So many iterations, on whatever clock the loop has."""
         ended_s: list[float] = []
         started_s = now()
-        if self.roles.ahead is not None:
-            self.roles.ahead.num_steps = num_steps
+        if self.stages.prefetch is not None:
+            self.stages.prefetch.num_steps = num_steps
         try:
             async with self.stream:
                 for step in range(num_steps):
-                    await run_iteration(step, self.roles)
+                    await run_iteration(step, self.stages)
                     ended_s.append(now() - started_s)
         finally:
-            if self.roles.ahead is not None:
-                await self.roles.ahead.close()
+            if self.stages.prefetch is not None:
+                await self.stages.prefetch.close()
             await self.rollout.close()
-        return Outcome(
+        return SimulationResult(
             ended_s=ended_s,
             steps=self.steps,
             spans=[_since(span, started_s) for span in self.recorder.spans()],
@@ -152,14 +152,14 @@ class Simulation:
         self.engine = TimedEngine(generation.step, max_running, TimedWeights())
         host = RolloutWorker(cast(RolloutEngine, self.engine), cast(TextCodec, TimedCodec()))
         return Rollout(
-            self.worker,
+            self.leases,
             [self._timed("rollout", "generate", host, lambda *args: self.engine.take_seconds())],
             self._requests,
             steps_per_lease=generation.steps_per_lease,
             version=0,
             canary=_PROBE,
             trainer=self._timed("actor", "canary", self._models["actor"], lambda *args: 0.0),
-            deliver=self._deliver,
+            update_engine_weights=self._update_engine_weights,
             shares_actor=False,
             in_flight=placement.in_flight,
             max_running=max_running if runs_ahead else None,
@@ -169,10 +169,12 @@ class Simulation:
     def _requests(self, index: int) -> tuple[None, PromptRequest]:
         generation = self.costs.generation
         lengths = [generation.tokens(index, r) for r in range(generation.responses)]
-        samples = [Sample(f"{index}.{r}", SamplingParams(max_new_tokens=length)) for r, length in enumerate(lengths)]
+        samples = [
+            SampleRequest(f"{index}.{r}", SamplingParams(max_new_tokens=length)) for r, length in enumerate(lengths)
+        ]
         return None, PromptRequest(str(index), "", tuple(samples))
 
-    async def _deliver(self, version: int) -> int:
+    async def _update_engine_weights(self, version: int) -> int:
         """The engine gets the weights that the actor has when they have come over."""
         await drained(self._sleep("rollout", self._publish_s()))
         self.engine.weights.num_updates = self._models["actor"].weights.num_updates
@@ -181,18 +183,18 @@ class Simulation:
 
     # The iteration's roles -------------------------------------------------------------------------------
 
-    def _roles(self, barriers: Barriers) -> Roles:
+    def _stages(self, barriers: Barriers) -> IterationStages:
         costs, collect = self.costs, barriers.collect(self._collect)
         scorers = [barriers.scorer(stage.stage, self._scorer(stage)) for stage in costs.scoring]
         frozen = [scorer for stage, scorer in zip(costs.scoring, scorers, strict=True) if not stage.reads_own]
-        return Roles(
+        return IterationStages(
             stream=self.stream,
             collect=collect,
             scorers=scorers,
             assemble=assemble,
             learners=[barriers.learner(stage.stage, self._learner(stage)) for stage in costs.learning],
             publish=self.rollout.publish,
-            ahead=ScoringAhead(self.stream, collect, frozen) if self._runs_ahead else None,
+            prefetch=ScorePrefetcher(self.stream, collect, frozen) if self._runs_ahead else None,
         )
 
     def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
@@ -205,11 +207,11 @@ class Simulation:
 
     def _scorer(self, stage: StageCost) -> ModelScorer:
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
-        return ModelScorer(self.worker, stage.role, model, _LOGPROBS, stage.stage, trains=stage.reads_own)
+        return ModelScorer(self.leases, stage.role, model, _LOGPROBS, stage.stage, trains=stage.reads_own)
 
-    def _learner(self, stage: StageCost) -> Learner:
+    def _learner(self, stage: StageCost) -> ModelLearner:
         model = self._timed(stage.role, stage.stage, self._models[stage.role], partial(_seconds, stage))
-        return Learner(self.worker, stage.role, model, UpdatePlan(1, 1, seed=0), _no_objective, stage.role)
+        return ModelLearner(self.leases, stage.role, model, UpdatePlan(1, 1, seed=0), _no_objective, stage.role)
 
     def _timed(self, role: str, stage: str, worker: Any, seconds: Callable[..., float]) -> TimedGroup:
         return TimedGroup(worker, self._varied(stage, seconds), partial(self._sleep, role))

@@ -55,7 +55,7 @@ class AdmissionRule:
 
 
 @dataclass(frozen=True)
-class Ahead(Generic[G]):
+class BufferedGroups(Generic[G]):
     """What has been produced beyond the last whole step: accepted groups by index, and the indices rejected."""
 
     groups: Mapping[int, G] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Ahead(Generic[G]):
 
 
 @dataclass(frozen=True)
-class Shortage:
+class TooFewGroups:
     """A filter has used up the attempts of a step: ``accepted`` of the ``wanted`` groups in ``attempts``."""
 
     step: int
@@ -89,14 +89,14 @@ class GroupStream(Generic[G]):
         chunk_size: int,
         accept: Callable[[G], bool] | None = None,
         max_attempts: int | None = None,
-        shortage: Callable[[Shortage], Exception] = RuntimeError,
+        shortage: Callable[[TooFewGroups], Exception] = RuntimeError,
     ) -> None:
         self._produce = produce
         self._rule = rule
         self._chunk_size = chunk_size
         self._accept = accept
         self._max_attempts = max_attempts
-        self._shortage = shortage
+        self._too_few_error = shortage
         self._running: dict[int, asyncio.Task[G | None]] = {}
         self._decided: dict[int, G | None] = {}  # produced, but not yet passed by the cursor; None where rejected
         self._passed: dict[int, G | None] = {}  # passed by it since the last whole step
@@ -104,7 +104,7 @@ class GroupStream(Generic[G]):
         self._next_launch = 0
         self._consumed = 0
         self._rejected = 0  # below the cursor
-        self._ahead = 0  # accepted, at or beyond the cursor
+        self._buffered = 0  # accepted, at or beyond the cursor
         self._open_steps = 0
         self._versions_published = 0
         self._boundary = self._snapshot()  # where the last whole step ended
@@ -120,7 +120,7 @@ class GroupStream(Generic[G]):
     @property
     def num_accepted(self) -> int:
         """Groups accepted since the start of the run, those not consumed yet included."""
-        return self._consumed + self._ahead
+        return self._consumed + self._buffered
 
     async def chunks(self, step: int) -> AsyncIterator[list[G]]:
         """The next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
@@ -141,7 +141,7 @@ class GroupStream(Generic[G]):
                 full, chunk = chunk, []
                 yield full
 
-    def chunks_ahead(self) -> Iterator[tuple[int, int, list[G]]]:
+    def buffered_chunks(self) -> Iterator[tuple[int, int, list[G]]]:
         """Chunks of steps that have not begun whose groups are all there: (step, place in the step, groups), in order.
 
         They are what `chunks` will give.
@@ -178,21 +178,21 @@ class GroupStream(Generic[G]):
     def state(self) -> dict[str, int]:
         """The cursor at the end of the last step consumed whole, as plain numbers.
 
-        Groups waiting beyond it are `ahead()`; what is in flight then, a restored stream produces again.
+        Groups waiting beyond it are `buffered()`; what is in flight then, a restored stream produces again.
         """
         return {**self._boundary, "versions_published": self._versions_published}
 
-    def ahead(self) -> Ahead[G]:
+    def buffered(self) -> BufferedGroups[G]:
         """What is complete beyond `state()`."""
         decided = sorted({**self._passed, **self._decided}.items())
         groups = {index: group for index, group in decided if group is not None}
-        return Ahead(groups, tuple(index for index, _ in decided if index not in groups))
+        return BufferedGroups(groups, tuple(index for index, _ in decided if index not in groups))
 
-    def restore(self, state: Mapping[str, int], ahead: Ahead[G] | None = None) -> None:
+    def restore(self, state: Mapping[str, int], buffered: BufferedGroups[G] | None = None) -> None:
         """Continues from `state()`; only before the first step of this stream.
 
         Args:
-            ahead: groups that need not be produced again.
+            buffered: groups that need not be produced again.
 
         Raises:
             UserError: the rule differs, so that the steps would be others or these groups too old in theirs.
@@ -210,15 +210,15 @@ class GroupStream(Generic[G]):
         self._open_steps = state["steps"]
         self._versions_published = state["versions_published"]
         self._boundary = self._snapshot()
-        if ahead is not None:
-            self._check_age(ahead)
-            self._decided = {**ahead.groups, **dict.fromkeys(ahead.rejected)}
-            self._ahead = len(ahead.groups)
+        if buffered is not None:
+            self._check_age(buffered)
+            self._decided = {**buffered.groups, **dict.fromkeys(buffered.rejected)}
+            self._buffered = len(buffered.groups)
 
-    def _check_age(self, ahead: Ahead[G]) -> None:
+    def _check_age(self, buffered: BufferedGroups[G]) -> None:
         """A group's step is at the latest the one that it comes into when all before it are accepted."""
-        oldest, rejected = self._rule.max_staleness or 0, sorted(ahead.rejected)
-        for index, group in ahead.groups.items():
+        oldest, rejected = self._rule.max_staleness or 0, sorted(buffered.rejected)
+        for index, group in buffered.groups.items():
             before = index - self._cursor - bisect_left(rejected, index)
             lead = before // self._rule.prompts_per_step
             age = self._open_steps + lead - group.first_version
@@ -269,13 +269,13 @@ class GroupStream(Generic[G]):
             attempts = self._cursor - first_index
             if self._max_attempts is not None and attempts >= self._max_attempts:
                 await self.close()
-                raise self._shortage(Shortage(step, self._rule.prompts_per_step, wanted - 1, attempts))
+                raise self._too_few_error(TooFewGroups(step, self._rule.prompts_per_step, wanted - 1, attempts))
             if self._cursor in self._decided:
                 group = self._passed[self._cursor] = self._decided.pop(self._cursor)
                 self._cursor += 1
                 if group is not None:
                     self._consumed += 1
-                    self._ahead -= 1
+                    self._buffered -= 1
                     return group
                 self._rejected += 1
                 continue
@@ -333,7 +333,7 @@ class GroupStream(Generic[G]):
                 other.cancel()
         else:
             self._decided[index] = task.result()
-            self._ahead += task.result() is not None
+            self._buffered += task.result() is not None
             if not self._running:
                 self._launch()
         self._news.tell()

@@ -19,7 +19,7 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request
 from quartet.schedule.clock import drained
 from quartet.schedule.cost_model import Cost, CostModel
-from quartet.schedule.leases import Mode
+from quartet.schedule.leases import LeaseMode
 from quartet.schedule.role_group import RoleGroup
 
 
@@ -154,7 +154,7 @@ class TimedGroup(RoleGroup[Any]):
         return found
 
 
-class TimedMover:
+class TimedOffloader:
     """Parts that take bytes ÷ speed to move; each movement is a span."""
 
     def __init__(self, costs: CostModel, recorder: SpanRecorder) -> None:
@@ -163,7 +163,7 @@ class TimedMover:
         self._recorder = recorder
         self._resident: dict[str, int] = {}
 
-    async def onload(self, role: str, mode: Mode) -> None:
+    async def onload(self, role: str, mode: LeaseMode) -> None:
         target = self._sizes[role][mode]
         await self._move("onload", role, target - self._resident.get(role, 0))
         self._resident[role] = target

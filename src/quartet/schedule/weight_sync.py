@@ -1,7 +1,7 @@
 """The trainer's weights to its rollout engines, by calls of their workers.
 
-``SendsWeights`` and ``TakesWeights`` are the two ends as methods of workers; ``open_weight_sync`` chooses a transport
-and connects them, ``sync_weights`` brings a version::
+``WeightSenderMixin`` and ``WeightReceiverMixin`` are the two ends as methods of workers; ``open_weight_sync`` chooses a
+transport and connects them, ``sync_weights`` brings a version::
 
     transport = await open_weight_sync(actor, engines)
     num_bytes = await sync_weights(actor, engines, version)
@@ -21,13 +21,13 @@ from quartet.rollout.protocol import RolloutEngine
 from quartet.schedule.clock import drained
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.train.engine import TrainEngine
-from quartet.weights import Ask, Transport, WeightReceiver, WeightSender, connect, sync
+from quartet.weights import Ask, Transport, WeightReceiver, WeightSender, connect_endpoints, sync
 from quartet.weights.control import TIMEOUT_S
 
 W = TypeVar("W")
 
 
-class SendsWeights:
+class WeightSenderMixin:
     """For the worker of a trainer, which has its ``engine``."""
 
     engine: TrainEngine[Any]
@@ -41,7 +41,7 @@ class SendsWeights:
         return self.weight_sender.answer(request, *args)
 
 
-class TakesWeights:
+class WeightReceiverMixin:
     """For the worker of a rollout engine with its own weights."""
 
     engine: RolloutEngine
@@ -56,8 +56,8 @@ class TakesWeights:
 
 
 async def open_weight_sync(
-    trainer: RoleGroup[SendsWeights],
-    engines: Sequence[RoleGroup[TakesWeights]],
+    trainer: RoleGroup[WeightSenderMixin],
+    engines: Sequence[RoleGroup[WeightReceiverMixin]],
     transport: Transport | Literal["auto"] = "auto",
     *,
     timeout_s: float = TIMEOUT_S,
@@ -65,8 +65,8 @@ async def open_weight_sync(
     """Connects a trainer with its engines; again, after one was lost, with what stands in its place.
 
     Args:
-        trainer: a ``SendsWeights``.
-        engines: a ``TakesWeights`` each, which gets its index as rank.
+        trainer: a ``WeightSenderMixin``.
+        engines: a ``WeightReceiverMixin`` each, which gets its index as rank.
         timeout_s: how long an end may be silent, now and in every sync.
 
     Raises:
@@ -74,12 +74,12 @@ async def open_weight_sync(
         WeightSyncError: an end failed.
     """
     sender, receivers = _ends(trainer, engines)
-    return await drained(connect(sender, receivers, transport, timeout_s=timeout_s))
+    return await drained(connect_endpoints(sender, receivers, transport, timeout_s=timeout_s))
 
 
 async def sync_weights(
-    trainer: RoleGroup[SendsWeights],
-    engines: Sequence[RoleGroup[TakesWeights]],
+    trainer: RoleGroup[WeightSenderMixin],
+    engines: Sequence[RoleGroup[WeightReceiverMixin]],
     version: int,
     *,
     timeout_s: float = TIMEOUT_S,
@@ -100,7 +100,9 @@ async def sync_weights(
     return manifest.num_bytes
 
 
-def _ends(trainer: RoleGroup[SendsWeights], engines: Sequence[RoleGroup[TakesWeights]]) -> tuple[Ask, list[Ask]]:
+def _ends(
+    trainer: RoleGroup[WeightSenderMixin], engines: Sequence[RoleGroup[WeightReceiverMixin]]
+) -> tuple[Ask, list[Ask]]:
     def ask(group: RoleGroup[W], method: Callable[Concatenate[W, ...], Any]) -> Ask:
         async def asked(request: str, *args: Any) -> Any:
             if isinstance(group, LocalGroup):
@@ -109,5 +111,5 @@ def _ends(trainer: RoleGroup[SendsWeights], engines: Sequence[RoleGroup[TakesWei
 
         return asked
 
-    receivers = [ask(engine, TakesWeights.receive_weights) for engine in engines]
-    return ask(trainer, SendsWeights.send_weights), receivers
+    receivers = [ask(engine, WeightReceiverMixin.receive_weights) for engine in engines]
+    return ask(trainer, WeightSenderMixin.send_weights), receivers

@@ -20,7 +20,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
 from quartet.config import UserError
 from quartet.config.file_errors import write_error
-from quartet.observe.rollouts import RolloutRecord, RolloutWriter, step_path
+from quartet.observe.rollouts import RolloutRecord, RolloutWriter, rollouts_path
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.groups import TEXT_END
 from quartet.text.examples import PromptText
@@ -55,7 +55,7 @@ class Writer(Checkpointed):
         self._written: dict[int, Future[None]] = {}
         # In the order of the steps; an interpreter that ends waits for the file being written.
         self._thread = ThreadPoolExecutor(1, "quartet-rollouts")
-        self._ahead: dict[str, Any] = {}
+        self._buffered: dict[str, Any] = {}
 
     # Rollouts ------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Writer(Checkpointed):
             try:
                 RolloutWriter(directory).write(step, records)
             except OSError as error:
-                raise write_error(step_path(directory, step), error) from error
+                raise write_error(rollouts_path(directory, step), error) from error
 
         if background:
             self._written[step] = self._thread.submit(write)
@@ -99,7 +99,7 @@ class Writer(Checkpointed):
 
     # Groups ahead --------------------------------------------------------------------------------------------
 
-    def hold_ahead(self, batch: RaggedBatch | None, prompts: Sequence[PromptText], rejected: Sequence[int]) -> None:
+    def hold_buffered(self, batch: RaggedBatch | None, prompts: Sequence[PromptText], rejected: Sequence[int]) -> None:
         """Takes what the next ``save_checkpoint`` writes.
 
         Args:
@@ -108,18 +108,18 @@ class Writer(Checkpointed):
             rejected: indices of groups that a filter has not accepted.
         """
         ids = [self._codec.encode_prompt(prompt) for prompt in prompts]
-        self._ahead = {REST: {"rejected": list(rejected), "prompt_ids": ids, "batch": None}}
+        self._buffered = {REST: {"rejected": list(rejected), "prompt_ids": ids, "batch": None}}
         if batch is not None:
             tensors = {f"{family}.{name}": v for family in _FAMILIES for name, v in getattr(batch, family).items()}
             rest = {name: _plain(getattr(batch, name)) for name in _STRUCTURE}
-            self._ahead = {"input_ids": batch.input_ids, **tensors, REST: {**self._ahead[REST], "batch": rest}}
+            self._buffered = {"input_ids": batch.input_ids, **tensors, REST: {**self._buffered[REST], "batch": rest}}
 
-    def loaded_ahead(self) -> tuple[list[int], list[int]]:
+    def loaded_buffered(self) -> tuple[list[int], list[int]]:
         """Indices of the groups in the share that was loaded, and of those that were rejected."""
-        indices = self._ahead["sequence.group"].tolist() if "input_ids" in self._ahead else []
-        return list(dict.fromkeys(indices)), self._ahead[REST]["rejected"]
+        indices = self._buffered["sequence.group"].tolist() if "input_ids" in self._buffered else []
+        return list(dict.fromkeys(indices)), self._buffered[REST]["rejected"]
 
-    def release_ahead(self, prompts: Sequence[PromptText], names: Sequence[str]) -> RaggedBatch:
+    def release_buffered(self, prompts: Sequence[PromptText], names: Sequence[str]) -> RaggedBatch:
         """The loaded groups, one after the other, which are not kept here any longer.
 
         Args:
@@ -128,8 +128,8 @@ class Writer(Checkpointed):
         Raises:
             UserError: one has other tokens now.
         """
-        (indices, _), state = self.loaded_ahead(), self._ahead
-        self._ahead = {}
+        (indices, _), state = self.loaded_buffered(), self._buffered
+        self._buffered = {}
         for index, prompt, name, ids in zip(indices, prompts, names, state[REST]["prompt_ids"], strict=True):
             if self._codec.encode_prompt(prompt) != ids:
                 raise UserError(
@@ -144,14 +144,14 @@ class Writer(Checkpointed):
         return RaggedBatch(input_ids=state["input_ids"], **state[REST]["batch"], **fields)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        state, self._ahead = self._ahead, {}
+        state, self._buffered = self._buffered, {}
         return state
 
     @contextmanager
     def loading(self, saved: Mapping[str, Shape], rest: Mapping[str, Any]) -> Iterator[Mapping[str, Tensor]]:
         tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in saved.items()}
         yield tensors
-        self._ahead = {**tensors, REST: rest}
+        self._buffered = {**tensors, REST: rest}
 
     def state_of_old(self, part: Any) -> dict[str, Any]:
         if not part["groups"]:

@@ -54,7 +54,7 @@ class TokenBudget:
         self.num_oom = 0
 
     @property
-    def remarks(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """What memory did not allow, in words."""
         if not self.num_oom:
             return ()

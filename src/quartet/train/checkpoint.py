@@ -28,7 +28,7 @@ from quartet.config import UserError
 from quartet.config.file_errors import read_error, write_error
 from quartet.observe.digests import DigestingFile, FileDigest, digested_file, sync_directory
 from quartet.train import manifest as manifests
-from quartet.train.manifest import Damage, Manifest
+from quartet.train.manifest import CheckpointManifest, Damage
 from quartet.train.old_checkpoint import load_part
 
 _NAME = re.compile(r"step_([0-9]{8,})")
@@ -46,14 +46,14 @@ class Checkpoint:
     Attributes:
         path: each share is in a directory below it, for its workers to read.
         parts: the driver's.
-        remarks: what has to be said about where it came from.
+        warnings: about other checkpoints that were not used.
     """
 
     path: Path
     step: int
     parts: dict[str, Any]
     info: dict[str, Any]
-    remarks: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -104,7 +104,7 @@ def complete_checkpoint(
         files |= {f"{name}.pt": _write(draft / f"{name}.pt", _saver(part)) for name, part in parts.items()}
         text = json.dumps({"step": step, "manifest": manifests.NAME, **info}).encode("ascii")
         files["info.json"] = _write(draft / "info.json", lambda file: file.write(text))
-        manifest = Manifest(step=step, parts=list(parts), shares=list(shares), files=files)
+        manifest = CheckpointManifest(step=step, parts=list(parts), shares=list(shares), files=files)
         manifest.check_names(draft)
         manifest.write(draft / manifests.NAME)
         sync_directory(draft)
@@ -191,7 +191,7 @@ def newest_checkpoint(
     *,
     shares: Collection[str] = (),
 ) -> Checkpoint | None:
-    """The newest good checkpoint, with a remark for everything newer that is not; None where none was ever written.
+    """The newest good checkpoint, with a warning for everything newer that is not; None where none was ever written.
 
     Args:
         accept: given the names of parts and shares and the info, what is wrong with them for the run, or None.
@@ -212,7 +212,7 @@ def newest_checkpoint(
             else:
                 used = checkpoint_path(root, step).name
                 told = [f"damaged checkpoint: {text}; the run goes on from {used}" for text in damaged]
-                return replace(found, remarks=(*told, *found.remarks))
+                return replace(found, warnings=(*told, *found.warnings))
     except OSError as error:
         raise read_error(Path(error.filename or root), error) from error
     if damaged:
@@ -242,7 +242,7 @@ def _load(
     return Checkpoint(path, step, parts, info)
 
 
-def _check_names(root: Path, step: int) -> Manifest:
+def _check_names(root: Path, step: int) -> CheckpointManifest:
     """The manifest, which agrees with the names and sizes that are there."""
     path = checkpoint_path(root, step)
     if path.is_symlink() or not path.is_dir():
@@ -252,7 +252,7 @@ def _check_names(root: Path, step: int) -> Manifest:
         raise Damage("is empty")
     if manifests.NAME not in found:
         raise Damage(f"{manifests.NAME} is missing")
-    manifest = Manifest.read(path / manifests.NAME)
+    manifest = CheckpointManifest.read(path / manifests.NAME)
     manifest.check_names(path)
     if manifest.step != step:
         raise Damage(f"{manifests.NAME} says step {manifest.step}")

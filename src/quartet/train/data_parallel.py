@@ -2,14 +2,14 @@
 
 Every rank is given the whole mini-batch, computes its share of it, and divides losses by the denominators of the whole,
 so gradients are simply summed. All ranks then make the same step, so their models stay equal to the bit. An update is
-three meetings of all ranks:
+three collective exchanges of all ranks:
 
 1. *agree*: how each rank's passes went, with its metric sums. Where memory ran out on one, all start over with the same
    smaller budget; where one failed, all fail.
 2. *sum*: one all-reduce of the gradients. Nothing is allocated in it, so no rank can fail while others wait.
-3. *settle*: how the step went, and that all saw the same gradient.
+3. *check*: how the step went, and that all saw the same gradient.
 
-A rank that fails outside of its passes says so in the meeting that the others are on their way to.
+A rank that fails outside of its passes says so in the exchange that the others wait in.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ IN_PLACE_BYTES = 2**20
 """Gradients of this size are summed where they lie; smaller ones travel in one bucket."""
 
 
-class PeerFailed(Exception):
+class RankFailed(Exception):
     """Another rank failed in an update, or cannot be reached any more; this rank's model took no part in it."""
 
     is_echo = True
-    """Whoever reports the failures of several ranks tells that of the other one first."""
+    """Among failures of several ranks the other rank's is reported first."""
 
 
-class Peers:
+class DataParallelGroup:
     """The ranks that train one model together.
 
     Args:
@@ -58,7 +58,7 @@ class Peers:
         self.size = dist.get_world_size(group)
 
     @classmethod
-    def of_world(cls) -> Peers:
+    def of_world(cls) -> DataParallelGroup:
         """All ranks of the default process group."""
         return cls()
 
@@ -66,7 +66,7 @@ class Peers:
         """Every rank's ``value``, in the order of the ranks.
 
         Raises:
-            PeerFailed: a rank is gone.
+            RankFailed: a rank is gone.
         """
         found: list[Any] = [None] * self.size
         with self._reaching():
@@ -77,7 +77,7 @@ class Peers:
         """Replaces each tensor by its sum over all ranks, the same bits on every one; none may overlap another.
 
         Raises:
-            PeerFailed: a rank is gone.
+            RankFailed: a rank is gone.
         """
         with self._reaching():
             under_way = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
@@ -89,21 +89,23 @@ class Peers:
         try:
             yield
         except RuntimeError as error:
-            raise PeerFailed(f"the other ranks of {self.size} cannot be reached any more: {error}") from error
+            raise RankFailed(f"the other ranks of {self.size} cannot be reached any more: {error}") from error
 
 
 # Sharing out ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Piece:
+class BatchShard:
     """One rank's share of one batch: the sequences there, and atoms by their numbers in the share."""
 
     sequences: tuple[int, ...]
     atoms: tuple[tuple[int, ...], ...]
 
 
-def share_out(batches: Sequence[tuple[RaggedBatch, Atoms]], num_ranks: int, *, share: bool) -> list[list[Piece]]:
+def shard_batches(
+    batches: Sequence[tuple[RaggedBatch, Atoms]], num_ranks: int, *, share: bool
+) -> list[list[BatchShard]]:
     """Of each rank its piece of every batch, as equal in tokens as they come; the same result on every rank.
 
     The largest piece of a batch goes to the rank that has least so far.
@@ -112,7 +114,7 @@ def share_out(batches: Sequence[tuple[RaggedBatch, Atoms]], num_ranks: int, *, s
         batches: each with the sequences that must stay together.
         share: prompts are computed once.
     """
-    pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    shards: list[list[BatchShard]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for batch, atoms in batches:
         dealt = [[atoms[a] for a in part] for part in plan_tree_shares(batch, atoms, num_ranks, share=share)]
@@ -121,14 +123,14 @@ def share_out(batches: Sequence[tuple[RaggedBatch, Atoms]], num_ranks: int, *, s
         idlest_first = sorted(range(num_ranks), key=loads.__getitem__)
         for p, rank in zip(dearest_first, idlest_first, strict=True):
             loads[rank] += costs[p]
-            pieces[rank].append(_piece(dealt[p]))
-    return pieces
+            shards[rank].append(_shard(dealt[p]))
+    return shards
 
 
-def _piece(atoms: Atoms) -> Piece:
+def _shard(atoms: Atoms) -> BatchShard:
     sequences = sorted(s for atom in atoms for s in atom)
     number = {s: i for i, s in enumerate(sequences)}
-    return Piece(tuple(sequences), tuple(tuple(number[s] for s in atom) for atom in atoms))
+    return BatchShard(tuple(sequences), tuple(tuple(number[s] for s in atom) for atom in atoms))
 
 
 def outline(batch: RaggedBatch) -> RaggedBatch:
@@ -169,16 +171,16 @@ class GradientBuckets:
             for (device, dtype), bucket in small.items()
         ]
 
-    def add_up(self, peers: Peers, present: Sequence[str]) -> None:
+    def add_up(self, dp_group: DataParallelGroup, present: Sequence[str]) -> None:
         """Sums over all ranks.
 
         Args:
-            present: of each rank. A gradient that nobody had is nobody's afterwards, too.
+            present: of each rank. A gradient that no rank had stays None on all.
         """
         for flat, bucket in self._buckets:
             for view, gradient in _views(flat, bucket):
                 view.copy_(gradient)
-        peers.add_up([*self._in_place, *(flat for flat, _ in self._buckets)])
+        dp_group.add_up([*self._in_place, *(flat for flat, _ in self._buckets)])
         for flat, bucket in self._buckets:
             for view, gradient in _views(flat, bucket):
                 gradient.copy_(view)
@@ -201,12 +203,12 @@ def fingerprint(parameters: Sequence[nn.Parameter]) -> str:
     return f"{zlib.crc32(repr((numbers, [tuple(p.shape) for p in parameters])).encode()):08x}"
 
 
-# Meetings ------------------------------------------------------------------------------------------------
+# Exchanges -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says in a meeting.
+    """What a rank sends in an exchange.
 
     Attributes:
         failure: type and message of an exception.
@@ -227,20 +229,20 @@ class Report:
 class Replica:
     """This rank's part in the updates of a model that several ranks train; see the module's docstring."""
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self, dp_group: DataParallelGroup) -> None:
+        self.dp_group = dp_group
         self._is_compared = False
 
     @contextmanager
-    def announcing(self) -> Iterator[None]:
-        """A failure inside is told to the other ranks before it goes on, so that nobody waits for this one."""
+    def reporting_failures(self) -> Iterator[None]:
+        """A failure inside is told to the other ranks before it goes on, so that they do not wait for this one."""
         try:
             yield
-        except PeerFailed:
+        except RankFailed:
             raise  # All others know it, too.
         except (Exception, SystemExit) as error:  # Whatever a rank fails of, the others must not wait for it.
-            with suppress(PeerFailed):
-                self.peers.gather(Report(failure=_summary(error)))
+            with suppress(RankFailed):
+                self.dp_group.gather(Report(failure=_summary(error)))
             raise
 
     def accumulate(
@@ -267,18 +269,18 @@ class Replica:
 
         Raises:
             UserError: an atom is larger than the budget, or memory ran out at the smallest micro-batches; on all ranks.
-            PeerFailed: another rank failed.
+            RankFailed: another rank failed.
             RuntimeError: the ranks did not begin with the same weights, batches and budget.
         """
-        this, whole = self.peers.rank, [batch for batch, _ in batches]
-        pieces = share_out(batches, self.peers.size, share=share)
-        own = [batch.select(piece.sequences) for batch, piece in zip(whole, pieces[this], strict=True)]
+        this, whole = self.dp_group.rank, [batch for batch, _ in batches]
+        shards = shard_batches(batches, self.dp_group.size, share=share)
+        own = [batch.select(shard.sequences) for batch, shard in zip(whole, shards[this], strict=True)]
         # Every rank plans for all, so that all come to the same budget; of others' batches outlines are enough.
         outlines = [outline(batch) for batch in whole]
         everybody = [
-            (own[i] if rank == this else outlines[i].select(piece.sequences), piece.atoms)
-            for rank, of_rank in enumerate(pieces)
-            for i, piece in enumerate(of_rank)
+            (own[i] if rank == this else outlines[i].select(shard.sequences), shard.atoms)
+            for rank, of_rank in enumerate(shards)
+            for i, shard in enumerate(of_rank)
         ]
         mine = slice(this * len(whole), (this + 1) * len(whole))
         outset = self._outset(num_updates, whole, parameters)
@@ -316,37 +318,37 @@ class Replica:
                 raise
             report = Report(outset=outset, out_of_memory=_summary(error))
         # Not in the handler: until it ends, its traceback holds the tensors of the failed attempt.
-        reports = self._meet(report)
+        reports = self._exchange(report)
         _check_outset(reports)
         for rank, other in enumerate(reports):
             if other.out_of_memory is not None:
                 raise torch.OutOfMemoryError(f"{self._name(rank)}: {other.out_of_memory}")
         assert buckets is not None
-        buckets.add_up(self.peers, [other.present for other in reports])
+        buckets.add_up(self.dp_group, [other.present for other in reports])
         self._is_compared = True
         return MetricSums.joined(other.sums for other in reports if other.sums is not None)
 
-    def settle(self, grad_norm: float) -> None:
+    def check_step(self, grad_norm: float) -> None:
         """Waits until all ranks have made their step.
 
         Raises:
-            PeerFailed: another rank failed in it.
+            RankFailed: another rank failed in it.
             RuntimeError: the ranks had different gradients.
         """
-        norms = [report.grad_norm for report in self._meet(Report(grad_norm=grad_norm))]
+        norms = [report.grad_norm for report in self._exchange(Report(grad_norm=grad_norm))]
         # Equal but for other processors' rounding.
         if not all(_is_same(norm, norms[0]) for norm in norms):
             raise RuntimeError(f"the ranks' models have come apart: gradient norms by rank {norms}")
 
-    def _meet(self, report: Report) -> list[Report]:
-        reports = self.peers.gather(report)
+    def _exchange(self, report: Report) -> list[Report]:
+        reports = self.dp_group.gather(report)
         failures = [f"{self._name(r)}: {found.failure}" for r, found in enumerate(reports) if found.failure is not None]
         if failures:
-            raise PeerFailed("another rank failed in this update: " + "; ".join(failures))
+            raise RankFailed("another rank failed in this update: " + "; ".join(failures))
         return reports
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} of {self.peers.size}"
+        return f"rank {rank} of {self.dp_group.size}"
 
 
 def _check_outset(reports: Sequence[Report]) -> None:

@@ -27,9 +27,9 @@ from quartet.models.memory import drop_derived
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import pack
 from quartet.train.budget import TokenBudget
-from quartet.train.data_parallel import Peers, Replica
+from quartet.train.data_parallel import DataParallelGroup, Replica
 from quartet.train.metrics import MetricSums
-from quartet.train.offload import PARTS, Moved, Offload, Part, Parts, Store
+from quartet.train.offload import PARTS, Moved, Offload, OffloadPart, Parts, Store
 from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 from quartet.train.state import (
     OPTIMIZER,
@@ -120,7 +120,7 @@ class TrainEngine(Generic[Model]):
         config: budgets and optimizer.
         total_steps: optimizer updates of the whole run, for the learning-rate schedule.
         name: where the recipe keeps ``config``, as in ``actor.train``; messages name keys below it.
-        peers: ranks that train this model together, each with an engine and equal weights; see ``data_parallel``.
+        dp_group: ranks that train this model together, each with an engine and equal weights; see ``data_parallel``.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class TrainEngine(Generic[Model]):
         *,
         total_steps: int,
         name: str = "train",
-        peers: Peers | None = None,
+        dp_group: DataParallelGroup | None = None,
     ) -> None:
         if config.lora is not None and packed.adapters is None:
             raise ValueError(f"{name}.lora is set, but the model has no adapters: take it over with lora={name}.lora")
@@ -149,7 +149,7 @@ class TrainEngine(Generic[Model]):
 
             self._compiled = CompiledLayers(packed).active
         self._offload: Offload | None = None
-        self._replica = Replica(peers) if peers is not None else None
+        self._replica = Replica(dp_group) if dp_group is not None else None
 
     @property
     def num_oom(self) -> int:
@@ -157,9 +157,9 @@ class TrainEngine(Generic[Model]):
         return self.budget.num_oom + self.forward_budget.num_oom
 
     @property
-    def remarks(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """What was changed about the model, and what memory did not allow, in words."""
-        return (*self.packed.remarks, *self.budget.remarks, *self.forward_budget.remarks)
+        return (*self.packed.warnings, *self.budget.warnings, *self.forward_budget.warnings)
 
     # Forward ---------------------------------------------------------------------------------------------
 
@@ -190,10 +190,10 @@ class TrainEngine(Generic[Model]):
 
         Raises:
             UserError: an atom of the objective is larger than the budget, or than the memory.
-            PeerFailed: another rank failed.
+            RankFailed: another rank failed.
             RuntimeError: a part is offloaded.
         """
-        with self.announcing():
+        with self.reporting_failures():
             if self.packed.adapters is not None:
                 self.packed.adapters.check_in()
             self._require(*PARTS)
@@ -201,9 +201,9 @@ class TrainEngine(Generic[Model]):
             sums = self._accumulate((LossTerm(batch, objective), *also))
             return {**sums.results(), **self._optimizer_step()}
 
-    def announcing(self) -> AbstractContextManager[None]:
+    def reporting_failures(self) -> AbstractContextManager[None]:
         """Around what goes before an update: a failure inside is told to the other ranks, which wait for this one."""
-        return self._replica.announcing() if self._replica is not None else nullcontext()
+        return self._replica.reporting_failures() if self._replica is not None else nullcontext()
 
     def _optimizer_step(self) -> dict[str, float]:
         """Clips the gradients and updates the weights; returns ``grad_norm``, ``lr`` and ``skipped``."""
@@ -219,7 +219,7 @@ class TrainEngine(Generic[Model]):
             self.num_skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         if self._replica is not None:
-            self._replica.settle(grad_norm)
+            self._replica.check_step(grad_norm)
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
 
     def _accumulate(self, terms: Sequence[LossTerm]) -> MetricSums:
@@ -344,7 +344,7 @@ class TrainEngine(Generic[Model]):
         """
         if self._offload is None:
             if store is None:
-                raise RuntimeError("nobody said where this engine's parts go; call offloading(store) first")
+                raise RuntimeError("this engine has no offload store; call offloading(store) first")
             self._offload = Offload(self.packed, store, self.optimizer)
         elif store is not None and store is not self._offload.store:
             raise RuntimeError("this engine's parts have a store already, and may lie there now")
@@ -358,7 +358,7 @@ class TrainEngine(Generic[Model]):
         """Brings parts back; see ``Offload``."""
         return self.offloading().onload(parts)
 
-    def _require(self, *parts: Part) -> None:
+    def _require(self, *parts: OffloadPart) -> None:
         if self._offload is not None:
             self._offload.require(parts)
 

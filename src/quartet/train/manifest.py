@@ -37,7 +37,7 @@ class Damage(Exception):
     """A checkpoint is not as it was written; the text says in what, and names the file."""
 
 
-class Manifest(BaseModel):
+class CheckpointManifest(BaseModel):
     """The files of one checkpoint, by their path inside it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -56,7 +56,7 @@ class Manifest(BaseModel):
             os.fsync(file.fileno())
 
     @classmethod
-    def read(cls, path: Path) -> Manifest:
+    def read(cls, path: Path) -> CheckpointManifest:
         """Raises ``Damage`` for anything but what ``write`` has written, OSError where it cannot be read."""
         try:
             found = unseal(path.read_bytes())

@@ -29,11 +29,11 @@ from quartet.models.packed import PackedModel
 from quartet.observe.memory import held_bytes
 from quartet.train.host_memory import MappedFiles, PinnedMemory
 
-__all__ = ["PARTS", "MappedFiles", "Moved", "Offload", "Part", "PinnedMemory", "Store"]
+__all__ = ["PARTS", "MappedFiles", "Moved", "Offload", "OffloadPart", "PinnedMemory", "Store"]
 
-Part = Literal["params", "grads", "optimizer"]
-PARTS: tuple[Part, ...] = get_args(Part)
-Parts = Collection[Part] | tuple[Part, ...]
+OffloadPart = Literal["params", "grads", "optimizer"]
+PARTS: tuple[OffloadPart, ...] = get_args(OffloadPart)
+Parts = Collection[OffloadPart] | tuple[OffloadPart, ...]
 """The tuple is there for type checkers, which else take a literal one for one of strings."""
 
 _OWNERS: WeakKeyDictionary[nn.Module, ReferenceType[Offload]] = WeakKeyDictionary()
@@ -131,7 +131,7 @@ class Offload:
         self.store = store
         self.optimizer = optimizer
         self.device = packed.device
-        self._away: set[Part] = set()
+        self._away: set[OffloadPart] = set()
         self._homes: dict[str, _Home] = {}
         self._barrier: Any = None
 
@@ -170,7 +170,7 @@ class Offload:
         self.offload(tuple(self._away))
         self.onload([part for part in PARTS if part not in self._away])
 
-    def resident_bytes(self) -> dict[Part, int]:
+    def resident_bytes(self) -> dict[OffloadPart, int]:
         """On the device now."""
         self._check_switch()
         homes = self._home_keys()
@@ -178,7 +178,7 @@ class Offload:
             part: sum(piece.num_bytes for piece in self._pieces(part) if self._is_there(piece, homes)) for part in PARTS
         }
 
-    def total_bytes(self) -> dict[Part, int]:
+    def total_bytes(self) -> dict[OffloadPart, int]:
         """When everything is there that an update needs, gradients included.
 
         What the optimizer keeps is counted where it exists; before the first update it is two moments of every trained
@@ -226,7 +226,7 @@ class Offload:
     # Tensors made in inference mode could never be trained again.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _point_elsewhere(self, parts: Sequence[Part], *, away: bool) -> int:
+    def _point_elsewhere(self, parts: Sequence[OffloadPart], *, away: bool) -> int:
         """Bytes of what moved."""
         homes = self._home_keys()
         pieces = [piece for part in parts for piece in self._pieces(part)]
@@ -264,7 +264,8 @@ class Offload:
         return [home.memory for home in homes]
 
     def _has_home(self, piece: _Piece) -> bool:
-        """Whether it may be written to its home: what somebody still holds of a former stay is left as it is."""
+        """Whether it may be written to its home: tensors of a former stay that are still referenced are left as they
+        are."""
         home = self._homes.get(piece.name)
         return home is not None and home.memory.numel() == piece.num_bytes and not _is_shared(home.memory)
 
@@ -291,7 +292,7 @@ class Offload:
 
     # What there is ---------------------------------------------------------------------------------------
 
-    def _pieces(self, part: Part) -> list[_Piece]:
+    def _pieces(self, part: OffloadPart) -> list[_Piece]:
         found: dict[int, _Piece] = {}
         for name, tensor in self._tensors(part):
             _check_kind(name, tensor)
@@ -300,7 +301,7 @@ class Offload:
                 found.setdefault(_key(tensor), _Piece(f"{part}/{name}", storage, [])).tensors.append(tensor)
         return list(found.values())
 
-    def _tensors(self, part: Part) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, part: OffloadPart) -> Iterator[tuple[str, Tensor]]:
         model = self.packed.model
         if part == "params":
             yield from chain(model.named_parameters(), model.named_buffers())
@@ -329,7 +330,7 @@ class Offload:
             self.packed.adapters.check_in()
 
     def _guard(self) -> None:
-        """The model's body refuses to compute while its parameters are away, whoever calls it."""
+        """The model's body refuses to compute while its parameters are offloaded."""
         body = self.packed.body
         if "params" in self._away:
             if body not in _AWAY:
@@ -346,7 +347,7 @@ def _refuse(body: nn.Module, _: Any) -> None:
         raise _away_error(body, ["params"])
 
 
-def _away_error(model: nn.Module, parts: Sequence[Part]) -> RuntimeError:
+def _away_error(model: nn.Module, parts: Sequence[OffloadPart]) -> RuntimeError:
     return RuntimeError(
         f"{', '.join(parts)} of {type(model).__name__} are offloaded; onload({list(parts)}) before computing with them"
     )
@@ -356,7 +357,7 @@ def _kind(packed: PackedModel) -> str:
     return type(packed.model).__name__
 
 
-def _checked(parts: Parts) -> list[Part]:
+def _checked(parts: Parts) -> list[OffloadPart]:
     """Known parts, in their order, each once."""
     if isinstance(parts, str) or not set(parts) <= set(PARTS):
         raise ValueError(f"parts are a collection of {', '.join(PARTS)}, not {parts!r}")

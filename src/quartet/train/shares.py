@@ -37,7 +37,7 @@ from quartet.train.checkpoint import path_of_draft
 from quartet.train.manifest import METADATA
 from quartet.train.state import REST, Shape, reading, snapshot, state_bytes
 
-# Whoever passes no_dist=True has said so. For good, since the filters may not be changed in a thread beside others.
+# The caller passes no_dist=True on purpose. For good, since the filters may not be changed in a thread beside others.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -90,7 +90,7 @@ class ShareWriter:
 def _settle(directory: Path, state: Mapping[str, Any], written: Future[dict[str, FileDigest]]) -> None:
     try:
         written.set_result(_write(directory, state))
-    except BaseException as error:  # It belongs to whoever asks how it went.
+    except BaseException as error:  # Raised by the call that asks for the result.
         written.set_exception(error)
 
 

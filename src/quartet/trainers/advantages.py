@@ -60,7 +60,7 @@ class Experience:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class ScoredGroups:
     """Scores of a batch's trajectories before KL enters.
 
     ``rewards`` are the sources' own scores by name, ``scores_N`` their sum (0 where no source applies), ``shaped_N``
@@ -165,7 +165,7 @@ class Assembler:
         }
         return Experience(batch, metrics, greedy)
 
-    def judge(self, batch: RaggedBatch, step: int | None = None) -> Judgement:
+    def judge(self, batch: RaggedBatch, step: int | None = None) -> ScoredGroups:
         """What the rewards say of a batch that has their columns, whatever else it has.
 
         Args:
@@ -186,7 +186,7 @@ class Assembler:
         length_N = segment_count(masked_owner(trajectory_T, batch.token["action_mask"]), len(final_N))
         ended_N = batch.sequence["ended"][final_N]
         shaped_N = shaped_scores(self.config, scores_N, ended_N, length_N, self.max_new_tokens)
-        return Judgement(trajectories, trajectory_T, rewards, scores_N, shaped_N, applies_N, length_N, ended_N)
+        return ScoredGroups(trajectories, trajectory_T, rewards, scores_N, shaped_N, applies_N, length_N, ended_N)
 
     def _with_baseline(self, batch: RaggedBatch) -> tuple[RaggedBatch, RaggedBatch | None]:
         """The sampled sequences with the column ``baseline`` ``[S]``, and the greedy ones, with their ``score`` and as
@@ -213,7 +213,7 @@ class Assembler:
             return applies_N & (counts[labels_N] >= 2)
         return applies_N if baseline_N is None else applies_N & ~baseline_N.isnan()
 
-    def _step_rewards(self, batch: RaggedBatch, judged: Judgement) -> Tensor | None:
+    def _step_rewards(self, batch: RaggedBatch, judged: ScoredGroups) -> Tensor | None:
         """``[T]`` weighted sum over the sources that say where their score was earned; None without such a source.
 
         Shuffled scores belong to other trajectories, so nothing of them was earned on the way.
@@ -238,7 +238,7 @@ class Assembler:
         coef = {"kl/coef": self._kl_coef()} if kl_term(self.config).coef > 0 else {}
         return kl_T, {"kl/ref": float(k1), "kl/ref_k3": float(k3), **coef}
 
-    def _score_metrics(self, batch: RaggedBatch, judged: Judgement, result: Estimate) -> dict[str, float]:
+    def _score_metrics(self, batch: RaggedBatch, judged: ScoredGroups, result: Estimate) -> dict[str, float]:
         config, applies_N, num = self.config, judged.applies_N, len(judged.applies_N)
         found: dict[str, float] = {"reward/not_applicable": float((~applies_N).sum())} if self.weights else {}
         if bool(applies_N.any()):

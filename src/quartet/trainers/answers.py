@@ -134,7 +134,7 @@ def _other_prompts(found: str) -> UserError:
 # One file per evaluation of a run --------------------------------------------------------------------------
 
 
-def step_path(directory: Path, step: int) -> Path:
+def evaluation_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}.jsonl"
 
 
@@ -156,7 +156,7 @@ def _digest(row: Mapping[str, Any]) -> str:
     return hashlib.sha256(encode_row(row)).hexdigest()[:16]
 
 
-class Finished:
+class EvaluationCache:
     """One file of finished work, read when made; what is kept is in the file when the call returns.
 
     Args:

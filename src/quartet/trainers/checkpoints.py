@@ -19,14 +19,14 @@ from quartet.data.datasets import PromptItem
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.groups import Group, by_group
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.stream import Ahead
+from quartet.schedule.stream import BufferedGroups
 from quartet.schedule.writer import Writer
 from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
 from quartet.trainers.advantages import Experience
 from quartet.trainers.run import RunDirectory, writing
 
 T = TypeVar("T")
-AHEAD = "ahead"
+BUFFERED = "ahead"
 """Name of the writer's share; there is none where nothing is ahead."""
 Workers = Mapping[str, RoleGroup[Checkpointed]]
 _POLL_S, _LONGEST_POLL_S = 0.005, 0.25
@@ -154,19 +154,19 @@ async def _finished(writer: RoleGroup[Writer], step: int) -> None:
         return  # which the run meets by itself
 
 
-async def hold_ahead(writer: RoleGroup[Writer], ahead: Ahead[Group]) -> bool:
+async def hold_buffered(writer: RoleGroup[Writer], buffered: BufferedGroups[Group]) -> bool:
     """Hands the writer what its share of the next checkpoint is; False where that is nothing."""
-    if not ahead.groups and not ahead.rejected:
+    if not buffered.groups and not buffered.rejected:
         return False
-    groups = list(ahead.groups.values())
+    groups = list(buffered.groups.values())
     batch = RaggedBatch.concat([group.made() for group in groups]) if groups else None
-    await writer.call(Writer.hold_ahead, batch, [group.prompt.prompt for group in groups], ahead.rejected)
+    await writer.call(Writer.hold_buffered, batch, [group.prompt.prompt for group in groups], buffered.rejected)
     return True
 
 
-async def restored_ahead(
+async def restored_buffered(
     writer: RoleGroup[Writer], checkpoint: Checkpoint, item: Callable[[int], PromptItem]
-) -> Ahead[Group] | None:
+) -> BufferedGroups[Group] | None:
     """The groups that were ahead, which a resumed run neither loses nor repeats; None where there were none.
 
     Args:
@@ -175,14 +175,14 @@ async def restored_ahead(
     Raises:
         UserError: an item has other tokens now, or an earlier version saved the groups.
     """
-    if AHEAD not in checkpoint.parts and not (checkpoint.path / AHEAD).is_dir():
+    if BUFFERED not in checkpoint.parts and not (checkpoint.path / BUFFERED).is_dir():
         return None
-    await load({AHEAD: writer}, checkpoint)
-    indices, rejected = await writer.call(Writer.loaded_ahead)
+    await load({BUFFERED: writer}, checkpoint)
+    indices, rejected = await writer.call(Writer.loaded_buffered)
     if not indices:
-        return Ahead({}, tuple(rejected))
+        return BufferedGroups({}, tuple(rejected))
     items = {index: item(index) for index in indices}
     prompts, names = [i.prompt for i in items.values()], [i.prompt_id for i in items.values()]
-    batch = await writer.leave(Writer.release_ahead, prompts, names)
+    batch = await writer.leave(Writer.release_buffered, prompts, names)
     groups = {index: Group.of(index, items[index], made) for index, made in by_group(batch).items()}
-    return Ahead(groups, tuple(rejected))
+    return BufferedGroups(groups, tuple(rejected))

@@ -18,7 +18,7 @@ from quartet.models.packed import Numerics, PackedCausalLM, PackedScalarModel, P
 from quartet.trainers.run_files import flatten
 
 CPU = torch.device("cpu")
-EMPTY = torch.device("meta")
+META = torch.device("meta")
 """Of models that have names, shapes and configs, and no contents."""
 
 
@@ -121,32 +121,35 @@ def _has_bf16(device: torch.device) -> bool:
 class FrozenModels:
     """Takes over models that are never trained: on one device, with linear weights in one precision.
 
-    An object passed from Python keeps its weights, and unless ``moves_passed`` its device. Its results are the same.
+    An object passed from Python keeps its weights, and unless ``moves_user_models`` its device. Its results are the
+    same.
     """
 
     device: torch.device = CPU
     precision: Precision = "fp32"
-    moves_passed: bool = False
+    moves_user_models: bool = False
 
     @property
-    def are_empty(self) -> bool:
+    def are_meta(self) -> bool:
         """Nothing is to be loaded but configs and headers."""
-        return self.device == EMPTY
+        return self.device == META
 
-    def causal(self, model: PreTrainedModel, *, is_passed: bool = False, numerics: Numerics = "fast") -> PackedCausalLM:
-        packed = packed_causal_lm(self._placed(model, is_passed), self.precision, numerics=numerics)
-        if not is_passed:
+    def causal(
+        self, model: PreTrainedModel, *, is_user_object: bool = False, numerics: Numerics = "fast"
+    ) -> PackedCausalLM:
+        packed = packed_causal_lm(self._placed(model, is_user_object), self.precision, numerics=numerics)
+        if not is_user_object:
             packed.freeze()
         return packed
 
-    def scalar(self, model: PreTrainedModel, *, is_passed: bool = False) -> PackedScalarModel:
-        packed = packed_scalar_model(self._placed(model, is_passed), self.precision)
-        if not is_passed:
+    def scalar(self, model: PreTrainedModel, *, is_user_object: bool = False) -> PackedScalarModel:
+        packed = packed_scalar_model(self._placed(model, is_user_object), self.precision)
+        if not is_user_object:
             packed.freeze()
         return packed
 
-    def _placed(self, model: PreTrainedModel, is_passed: bool) -> PreTrainedModel:
-        return model if is_passed and not self.moves_passed else model.to(self.device)
+    def _placed(self, model: PreTrainedModel, is_user_object: bool) -> PreTrainedModel:
+        return model if is_user_object and not self.moves_user_models else model.to(self.device)
 
 
 # The record ----------------------------------------------------------------------------------------------
@@ -171,7 +174,7 @@ def _keys_named(name: str, recipe: Recipe) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key.rpartition(".")[2] == name}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def device_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Remarks on a run that goes on elsewhere; both as ``run.json`` has them."""
     former, present = before.get("resolved"), now.get("resolved")
     if not isinstance(former, Mapping) or not isinstance(present, Mapping):

@@ -19,8 +19,8 @@ from quartet.config import UserError
 from quartet.config.algorithms import DynamicSamplingConfig
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Scorer, score_all
-from quartet.schedule.stream import AdmissionRule, GroupStream, Shortage
-from quartet.trainers.advantages import Judgement
+from quartet.schedule.stream import AdmissionRule, GroupStream, TooFewGroups
+from quartet.trainers.advantages import ScoredGroups
 
 
 class DynamicSampling:
@@ -39,7 +39,7 @@ class DynamicSampling:
         source: Callable[[int], Awaitable[Group]],
         version: Callable[[], int],
         scorers: Sequence[Scorer],
-        judge: Callable[[RaggedBatch], Judgement],
+        judge: Callable[[RaggedBatch], ScoredGroups],
     ) -> None:
         self.config = config
         self._source = source
@@ -88,7 +88,7 @@ class DynamicSampling:
             found["reward/sampled_score_mean"] = sum(float(scores.sum()) for _, scores in outcomes) / num
         return found
 
-    def _too_few(self, shortage: Shortage) -> UserError:
+    def _too_few(self, shortage: TooFewGroups) -> UserError:
         key = "algorithm.dynamic_sampling.max_prompts_factor"
         return UserError(
             f"step {shortage.step + 1}: too few groups have responses with different scores",

@@ -1,4 +1,4 @@
-"""Episodes as the source of a run's trajectories: played over the rollout engine.
+"""Episodes as the source of a run's trajectories: run over the rollout engine.
 
 A group is one prompt's episodes. Each is a trajectory of one sequence, or of several where its environment rewrote the
 state.
@@ -13,13 +13,13 @@ from typing import Any, Protocol, TypeVar
 
 from quartet.config.recipe import EnvironmentConfig
 from quartet.data.datasets import PromptItem
-from quartet.envs.episode import Ending, NoRoom, play_episode
+from quartet.envs.episode import FinishedEpisode, NoRoom, run_episode
 from quartet.envs.protocol import EnvironmentFactory, Item
 from quartet.envs.transcript import SOURCE, EpisodeLimits, Seen
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group
-from quartet.schedule.sampled import Ended, TurnRequest
+from quartet.schedule.request_store import FinishedRequest, TurnRequest
 
 _T = TypeVar("_T")
 
@@ -27,12 +27,12 @@ _T = TypeVar("_T")
 class Policy(Protocol):
     """Acts in episodes and keeps their tokens: the rollout."""
 
-    async def act(self, index: int, request: TurnRequest) -> Ended: ...
+    async def act(self, index: int, request: TurnRequest) -> FinishedRequest: ...
 
-    async def episodes(self, index: int, prompt: Any, endings: Sequence[Ending]) -> Group: ...
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group: ...
 
 
-class EpisodePlayer:
+class EpisodeRunner:
     """Plays episodes side by side, at most ``max_environments`` at a time.
 
     Args:
@@ -49,14 +49,14 @@ class EpisodePlayer:
         limits: EpisodeLimits,
         *,
         run_seed: int,
-        on_played: Callable[[int], None] | None = None,
+        on_episode_end: Callable[[int], None] | None = None,
     ) -> None:
         self._make = make
         self._slots = asyncio.Semaphore(config.max_environments)
         self._policy = policy
         self._limits = limits
         self._run_seed = run_seed
-        self._on_played = on_played
+        self._on_episode_end = on_episode_end
 
     async def group(
         self, index: int, item: PromptItem, sampling: SamplingParams, num_episodes: int, *, draw: int | None = None
@@ -69,12 +69,12 @@ class EpisodePlayer:
             draw: what is sampled depends on it, the prompt's id, the episode and the turn; ``index`` when left out.
         """
         drawn = index if draw is None else draw
-        endings = await together([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
+        endings = await gather_or_cancel([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
         return await self._policy.episodes(index, item, endings)
 
     async def _episode(
         self, index: int, draw: int, item: PromptItem, response: int, sampling: SamplingParams
-    ) -> Ending:
+    ) -> FinishedEpisode:
         name = f"{index}.{response}"
 
         async def act(turn: int, seen: Seen) -> str:
@@ -87,13 +87,13 @@ class EpisodePlayer:
         seed = sample_seed(self._run_seed, draw, f"{SOURCE}\x1f{item.prompt_id}", 0)
         about = Item(item.prompt, item.columns, item.prompt_id, seed, response)
         async with self._slots:
-            ending = await play_episode(name, self._make, about, act, self._limits)
-        if self._on_played is not None:
-            self._on_played(1)
+            ending = await run_episode(name, self._make, about, act, self._limits)
+        if self._on_episode_end is not None:
+            self._on_episode_end(1)
         return ending
 
 
-async def together(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
+async def gather_or_cancel(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Results in order. When one fails the others are cancelled, and its error goes on when they have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

@@ -11,18 +11,18 @@ from typing import Any
 from quartet.config import Interrupted, UserError
 from quartet.config.common import ModelConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
-from quartet.models.directories import load_remarks
+from quartet.models.directories import load_warnings
 from quartet.observe.progress import Progress
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
 from quartet.text.loading import load_tokenizer, local_or_hub
-from quartet.trainers.answers import Answer, Finished, matched, read_answers, write_answers, write_rows
+from quartet.trainers.answers import Answer, EvaluationCache, matched, read_answers, write_answers, write_rows
 from quartet.trainers.devices import FrozenModels, compute_device, precision_on, resolved
-from quartet.trainers.evaluation import Contestant
+from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_metrics import (
     AnswerJudge,
     BothOrders,
-    Figure,
+    EvaluationMetric,
     WinRate,
     check_graded,
     check_named,
@@ -58,8 +58,8 @@ class EvaluationResult:
     metrics: dict[str, float]
     notes: tuple[str, ...] = ()
     """Rows left out of the data or converted."""
-    figures: tuple[Figure, ...] = ()
-    against: tuple[Figure, ...] = ()
+    figures: tuple[EvaluationMetric, ...] = ()
+    against: tuple[EvaluationMetric, ...] = ()
     """The same figures of the model compared with."""
     comparison: WinRate | None = None
 
@@ -108,14 +108,14 @@ class Evaluator:
         }
         if recipe.data is not None:
             check_unweighted(recipe.data, "data")
-        self._contestant: Contestant | None = Contestant(
+        self._evaluation_model: EvaluationModel | None = EvaluationModel(
             recipe.model, recipe.data, recipe.rewards, model=own_model, tokenizer=own_tokenizer, **self._objects
         )
-        self.prompts, self.weights = self._contestant.prompts, self._contestant.weights
+        self.prompts, self.weights = self._evaluation_model.prompts, self._evaluation_model.weights
         with contextlib.ExitStack() as taken:
             # When the rest does not fit, the model is given back as it was.
-            taken.callback(self._contestant.close)
-            models = [role.name for role in self._contestant.models]
+            taken.callback(self._evaluation_model.close)
+            models = [role.name for role in self._evaluation_model.models]
             self.graded = check_graded(recipe.grading, list(self.weights), models)
             self._stored = self._check_comparison(recipe.compare)
             taken.pop_all()
@@ -200,46 +200,48 @@ class Evaluator:
 
     def _answers(self, recorder: SpanRecorder) -> tuple[list[Answer], list[Answer]]:
         """Those of the model, and those it is compared with (none without a comparison)."""
-        contestant, self._contestant = self._contestant, None
-        if contestant is None:
+        evaluation_model, self._evaluation_model = self._evaluation_model, None
+        if evaluation_model is None:
             raise RuntimeError("an evaluation runs once; make another Evaluator")
         compare = self.recipe.compare
-        with contextlib.closing(contestant):
-            answers = self._of(contestant, recorder, "answers", "answers")
+        with contextlib.closing(evaluation_model):
+            answers = self._of(evaluation_model, recorder, "answers", "answers")
             others: list[Answer] = []
             if compare is not None and compare.is_file:
-                with self._finished("against", _identity(self._stored)) as finished:
-                    others = contestant.score_stored(self._stored, recorder, finished)
-        self._notes += contestant.remarks()
-        del contestant
+                with self._cache("against", _identity(self._stored)) as cache:
+                    others = evaluation_model.score_stored(self._stored, recorder, cache)
+        self._notes += evaluation_model.warnings()
+        del evaluation_model
         if compare is None or compare.is_file:
             return answers, others
-        other = Contestant(
+        other = EvaluationModel(
             ModelConfig(path=compare.model, tokenizer=compare.tokenizer),
             self.recipe.data,
             self.recipe.rewards,
             **self._objects,
         )
-        self._notes += load_remarks(other.packed.model)
+        self._notes += load_warnings(other.packed.model)
         with contextlib.closing(other):
             return answers, self._of(other, recorder, "against", f"answers of {compare.model}")
 
-    def _finished(self, name: str, about: Any) -> contextlib.closing[Finished]:
-        return contextlib.closing(Finished(self.path / "finished" / f"{name}.jsonl", about))
+    def _cache(self, name: str, about: Any) -> contextlib.closing[EvaluationCache]:
+        return contextlib.closing(EvaluationCache(self.path / "finished" / f"{name}.jsonl", about))
 
-    def _of(self, contestant: Contestant, recorder: SpanRecorder, name: str, title: str) -> list[Answer]:
+    def _of(self, evaluation_model: EvaluationModel, recorder: SpanRecorder, name: str, title: str) -> list[Answer]:
         recipe = self.recipe
-        about = [[item.prompt_id, contestant.codec.encode_prompt(item.prompt)] for item in contestant.prompts]
+        about = [
+            [item.prompt_id, evaluation_model.codec.encode_prompt(item.prompt)] for item in evaluation_model.prompts
+        ]
         total = len(about) * recipe.samples_per_prompt
-        for remark in contestant.cut_short(recipe.sampling, "sampling.max_new_tokens"):
-            self.progress.print(f"{title}: {remark}")
-            self._notes.append(f"{title}: {remark}")
-        with self._finished(name, about) as finished, self.progress.stage(title, total) as bar:
-            return contestant.answers(recipe, recorder, bar, seed=recipe.seed, finished=finished)
+        for warning in evaluation_model.cut_short(recipe.sampling, "sampling.max_new_tokens"):
+            self.progress.print(f"{title}: {warning}")
+            self._notes.append(f"{title}: {warning}")
+        with self._cache(name, about) as cache, self.progress.stage(title, total) as bar:
+            return evaluation_model.answers(recipe, recorder, bar, seed=recipe.seed, cache=cache)
 
     # Figures -----------------------------------------------------------------------------------------------
 
-    def _figures(self, answers: Sequence[Answer]) -> list[Figure]:
+    def _figures(self, answers: Sequence[Answer]) -> list[EvaluationMetric]:
         scores = {"eval/score_mean": self.weights}
         return measure(answers, scores, self.recipe.grading, self.graded, seed=self.recipe.seed)
 
@@ -252,8 +254,8 @@ class Evaluator:
             with contextlib.ExitStack() as stack:
                 if isinstance(judge, Comparer):
                     stack.callback(judge.close)
-                finished = stack.enter_context(self._finished("verdicts", [_identity(answers), _identity(others)]))
-                comparisons = run_async(compare_by_judge(answers, others, judge, config.tie_margin, finished))
+                cache = stack.enter_context(self._cache("verdicts", [_identity(answers), _identity(others)]))
+                comparisons = run_async(compare_by_judge(answers, others, judge, config.tie_margin, cache))
         with writing(self.path / "comparison.jsonl"):
             write_rows(self.path / "comparison.jsonl", [comparison.row() for comparison in comparisons])
         return win_rate(comparisons, self.recipe.grading.confidence, self.recipe.seed)
@@ -271,7 +273,7 @@ def _unmatched(answers: Sequence[Answer], others: Sequence[Answer]) -> list[str]
     return [f"{common} pairs of answers compared: {len(answers)} answers here, {len(others)} there"]
 
 
-def _figure_row(figure: Figure) -> dict[str, Any]:
+def _figure_row(figure: EvaluationMetric) -> dict[str, Any]:
     """A row of the summary's table."""
     return {
         "figure": figure.name,

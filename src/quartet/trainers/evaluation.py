@@ -4,8 +4,9 @@
 
     prompt_requests ──► completions, or episodes ──► groups ──► score_groups ──► answers with scores
 
-``quartet eval`` and the iterated reward model generate with a ``Contestant``, which has the process to itself; an RL
-run with its own rollout (``held_out.py``). What answers are worth is measured in ``evaluation_metrics.py``.
+``quartet eval`` and the iterated reward model generate with a ``EvaluationModel``, which has the process to itself; an
+RL run with its own rollout (``periodic_evaluation.py``). What answers are worth is measured in
+``evaluation_metrics.py``.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import CollectConfig
 from quartet.config.rewards import RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
-from quartet.models.directories import load_remarks
+from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm
-from quartet.observe.progress import Stage
+from quartet.observe.progress import ProgressBar
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.combine import LEFT_OUT_PREFIX
 from quartet.rollout.engine import NativeEngine
@@ -34,12 +35,12 @@ from quartet.rollout.protocol import Completion, FinishReason, Request, Sampling
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, Scorer, score_all
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.placement import local_arbiter
+from quartet.schedule.request_store import PromptRequest, SampleRequest, completion_text
 from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.sampled import PromptRequest, Sample, completion_text
-from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
-from quartet.trainers.answers import Answer, Finished, matched
+from quartet.trainers.answers import Answer, EvaluationCache, matched
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.generate import run_to_end
@@ -79,7 +80,7 @@ def prompt_requests(
                 f"eval.{i}",
                 item.prompt,
                 tuple(
-                    Sample(_name(i, r), replace(params, seed=sample_seed(seed, -1, item.prompt_id, r)))
+                    SampleRequest(_name(i, r), replace(params, seed=sample_seed(seed, -1, item.prompt_id, r)))
                     for r in range(samples)
                 ),
             ),
@@ -97,16 +98,16 @@ def _name(place: int, sample: int) -> str:
 
 
 async def score_groups(
-    groups: Sequence[Group], scorers: Sequence[Scorer], *, step: int, finished: Finished | None = None
+    groups: Sequence[Group], scorers: Sequence[Scorer], *, step: int, cache: EvaluationCache | None = None
 ) -> list[Answer]:
     """Every trajectory as an answer with the scores of all ``scorers``, prompt after prompt; of several turns the last
     action is the text.
 
     Args:
         step: the step that the spans of scoring belong to.
-        finished: samples that it has scores of are not scored again; those of the others are kept there.
+        cache: samples that it has scores of are not scored again; those of the others are kept there.
     """
-    rewards = dict(finished.rewards) if finished is not None else {}
+    rewards = dict(cache.rewards) if cache is not None else {}
     num_answers = [len(Trajectories.of(group.batch)) for group in groups]
     per_chunk = max(1, CHUNK // max(1, max(num_answers, default=1)))
     for number, start in enumerate(range(0, len(groups), per_chunk)):
@@ -119,8 +120,8 @@ async def score_groups(
         scored = await _scored(chunk_of(step, number, picked), scorers)
         for name, (scores, is_left_out) in zip(names, scored, strict=True):
             rewards[name] = scores
-            if finished is not None and not is_left_out:
-                finished.keep_rewards(name, scores)
+            if cache is not None and not is_left_out:
+                cache.keep_rewards(name, scores)
     return [answer for i, group in enumerate(groups) for answer in _answers(i, group, rewards)]
 
 
@@ -177,7 +178,7 @@ def as_completion(codec: TextCodec, answer: Answer) -> Completion:
     return Completion("stored", "stored", tuple(ids), (0.0,) * len(ids), (0,) * len(ids), reason)
 
 
-class Contestant:
+class EvaluationModel:
     """A model that answers prompts with the process to itself, and the rewards that score its answers.
 
     They are what the recipe's parts name, or the objects passed in their place; ``close`` gives all of it back.
@@ -214,7 +215,7 @@ class Contestant:
             *process_models(reward_configs, self.codec, frozen),
         ]
         self.weights = reward_weights(self.models, self.functions)
-        self.packed = frozen.causal(causal, is_passed=model is not None)
+        self.packed = frozen.causal(causal, is_user_object=model is not None)
 
     def close(self) -> None:
         """Gives the models back their own attention and closes the rewards."""
@@ -223,11 +224,11 @@ class Contestant:
         for function in self.functions:
             function.reward.close()
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Rows left out or converted, what is changed about the model, and samples that rewards left out, in words."""
-        found = [*self.prompts.remarks, *self.packed.remarks]
-        found += [remark for role in self.models for remark in load_remarks(role.model.model)]
-        return found + [remark for role in self.functions for remark in role.reward.remarks()]
+        found = [*self.prompts.warnings, *self.packed.warnings]
+        found += [warning for role in self.models for warning in load_warnings(role.model.model)]
+        return found + [warning for role in self.functions for warning in role.reward.warnings()]
 
     def cut_short(self, sampling: SamplingConfig, key: str) -> list[str]:
         """What is to be said where ``key``'s answers end at the model's context."""
@@ -238,19 +239,19 @@ class Contestant:
         self,
         config: EvalRecipe | CollectConfig,
         recorder: SpanRecorder,
-        bar: Stage,
+        bar: ProgressBar,
         *,
         seed: int,
-        finished: Finished | None = None,
+        cache: EvaluationCache | None = None,
     ) -> list[Answer]:
         """``samples_per_prompt`` answers to every prompt, scored. ``bar`` is told how many are generated.
 
         Args:
-            finished: what an evaluation before this one has; this one's work is kept there.
+            cache: what an evaluation before this one has; this one's work is kept there.
         """
         samples = config.samples_per_prompt
         asked = prompt_requests(self.prompts, self.codec, config.sampling, seed=seed, samples=samples)
-        known = dict(finished.completions) if finished is not None else {}
+        known = dict(cache.completions) if cache is not None else {}
         bar.advance(len(known))
         missing = []
         for item, request in asked:
@@ -260,8 +261,8 @@ class Contestant:
 
         def keep(completions: Sequence[Completion]) -> None:
             known.update({one.request_id: one for one in completions})
-            if finished is not None:
-                finished.keep_completions(completions)
+            if cache is not None:
+                cache.keep_completions(completions)
             bar.advance(len(completions))
 
         if missing:
@@ -271,10 +272,10 @@ class Contestant:
             answers_of(self.codec, i, item, [known[name] for name in request.request_ids])
             for i, (item, request) in enumerate(asked)
         ]
-        return run_async(score_groups(groups, self._scorers(recorder), step=0, finished=finished))
+        return run_async(score_groups(groups, self._scorers(recorder), step=0, cache=cache))
 
     def score_stored(
-        self, stored: Sequence[Answer], recorder: SpanRecorder, finished: Finished | None = None
+        self, stored: Sequence[Answer], recorder: SpanRecorder, cache: EvaluationCache | None = None
     ) -> list[Answer]:
         """Answers of an earlier evaluation to the same prompts, scored by these rewards."""
         by_prompt_id = matched(stored, self.prompts.items)
@@ -286,10 +287,10 @@ class Contestant:
                 completions = [as_completion(self.codec, answer) for answer in answers]
                 texts = [answer.completion for answer in answers]
                 groups.append(answers_of(self.codec, len(groups), item, completions, texts))
-        return run_async(score_groups(groups, self._scorers(recorder), step=0, finished=finished))
+        return run_async(score_groups(groups, self._scorers(recorder), step=0, cache=cache))
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[Scorer]:
         workers = {role.name: role.worker() for role in self.models}
         arbiter = local_arbiter({name: worker.sizes() for name, worker in workers.items()}, version=0)
         groups = {name: LocalGroup(worker) for name, worker in workers.items()}
-        return reward_scorers(Worker(arbiter, recorder), self.models, self.functions, groups)
+        return reward_scorers(LeaseContext(arbiter, recorder), self.models, self.functions, groups)

@@ -25,7 +25,7 @@ from quartet.config import UserError
 from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
 from quartet.rewards.combine import combine
 from quartet.text.examples import PromptText
-from quartet.trainers.answers import Answer, Finished, nulls_for_nan, or_null
+from quartet.trainers.answers import Answer, EvaluationCache, nulls_for_nan, or_null
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 LENGTH = "eval/length_mean"
@@ -35,7 +35,7 @@ Extract = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
-class Figure:
+class EvaluationMetric:
     """A mean over prompts and where it may lie; ``interval`` names the method, None where there is none.
 
     ``num_prompts`` counts the prompts that have a value at all.
@@ -57,7 +57,7 @@ def measure(
     *,
     seed: int,
     intervals: bool = True,
-) -> list[Figure]:
+) -> list[EvaluationMetric]:
     """Every figure of the answers. A prompt to which a source does not apply has no part in that source's figures.
 
     ======================================= =====================================================================
@@ -89,13 +89,13 @@ def measure(
     values[LENGTH] = [_mean([float(a.length) for a in group]) for group in groups]
     values["eval/truncated_frac"] = [_mean([float(a.finish_reason == "length") for a in group]) for group in groups]
     kept = {name: [v for v in found if not math.isnan(v)] for name, found in values.items()}
-    plain = [Figure(name, sum(v) / len(v), len(v)) for name, v in kept.items() if v]
+    plain = [EvaluationMetric(name, sum(v) / len(v), len(v)) for name, v in kept.items() if v]
     if not intervals:
         return plain
     return [_with_interval(figure, kept[figure.name], grading.confidence, seed) for figure in plain]
 
 
-def metrics_of(figures: Sequence[Figure]) -> dict[str, float]:
+def metrics_of(figures: Sequence[EvaluationMetric]) -> dict[str, float]:
     return {figure.name: figure.value for figure in figures}
 
 
@@ -235,7 +235,7 @@ def _last_number(text: str) -> str | None:
 # Intervals -------------------------------------------------------------------------------------------------
 
 
-def _with_interval(figure: Figure, values: Sequence[float], confidence: float, seed: int) -> Figure:
+def _with_interval(figure: EvaluationMetric, values: Sequence[float], confidence: float, seed: int) -> EvaluationMetric:
     """Proportions (every prompt 0 or 1) get Wilson's interval, other means of two prompts or more the bootstrap's."""
     if figure.name != LENGTH and all(value in (0.0, 1.0) for value in values):
         low, high = wilson_interval(figure.value, len(values), confidence)
@@ -255,8 +255,8 @@ def _mean(values: Sequence[float]) -> float:
 
 # One model against another ---------------------------------------------------------------------------------
 
-Verdict = Literal["good", "same", "bad"]
-_VALUE: Mapping[Verdict, float] = {"good": 1.0, "same": 0.5, "bad": 0.0}
+PairwiseVerdict = Literal["good", "same", "bad"]
+_VALUE: Mapping[PairwiseVerdict, float] = {"good": 1.0, "same": 0.5, "bad": 0.0}
 
 
 class AnswerJudge(Protocol):
@@ -295,7 +295,7 @@ class Comparison:
     first: Answer
     second: Answer
     preference: float
-    verdict: Verdict | None
+    verdict: PairwiseVerdict | None
 
     def row(self) -> dict[str, Any]:
         """What ``comparison.jsonl`` keeps."""
@@ -354,15 +354,15 @@ async def compare_by_judge(
     second: Sequence[Answer],
     judge: AnswerJudge,
     tie_margin: float,
-    finished: Finished | None = None,
+    cache: EvaluationCache | None = None,
 ) -> list[Comparison]:
     """The judge's preference wins, beyond ``tie_margin``.
 
     Args:
-        finished: pairs that it has a preference for are not asked about again; those of the others are kept there.
+        cache: pairs that it has a preference for are not asked about again; those of the others are kept there.
     """
     both = pairs(first, second)
-    known = dict(finished.preferences) if finished is not None else {}
+    known = dict(cache.preferences) if cache is not None else {}
     missing = [n for n in range(len(both)) if str(n) not in known]
     for start in range(0, len(missing), JUDGED_TOGETHER):
         part = missing[start : start + JUDGED_TOGETHER]
@@ -372,8 +372,8 @@ async def compare_by_judge(
         )
         for n, preference in zip(part, found, strict=True):
             known[str(n)] = math.nan if preference is None else preference
-            if finished is not None and preference is not None:
-                finished.keep_preference(str(n), preference)
+            if cache is not None and preference is not None:
+                cache.keep_preference(str(n), preference)
     return [_decided(a, b, known[str(n)], tie_margin) for n, (a, b) in enumerate(both)]
 
 
@@ -419,5 +419,5 @@ def pairs(first: Sequence[Answer], second: Sequence[Answer]) -> list[tuple[Answe
 def _decided(first: Answer, second: Answer, preference: float, tie_margin: float) -> Comparison:
     if math.isnan(preference):
         return Comparison(first, second, preference, None)
-    verdict: Verdict = "same" if abs(preference) <= tie_margin else "good" if preference > 0 else "bad"
+    verdict: PairwiseVerdict = "same" if abs(preference) <= tie_margin else "good" if preference > 0 else "bad"
     return Comparison(first, second, preference, verdict)

@@ -10,7 +10,7 @@ from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, RolloutEngine, SamplingParams
 from quartet.rollout.seeds import sample_seed
-from quartet.schedule.sampled import completion_text
+from quartet.schedule.request_store import completion_text
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 

@@ -34,13 +34,13 @@ from quartet.config.rewards import ModelReward
 from quartet.data.datasets import PromptData
 from quartet.data.formats import preferences
 from quartet.data.order import draws
-from quartet.data.readers import read_rows
+from quartet.data.readers import read_data_rows
 from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.trainers.answers import Answer, write_answers, write_rows
 from quartet.trainers.devices import FrozenModels, compute_device, precision_on, resolved
-from quartet.trainers.evaluation import Contestant
+from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_metrics import by_prompt
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
@@ -184,7 +184,7 @@ class IteratedTrainer:
             if (name := changed_file(marker.parent, written)) is None:
                 return saved
             changed = name
-        self.run.remark(f"{marker.parent / changed} is not what was written: the round's answers are sampled again")
+        self.run.warning(f"{marker.parent / changed} is not what was written: the round's answers are sampled again")
         return None
 
     def _answers(self, number: int) -> tuple[list[Answer], str]:
@@ -193,17 +193,17 @@ class IteratedTrainer:
         previous = (ModelReward(path=str(self._model("reward_model", number - 1)), name=PREVIOUS),)
         sources = (config.labeller, *(previous if number > 1 else ()))
         frozen = FrozenModels(self.device, precision_on(self.device, recipe.rl.actor.train.precision))
-        contestant = Contestant(self._policy(number), config.data or recipe.rl.data, sources, frozen=frozen)
-        size = min(config.prompts_per_round, len(contestant.prompts))
-        chosen = dict.fromkeys(i for i, _ in draws(recipe.seed, number - 1, contestant.prompts.order, size))
-        items = tuple(contestant.prompts.item(i) for i in chosen)
-        contestant.prompts = PromptData(items, contestant.prompts.remarks)
-        label = next(name for name in contestant.weights if name != PREVIOUS)
-        for remark in contestant.cut_short(config.sampling, "collect.sampling.max_new_tokens"):
-            self.progress.print(f"round {number}: {remark}")
+        evaluation_model = EvaluationModel(self._policy(number), config.data or recipe.rl.data, sources, frozen=frozen)
+        size = min(config.prompts_per_round, len(evaluation_model.prompts))
+        chosen = dict.fromkeys(i for i, _ in draws(recipe.seed, number - 1, evaluation_model.prompts.order, size))
+        items = tuple(evaluation_model.prompts.item(i) for i in chosen)
+        evaluation_model.prompts = PromptData(items, evaluation_model.prompts.warnings)
+        label = next(name for name in evaluation_model.weights if name != PREVIOUS)
+        for warning in evaluation_model.cut_short(config.sampling, "collect.sampling.max_new_tokens"):
+            self.progress.print(f"round {number}: {warning}")
         total = len(items) * config.samples_per_prompt
-        with contextlib.closing(contestant), self.progress.stage(f"round {number}: answers", total) as bar:
-            return contestant.answers(config, self.run.recorder, bar, seed=recipe.seed + number), label
+        with contextlib.closing(evaluation_model), self.progress.stage(f"round {number}: answers", total) as bar:
+            return evaluation_model.answers(config, self.run.recorder, bar, seed=recipe.seed + number), label
 
     def _pairs_until(self, number: int) -> Path:
         return self.path / "data" / f"pairs_until_{number}.jsonl"
@@ -211,13 +211,13 @@ class IteratedTrainer:
     def _old_pairs(self, number: int) -> list[dict[str, Any]]:
         """What the round before was trained on; in the first round the recipe's own pairs."""
         if number > 1:
-            return [dict(row.values) for row in read_rows(DataConfig(path=str(self._pairs_until(number - 1))))]
+            return [dict(row.values) for row in read_data_rows(DataConfig(path=str(self._pairs_until(number - 1))))]
         data = self.recipe.reward_model.data
         if data is None:
             return []
         check_unweighted(data, "reward_model.data", "a round's reward model is trained on all pairs together")
         section = "reward_model.data"
-        parsed = [preferences(read_rows(s), s.columns, turns=s.turns, section=section) for s in data.parts]
+        parsed = [preferences(read_data_rows(s), s.columns, turns=s.turns, section=section) for s in data.parts]
         return [
             {"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected}
             | ({} if p.margin is None else {"margin": p.margin})
@@ -227,7 +227,7 @@ class IteratedTrainer:
 
     def _stage(self, name: str, trainer: Callable[..., Any], recipe: Callable[[], Any]) -> None:
         """Runs a job of the round to its end, unless that has been done."""
-        if (done := completed(self.path / name, self.run.remark)) is None:
+        if (done := completed(self.path / name, self.run.warning)) is None:
             done = trainer(recipe(), resume="auto", progress=self.progress).train().summary["stages"][0]
         self._stages.append({**done, "name": name})
         self._signals.check()  # one that came when the stage had nothing more to save
@@ -268,14 +268,14 @@ class IteratedTrainer:
 
 
 @dataclass(frozen=True)
-class Pair:
+class LabelledPair:
     """Two answers to one prompt, the first labelled higher."""
 
     chosen: Answer
     rejected: Answer
 
 
-def make_pair(group: Sequence[Answer], label: str, config: CollectConfig, seed: str) -> Pair | None:
+def make_pair(group: Sequence[Answer], label: str, config: CollectConfig, seed: str) -> LabelledPair | None:
     """The pair of one prompt, None where its labels do not differ by enough.
 
     Args:
@@ -290,14 +290,14 @@ def make_pair(group: Sequence[Answer], label: str, config: CollectConfig, seed: 
     chosen = max(labelled, key=lambda answer: answer.rewards[label])
     rejected = min(labelled, key=lambda answer: answer.rewards[label])
     difference = chosen.rewards[label] - rejected.rewards[label]
-    return Pair(chosen, rejected) if difference > config.least_difference else None
+    return LabelledPair(chosen, rejected) if difference > config.least_difference else None
 
 
-def _row(pair: Pair) -> dict[str, Any]:
+def _row(pair: LabelledPair) -> dict[str, Any]:
     return {"prompt": pair.chosen.prompt, "chosen": pair.chosen.completion, "rejected": pair.rejected.completion}
 
 
-def _figures(pairs: Sequence[Pair], answers: Sequence[Answer], label: str) -> Mapping[str, float]:
+def _figures(pairs: Sequence[LabelledPair], answers: Sequence[Answer], label: str) -> Mapping[str, float]:
     labels = [answer.rewards[label] for answer in answers if not math.isnan(answer.rewards[label])]
     found = {"iterated/pairs": float(len(pairs)), "iterated/label_mean": fmean(labels)}
     if all(PREVIOUS in pair.chosen.rewards for pair in pairs):

@@ -142,8 +142,8 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         # Before weights are rounded: the digest names those of the directory.
         digest = weights_digest(model.float().eval(), precision=precision)
         stays = recipe.device == "auto" and recipe.cluster.type == "local"
-        packed = FrozenModels(self.device, precision, moves_passed=not stays).causal(
-            model, is_passed=passed is not None
+        packed = FrozenModels(self.device, precision, moves_user_models=not stays).causal(
+            model, is_user_object=passed is not None
         )
         budget = TokenBudget(train.forward_token_budget, "train.forward_token_budget")
 
@@ -265,9 +265,9 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
     async def _prepare(self, group: RoleGroup[PreferenceWorker]) -> None:
         """The first worker computes the reference's log-probabilities; the others take them over."""
         run, path, is_resumed = self.run, self._path_of_workers, bool(self.run.saved_steps())
-        missing, remarks = await group.call(PreferenceWorker.begin_reference, path, is_resumed=is_resumed)
-        for remark in remarks:
-            self.progress.print(remark)
+        missing, warnings = await group.call(PreferenceWorker.begin_reference, path, is_resumed=is_resumed)
+        for warning in warnings:
+            self.progress.print(warning)
         if missing:
             with self.progress.stage("reference", missing) as bar:
                 while num_rows := await group.call(PreferenceWorker.compute_reference):

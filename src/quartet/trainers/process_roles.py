@@ -26,10 +26,10 @@ from quartet.config import UserError
 from quartet.config.rewards import DiscountedSteps, ProcessModelReward, RewardConfig
 from quartet.models.loading import load_process_settings, load_scalar_model
 from quartet.schedule.iteration import Chunk
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.scorers import ModelScorer
-from quartet.schedule.worker import Worker
 from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
 from quartet.text.steps import Step, answer_pieces, join_steps, last_tokens, split_steps
 from quartet.text.tokenizer import TextCodec, check_vocabulary
@@ -56,8 +56,8 @@ class ProcessModelRole(RewardModelRole):
     def worker(self) -> ProcessScoreWorker:
         return ProcessScoreWorker(self)
 
-    def scorer(self, worker: Worker, model: RoleGroup[ModelWorker]) -> ProcessScorer:
-        return ProcessScorer(worker, self, model)
+    def scorer(self, leases: LeaseContext, model: RoleGroup[ModelWorker]) -> ProcessScorer:
+        return ProcessScorer(leases, self, model)
 
 
 def process_models(
@@ -85,7 +85,7 @@ def _load(config: ProcessModelReward, policy_codec: TextCodec, frozen: FrozenMod
     separator = config.separator or own_separator
     _check_keeps(policy_codec, separator, "policy")
     _check_keeps(codec, own_separator, f"process reward {config.name!r}")
-    packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.are_empty))
+    packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.are_meta))
     check_vocabulary(tokenizer, int(packed.model.get_input_embeddings().weight.shape[0]))
     reads_tokens = reads_the_same(tokenizer, policy_codec.tokenizer) and separator == own_separator
     return ProcessModelRole(
@@ -245,11 +245,11 @@ class ProcessScorer:
     steps' own scores, NaN elsewhere.
     """
 
-    def __init__(self, worker: Worker, role: ProcessModelRole, model: RoleGroup[ModelWorker]) -> None:
+    def __init__(self, leases: LeaseContext, role: ProcessModelRole, model: RoleGroup[ModelWorker]) -> None:
         self.role = role
         beside, reads_text = {"step_mask": "step_mask"}, role.codec is not None
         self._model = ModelScorer(
-            worker, role.name, model, STEP_NEEDS, "step_scores", beside=beside, reads_text=reads_text
+            leases, role.name, model, STEP_NEEDS, "step_scores", beside=beside, reads_text=reads_text
         )
 
     async def score(self, chunk: Chunk) -> ColumnSet:

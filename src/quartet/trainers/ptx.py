@@ -52,11 +52,11 @@ class PTX:
         return {"data/ptx_epoch": num_updates * self.config.examples_per_minibatch / len(self.data)}
 
     @property
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What was left out or converted, and what the loader holds at most, in words."""
         held = (self.config.prefetch + 1) * self.data.most_batch_bytes(self.config.examples_per_minibatch)
         size = f"{len(self.data):,} demonstrations, at most {held / 2**20:.1f} MiB of them as tokens"
-        return [f"ptx: {remark}" for remark in (size, *self.data.remarks)]
+        return [f"ptx: {warning}" for warning in (size, *self.data.warnings)]
 
     def close(self) -> None:
         self._batches.close()

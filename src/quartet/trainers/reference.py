@@ -133,7 +133,7 @@ class ReferenceTables:
         digests = {name: data_digest(data, mismatched=self._mismatched) for name, data in self._data.items()}
         weights = _weights(reference, path / "reference.json", digests, is_resumed=is_resumed)
         write_json(path / "reference.json", {"weights": weights, "data": digests})
-        folder, remarks = self._cache if self._cache is not None else path / "reference", []
+        folder, warnings = self._cache if self._cache is not None else path / "reference", []
         for name, data in self._data.items():
             header = {"format": FORMAT, "weights": weights, "data": digests[name], "rows": str(len(data))}
             file = folder / f"{weights[:16]}-{digests[name][:16]}.safetensors"
@@ -141,7 +141,7 @@ class ReferenceTables:
                 self.tables[name] = found
                 continue
             if file.exists():
-                remarks.append(f"{file} is damaged or belongs to something else: it is computed again")
+                warnings.append(f"{file} is damaged or belongs to something else: it is computed again")
             if reference.is_start and reference.digest() != weights:
                 raise UserError(
                     "the run's reference log-probabilities are gone and cannot be computed again",
@@ -149,7 +149,7 @@ class ReferenceTables:
                     remedy="give the model the run began with, or choose another output_dir",
                 )
             self._drafts.append(_Draft(name, file, header))
-        return sum(len(self._data[draft.name]) for draft in self._drafts), tuple(remarks)
+        return sum(len(self._data[draft.name]) for draft in self._drafts), tuple(warnings)
 
     def compute(self) -> int:
         """Computes some rows of what is missing, and writes a table that is complete.

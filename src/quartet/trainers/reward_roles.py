@@ -26,10 +26,10 @@ from quartet.rewards.combine import LEFT_OUT_PREFIX, RewardWeights
 from quartet.rewards.functions import FunctionReward
 from quartet.rewards.source import GuardedReward, Outcome
 from quartet.schedule.iteration import Chunk, Scorer
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.scorers import ModelScorer
-from quartet.schedule.worker import Worker
 from quartet.text.examples import PromptText
 from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
 from quartet.text.tokenizer import TextCodec, check_vocabulary
@@ -54,10 +54,10 @@ class RewardModelRole:
             return ScoreWorker(self.model, self.budget)
         return TextScoreWorker(self.model, self.budget, self.codec)
 
-    def scorer(self, worker: Worker, model: RoleGroup[ModelWorker]) -> Scorer:
+    def scorer(self, leases: LeaseContext, model: RoleGroup[ModelWorker]) -> Scorer:
         """What scores a chunk with this model, where ``model`` has it."""
         column, reads_text = REWARD_PREFIX + self.name, self.codec is not None
-        return ModelScorer(worker, self.name, model, Needs(scores=True), column, reads_text=reads_text)
+        return ModelScorer(leases, self.name, model, Needs(scores=True), column, reads_text=reads_text)
 
 
 class TextScoreWorker(ScoreWorker):
@@ -100,7 +100,7 @@ class FunctionScorer:
     lease, so that generation goes on meanwhile.
     """
 
-    worker: Worker
+    leases: LeaseContext
     reward: GuardedReward
 
     async def score(self, chunk: Chunk) -> ColumnSet:
@@ -108,14 +108,14 @@ class FunctionScorer:
         items: Sequence[PromptItem] = batch.objects["prompt"]
         names = sorted({name for item in items for name in item.columns})
         columns = {name: [item.columns.get(name) for item in items] for name in names}
-        with self.worker.recorder.span(
+        with self.leases.recorder.span(
             f"reward_{self.reward.name}",
             step=chunk.step,
             role=self.reward.name,
             mode="forward",
             chunk=chunk.index,
         ) as span:
-            mark = partial(self.worker.recorder.mark, span)
+            mark = partial(self.leases.recorder.mark, span)
             outcome = await self.reward.score(
                 [item.prompt for item in items], list(batch.objects["completion"]), columns, mark
             )
@@ -137,14 +137,14 @@ class FunctionScorer:
 
 
 def reward_scorers(
-    worker: Worker,
+    leases: LeaseContext,
     models: Sequence[RewardModelRole],
     functions: Sequence[RewardFunctionRole],
     groups: Mapping[str, RoleGroup[ModelWorker]],
 ) -> list[Scorer]:
     """``groups`` have the models, by the roles' names."""
-    scorers = [role.scorer(worker, groups[role.name]) for role in models]
-    return [*scorers, *(FunctionScorer(worker, role.reward) for role in functions)]
+    scorers = [role.scorer(leases, groups[role.name]) for role in models]
+    return [*scorers, *(FunctionScorer(leases, role.reward) for role in functions)]
 
 
 def reward_functions(
@@ -173,20 +173,20 @@ def reward_models(
         if isinstance(config, ModelReward):
             own = load_tokenizer(config.tokenizer or config.path)
             same = reads_the_same(own, codec.tokenizer)
-            packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.are_empty))
+            packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.are_meta))
             check_vocabulary(own, int(packed.model.get_input_embeddings().weight.shape[0]))
             foreign = None if same else TextCodec.of(own, load_generation_config(config.path))
             budget = TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}")
             roles.append(RewardModelRole(config.name, packed, budget, foreign, config.weight, config.gate))
     models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
-    for name, reward in zip(passed_names(len(models), after=len(roles)), models, strict=True):
+    for name, reward in zip(user_object_names(len(models), after=len(roles)), models, strict=True):
         check_vocabulary(codec.tokenizer, int(reward.get_input_embeddings().weight.shape[0]))
-        packed = frozen.scalar(reward, is_passed=True)
+        packed = frozen.scalar(reward, is_user_object=True)
         roles.append(RewardModelRole(name, packed, forward_budget(train), None, 1.0))
     return roles
 
 
-def passed_names(num: int, *, after: int) -> list[str]:
+def user_object_names(num: int, *, after: int) -> list[str]:
     """What ``num`` reward models passed from Python are called, beside ``after`` of the recipe's."""
     return ["reward_model"] if num == 1 and not after else [f"reward_model_{i + 1}" for i in range(num)]
 

@@ -19,24 +19,24 @@ from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.envs.protocol import Environment
 from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
 from quartet.models.packed import PackedCausalLM, PackedModel
-from quartet.observe.progress import Progress, Stage
+from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.iteration import run_iteration
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.stream import Ahead
+from quartet.schedule.stream import BufferedGroups
 from quartet.trainers import checkpoints
 from quartet.trainers.advantages import KLCoefficient
-from quartet.trainers.checkpoints import AHEAD, hold_ahead, restored_ahead, write_rollouts
+from quartet.trainers.attempt import RunAttempt, RunContext
+from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.devices import compute_device, resolved
 from quartet.trainers.event_loop import run_async
-from quartet.trainers.held_out import HeldOut
-from quartet.trainers.loader import UserObjects
-from quartet.trainers.roles import Cast, needs_greedy
+from quartet.trainers.model_loader import UserObjects
+from quartet.trainers.periodic_evaluation import PeriodicEvaluation
+from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import RunDirectory, Stopwatch, TrainResult, use_threads
 from quartet.trainers.run_files import Resume, output_path
-from quartet.trainers.session import RunContext, Session
 from quartet.trainers.signals import take_back_signals
 from quartet.trainers.sources import (
     ModelLike,
@@ -48,7 +48,7 @@ from quartet.trainers.sources import (
     with_names,
     with_path,
 )
-from quartet.trainers.workers import Company, LocalCompany, RayCompany, placement_of, shares_reference
+from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, placement_of, shares_reference
 from quartet.weights import WeightSyncError
 
 EXPORTED = {"actor": "model", "critic": "critic"}
@@ -57,11 +57,11 @@ EXPORTED = {"actor": "model", "critic": "critic"}
 
 @dataclass(frozen=True)
 class _ResumePoint:
-    """Where a session begins: complete steps, where the stream stood, and what it had beyond that."""
+    """Where an attempt begins: complete steps, where the stream stood, and what it had beyond that."""
 
     step: int
     stream: Mapping[str, Any] | None = None
-    ahead: Ahead[Any] | None = None
+    buffered: BufferedGroups[Any] | None = None
 
 
 class RLTrainer:
@@ -125,27 +125,29 @@ class RLTrainer:
         )
         placement = placement_of(recipe, objects)
         with contextlib.ExitStack() as taken:
-            company: Company | None = None
+            workers: RunWorkers | None = None
             if recipe.cluster.type == "ray":
-                company = RayCompany(recipe, placement, objects)
-                taken.callback(company.close)
+                workers = RayRunWorkers(recipe, placement, objects)
+                taken.callback(workers.close)
                 take_back_signals()
-                objects = objects.without_weights()
-            self.cast = Cast(recipe, objects, shares_reference=shares_reference(placement), computes=device)
-            taken.callback(self.cast.close)
-            self.held_out: HeldOut | None = None
-            if self.cast.evaluation_prompts is not None:
+                objects = objects.on_meta()
+            self.roles = RLRoles(recipe, objects, shares_reference=shares_reference(placement), computes=device)
+            taken.callback(self.roles.close)
+            self.evaluation: PeriodicEvaluation | None = None
+            if self.roles.evaluation_prompts is not None:
                 config = recipe.evaluation or EvaluationConfig()
-                self.held_out = HeldOut(config, self.cast, self.path, steps=recipe.steps, progress=self.progress)
-            self.company = company or LocalCompany(recipe, placement, self.cast)
+                self.evaluation = PeriodicEvaluation(
+                    config, self.roles, self.path, steps=recipe.steps, progress=self.progress
+                )
+            self.workers = workers or LocalRunWorkers(recipe, placement, self.roles)
             taken.pop_all()
-        self.kl = KLCoefficient(recipe.algorithm, self.cast.warmup_steps)
+        self.kl = KLCoefficient(recipe.algorithm, self.roles.warmup_steps)
         shuffle = _shuffled(recipe.seed) if shuffle_scores else None
-        self._context = RunContext(self.cast, self.company, self.run, self.kl, self._on_finished, shuffle)
-        self._session: Session | None = None
+        self._context = RunContext(self.roles, self.workers, self.run, self.kl, self._on_finished, shuffle)
+        self._attempt: RunAttempt | None = None
         self._deaths: list[str] = []
-        self._bar: Stage | None = None
-        self._rollout_bar: Stage | None = None
+        self._bar: ProgressBar | None = None
+        self._rollout_bar: ProgressBar | None = None
 
     # The run ---------------------------------------------------------------------------------------------
 
@@ -157,24 +159,24 @@ class RLTrainer:
             UserError: a reward failed, the disk is full, …; the last complete step is saved.
         """
         watch = Stopwatch()
-        with contextlib.closing(self.cast), contextlib.closing(self.company):
+        with contextlib.closing(self.roles), contextlib.closing(self.workers):
             run_async(self._start())
             with self.run.stoppable(), self.run:
                 return run_async(self._train(watch))
 
     async def _start(self) -> None:
         """Starts what computes. What only loaded models show is refused here, before anything is written."""
-        if text := self.company.describe():
+        if text := self.workers.describe():
             self.progress.print(text)
-        await asyncio.to_thread(self.company.start, self.cast.ptx)
-        self.cast.groups = self.company.models
-        await self.cast.describe()
+        await asyncio.to_thread(self.workers.start, self.roles.ptx)
+        self.roles.groups = self.workers.models
+        await self.roles.describe()
 
     async def _train(self, watch: Stopwatch) -> TrainResult:
         beginning = await self._restore()
         self.run.start(beginning.step)
-        for remark in self._remarks():
-            self.progress.print(remark)
+        for warning in self._warnings():
+            self.progress.print(warning)
         with self.progress.stage("rl", self.recipe.steps) as bar:
             self._bar = bar
             bar.advance(beginning.step)
@@ -188,24 +190,24 @@ class RLTrainer:
 
     async def _run_from(self, beginning: _ResumePoint) -> None:
         step, self._at = beginning.step, beginning
-        if self.held_out is not None:
-            self.held_out.start(step)
-        self._session = None
-        self._session = session = await Session.begin(self._context, step)
-        async with contextlib.aclosing(session), session.stream:
+        if self.evaluation is not None:
+            self.evaluation.start(step)
+        self._attempt = None
+        self._attempt = attempt = await RunAttempt.begin(self._context, step)
+        async with contextlib.aclosing(attempt), attempt.stream:
             if beginning.stream is not None:
-                session.stream.restore(beginning.stream, beginning.ahead)
-            if self.cast.ptx is not None:
-                first = max(step, self.cast.warmup_steps) * self.recipe.minibatches * self.recipe.epochs
-                await self.cast.trained_group("actor").call(TrainWorker.expect_update, first)
+                attempt.stream.restore(beginning.stream, beginning.buffered)
+            if self.roles.ptx is not None:
+                first = max(step, self.roles.warmup_steps) * self.recipe.minibatches * self.recipe.epochs
+                await self.roles.train_group("actor").call(TrainWorker.expect_update, first)
             if step == 0:
-                if self.held_out is not None:
-                    self.held_out.restore(None)
-                self.run.tracker.log(0, await self._evaluate(session, 0))
+                if self.evaluation is not None:
+                    self.evaluation.restore(None)
+                self.run.tracker.log(0, await self._evaluate(attempt, 0))
                 self.run.recorder.drop_through(0)
             while step < self.recipe.steps:
-                self._at = _ResumePoint(step, session.stream.state(), session.stream.ahead())
-                step = await self._step(step, session)
+                self._at = _ResumePoint(step, attempt.stream.state(), attempt.stream.buffered())
+                step = await self._step(step, attempt)
 
     async def _after_death(self, error: ClusterError | WeightSyncError) -> _ResumePoint:
         """Replaces the workers that died; the step under way, or those since the last checkpoint, are done again.
@@ -214,11 +216,11 @@ class RLTrainer:
             UserError: workers died too often.
             ClusterError, WeightSyncError: no worker died.
         """
-        is_learning = self._session is not None and self._session.is_learning
+        is_learning = self._attempt is not None and self._attempt.is_learning
         self.run.check_stop(None)  # a signal that went to all processes ended them, or they are not needed any more
         while True:
             try:
-                happened, is_lost = await asyncio.to_thread(self.company.replace_dead, error, is_learning)
+                happened, is_lost = await asyncio.to_thread(self.workers.replace_dead, error, is_learning)
                 self.run.drain()
                 beginning = await self._restore() if is_lost else self._at
                 self._deaths.append(f"{happened}; the run went on after step {beginning.step}")
@@ -231,33 +233,33 @@ class RLTrainer:
                 self.run.rewind(beginning.step)
                 return beginning
 
-    async def _step(self, step: int, session: Session) -> int:
+    async def _step(self, step: int, attempt: RunAttempt) -> int:
         """One iteration and everything that follows it; returns the number of complete steps."""
         watch, done = Stopwatch(), step + 1
-        async with self._saved_if_clean(session):
+        async with self._saved_if_clean(attempt):
             with self._rollout_progress(step):
-                result = await run_iteration(step, session.roles)
+                result = await run_iteration(step, attempt.stages)
         experience = result.experience
         # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
-        metrics = {**result.metrics, **experience.metrics, **await session.metrics(step, experience, watch)}
+        metrics = {**result.metrics, **experience.metrics, **await attempt.metrics(step, experience, watch)}
         self.kl.adapt(experience.batch, step)
         if step % self.recipe.log.rollouts_every == 0 or done == self.recipe.steps:
-            await write_rollouts(self.run, self.company.writer, done, experience)
-        if self.held_out is not None:
-            self.held_out.note_training(done, metrics)
-            metrics.update(await self._evaluate(session, done) if self.held_out.due(done) else {})
+            await write_rollouts(self.run, self.workers.writer, done, experience)
+        if self.evaluation is not None:
+            self.evaluation.note_training(done, metrics)
+            metrics.update(await self._evaluate(attempt, done) if self.evaluation.due(done) else {})
         self.run.tracker.log(done, metrics)
         self.run.recorder.drop_through(step)  # those of the next one may have begun
         self._show(metrics)
         if self.run.due(done, self.recipe.steps):
-            await self._save(_ResumePoint(done, session.stream.state(), session.stream.ahead()))
+            await self._save(_ResumePoint(done, attempt.stream.state(), attempt.stream.buffered()))
         self.run.check_stop(done)
         return done
 
-    async def _evaluate(self, session: Session, step: int) -> dict[str, float]:
-        if self.held_out is None:
+    async def _evaluate(self, attempt: RunAttempt, step: int) -> dict[str, float]:
+        if self.evaluation is None:
             return {}
-        return await self.held_out.evaluate(session.worker, session.rollout, step)
+        return await self.evaluation.evaluate(attempt.leases, attempt.rollout, step)
 
     def _show(self, metrics: Mapping[str, float]) -> None:
         shown = {"score": "reward/score_mean", "kl": "kl/ref", "tokens/s": "rollout/tokens_per_s"}
@@ -274,17 +276,17 @@ class RLTrainer:
         self._rollout_bar = None
 
     async def _finish(self, seconds: float) -> TrainResult:
-        engines = self.cast.engines()
+        engines = self.roles.engines()
         exported = [await self._export(role) for role in engines]
-        await self.cast.describe()
-        notes = [*self._remarks(), *self._deaths, *self.run.remarks, *(note for notes in exported for note in notes)]
+        await self.roles.describe()
+        notes = [*self._warnings(), *self._deaths, *self.run.warnings, *(note for notes in exported for note in notes)]
         rows = read_metrics(self.path / "metrics.jsonl")
         last = {name: value for row in rows for name, value in row.items() if name not in ("step", "time_s")}
         summary = self.run.finish(
             {
                 "stages": [{"name": "rl", "seconds": round(seconds, 3), "metrics": last}],
                 "notes": notes,
-                **(self.held_out.summary() if self.held_out is not None else {}),
+                **(self.evaluation.summary() if self.evaluation is not None else {}),
             }
         )
         models = {role: partial(_trained_model, e.packed, self.path / EXPORTED[role]) for role, e in engines.items()}
@@ -292,17 +294,17 @@ class RLTrainer:
 
     async def _export(self, role: str) -> list[str]:
         """The workers of the role write its model; returns remarks on it."""
-        cast, path = self.cast, self.path / EXPORTED[role]
-        model = cast.engines()[role].packed.model
+        roles, path = self.roles, self.path / EXPORTED[role]
+        model = roles.engines()[role].packed.model
         if model.device.type == "meta":  # the worker may be in another directory
             path = path.absolute()
-        tokenizer, eos_ids = cast.codec.tokenizer, cast.codec.eos_ids
-        remark = await cast.trained_group(role).call(TrainWorker.export, path, tokenizer, cast.prompts.seen, eos_ids)
-        return [f"{path.name}: {remark}"] if remark else []
+        tokenizer, eos_ids = roles.codec.tokenizer, roles.codec.eos_ids
+        warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
+        return [f"{path.name}: {warning}"] if warning else []
 
-    def _remarks(self) -> list[str]:
-        held_out = self.held_out.remarks() if self.held_out is not None else []
-        return self.cast.remarks() + (self.cast.ptx.remarks if self.cast.ptx is not None else []) + held_out
+    def _warnings(self) -> list[str]:
+        evaluation = self.evaluation.warnings() if self.evaluation is not None else []
+        return self.roles.warnings() + (self.roles.ptx.warnings if self.roles.ptx is not None else []) + evaluation
 
     def _on_finished(self, finished: int) -> None:
         if self._rollout_bar is not None:
@@ -313,40 +315,40 @@ class RLTrainer:
     @property
     def _saved(self) -> dict[str, RoleGroup[Checkpointed]]:
         """The workers whose state changes in a run, by role."""
-        roles = [*self.cast.engines(), *(["reference"] if self.cast.refresh_steps is not None else [])]
-        return {role: self.cast.groups[role] for role in roles}
+        roles = [*self.roles.engines(), *(["reference"] if self.roles.refresh_steps is not None else [])]
+        return {role: self.roles.groups[role] for role in roles}
 
     async def _restore(self) -> _ResumePoint:
         """From the newest checkpoint; without one the models are as the run began."""
         await checkpoints.check_storage(self.run, self._saved)
         found = self.run.latest(list(self._saved), counters=("kl_coef", "stream"))
         self.kl.value = self.kl.term.coef if found is None else found.info["kl_coef"]
-        if self.held_out is not None:
-            self.held_out.restore(found.info.get("alarm") if found is not None else None)
+        if self.evaluation is not None:
+            self.evaluation.restore(found.info.get("alarm") if found is not None else None)
         if found is None:
             return _ResumePoint(0)
         await checkpoints.load(self._saved, found)
-        if self.cast.critic is not None and "emitted" in found.parts:  # of earlier versions, whose driver noted ids
-            await self.cast.critic_group().call(CriticWorker.note_seen, found.parts["emitted"])
-        ahead = await restored_ahead(self.company.writer, found, self.cast.item)
-        return _ResumePoint(found.step, found.info["stream"], ahead)
+        if self.roles.critic is not None and "emitted" in found.parts:  # of earlier versions, whose driver noted ids
+            await self.roles.critic_group().call(CriticWorker.note_seen, found.parts["emitted"])
+        buffered = await restored_buffered(self.workers.writer, found, self.roles.item)
+        return _ResumePoint(found.step, found.info["stream"], buffered)
 
     async def _save(self, at: _ResumePoint) -> None:
         """Saves the state of ``at``, which is the present one."""
-        workers, writer = self._saved, self.company.writer
-        if at.ahead is not None and await hold_ahead(writer, at.ahead):
-            workers = {**workers, AHEAD: writer}
-        alarm = self.held_out.state() if self.held_out is not None else None
+        workers, writer = self._saved, self.workers.writer
+        if at.buffered is not None and await hold_buffered(writer, at.buffered):
+            workers = {**workers, BUFFERED: writer}
+        alarm = self.evaluation.state() if self.evaluation is not None else None
         info = {"kl_coef": self.kl.value, "stream": dict(at.stream or {}), "alarm": alarm}
         await checkpoints.save(self.run, workers, at.step, {}, info)
 
     @contextlib.asynccontextmanager
-    async def _saved_if_clean(self, session: Session) -> AsyncIterator[None]:
+    async def _saved_if_clean(self, attempt: RunAttempt) -> AsyncIterator[None]:
         """Saves when an iteration fails before its updates begin: the state is still that of the step's beginning.
 
         The stream's state is that of the beginning, too: the stream itself may have been read to the step's end.
         """
-        session.begin_step()
+        attempt.begin_step()
         try:
             yield
         except (WorkerDied, WeightSyncError):
@@ -355,7 +357,7 @@ class RLTrainer:
             step = self._at.step
             if self.run.is_stopped_at_once:
                 raise
-            if not session.is_learning and step > 0 and step not in self.run.saved_steps():
+            if not attempt.is_learning and step > 0 and step not in self.run.saved_steps():
                 await self._save(self._at)
                 self.run.drain()
             raise

@@ -20,7 +20,7 @@ from quartet.config.algorithms import (
     keeps_trajectories_whole,
     kl_term,
 )
-from quartet.config.fits import without_effect
+from quartet.config.cross_checks import without_effect
 from quartet.config.recipe import EnvironmentConfig, RLRecipe
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.data.order import draw
@@ -31,19 +31,19 @@ from quartet.models.packed import PackedModel
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Scorer
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import CriticWorker, ModelStats, ModelWorker, TrainWorker
+from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe
-from quartet.schedule.sampled import PromptRequest, Sample
 from quartet.schedule.scorers import ModelScorer, PartScorer
-from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
-from quartet.trainers.devices import CPU, EMPTY
-from quartet.trainers.episodes import EpisodePlayer, Policy
+from quartet.trainers.devices import CPU, META
+from quartet.trainers.episodes import EpisodeRunner, Policy
 from quartet.trainers.evaluation import sampling_params
-from quartet.trainers.loader import Loader, UserObjects
+from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.process_roles import ProcessScorer
 from quartet.trainers.ptx import build_ptx
 from quartet.trainers.reward_roles import RewardFunctionRole, reward_functions, reward_scorers, reward_weights
@@ -53,20 +53,21 @@ CANARY_TOKENS = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
 
 
-class Cast:
+class RLRoles:
     """Everything an RL run computes with. Functions and data are checked first, because they fail fastest.
 
     Args:
         objects: what comes from Python in the place of what the recipe names.
-        shares_reference: as for ``Loader``.
+        shares_reference: as for ``ModelLoader``.
         computes: the run's device; where workers compute, the models made here have no contents.
 
     Attributes:
         workers: of the models in this process, by role.
         groups: what computes each role's passes and updates, by its name; in this process unless replaced.
         described: what the workers say of their models, by role: once they have loaded them, where that is elsewhere.
-        evaluation_models, evaluation_functions, evaluation_weights: sources that are asked about held-out answers only.
-        ptx: demonstrations that the actor's worker reads; here it is for figures and remarks, and for that worker.
+        evaluation_reward_models, evaluation_reward_functions, evaluation_reward_weights: sources that are asked about
+        held-out answers only.
+        ptx: demonstrations that the actor's worker reads; here it is for metrics and warnings, and for that worker.
 
     Raises:
         UserError: recipe, models and data do not fit together.
@@ -85,11 +86,11 @@ class Cast:
         self.recipe = recipe
         self.reward_functions = reward_functions(recipe.rewards, objects.rewards)
         self.environment = _environment(recipe, objects.environment)
-        loader = Loader(
+        loader = ModelLoader(
             recipe,
             objects,
-            device=computes if is_local else EMPTY,
-            moves_passed=is_local and recipe.device != "auto",
+            device=computes if is_local else META,
+            moves_user_models=is_local and recipe.device != "auto",
             computes=computes,
             shares_reference=shares_reference,
         )
@@ -98,13 +99,13 @@ class Cast:
         self.prompts = prompt_data(recipe.data, objects.prompts, self.codec, context, "data")
         _check_columns(self.reward_functions, self.prompts)
         only_configs = evaluation.rewards if evaluation is not None else ()
-        self.evaluation_functions = reward_functions(only_configs, objects.evaluation_rewards)
+        self.evaluation_reward_functions = reward_functions(only_configs, objects.evaluation_rewards)
         self.evaluation_prompts: PromptData | None = None
         if evaluation is not None or objects.evaluation_prompts is not None:
             config = evaluation.data if evaluation is not None else None
             rows = objects.evaluation_prompts
             self.evaluation_prompts = prompt_data(config, rows, self.codec, context, "evaluation.data")
-            _check_columns(self.reward_functions + self.evaluation_functions, self.evaluation_prompts)
+            _check_columns(self.reward_functions + self.evaluation_reward_functions, self.evaluation_prompts)
         longest = _longest(recipe, self.prompts, context)
         _check_budgets(recipe, longest)
         with contextlib.ExitStack() as taken:
@@ -112,7 +113,7 @@ class Cast:
             taken.callback(loader.release)
             check_pair_budget(recipe, self.prompts, context, loader.actor.shares_prefixes)
             self.reference = loader.reference
-            self.reward_models, self.evaluation_models = loader.reward_models, loader.evaluation_models
+            self.reward_models, self.evaluation_reward_models = loader.reward_models, loader.evaluation_reward_models
             self._weigh_rewards()
             self.critic = loader.critic_engine
             self._check_contexts(longest)
@@ -128,7 +129,7 @@ class Cast:
         """Those of the models beside the actor."""
         if self.reference is not None:
             check_context(self.reference.model, longest, "reference")
-        for role in self.reward_models + self.evaluation_models:
+        for role in self.reward_models + self.evaluation_reward_models:
             if role.codec is None:
                 check_context(role.model.model, longest, f"reward model {role.name!r}")
         if self.critic is not None:
@@ -138,10 +139,10 @@ class Cast:
         recipe = self.recipe
         own = {SOURCE: recipe.environment.weight} if recipe.environment is not None else {}
         # Names are checked among all, so that none stands for two.
-        only_models, only_functions = self.evaluation_models, self.evaluation_functions
+        only_models, only_functions = self.evaluation_reward_models, self.evaluation_reward_functions
         reward_weights(self.reward_models + only_models, self.reward_functions + only_functions, own)
         self.reward_weights = reward_weights(self.reward_models, self.reward_functions, own)
-        self.evaluation_weights = reward_weights(only_models, only_functions)
+        self.evaluation_reward_weights = reward_weights(only_models, only_functions)
         if not self.reward_weights and not isinstance(recipe.algorithm, Distillation):
             raise UserError(
                 "there is no reward",
@@ -153,7 +154,7 @@ class Cast:
         """Of every role with a model."""
         return {name: await group.call(ModelWorker.stats) for name, group in self.groups.items()}
 
-    def trained_group(self, name: str) -> RoleGroup[TrainWorker]:
+    def train_group(self, name: str) -> RoleGroup[TrainWorker]:
         """The group of a role that trains: ``actor`` or ``critic``."""
         return cast(RoleGroup[TrainWorker], self.groups[name])
 
@@ -190,27 +191,27 @@ class Cast:
     def models(self) -> list[PackedModel]:
         found: list[PackedModel] = [engine.packed for engine in self.engines().values()]
         found += [self.reference] if self.reference is not None and not self.shares_reference else []
-        return found + [role.model for role in self.reward_models + self.evaluation_models]
+        return found + [role.model for role in self.reward_models + self.evaluation_reward_models]
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What was left out of the data or converted, and what was changed about the models, in words."""
-        held_out = self.evaluation_prompts.remarks if self.evaluation_prompts is not None else ()
+        held_out = self.evaluation_prompts.warnings if self.evaluation_prompts is not None else ()
         found = without_effect(self.recipe)
-        found += [f"data: {remark}" for remark in self.prompts.remarks]
-        found += [f"held-out data: {remark}" for remark in held_out]
+        found += [f"data: {warning}" for warning in self.prompts.warnings]
+        found += [f"held-out data: {warning}" for warning in held_out]
         actor, critic = (part.train.optim.lr for part in (self.recipe.actor, self.recipe.critic))
         if self.critic is not None and critic <= actor:
             found.append(f"critic: its learning rate, {critic:g}, is not above the actor's, {actor:g}")
-        for function in self.reward_functions + self.evaluation_functions:
-            found += function.reward.remarks()
-        found += self.environment.guard.remarks() if self.environment is not None else []
-        named = [role.name for role in self.reward_models + self.evaluation_models]
+        for function in self.reward_functions + self.evaluation_reward_functions:
+            found += function.reward.warnings()
+        found += self.environment.guard.warnings() if self.environment is not None else []
+        named = [role.name for role in self.reward_models + self.evaluation_reward_models]
         named += ["reference"] if self.recipe.reference.path is not None and self.reference is not None else []
         found += self._of_models(named)
         return found + self._cut_short() + self._of_models(self.engines())
 
     def _of_models(self, roles: Iterable[str]) -> list[str]:
-        return [f"{role}: {remark}" for role in roles for remark in self.described[role].remarks]
+        return [f"{role}: {warning}" for role in roles for warning in self.described[role].warnings]
 
     def _cut_short(self) -> list[str]:
         recipe = self.recipe
@@ -230,7 +231,7 @@ class Cast:
         """Gives the models back their own attention and closes the rewards."""
         for model in self.models():
             model.release()
-        for function in self.reward_functions + self.evaluation_functions:
+        for function in self.reward_functions + self.evaluation_reward_functions:
             function.reward.close()
         if self.ptx is not None:
             self.ptx.close()
@@ -248,12 +249,14 @@ class Cast:
         item = self.item(index)
         limits = sampling_params(self.recipe.rollout.sampling, self.codec)
         samples = [
-            Sample(f"{index}.{r}", replace(limits, seed=sample_seed(self.recipe.seed, index, item.prompt_id, r)))
+            SampleRequest(f"{index}.{r}", replace(limits, seed=sample_seed(self.recipe.seed, index, item.prompt_id, r)))
             for r in range(self.recipe.responses_per_prompt)
         ]
         if needs_greedy(self.recipe):
             samples.append(
-                Sample(f"{index}.greedy", replace(samples[0].sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))
+                SampleRequest(
+                    f"{index}.greedy", replace(samples[0].sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+                )
             )
         return item, PromptRequest(str(index), item.prompt, tuple(samples))
 
@@ -266,8 +269,8 @@ class Cast:
         room = max(1, min(CANARY_TOKENS, self.context - item.num_tokens))
         return CanaryProbe(item.prompt, room, tolerance)
 
-    def reward_scorers(self, worker: Worker) -> list[Scorer]:
-        scorers = reward_scorers(worker, self.reward_models, self.reward_functions, self.groups)
+    def reward_scorers(self, leases: LeaseContext) -> list[Scorer]:
+        scorers = reward_scorers(leases, self.reward_models, self.reward_functions, self.groups)
         return self.of_whole_trajectories(scorers)
 
     def of_whole_trajectories(self, scorers: Sequence[Scorer]) -> list[Scorer]:
@@ -277,36 +280,36 @@ class Cast:
             return [*scorers]
         return [scorer if isinstance(scorer, ProcessScorer) else PartScorer(scorer, last_ones) for scorer in scorers]
 
-    def column_scorers(self, worker: Worker) -> list[ModelScorer]:
+    def column_scorers(self, leases: LeaseContext) -> list[ModelScorer]:
         """The columns that this recipe's algorithm really reads, beside the rewards."""
         recipe, groups = self.recipe, self.groups
         policy = Needs(logprobs=True, mask="action_mask", temperature=recipe.rollout.sampling.temperature)
         found: list[ModelScorer] = []
         if self.reference is not None:
             reads: dict[str, int | None] = {"actor": None} if self.shares_reference else {}
-            found.append(ModelScorer(worker, "reference", groups["reference"], policy, "ref_logprobs", reads=reads))
+            found.append(ModelScorer(leases, "reference", groups["reference"], policy, "ref_logprobs", reads=reads))
         if needs_old_logprobs(recipe):
-            found.append(ModelScorer(worker, "actor", groups["actor"], policy, "old_logprobs", trains=True))
+            found.append(ModelScorer(leases, "actor", groups["actor"], policy, "old_logprobs", trains=True))
         if self.critic is not None:
             # The values of the states behind tokens are read, too.
             after = isinstance(recipe.algorithm, PPO) and recipe.algorithm.bootstrap_truncated
             needs = Needs(values=True, step_scores=after, mask="action_mask")
             beside = {"step_scores": "next_values"} if after else {}
-            found.append(ModelScorer(worker, "critic", groups["critic"], needs, "values", beside, trains=True))
+            found.append(ModelScorer(leases, "critic", groups["critic"], needs, "values", beside, trains=True))
         return found
 
     # Episodes --------------------------------------------------------------------------------------------
 
-    def source(self, rollout: Rollout, on_played: Callable[[int], None]) -> Callable[[int], Awaitable[Group]]:
+    def source(self, rollout: Rollout, on_episode_end: Callable[[int], None]) -> Callable[[int], Awaitable[Group]]:
         """``index → group`` of the stream: answers to prompts, or episodes where the recipe has an environment."""
         if self.environment is None:
             return rollout.generate
         recipe = self.recipe
-        player = self.episode_player(rollout, on_played)
+        player = self.episode_runner(rollout, on_episode_end)
         sampling = sampling_params(recipe.rollout.sampling, self.codec)
         return lambda index: player.group(index, self.item(index), sampling, recipe.responses_per_prompt)
 
-    def episode_player(self, policy: Policy, on_played: Callable[[int], None] | None = None) -> EpisodePlayer:
+    def episode_runner(self, policy: Policy, on_episode_end: Callable[[int], None] | None = None) -> EpisodeRunner:
         recipe, config = self.recipe, self.recipe.environment
         if config is None or self.environment is None:
             raise ValueError("the recipe has no environment")
@@ -316,7 +319,9 @@ class Cast:
             recipe.actor.train.token_budget if keeps_trajectories_whole(recipe.algorithm) else None,
             config.timeout_s,
         )
-        return EpisodePlayer(self.environment, config, policy, limits, run_seed=recipe.seed, on_played=on_played)
+        return EpisodeRunner(
+            self.environment, config, policy, limits, run_seed=recipe.seed, on_episode_end=on_episode_end
+        )
 
     # Iterative DPO ---------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ from quartet.train.checkpoint import (
     set_aside_after,
 )
 from quartet.train.state import snapshot
-from quartet.trainers.devices import changes as device_changes
+from quartet.trainers.devices import device_changes
 from quartet.trainers.run_files import (
     Resume,
     changed_inputs,
@@ -119,7 +119,7 @@ class RunDirectory:
         path: where.
         recipe: the resolved recipe.
         resume: go on with the run that is there (start it when there is none, which ``auto`` takes for granted).
-        tell: shows the user a remark (a damaged checkpoint that was passed over).
+        tell: shows the user a warning (a damaged checkpoint that was passed over).
         resolved: what the run has in the place of the recipe's ``auto``; see ``devices.resolved``.
 
     Attributes:
@@ -142,7 +142,7 @@ class RunDirectory:
         self.recipe = recipe
         self.job = str(getattr(recipe, "job", "run"))
         self.name = path.name
-        self.remarks: list[str] = []
+        self.warnings: list[str] = []
         self._tell = tell
         self._resume = resume
         self._resolved = dict(resolved or {})
@@ -178,13 +178,13 @@ class RunDirectory:
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
         for text in (
-            *processor.changes(former, self._info),
+            *processor.processor_changes(former, self._info),
             *device_changes(former, self._info),
             *changed_inputs(former.get("inputs"), self._info["inputs"], named),
         ):
-            self.remark(text)
+            self.warning(text)
         if found is not None and found["status"] == "running":
-            self.remark(f"the process that ran it before {ENDED}: its status was still running")
+            self.warning(f"the process that ran it before {ENDED}: its status was still running")
         elif found is None and self._resume is True:
             self._tell(f"{self.path} holds nothing to resume: a new run starts")
 
@@ -200,10 +200,10 @@ class RunDirectory:
             check_resumable(self.path, found, self._resolved)
         return found
 
-    def remark(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         """Tells the user, and keeps it in ``run.json``."""
         self._tell(text)
-        self.remarks.append(text)
+        self.warnings.append(text)
         if self._lock is not None:
             self._info["remarks"] = [*self._info.get("remarks", ()), text]
             write_json(self.path / "run.json", self._info)
@@ -266,7 +266,7 @@ class RunDirectory:
             prune(self.checkpoints, self.recipe.checkpoint.keep)
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
             truncate_rows_after(self.path / "spans.jsonl", step - 1)
-            rollout_store.truncate_after(self.path / "rollouts", step)
+            rollout_store.truncate_rollouts_after(self.path / "rollouts", step)
             self._metrics = JsonlTracker(self.path / "metrics.jsonl")
             trackers: list[Tracker] = [self._metrics]
             if self.recipe.log.tensorboard:
@@ -323,13 +323,13 @@ class RunDirectory:
         found = newest_checkpoint(self.checkpoints, misfit, shares=shares)
         if found is None:
             if (self.path / "metrics.jsonl").is_file() and (self.path / "metrics.jsonl").stat().st_size:
-                self.remark("there is no checkpoint: the run begins anew, and what it had recorded is written again")
+                self.warning("there is no checkpoint: the run begins anew, and what it had recorded is written again")
             return None
-        for text in found.remarks:
-            self.remark(text)
+        for text in found.warnings:
+            self.warning(text)
         written = found.info.get("metrics.jsonl")
         if written is not None and not begins_with(self.path / "metrics.jsonl", FileDigest(**written)):
-            self.remark(f"metrics.jsonl is not as it was at step {found.step}: rows are missing or were changed")
+            self.warning(f"metrics.jsonl is not as it was at step {found.step}: rows are missing or were changed")
         return found
 
     def saved_steps(self) -> list[int]:

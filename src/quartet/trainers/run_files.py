@@ -76,7 +76,7 @@ def output_path(output_dir: str | None, job: str, resume: Resume) -> Path:
     return default_output_dir(job)
 
 
-def finished(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]] | None:
+def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]] | None:
     """Under ``auto``: the directory and ``summary.json`` of this very run, where it is done.
 
     Raises:

@@ -51,4 +51,4 @@ class SFTTrainer(SupervisedTrainer[SFTRecipe, SFTWorker]):
 
     recipe_class = SFTRecipe
     worker_class = SFTWorker
-    _held_out_figure = "eval/loss"
+    _evaluation_metric = "eval/loss"

@@ -19,9 +19,9 @@ from quartet.data.fields import Turns
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process import ProcessData, step_labelled
-from quartet.data.readers import Row, read_rows
+from quartet.data.readers import Row, read_data_rows
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
-from quartet.models.probe import context_length as positions_limit
+from quartet.models.probe import model_context_length as positions_limit
 from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub
 from quartet.text.tokenizer import TextCodec
 
@@ -306,7 +306,7 @@ def _parts(config: DataConfig | None, rows: Sequence[Any] | None, key: str) -> l
         missing = key if config is None else f"{key}.path"
         raise UserError("there is no data", found=f"{missing} is missing", remedy=f"set {key}.path, or pass rows")
     sections = [f"{key}.sources.{n}" for n in range(len(parts))] if config.sources else [key]
-    return [_Part(read_rows(p), section, p.columns, p.turns) for p, section in zip(parts, sections, strict=True)]
+    return [_Part(read_data_rows(p), section, p.columns, p.turns) for p, section in zip(parts, sections, strict=True)]
 
 
 def check_unweighted(config: DataConfig, key: str, why: str = "an evaluation uses every row once") -> None:
@@ -332,7 +332,7 @@ def _built(config: DataConfig | None, rows: Sequence[Any] | None, key: str, buil
         )
     weights = [source.weight for source in config.sources if source.weight is not None]
     data = joined(found, weights or None)
-    return replace(data, remarks=(*_shares(config, found, data), *data.remarks))
+    return replace(data, warnings=(*_shares(config, found, data), *data.warnings))
 
 
 def _shares(config: DataConfig, found: Sequence[Ordered], data: Ordered) -> list[str]:

@@ -23,7 +23,7 @@ def timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, fl
     found["time/step_s"] = wall_s
     found["rollout/tokens"] = float(generated)
     if seconds.get("generate"):
-        # Of the bursts themselves: an engine that is ahead has sampled some of the step's tokens earlier.
+        # Of the engine's leases: an engine that is ahead has sampled some of the step's tokens earlier.
         sampled = sum(span.tokens or 0 for span in spans if span.name == "generate")
         found["rollout/tokens_per_s"] = sampled / seconds["generate"]
     bursts = [s for s in spans if s.name == "generate"]

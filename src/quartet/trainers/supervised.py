@@ -54,7 +54,7 @@ class SupervisedTrainer(Generic[R, W]):
 
     recipe_class: ClassVar[type[SupervisedRecipe]]
     worker_class: ClassVar[type[SupervisedWorker[Any, Any, Any]]]
-    _held_out_figure: ClassVar[str] = "eval/accuracy"
+    _evaluation_metric: ClassVar[str] = "eval/accuracy"
     """Shown beside the progress bar."""
     _reference: PreTrainedModel | None = None
     """To compare with, where the job does."""
@@ -126,8 +126,8 @@ class SupervisedTrainer(Generic[R, W]):
         with contextlib.ExitStack() as started:
             group = self._start(started)
             about = run_async(group.call(SupervisedWorker.describe))
-            for remark in about.remarks:
-                self.progress.print(remark)
+            for warning in about.warnings:
+                self.progress.print(warning)
             with self.run.stoppable(), self.run:
                 summary = run_async(self._train(group, about, watch))
         return TrainResult(self.path, summary, self._trained)
@@ -175,7 +175,7 @@ class SupervisedTrainer(Generic[R, W]):
         return self.run.finish(
             {
                 "stages": [{"name": self._stage, "seconds": round(watch.seconds, 3), "metrics": metrics}],
-                "notes": [*about.remarks, *self.run.remarks, *([warning] if warning else [])],
+                "notes": [*about.warnings, *self.run.warnings, *([warning] if warning else [])],
             }
         )
 
@@ -186,7 +186,7 @@ class SupervisedTrainer(Generic[R, W]):
     async def _run_steps(self, group: RoleGroup[W], about: SupervisedDescription) -> dict[str, float]:
         """Trains from the newest checkpoint (or the start) to the last step; returns the last metrics."""
         run, saved, name = self.run, {"engine": group}, self._stage
-        shown = {"loss": f"loss/{name}", "accuracy": f"{name}/accuracy", "held-out": self._held_out_figure}
+        shown = {"loss": f"loss/{name}", "accuracy": f"{name}/accuracy", "held-out": self._evaluation_metric}
         step, last = 0, dict[str, float]()
         found = run.latest(list(saved), counters=("metrics",))
         if found is not None:

@@ -39,7 +39,7 @@ from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.schedule.model_worker import Described, TrainWorker
 from quartet.schedule.role_group import RolesWorker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
-from quartet.train.data_parallel import Peers
+from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import Objective, TrainEngine
 from quartet.trainers.devices import precision_on, worker_device
 from quartet.trainers.run import use_threads
@@ -90,7 +90,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
 
     Args:
         device: where the model goes.
-        peers: the workers that train it together; None for this one alone.
+        dp_group: the workers that train it together; None for this one alone.
 
     Raises:
         UserError: the recipe, the data or the objects do not fit together.
@@ -104,7 +104,9 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
     _rows_key: ClassVar[str]
     """Key of the recipe that says how many rows make a step."""
 
-    def __init__(self, recipe: R, given: Given, device: torch.device, peers: Peers | None = None) -> None:
+    def __init__(
+        self, recipe: R, given: Given, device: torch.device, dp_group: DataParallelGroup | None = None
+    ) -> None:
         self.recipe = recipe
         self.device = device
         text = resolve_tokenizer(recipe.model, given.tokenizer)
@@ -129,7 +131,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
             )
             taken.callback(self.packed.release)
             check_budget(self._longest(), train.token_budget, "train.token_budget")
-            super().__init__(TrainEngine(self.packed, train, total_steps=self.steps, peers=peers))
+            super().__init__(TrainEngine(self.packed, train, total_steps=self.steps, dp_group=dp_group))
             self._begin(given)
             taken.pop_all()
 
@@ -186,12 +188,12 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
 
     @dispatch(RANK_ZERO)
     def describe(self) -> SupervisedDescription:
-        remarks = [f"data: {remark}" for remark in self.data.remarks]
+        warnings = [f"data: {warning}" for warning in self.data.warnings]
         if self.evaluation is not None:
-            remarks += [f"held-out data: {remark}" for remark in self.evaluation.remarks]
+            warnings += [f"held-out data: {warning}" for warning in self.evaluation.warnings]
         model = super().describe()
         return SupervisedDescription(
-            remarks=(*remarks, *model.remarks),
+            warnings=(*warnings, *model.warnings),
             shares_prefixes=model.shares_prefixes,
             steps=self.steps,
             num_rows=len(self.data),
@@ -202,7 +204,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
     def step(self, step: int) -> dict[str, float]:
         """Makes the update of step ``step``, from 0; returns its figures by the names under which they are logged."""
         engine = self.engine
-        with engine.announcing():
+        with engine.reporting_failures():
             batch = self._batch(step)
         found = engine.train_step(batch, self.objective)
         figures = {name: value for name, value in found.items() if name not in ("lr", "grad_norm", "skipped")}
@@ -284,8 +286,8 @@ class SupervisedProcess(RolesWorker):
         if os.path.isdir(directory):
             os.chdir(directory)
         use_threads(recipe.threads)
-        peers = None
+        dp_group = None
         if self.world_size > 1:
             self.init_process_group()
-            peers = Peers.of_world()
-        self.roles = {"model": kind(recipe, given, worker_device(self.device, recipe), peers)}
+            dp_group = DataParallelGroup.of_world()
+        self.roles = {"model": kind(recipe, given, worker_device(self.device, recipe), dp_group)}

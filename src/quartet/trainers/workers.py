@@ -29,29 +29,29 @@ from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.schedule.compute_thread import ComputeThread
-from quartet.schedule.leases import Mode
+from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker, TrainWorker
-from quartet.schedule.movable import Movable
+from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.placement import local_placement
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup, RolesWorker
 from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.schedule.writer import Writer
 from quartet.text.tokenizer import TextCodec
-from quartet.train.data_parallel import Peers
+from quartet.train.data_parallel import DataParallelGroup
 from quartet.trainers.devices import worker_device
-from quartet.trainers.loader import Loader, Rewards, UserObjects
+from quartet.trainers.model_loader import ModelLoader, Rewards, UserObjects
 from quartet.trainers.ptx import PTX
-from quartet.trainers.reward_roles import passed_names
-from quartet.trainers.roles import Cast, refresh_steps
+from quartet.trainers.reward_roles import user_object_names
+from quartet.trainers.roles import RLRoles, refresh_steps
 from quartet.trainers.run import use_threads
 
-TRAINED = ("actor", "critic")
-WRITER = "writer of rollouts"
+TRAINED_ROLES = ("actor", "critic")
+WRITER_ROLE = "writer of rollouts"
 """Among the roles of a process; no reward model can be called that, as their names have no spaces."""
 _PATIENCE_S = 5.0
 """So long a worker may take to say that it lives; one that is busy counts as living."""
-Sizes = dict[str, dict[Mode, int]]
+Sizes = dict[str, dict[LeaseMode, int]]
 
 
 # Placement -----------------------------------------------------------------------------------------------
@@ -88,8 +88,8 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
 def _reward_models(configs: tuple[object, ...], rewards: Rewards) -> list[str]:
     named = [config.name for config in configs if isinstance(config, ModelReward | ProcessModelReward)]
     num_plain = sum(isinstance(config, ModelReward) for config in configs)
-    num_passed = sum(isinstance(reward, PreTrainedModel) for reward in rewards)
-    return named + passed_names(num_passed, after=num_plain)
+    num_user_objects = sum(isinstance(reward, PreTrainedModel) for reward in rewards)
+    return named + user_object_names(num_user_objects, after=num_plain)
 
 
 def roles_in(placement: ResolvedPlacement, pool: str) -> list[str]:
@@ -138,7 +138,7 @@ def rollout_worker(
     return NativeRolloutWorker(engine, codec)
 
 
-def _made_after(role: str) -> int:
+def _load_order(role: str) -> int:
     """A critic may start as a copy of a reward model, everything else as one of the actor."""
     return {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}.get(role, 2)
 
@@ -166,20 +166,20 @@ class PoolWorker(RolesWorker):
             os.chdir(directory)
         use_threads(1 if recipe.numerics == "exact" else recipe.threads)
         names = roles_in(placement, pool)
-        is_group = self.world_size > 1 and any(role in TRAINED for role in names)
+        is_group = self.world_size > 1 and any(role in TRAINED_ROLES for role in names)
         if is_group:
             self.init_process_group()
-        loader = Loader(
+        loader = ModelLoader(
             recipe,
             objects,
             device=worker_device(self.device, recipe),
-            moves_passed=True,
+            moves_user_models=True,
             shares_reference=shares_reference(placement),
-            peers=Peers.of_world() if is_group else None,
+            dp_group=DataParallelGroup.of_world() if is_group else None,
         )
         self.roles: dict[str, ModelWorker | NativeRolloutWorker | Writer] = {}
         # Each leaves before the next one comes; those that others start from come last.
-        for role in sorted(names, key=_made_after):
+        for role in sorted(names, key=_load_order):
             worker: ModelWorker | NativeRolloutWorker
             if role == "rollout":
                 shares, is_own = shares_actor(recipe, placement), "actor" not in names
@@ -187,14 +187,14 @@ class PoolWorker(RolesWorker):
             else:
                 worker = loader.worker(role, ptx)
             if placement.pool(pool).budget_bytes is not None:
-                worker.make_movable(recipe.offload)
+                worker.make_offloadable(recipe.offload)
                 worker.offload()
             self.roles[role] = worker
         if "actor" in names:
-            self.roles[WRITER] = Writer(loader.codec)
+            self.roles[WRITER_ROLE] = Writer(loader.codec)
 
 
-class Company:
+class RunWorkers:
     """
     Attributes:
         compute: this process's compute thread: of the workers that are here, and of the advantages.
@@ -216,13 +216,13 @@ class Company:
         """Whose weights come to which engines."""
         return [(cast(RoleGroup[TrainWorker], self.models["actor"]), self.engines)]
 
-    async def link(self) -> None:
+    async def connect_engines(self) -> None:
         """Opens the way of the weights from the actor to its engines; again, after workers were replaced."""
         sync = self.recipe.weight_sync
         for trainer, engines in [] if self.shares_actor else self.senders():
             await open_weight_sync(trainer, engines, sync.transport, timeout_s=sync.timeout_s)
 
-    async def deliver(self, version: int) -> int:
+    async def update_engine_weights(self, version: int) -> int:
         """The actor's weights of ``version`` into all engines; returns the bytes that moved."""
         if self.shares_actor:
             for engine in self.engines:
@@ -237,7 +237,7 @@ class Company:
         found: Sizes = {}
         for role in [*self.models, "rollout"]:
             num = self.placement.pool(self.placement.pool_of[role]).num_processes
-            sizes = await self.groups_of(role)[0].call(Movable.sizes)
+            sizes = await self.groups_of(role)[0].call(Offloadable.sizes)
             found[role] = {mode: num * size for mode, size in sizes.items()}
         return found
 
@@ -253,11 +253,11 @@ class Company:
 
     async def clear(self) -> None:
         """Moves everything out of pools with a budget: the arbiter brings in what is asked for."""
-        for role in self.moving():
+        for role in self.offloaded_roles():
             for group in self.groups_of(role):
-                await group.call(Movable.offload)
+                await group.call(Offloadable.offload)
 
-    def groups_of(self, role: str) -> Sequence[RoleGroup[Movable]]:
+    def groups_of(self, role: str) -> Sequence[RoleGroup[Offloadable]]:
         return self.engines if role == "rollout" else [self.models[role]]
 
     def replace_dead(self, error: Exception, is_learning: bool) -> tuple[str, bool]:
@@ -276,34 +276,34 @@ class Company:
         """
         raise error
 
-    def moving(self) -> set[str]:
+    def offloaded_roles(self) -> set[str]:
         """Roles whose parts leave their devices for others."""
         limited = {pool.name for pool in self.placement.pools if pool.budget_bytes is not None}
         return {role for role, pool in self.placement.pool_of.items() if pool in limited}
 
 
-class LocalCompany(Company):
+class LocalRunWorkers(RunWorkers):
     """All workers in this process."""
 
-    def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, cast: Cast) -> None:
+    def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, roles: RLRoles) -> None:
         super().__init__(recipe, placement)
-        engine = rollout_worker(recipe, cast.actor.packed, cast.codec, shares_actor=self.shares_actor, is_own=False)
-        workers: dict[str, Movable] = {**cast.workers, "rollout": engine}
-        for role in self.moving():
-            workers[role].make_movable(recipe.offload)
-        self.models = {name: LocalGroup(worker, self.compute) for name, worker in cast.workers.items()}
+        engine = rollout_worker(recipe, roles.actor.packed, roles.codec, shares_actor=self.shares_actor, is_own=False)
+        workers: dict[str, Offloadable] = {**roles.workers, "rollout": engine}
+        for role in self.offloaded_roles():
+            workers[role].make_offloadable(recipe.offload)
+        self.models = {name: LocalGroup(worker, self.compute) for name, worker in roles.workers.items()}
         self.engines = [LocalGroup(engine, self.compute)]
-        self.writer = LocalGroup(Writer(cast.codec), self.compute)
-        self._workers = list(cast.workers.values())
+        self.writer = LocalGroup(Writer(roles.codec), self.compute)
+        self._workers = list(roles.workers.values())
 
     def close(self) -> None:
         """Models that a run was given are as usable after it as before."""
         self.compute.close()
         for worker in self._workers:
-            worker.stay()
+            worker.stop_offloading()
 
 
-class RayCompany(Company):
+class RayRunWorkers(RunWorkers):
     """A group of workers for every pool. Pools are granted when this is made, before any model is loaded.
 
     Args:
@@ -317,7 +317,7 @@ class RayCompany(Company):
         self._objects = objects.models_only()
         self._groups: dict[str, WorkerGroup] = {}
         self._num_deaths = 0
-        self._changing = {*TRAINED, "reference"} if refresh_steps(recipe) is not None else {*TRAINED}
+        self._changing = {*TRAINED_ROLES, "reference"} if refresh_steps(recipe) is not None else {*TRAINED_ROLES}
         self._backend = connect("ray", address=self.cluster.address)
         try:
             self._check_room()
@@ -406,9 +406,9 @@ class RayCompany(Company):
         home = self.placement.pool_of
         for role in home:
             if role != "rollout":
-                kind: type[ModelWorker] = TrainWorker if role in TRAINED else ScoreWorker
+                kind: type[ModelWorker] = TrainWorker if role in TRAINED_ROLES else ScoreWorker
                 self.models[role] = RemoteGroup(self._groups[home[role]], role, kind)
-        self.writer = RemoteGroup(self._groups[home["actor"]], WRITER, Writer, 0)
+        self.writer = RemoteGroup(self._groups[home["actor"]], WRITER_ROLE, Writer, 0)
         group = self._groups[home["rollout"]]
         self.engines = [RemoteGroup(group, "rollout", NativeRolloutWorker, rank) for rank in range(group.world_size)]
 
@@ -445,29 +445,29 @@ class RayCompany(Company):
         return ResourcePool(processes, cpus=cpus, gpus=gpus, strategy=self.cluster.strategy)
 
 
-class PartsMover:
+class RoleOffloader:
     """Moves parts of roles for the arbiter, and adds up what was measured."""
 
-    def __init__(self, company: Company, recorder: SpanRecorder) -> None:
-        self._company = company
+    def __init__(self, workers: RunWorkers, recorder: SpanRecorder) -> None:
+        self._workers = workers
         self._recorder = recorder
         self._totals: defaultdict[str, float] = defaultdict(float)
 
-    async def onload(self, role: str, mode: Mode) -> None:
+    async def onload(self, role: str, mode: LeaseMode) -> None:
         await self._move(role, mode)
 
     async def offload(self, role: str) -> None:
         await self._move(role, None)
 
-    async def _move(self, role: str, mode: Mode | None) -> None:
-        if role not in self._company.moving():
+    async def _move(self, role: str, mode: LeaseMode | None) -> None:
+        if role not in self._workers.offloaded_roles():
             return
         num_bytes, seconds = "handover/onload_bytes", "handover/onload_s"
         if mode is None:
             num_bytes, seconds = "handover/offload_bytes", "handover/offload_s"
         with self._recorder.span("onload" if mode else "offload", role=role) as span:
-            for group in self._company.groups_of(role):
-                moved = await (group.call(Movable.onload, mode) if mode else group.call(Movable.offload))
+            for group in self._workers.groups_of(role):
+                moved = await (group.call(Offloadable.onload, mode) if mode else group.call(Offloadable.offload))
                 span.nbytes = (span.nbytes or 0) + moved.num_bytes
                 self._totals[num_bytes] += moved.num_bytes
                 self._totals[seconds] += moved.seconds

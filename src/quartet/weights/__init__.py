@@ -18,27 +18,27 @@ disk             ``DiskSend/Receive``                 engines that only load fil
 between them, ``progress`` is how the ends watch each other while data move.
 """
 
-from quartet.weights.control import Ask, connect, sync
+from quartet.weights.control import Ask, connect_endpoints, sync
 from quartet.weights.disk import load_published, publish, published
 from quartet.weights.endpoint import Transport, WeightReceiver, WeightSender
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable, WeightSyncError, WeightSyncTimeout
 from quartet.weights.fusion import GATE_UP, FusedProjection, qkv
-from quartet.weights.manifest import Manifest, TensorSpec
+from quartet.weights.manifest import TensorSpec, WeightManifest
 from quartet.weights.shared import sync_in_process
 from quartet.weights.sink import Status, TensorSink
-from quartet.weights.source import GatherWatch, NamedSource
+from quartet.weights.source import GatherWatchdog, NamedSource
 
 __all__ = [
     "GATE_UP",
     "Ask",
     "FusedProjection",
-    "GatherWatch",
-    "Manifest",
+    "GatherWatchdog",
     "NamedSource",
     "Status",
     "TensorSink",
     "TensorSpec",
     "Transport",
+    "WeightManifest",
     "WeightMismatch",
     "WeightReceiver",
     "WeightSender",
@@ -46,7 +46,7 @@ __all__ = [
     "WeightSyncTimeout",
     "WeightsRefused",
     "WeightsUnusable",
-    "connect",
+    "connect_endpoints",
     "load_published",
     "publish",
     "published",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.progress import Progress
+from quartet.weights.progress import SyncProgress
 from quartet.weights.sink import TensorSink
 from quartet.weights.transport import SendTransport
 
@@ -22,7 +22,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
-class Span:
+class BucketSpan:
     """A run of one tensor's elements in a bucket.
 
     Attributes:
@@ -47,13 +47,13 @@ class Span:
 @dataclass(frozen=True)
 class Bucket:
     number: int
-    spans: tuple[Span, ...]
+    spans: tuple[BucketSpan, ...]
 
     @property
     def num_bytes(self) -> int:
         return self.spans[-1].offset + self.spans[-1].num_bytes if self.spans else 0
 
-    def unpack(self, buffer: Tensor, sink: TensorSink, progress: Progress) -> None:
+    def unpack(self, buffer: Tensor, sink: TensorSink, progress: SyncProgress) -> None:
         """Brings its spans to ``sink`` and notes on which tensor this works."""
         for span in self.spans:
             progress.note(tensor=span.spec.name)
@@ -70,7 +70,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
     if bucket_bytes < ALIGNMENT:
         raise ValueError(f"buckets of {bucket_bytes} bytes; at least {ALIGNMENT} are needed")
     buckets: list[Bucket] = []
-    spans: list[Span] = []
+    spans: list[BucketSpan] = []
     used = 0
     for spec in specs:
         start, size = 0, spec.torch_dtype.itemsize
@@ -81,7 +81,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
                 buckets.append(Bucket(len(buckets), tuple(spans)))
                 spans, used = [], 0
                 continue
-            spans.append(Span(spec, start, count, offset))
+            spans.append(BucketSpan(spec, start, count, offset))
             start, used = start + count, offset + count * size
     if spans:
         buckets.append(Bucket(len(buckets), tuple(spans)))

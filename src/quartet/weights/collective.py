@@ -21,7 +21,7 @@ from torch import Tensor
 from quartet.weights.buckets import NUM_BUFFERS, Bucket, BucketSend, plan_buckets
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.progress import Progress, StoreBoard
+from quartet.weights.progress import StoreBoard, SyncProgress
 from quartet.weights.sink import TensorSink
 from quartet.weights.transport import Announcement, Offer, ReceiveTransport
 
@@ -46,7 +46,7 @@ class _Group:
             # which end is behind.
             self._backend = c10d.ProcessGroupGloo(store, rank, size, limit + _LATER)
 
-    def broadcast(self, buffer: Tensor, progress: Progress) -> Any:
+    def broadcast(self, buffer: Tensor, progress: SyncProgress) -> Any:
         """Starts a broadcast from rank 0; the result has ``is_completed`` and ``wait``."""
         options = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -218,7 +218,7 @@ def _buffers(num_bytes: int, device: torch.device) -> list[Tensor]:
     return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
 
 
-def _finish(work: Any, progress: Progress, step: int) -> None:
+def _finish(work: Any, progress: SyncProgress, step: int) -> None:
     """Until this broadcast is through.
 
     Raises:

@@ -1,7 +1,7 @@
 """The driver of a weight sync: it asks a sender and its receivers, wherever they are, for one step after the other.
 
-Every end is reached by a function from a request of ``endpoint`` to its answer: a worker's call, say. ``connect``
-chooses a transport, ``sync`` brings a version::
+Every end is reached by a function from a request of ``endpoint`` to its answer: a worker's call, say.
+``connect_endpoints`` chooses a transport, ``sync`` brings a version::
 
     transport = await connect(sender, receivers)
     manifest = await sync(sender, receivers, version=7)
@@ -25,7 +25,7 @@ from quartet.weights.errors import (
     at_rank,
     at_tensor,
 )
-from quartet.weights.manifest import Manifest
+from quartet.weights.manifest import WeightManifest
 from quartet.weights.transport import Announcement
 
 SEQUENTIAL = ("shared", "disk")
@@ -41,7 +41,7 @@ SLOWEST_BYTES_PER_S = 1e7
 """Slower data are a fault: the driver's limit for moving them all."""
 
 
-async def connect(
+async def connect_endpoints(
     sender: Ask,
     receivers: Sequence[Ask],
     transport: Transport | Literal["auto"] = "auto",
@@ -70,11 +70,11 @@ async def connect(
     return chosen
 
 
-async def sync(sender: Ask, receivers: Sequence[Ask], version: int, *, timeout_s: float = TIMEOUT_S) -> Manifest:
+async def sync(sender: Ask, receivers: Sequence[Ask], version: int, *, timeout_s: float = TIMEOUT_S) -> WeightManifest:
     """Brings the sender's weights as ``version`` to the receivers that it was connected with, in the same order.
 
     Args:
-        timeout_s: as given to ``connect``.
+        timeout_s: as given to ``connect_endpoints``.
 
     Returns:
         What all receivers serve now.
@@ -85,7 +85,7 @@ async def sync(sender: Ask, receivers: Sequence[Ask], version: int, *, timeout_s
     """
     ends = (to_sender, *to_receivers) = _ends(sender, receivers)
     announcement: Announcement
-    manifest: Manifest
+    manifest: WeightManifest
     (announcement,) = await _tell([to_sender], timeout_s, "prepare", version)
     number, has_begun = announcement.sync, False
     try:

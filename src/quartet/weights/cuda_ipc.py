@@ -19,7 +19,7 @@ from torch import Tensor
 from quartet.weights.buckets import NUM_BUFFERS, Bucket, BucketSend, plan_buckets
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.progress import PageBoard
+from quartet.weights.progress import SharedMemoryBoard
 from quartet.weights.sink import TensorSink
 from quartet.weights.transport import Announcement, Offer, ReceiveTransport
 
@@ -98,7 +98,7 @@ class CudaIpcSend(BucketSend):
             # torch counts the users of an exported buffer: one handle for each.
             ranks = range(self._num_receivers)
             self._exported = {str(rank): [self._handles.export(b) for b in self._buffers] for rank in ranks}
-        board = PageBoard.create(1 + self._num_receivers)
+        board = SharedMemoryBoard.create(1 + self._num_receivers)
         self._watch_receivers(board, specs)
         return {"bucket_bytes": self._bucket_bytes, "buffers": self._exported, "board": board.path}
 
@@ -127,7 +127,7 @@ class CudaIpcReceive(ReceiveTransport):
 
     def open(self, announcement: Announcement, sink: TensorSink) -> None:
         offer = announcement.offer
-        self._watch_sender(PageBoard.open(offer["board"]), announcement.tensors)
+        self._watch_sender(SharedMemoryBoard.open(offer["board"]), announcement.tensors)
         offered = offer["buffers"][str(self._rank)]
         if offered != self._offered:
             self._buffers = [self._handles.open(handle) for handle in offered]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quartet.weights.digest import bytes_of
 from quartet.weights.errors import WeightSyncError
-from quartet.weights.manifest import Manifest, TensorSpec
+from quartet.weights.manifest import TensorSpec, WeightManifest
 from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource
 from quartet.weights.transport import Announcement, Offer, ReceiveTransport, SendTransport
@@ -73,10 +73,10 @@ class DiskSend(SendTransport):
             self._file.seek(self._offsets[spec.name])
             self._file.write(bytes_of(here).numpy().data)
             digests.append(self._hasher.digest(here))
-        self._publish(Manifest(self._version, tuple(specs), tuple(digests)))
+        self._publish(WeightManifest(self._version, tuple(specs), tuple(digests)))
         return digests
 
-    def _publish(self, manifest: Manifest) -> None:
+    def _publish(self, manifest: WeightManifest) -> None:
         """All tensors are there: the version gets its name."""
         assert self._file is not None and self._draft is not None
         _sync_and_close(self._file)
@@ -117,12 +117,12 @@ class DiskReceive(ReceiveTransport):
 
 def publish(
     source: NamedSource, version: int, folder: Path, *, template: Path | None = None, keep: int = 2
-) -> Manifest:
+) -> WeightManifest:
     """Writes a version for engines that ``load_published`` brings it to, without a driver."""
     transport, specs = DiskSend(folder, template=template, keep=keep), source.specs()
     try:
         transport.open(specs, version)
-        return Manifest(version, specs, tuple(transport.send(specs, source.tensors())))
+        return WeightManifest(version, specs, tuple(transport.send(specs, source.tensors())))
     finally:
         transport.close()
 
@@ -132,14 +132,14 @@ def published(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(_PREFIX + "*") if path.is_dir())
 
 
-def load_published(path: Path, sink: TensorSink) -> Manifest:
+def load_published(path: Path, sink: TensorSink) -> WeightManifest:
     """Brings a published version to ``sink``, as a sync does: for an engine that starts later, or again.
 
     Raises:
         WeightSyncError: it cannot be read, does not fit or is damaged.
     """
     try:
-        manifest = Manifest.from_json(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+        manifest = WeightManifest.from_json(json.loads((path / MANIFEST).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     sink.begin(manifest.tensors, manifest.version)

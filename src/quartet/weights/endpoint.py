@@ -9,7 +9,7 @@ request           meaning, and its answer where it has one                 of
 ``prepare``       what will be sent and where to find it: ``Announcement`` the sender
 ``announce``      everything fits; nothing has been written yet            receivers
 ``move``          the data move, each end digests what it has; from the    both at once (``SEQUENTIAL`` transports: the
-                  sender the ``Manifest``                                  sender first)
+                  sender the ``WeightManifest``                                  sender first)
 ``verify``        every digest is as the sender's                          receivers
 ``commit``        the new version is served                                receivers
 ``abort``         the sync has failed; ignored by an end that is not in it both
@@ -38,7 +38,7 @@ from torch import Tensor
 from quartet.weights.collective import CollectiveReceive, CollectiveSend
 from quartet.weights.cuda_ipc import CudaIpcReceive, CudaIpcSend
 from quartet.weights.errors import WeightSyncError
-from quartet.weights.manifest import DTYPES, Manifest, dtype_name
+from quartet.weights.manifest import DTYPES, WeightManifest, dtype_name
 from quartet.weights.progress import machine_id
 from quartet.weights.shared import SharedReceive, SharedSend
 from quartet.weights.shared_memory import SharedMemoryReceive, SharedMemorySend
@@ -196,7 +196,7 @@ class WeightSender(_End[SendTransport]):
         self._announced = Announcement(self._sync, version, self._transport.kind, specs, offer)
         return self._announced
 
-    def move(self, sync: int) -> Manifest | None:
+    def move(self, sync: int) -> WeightManifest | None:
         """Sends everything; returns the manifest, None of ranks that only take part in gathers."""
         announced, self._announced = self._expected(sync), None
         assert self._transport is not None
@@ -211,7 +211,7 @@ class WeightSender(_End[SendTransport]):
             if isinstance(error, Exception):
                 deque(tensors, maxlen=0)  # the other ranks wait in their gathers for this one, to the last tensor
             raise
-        return Manifest(announced.version, announced.tensors, tuple(digests))
+        return WeightManifest(announced.version, announced.tensors, tuple(digests))
 
     def abort(self, sync: int, reason: str, has_begun: bool = True) -> None:
         if sync == self._sync and self._transport is not None:
@@ -257,7 +257,7 @@ class WeightReceiver(_End[ReceiveTransport]):
         with self._step(sync) as transport:
             transport.receive(self._expected(sync), self._sink)
 
-    def verify(self, sync: int, manifest: Manifest) -> None:
+    def verify(self, sync: int, manifest: WeightManifest) -> None:
         with self._step(sync):
             self._sink.verify(manifest)
 

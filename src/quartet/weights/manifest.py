@@ -108,7 +108,7 @@ class _Written(BaseModel):
 
 
 @dataclass(frozen=True)
-class Manifest:
+class WeightManifest:
     """The weights of one version.
 
     Attributes:
@@ -142,7 +142,7 @@ class Manifest:
         return {"wire_format": WIRE_FORMAT, "version": self.version, "digest": self.digest, "tensors": tensors}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Manifest:
+    def from_json(cls, value: Mapping[str, Any]) -> WeightManifest:
         """
         Raises:
             WeightSyncError: another wire format, not a manifest, or one whose digest is not that of its lines.

@@ -52,7 +52,7 @@ class Position:
     pid: int = 0
 
 
-class PageBoard:
+class SharedMemoryBoard:
     """In nameless shared memory, which other processes of the machine open by ``path``.
 
     Read and written by system calls: with a position, the reader also sees the data that were there when it was noted.
@@ -66,14 +66,14 @@ class PageBoard:
         self._descriptor = descriptor
 
     @classmethod
-    def create(cls, num_ends: int) -> PageBoard:
+    def create(cls, num_ends: int) -> SharedMemoryBoard:
         board = cls(os.memfd_create("quartet-progress", os.MFD_CLOEXEC))
         for end in range(num_ends):
             board.write(end, Position())
         return board
 
     @classmethod
-    def open(cls, path: str) -> PageBoard:
+    def open(cls, path: str) -> SharedMemoryBoard:
         """
         Raises:
             WeightSyncError: it is not within reach.
@@ -137,10 +137,10 @@ class StoreBoard:
         """The store belongs to the process group."""
 
 
-Board = PageBoard | StoreBoard
+ProgressBoard = SharedMemoryBoard | StoreBoard
 
 
-class Progress:
+class SyncProgress:
     """One end's place on the board, and its waits for others.
 
     Args:
@@ -150,7 +150,7 @@ class Progress:
     """
 
     def __init__(
-        self, board: Board, end: int, others: Sequence[int], specs: Sequence[TensorSpec], timeout_s: float
+        self, board: ProgressBoard, end: int, others: Sequence[int], specs: Sequence[TensorSpec], timeout_s: float
     ) -> None:
         self._board = board
         self._end = end

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quartet.weights.digest import Hasher
 from quartet.weights.errors import WeightSyncError
-from quartet.weights.manifest import Manifest, TensorSpec
+from quartet.weights.manifest import TensorSpec, WeightManifest
 from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource
 from quartet.weights.transport import Announcement, Offer, ReceiveTransport, SendTransport
@@ -101,7 +101,7 @@ def _write(sink: TensorSink, name: str, tensor: Tensor) -> None:
     sink.arrived(name, tensor.numel())
 
 
-def sync_in_process(source: NamedSource, sinks: Sequence[TensorSink], version: int) -> Manifest:
+def sync_in_process(source: NamedSource, sinks: Sequence[TensorSink], version: int) -> WeightManifest:
     """Brings ``source`` to sinks of this process as ``version``, without a driver and its requests.
 
     Raises:
@@ -112,7 +112,7 @@ def sync_in_process(source: NamedSource, sinks: Sequence[TensorSink], version: i
         specs = source.specs()
         for sink in sinks:
             sink.begin(specs, version)
-        manifest = Manifest(version, specs, tuple(move(sinks, specs, tensors, hasher)))
+        manifest = WeightManifest(version, specs, tuple(move(sinks, specs, tensors, hasher)))
         for sink in sinks:
             sink.verify(manifest)
         for sink in sinks:

@@ -27,7 +27,7 @@ from quartet.observe.memory import available_bytes
 from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.progress import PageBoard, open_shared, path_of
+from quartet.weights.progress import SharedMemoryBoard, open_shared, path_of
 from quartet.weights.sink import TensorSink
 from quartet.weights.transport import Announcement, Offer, ReceiveTransport, SendTransport
 
@@ -118,7 +118,7 @@ class SharedMemorySend(SendTransport):
         if self._segment is None or offsets != self._offsets or self._segment.num_bytes != num_bytes:
             self._drop()
             self._segment, self._offsets = Segment.create(num_bytes), offsets
-        board = PageBoard.create(1 + self._num_receivers)
+        board = SharedMemoryBoard.create(1 + self._num_receivers)
         self._watch_receivers(board, specs)
         return {"path": path_of(self._segment.descriptor), "bytes": num_bytes, "board": board.path}
 
@@ -153,7 +153,7 @@ class SharedMemoryReceive(ReceiveTransport):
 
     def open(self, announcement: Announcement, sink: TensorSink) -> None:
         offer = announcement.offer
-        self._watch_sender(PageBoard.open(offer["board"]), announcement.tensors)
+        self._watch_sender(SharedMemoryBoard.open(offer["board"]), announcement.tensors)
         descriptor = open_shared(offer["path"], os.O_RDONLY)
         found = os.fstat(descriptor)
         identity = (found.st_dev, found.st_ino)

@@ -11,7 +11,7 @@ from torch import Tensor
 from quartet.weights.digest import BLOCK_BYTES, Hasher, as_text, bytes_of
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
 from quartet.weights.fusion import FusedProjection, split_fused
-from quartet.weights.manifest import Manifest, TensorSpec
+from quartet.weights.manifest import TensorSpec, WeightManifest
 
 
 class Status(StrEnum):
@@ -195,7 +195,7 @@ class TensorSink:
             self._found[self._ties[name]] = as_text(total)
 
     @torch.no_grad()
-    def verify(self, manifest: Manifest) -> None:
+    def verify(self, manifest: WeightManifest) -> None:
         """
         Raises:
             WeightMismatch: a tensor is not what was sent.

@@ -40,7 +40,7 @@ class NamedSource:
         dtype: torch.dtype | None = None,
         like: Mapping[str, torch.dtype] | None = None,
         fused: Sequence[FusedProjection] = (),
-        watch: GatherWatch | None = None,
+        watch: GatherWatchdog | None = None,
     ) -> None:
         self._named = named
         self._dtype = dtype
@@ -79,7 +79,7 @@ class NamedSource:
         return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-class GatherWatch:
+class GatherWatchdog:
     """Waits before each gather until all ranks have come to it, and names one that has not.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quartet.weights.digest import Hasher
 from quartet.weights.manifest import TensorSpec
-from quartet.weights.progress import SENDER, Board, Progress
+from quartet.weights.progress import SENDER, ProgressBoard, SyncProgress
 from quartet.weights.sink import TensorSink
 
 Offer = Mapping[str, Any]
@@ -40,23 +40,23 @@ class _Half(ABC):
     """What both have in common: how they watch the other ends, fail and are closed."""
 
     kind: ClassVar[str]
-    _board: Board | None = None
-    _progress: Progress | None = None
+    _board: ProgressBoard | None = None
+    _progress: SyncProgress | None = None
 
     def __init__(self, timeout_s: float, device: torch.device | str) -> None:
         self._timeout_s = timeout_s
         self._device = torch.device(device)
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> SyncProgress:
         """Of the sync that is under way."""
         assert self._progress is not None
         return self._progress
 
-    def _watch(self, board: Board, end: int, others: Sequence[int], specs: Sequence[TensorSpec]) -> None:
+    def _watch(self, board: ProgressBoard, end: int, others: Sequence[int], specs: Sequence[TensorSpec]) -> None:
         """The positions of this sync stand on ``board``, which is closed with the next one."""
         self._close_board()
-        self._board, self._progress = board, Progress(board, end, others, specs, self._timeout_s)
+        self._board, self._progress = board, SyncProgress(board, end, others, specs, self._timeout_s)
 
     def fail(self, error: BaseException) -> None:
         """The sync failed; ends that wait for this one are told, and the next sync begins with ``open``."""
@@ -120,7 +120,7 @@ class SendTransport(_Half):
         super().close()
         self._hasher.close()
 
-    def _watch_receivers(self, board: Board, specs: Sequence[TensorSpec]) -> None:
+    def _watch_receivers(self, board: ProgressBoard, specs: Sequence[TensorSpec]) -> None:
         self._watch(board, SENDER, range(1, 1 + self._num_receivers), specs)
 
 
@@ -148,5 +148,5 @@ class ReceiveTransport(_Half):
             WeightSyncError: the sender failed, is gone or is late.
         """
 
-    def _watch_sender(self, board: Board, specs: Sequence[TensorSpec]) -> None:
+    def _watch_sender(self, board: ProgressBoard, specs: Sequence[TensorSpec]) -> None:
         self._watch(board, 1 + self._rank, [SENDER], specs)

@@ -167,7 +167,7 @@ def test_a_users_error_from_anywhere_is_printed_whole(run: Run, monkeypatch: pyt
 def test_under_torchrun_the_command_is_run_once_more_on_the_allocations_cluster(
     job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quartet.cluster import allocation
+    from quartet.cluster import torchrun
 
     seen: list[Any] = []
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
@@ -175,7 +175,7 @@ def test_under_torchrun_the_command_is_run_once_more_on_the_allocations_cluster(
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    monkeypatch.setattr(allocation, "run_in_allocation", lambda command, seat: seen.append((command, seat.rank)) or 7)
+    monkeypatch.setattr(torchrun, "run_under_torchrun", lambda command, seat: seen.append((command, seat.rank)) or 7)
     monkeypatch.setattr(sys, "argv", ["quartet", job, "recipe.yaml", "seed=3", "--resume"])
     with pytest.raises(SystemExit) as caught:
         cli.main()

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from quartet.cluster import allocation
-from quartet.cluster.allocation import Seat, own_address, run_in_allocation
+from quartet.cluster import torchrun
 from quartet.cluster.ray_node import beginning, descendants, without_torchrun
+from quartet.cluster.torchrun import LauncherRank, own_address, run_under_torchrun
 from quartet.config.errors import UserError
 
 TORCHRUN = {
@@ -29,7 +29,9 @@ TORCHRUN = {
 
 
 def test_a_seat_is_what_torchrun_says() -> None:
-    assert Seat.found(TORCHRUN) == Seat(rank=5, world_size=6, local_rank=1, local_world_size=2, node=2, num_nodes=3)
+    assert LauncherRank.found(TORCHRUN) == LauncherRank(
+        rank=5, world_size=6, local_rank=1, local_world_size=2, node=2, num_nodes=3
+    )
 
 
 def test_the_command_sees_nothing_of_torchrun() -> None:
@@ -69,8 +71,8 @@ def test_processes_below_another_are_found_and_not_confused() -> None:
 
 
 def test_without_ray_the_keeper_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(allocation, "die_with_parent", lambda number: None)
+    monkeypatch.setattr(torchrun.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torchrun, "die_with_parent", lambda number: None)
     with pytest.raises(UserError, match="needs Ray"):
-        run_in_allocation(["true"], Seat(0, 2, 0, 2, 0, 1))
-    assert run_in_allocation(["true"], Seat(1, 2, 1, 2, 0, 1)) == 2
+        run_under_torchrun(["true"], LauncherRank(0, 2, 0, 2, 0, 1))
+    assert run_under_torchrun(["true"], LauncherRank(1, 2, 1, 2, 0, 1)) == 2

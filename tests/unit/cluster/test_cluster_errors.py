@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from quartet.cluster.errors import Death, Failure, WorkerDied, WorkerError, known_as, last_error, raise_failure
+from quartet.cluster.errors import Death, Failure, WorkerDied, WorkerError, last_error, raise_failure, with_worker_name
 from quartet.config.errors import UserError
 
 
@@ -62,5 +62,5 @@ def test_a_death_says_who_what_and_its_last_words() -> None:
 
 def test_a_sender_that_is_not_known_is_filled_in() -> None:
     unknown = Failure("", -1, 5, "host", "call", "TypeError: no", "…")
-    assert known_as(unknown, "critic", 3).brief() == "rank 3 of group 'critic': TypeError: no"
-    assert known_as(failure(ValueError("x")), "critic", 3).group == "actor"
+    assert with_worker_name(unknown, "critic", 3).brief() == "rank 3 of group 'critic': TypeError: no"
+    assert with_worker_name(failure(ValueError("x")), "critic", 3).group == "actor"

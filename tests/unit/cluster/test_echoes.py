@@ -7,7 +7,7 @@ import pytest
 from quartet.cluster import ResourcePool, Worker, WorkerError, WorkerGroup, connect, dispatch
 
 
-class PeerLeft(Exception):
+class RankLeft(Exception):
     is_echo = True
 
 
@@ -16,7 +16,7 @@ class Member(Worker):
     def fail(self, cause: int) -> None:
         if self.rank == cause:
             raise ValueError("no such token")
-        raise PeerLeft(f"rank {cause} has failed")
+        raise RankLeft(f"rank {cause} has failed")
 
 
 @pytest.mark.parametrize("cause", [0, 1])
@@ -25,4 +25,4 @@ def test_the_cause_is_told_before_its_echoes(cause: int) -> None:
         group = WorkerGroup(ResourcePool([2], cpus=0.01), Member)
         with pytest.raises(WorkerError, match=rf"rank {cause} of group .*no such token") as raised:
             group.fail(cause)
-    assert any("PeerLeft" in line for line in raised.value.also)
+    assert any("RankLeft" in line for line in raised.value.also)

@@ -14,8 +14,8 @@ from quartet.batch import ColumnSet, RaggedBatch, join
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.dispatch import merge_results, portion, survey
 from quartet.cluster.items import Positions, Share, Whole, arrange, cut, placed
-from quartet.cluster.manifests import Gather, Manifest, PartRefs, fetch_part
-from quartet.cluster.structure import Structure, combine
+from quartet.cluster.manifests import Gather, ObjectManifest, PartRefs, fetch_part
+from quartet.cluster.structure import Structure, combine_structures
 
 
 def batch_of(groups: list[list[int]], prompt: int = 3) -> RaggedBatch:
@@ -160,12 +160,12 @@ def test_a_result_with_sequences_of_its_own_has_its_own_table() -> None:
 
 def test_segments_of_other_origins_are_not_merged() -> None:
     a, b = Structure.of(batch_of([[1]]), "a"), Structure.of(batch_of([[1]]), "b")
-    assert len(combine([a, b], [[0], [1]], None).lengths) == 4
-    assert len(combine([a.select([0]), a], [[0], [1]], None).lengths) == 2
+    assert len(combine_structures([a, b], [[0], [1]], None).lengths) == 4
+    assert len(combine_structures([a.select([0]), a], [[0], [1]], None).lengths) == 2
 
 
 def test_chunks_that_nobody_needs_are_not_fetched() -> None:
-    manifest = Manifest((Share((0, 1)), Share((2, 3))), Share(()))
+    manifest = ObjectManifest((Share((0, 1)), Share((2, 3))), Share(()))
     fetched: list[object] = []
 
     def fetch(refs: object) -> list[object]:

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from quartet.cluster import Layout, Worker
-from quartet.cluster.worker import Place, free_port, reserved_port
+from quartet.cluster.worker import RankInfo, free_port, reserved_port
 from quartet.config.errors import UserError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -50,18 +50,18 @@ def test_the_place_is_known_before_init() -> None:
 
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(UserError) as caught:
-        Place.from_environment({"RANK": "0", "WORLD_SIZE": "2"})
+        RankInfo.from_environment({"RANK": "0", "WORLD_SIZE": "2"})
     assert caught.value.found == "MASTER_ADDR, MASTER_PORT not set"
 
 
 def test_a_layout_of_other_ranks_is_refused() -> None:
     with pytest.raises(UserError, match="other ranks than WORLD_SIZE"):
-        Place.from_environment({**TORCHRUN, "QUARTET_LAYOUT": "data=3"})
+        RankInfo.from_environment({**TORCHRUN, "QUARTET_LAYOUT": "data=3"})
 
 
 def test_a_place_survives_the_environment() -> None:
-    place = Place(1, 4, 1, 2, "10.0.0.1", 29500, Layout.of(data=2, tensor=2), "2,3")
-    assert Place.from_environment(place.environment()) == place
+    place = RankInfo(1, 4, 1, 2, "10.0.0.1", 29500, Layout.of(data=2, tensor=2), "2,3")
+    assert RankInfo.from_environment(place.environment()) == place
 
 
 def test_a_free_port_is_free_and_not_the_systems() -> None:

@@ -23,7 +23,7 @@ COMBINATIONS = [
     if job != "iterated-reward-model" or None in (method, reward)  # whose rewards do not meet its methods
 ]
 IMPOSSIBLE = {("rl", "remax", "process_model"): "pays steps one by one"}
-"""What config/fits.py refuses."""
+"""What config/cross_checks.py refuses."""
 
 
 @pytest.mark.parametrize("job", RECIPES)

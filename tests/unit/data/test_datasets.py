@@ -18,7 +18,7 @@ from quartet.data.datasets import PromptData, SFTData
 from quartet.data.formats import Parsed, demonstrations, preferences, prompts
 from quartet.data.order import draw, draws, split_held_out, steps_for
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.readers import read_rows
+from quartet.data.readers import read_data_rows
 from quartet.text.examples import Conversation, Demonstration, Judgement, Preference, Prompt
 from quartet.text.tokenizer import TextCodec
 
@@ -146,7 +146,7 @@ def test_too_long_is_an_error_or_counted(codec: TextCodec, kind: str) -> None:
     assert "1 of 2, first f.jsonl:2 with" in caught.value.found and "data.overlong=skip" in caught.value.remedy
     data = build(overlong="skip")
     assert not isinstance(data, PromptData) or data.seen == {1}, "ids of rows that are left out do not occur"
-    assert len(data) == 1 and "1 rows left out" in data.remarks[0] and place in data.remarks[0]
+    assert len(data) == 1 and "1 rows left out" in data.warnings[0] and place in data.warnings[0]
 
 
 def test_exactly_the_limit_fits_and_nothing_left_is_an_error(codec: TextCodec) -> None:
@@ -168,7 +168,7 @@ def test_a_message_prompt_without_template_names_its_row(codec: TextCodec) -> No
 @pytest.mark.realdata
 @pytest.mark.parametrize(("name", "num_rows"), [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
 def test_gsm8k(realdata: Path, name: str, num_rows: int) -> None:
-    rows = read_rows(DataConfig(path=str(realdata / f"{name}.jsonl")))
+    rows = read_data_rows(DataConfig(path=str(realdata / f"{name}.jsonl")))
     found = demonstrations(rows, {"prompt": "question", "completion": "answer"})
     assert len(found.items) == num_rows and not found.report()
     assert "####" in prompts(rows, {"prompt": "question"}).items[0].columns["answer"]
@@ -176,14 +176,14 @@ def test_gsm8k(realdata: Path, name: str, num_rows: int) -> None:
 
 @pytest.mark.realdata
 def test_pandalm_pairs(realdata: Path) -> None:
-    found = preferences(read_rows(DataConfig(path=str(realdata / "pandalm_human_pairs.jsonl"))))
+    found = preferences(read_data_rows(DataConfig(path=str(realdata / "pandalm_human_pairs.jsonl"))))
     assert len(found.items) == 894 and not found.skipped
     assert dict(found.notes) == {"one answer is empty": 52, "chosen was not text and was written out as text": 6}
 
 
 @pytest.mark.realdata
 def test_conversational_pairs(realdata: Path) -> None:
-    found = preferences(read_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"))))
+    found = preferences(read_data_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"))))
     assert len(found.items) == 300 and not found.report()
     assert Counter(pair.prompt[0]["role"] for pair in found.items if not isinstance(pair.prompt, str)) == {
         "user": 220,
@@ -194,13 +194,13 @@ def test_conversational_pairs(realdata: Path) -> None:
 @pytest.mark.realdata
 def test_real_rows_as_the_story_model_reads_them(realdata: Path) -> None:
     codec = TextCodec.from_pretrained(realdata / "stories260K")
-    pairs = preferences(read_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"), limit=20)))
+    pairs = preferences(read_data_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"), limit=20)))
     data = PreferenceData.build(pairs, codec, 512, "skip")
-    assert 0 < len(data) < 20 and "pair longer than 512 tokens" in data.remarks[0]
+    assert 0 < len(data) < 20 and "pair longer than 512 tokens" in data.warnings[0]
     item = data.items[0]
     chosen, rejected = item.answers
     assert item.prompt_ids[0] == 1 and chosen[-1] == 2 and chosen != rejected
-    rows = read_rows(DataConfig(path=str(realdata / "gsm8k_test.jsonl"), limit=100))
+    rows = read_data_rows(DataConfig(path=str(realdata / "gsm8k_test.jsonl"), limit=100))
     prompt_data = PromptData.build(prompts(rows, {"prompt": "question"}), codec, 511)
     assert len(prompt_data) == 100 and set(prompt_data.item(0).columns) == {"answer"}
 

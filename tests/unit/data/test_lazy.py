@@ -20,7 +20,7 @@ from quartet.config.errors import UserError
 from quartet.data.datasets import SFTData
 from quartet.data.formats import demonstrations
 from quartet.data.lazy import JsonLinesRows, LazyDemonstrations, ListedRows, SpooledRows, stored_rows
-from quartet.data.readers import read_rows
+from quartet.data.readers import read_data_rows
 from quartet.text.tokenizer import TextCodec
 
 ROWS = [{"prompt": " ".join("abcdef"[: 1 + n % 5]), "completion": " ".join("fedcba"[: 1 + n % 6])} for n in range(13)]
@@ -70,7 +70,7 @@ def test_batches_are_those_of_a_data_set_in_memory(
     rows = stored_rows(config)
     assert isinstance(rows, JsonLinesRows if write is _jsonl else SpooledRows)
     lazy = LazyDemonstrations(rows, {}, codec, 99)
-    whole = SFTData.build(demonstrations(read_rows(config)), codec, 99)
+    whole = SFTData.build(demonstrations(read_data_rows(config)), codec, 99)
     assert len(lazy) == len(whole) == (limit or 13)
     assert lazy.longest == max(len(item.input_ids) for item in whole.items)
     for number in (0, 7, 3, 0):
@@ -127,7 +127,7 @@ def test_memory_holds_a_few_bytes_per_row_and_not_the_file(tmp_path: Path) -> No
     peaks = []
     for build in (
         lambda: LazyDemonstrations(stored_rows(config), {}, codec, 9),  # type: ignore[arg-type]
-        lambda: SFTData.build(demonstrations(read_rows(config)), codec, 9),  # type: ignore[arg-type]
+        lambda: SFTData.build(demonstrations(read_data_rows(config)), codec, 9),  # type: ignore[arg-type]
     ):
         tracemalloc.start()
         data = build()
@@ -165,13 +165,13 @@ def test_long_rows_are_an_error_or_left_out(tmp_path: Path, codec: TextCodec) ->
     config = DataConfig(path=str(path))
     with pytest.raises(UserError) as raised:
         LazyDemonstrations(stored_rows(config), {}, codec, 9)
-    whole = demonstrations(read_rows(config))
+    whole = demonstrations(read_data_rows(config))
     with pytest.raises(UserError) as expected:
         SFTData.build(whole, codec, 9)
     assert str(raised.value) == str(expected.value)
     lazy = LazyDemonstrations(stored_rows(config), {}, codec, 9, "skip")
     data = SFTData.build(whole, codec, 9, "skip")
-    assert lazy.remarks == data.remarks and len(lazy) == len(data) < 13
+    assert lazy.warnings == data.warnings and len(lazy) == len(data) < 13
     assert torch.equal(lazy.batch(0, 6, 1).input_ids, data.batch(0, 6, 1).input_ids)
     with pytest.raises(UserError, match="every sequence"):
         LazyDemonstrations(stored_rows(config), {}, codec, 1, "skip")
@@ -179,8 +179,8 @@ def test_long_rows_are_an_error_or_left_out(tmp_path: Path, codec: TextCodec) ->
 
 def test_conversions_are_reported_once_with_their_count(codec: TextCodec) -> None:
     rows = [*ROWS, {"prompt": "a", "completion": 7}, {"prompt": "b", "completion": 8}]
-    (remark,) = LazyDemonstrations(ListedRows(rows, "mine"), {}, codec, 99).remarks
-    assert remark.startswith("2 rows: completion was not text") and "14" in remark
+    (warning,) = LazyDemonstrations(ListedRows(rows, "mine"), {}, codec, 99).warnings
+    assert warning.startswith("2 rows: completion was not text") and "14" in warning
 
 
 def test_data_without_rows_are_refused(tmp_path: Path, codec: TextCodec) -> None:

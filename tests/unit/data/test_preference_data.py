@@ -15,7 +15,7 @@ from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
 from quartet.data.formats import Parsed, has_judgements, judgements, preferences
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.readers import Row, read_rows, shown_places
+from quartet.data.readers import Row, read_data_rows, shown_places
 from quartet.text.examples import Judgement, Preference
 from quartet.text.tokenizer import TextCodec
 
@@ -64,7 +64,7 @@ def build(codec: TextCodec, doubtful: Any) -> PreferenceData:
 def test_doubtful_pairs_are_kept_and_reported(codec: TextCodec) -> None:
     data = build(codec, "keep")
     assert [item.place for item in data.items] == [f"f.jsonl:{n}" for n in (1, 3, 5, 6, 7, 9)]
-    assert data.remarks == (
+    assert data.warnings == (
         "2 rows left out: chosen and rejected are the same (f.jsonl:2, 8)",
         "1 rows: one answer is empty (f.jsonl:3)",
         "1 rows left out: chosen and rejected are the same (f.jsonl:4)",
@@ -75,8 +75,8 @@ def test_doubtful_pairs_are_kept_and_reported(codec: TextCodec) -> None:
 def test_doubtful_pairs_are_left_out_where_that_is_asked_for(codec: TextCodec) -> None:
     data = build(codec, "skip")
     assert [item.place for item in data.items] == [f"f.jsonl:{n}" for n in (1, 6, 7)]
-    assert "1 rows left out: one answer is empty (f.jsonl:3)" in data.remarks
-    assert "2 rows left out: the chosen answer is the beginning of the rejected one (f.jsonl:5, 9)" in data.remarks
+    assert "1 rows left out: one answer is empty (f.jsonl:3)" in data.warnings
+    assert "2 rows left out: the chosen answer is the beginning of the rejected one (f.jsonl:5, 9)" in data.warnings
 
 
 def test_doubtful_pairs_stop_the_run_where_that_is_asked_for(codec: TextCodec) -> None:
@@ -120,7 +120,7 @@ def test_margins_from_a_csv_file(codec: TextCodec, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text("prompt,better,worse,margin\na,b,c,0.5\na,c,b,\na,d,b,-2e-1\n", encoding="utf-8")
     columns = {"chosen": "better", "rejected": "worse"}
-    parsed = preferences(read_rows(DataConfig(path=str(path))), columns)
+    parsed = preferences(read_data_rows(DataConfig(path=str(path))), columns)
     data = PreferenceData.build(parsed, codec, 99)
     margins = data.select([0, 1, 2]).sequence["margin"].tolist()
     assert margins == pytest.approx([0.5, 0.5, 0.0, 0.0, -0.2, -0.2])
@@ -218,7 +218,7 @@ def test_the_last_rows_find_a_partner_at_the_beginning(codec: TextCodec) -> None
 def test_a_batch_is_the_same_however_it_is_reached(codec: TextCodec, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(pair("b", "c d", margin=n)) + "\n" for n in range(5)), encoding="utf-8")
-    data = PreferenceData.build(preferences(read_rows(DataConfig(path=str(path)))), codec, 9)
+    data = PreferenceData.build(preferences(read_data_rows(DataConfig(path=str(path)))), codec, 9)
     first, again = data.batch(1, 4, seed=3), data.batch(1, 4, seed=3)
     assert first.ids == again.ids and torch.equal(first.input_ids, again.input_ids)
     chosen = [data.items[row].margin for row in first.sequence["row"].tolist()]

@@ -165,7 +165,7 @@ def test_rows_that_are_too_long(codec: TextCodec) -> None:
     with pytest.raises(UserError, match="longer than allowed"):
         build(codec, *values, limit=10)
     kept = build(codec, *values, limit=10, overlong="skip")
-    assert len(kept) == 1 and "1 rows left out" in kept.remarks[0]
+    assert len(kept) == 1 and "1 rows left out" in kept.warnings[0]
 
 
 def test_a_tokenizer_that_loses_the_separator_is_refused_with_the_rows(codec: TextCodec) -> None:

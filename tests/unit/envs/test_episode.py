@@ -17,7 +17,7 @@ import torch
 from quartet.batch.trajectory import STEP_PREFIX, Trajectory, TrajectoryEnd
 from quartet.config.errors import UserError
 from quartet.config.recipe import EnvironmentConfig
-from quartet.envs.episode import EpisodeError, NoRoom, play_episode
+from quartet.envs.episode import EpisodeError, NoRoom, run_episode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult, environment_factory
 from quartet.envs.transcript import SOURCE as ENVIRONMENT
 from quartet.envs.transcript import Action, EpisodeLimits, Seen, Transcript
@@ -73,7 +73,7 @@ async def played(make: EnvironmentFactory, generate: Any, codec: TextCodec, limi
             raise NoRoom(len(transcript.token_ids))
         return transcript.act(await generate(transcript.token_ids, turn, room))
 
-    ending = await play_episode("0.0", make, ITEM, act, limits)
+    ending = await run_episode("0.0", make, ITEM, act, limits)
     if ending.reward is not None:
         transcript.earn(ending.reward)
     return Trajectory(transcript.sequences(), ending.end, {ENVIRONMENT: ending.score})
@@ -235,7 +235,7 @@ def test_what_it_changes_about_this_process_is_put_back_and_told(plain: TextCode
     asyncio.run(played(make, Scripted(plain, ["a"] * 5), plain, limits))
     assert before == (torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd(), sys.getrecursionlimit())
     assert torch.equal(state, torch.get_rng_state())
-    changed, drawn = make.guard.remarks()
+    changed, drawn = make.guard.warnings()
     for name in ("default dtype", "gradient mode", "working directory", "recursion limit"):
         assert name in changed
     assert "the environment draws from torch's global generator" in drawn
@@ -245,7 +245,7 @@ def test_what_its_module_changes_while_it_is_imported_is_put_back(tmp_path: Path
     (tmp_path / "worlds.py").write_text(f"import torch\ntorch.set_default_dtype(torch.float64)\n{SOURCE}")
     make = environment_factory(EnvironmentConfig(target=f"{tmp_path}/worlds.py:Good", options={"size": 3}))
     assert torch.get_default_dtype() == torch.float32
-    assert make.guard.remarks() == ["the environment changed the default dtype; that was put back after each call"]
+    assert make.guard.warnings() == ["the environment changed the default dtype; that was put back after each call"]
 
 
 def test_a_failing_reset(plain: TextCodec) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.config import UserError
-from quartet.models.directories import load_remarks
+from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, scalar_model_from
 from quartet.trainers.sources import resolve_scalar_model
 
@@ -226,7 +226,7 @@ def test_headers_say_the_same(name, saved, tmp_path):
     whole, empty = (load_causal_lm(str(tmp_path / "model"), empty=empty) for empty in (False, True))
     assert _outline(empty) == _outline(whole)
     assert {t.device.type for t in (*empty.parameters(), *empty.buffers())} == {"meta"}
-    assert load_remarks(empty) == load_remarks(whole)
+    assert load_warnings(empty) == load_warnings(whole)
     scalar = scalar_model_from(empty, seed=0)
     assert _outline(scalar) == _outline(scalar_model_from(whole, seed=0)) and scalar.device.type == "meta"
 
@@ -239,17 +239,17 @@ def _outline(model: PreTrainedModel) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", list(ACCEPTED))
 def test_taken_with_a_remark(name, saved, tmp_path):
-    damage, remark = ACCEPTED[name]
+    damage, warning = ACCEPTED[name]
     shutil.copytree(saved / "causal", tmp_path / "model")
     damage(tmp_path / "model")
     model = load_causal_lm(str(tmp_path / "model"))
     expected = load_file(saved / "causal" / "model.safetensors")
     expected = {key: t.bfloat16().float() if name == "bf16" else t for key, t in expected.items()}
     assert all(torch.equal(values, expected[key]) for key, values in model.state_dict().items())
-    remarks = packed_causal_lm(model).remarks
-    assert remarks == () if remark is None else remark in "".join(remarks)
+    warnings = packed_causal_lm(model).warnings
+    assert warnings == () if warning is None else warning in "".join(warnings)
     scalar = scalar_model_from(model, seed=0)
-    assert vars(scalar)["quartet_load_remarks"] == remarks, "a reward model that starts from it says so, too"
+    assert vars(scalar)["quartet_load_remarks"] == warnings, "a reward model that starts from it says so, too"
 
 
 SCALAR: dict[str, tuple[Damage, str]] = {

@@ -19,8 +19,8 @@ from quartet.models.cuda_attention import (
     TreeIndex,
     block_mask,
     block_masks,
+    cuda_tree_attention,
     dense_mask,
-    tree_attention,
     tree_index,
 )
 
@@ -136,7 +136,7 @@ def test_flex_form_equals_the_dense_formula(
     q, k, v = heads(sum(tree[0]), size)
     expected = masked_attention(q, k, v, walked_mask(*tree, rule.window), rule)
     atol, rtol = tolerances[torch.float32]
-    torch.testing.assert_close(tree_attention(q, k, v, rule, *tree, {}), expected, atol=atol, rtol=rtol)
+    torch.testing.assert_close(cuda_tree_attention(q, k, v, rule, *tree, {}), expected, atol=atol, rtol=rtol)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -147,7 +147,7 @@ def test_fp64_form_has_the_gradients_of_the_cpu(
     weight = torch.randn(inputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found, expected = (
         torch.autograd.grad((out * weight).sum(), inputs)
-        for out in (tree_attention(*inputs, rule, *TREE, {}), PackedAttention(*TREE).attend(0, *inputs, rule))
+        for out in (cuda_tree_attention(*inputs, rule, *TREE, {}), PackedAttention(*TREE).attend(0, *inputs, rule))
     )
     atol, rtol = tolerances[torch.float64]
     for ours, theirs in zip(found, expected, strict=True):
@@ -165,7 +165,7 @@ def test_layers_share_what_the_pack_needs(monkeypatch: pytest.MonkeyPatch) -> No
     cache: dict[object, object] = {}
     q, k, v = (x.detach() for x in heads(sum(TREE[0]), 16))
     for window in (None, 6, None, 6, 1000):
-        tree_attention(q, k, v, LayerRule(0.3, window), *TREE, cache)
+        cuda_tree_attention(q, k, v, LayerRule(0.3, window), *TREE, cache)
     assert made == [None, 6]
 
 

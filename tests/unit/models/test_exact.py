@@ -20,8 +20,8 @@ from quartet.models.exact import (
     ExactPackedAttention,
     additive_mask,
     decode_attention,
+    exact_masked_attention,
     key_length,
-    masked_attention,
 )
 from quartet.models.exact_check import check_exact
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
@@ -162,7 +162,7 @@ class Continued(ExactContext):
         else:
             mask = additive_mask(positions, self.num_keys, rule, q.dtype).unsqueeze(1)
             rows = F.pad(wanted, (0, 0, 0, max(0, MIN_ROWS - self.size)))
-            out = masked_attention(rows, keys, values, mask, rule)[:, :, : self.size]
+            out = exact_masked_attention(rows, keys, values, mask, rule)[:, :, : self.size]
         packed = out.transpose(0, 1).flatten(1, 2)
         return F.pad(packed, (0, 0, 0, q.shape[2] - packed.shape[1])).unsqueeze(0)
 

@@ -52,7 +52,7 @@ def twins(build_architecture: Build) -> Callable[..., tuple[PreTrainedModel, Pre
     def make(name: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
         plain = build_architecture(name, **options)
         patched = copy.deepcopy(plain)
-        fused.install(patched)
+        fused.install_fused(patched)
         return patched, plain
 
     return make
@@ -83,7 +83,7 @@ def compare(patched: PreTrainedModel, plain: PreTrainedModel, check: Close, auto
 @pytest.mark.parametrize("name", list(RECOGNISED))
 def test_recognised_modules(name: str, build_architecture: Build) -> None:
     model = build_architecture(name)
-    patches = fused.install(model)
+    patches = fused.install_fused(model)
     norms = [m for m in patches.modules if "weight" in m._parameters]
     assert (len(norms), len(patches.modules) - len(norms)) == RECOGNISED[name]
 
@@ -157,7 +157,7 @@ def test_frozen_sides_get_no_gradient(frozen: str, close: Close) -> None:
     x.requires_grad_(frozen != "input")
     norm.weight.requires_grad_(frozen != "weight")
     plain = copy.deepcopy(norm)
-    fused.install(norm)
+    fused.install_fused(norm)
     for module in (norm, plain):
         module(x).square().sum().backward()
     if frozen == "weight":
@@ -173,7 +173,7 @@ def test_a_backward_under_autocast_stays_in_fp32(close: Close) -> None:
     norm = Qwen2RMSNorm(64)
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     expected = torch.autograd.grad(norm(x).pow(3).sum(), (x, norm.weight))
-    fused.install(norm)
+    fused.install_fused(norm)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = torch.autograd.grad(norm(x).pow(3).sum(), (x, norm.weight))
     for a, b in zip(found, expected, strict=True):
@@ -187,7 +187,7 @@ def test_activation_checkpointing_gives_the_same_gradients(build_architecture: B
     gradients = []
     for checkpointing in (False, True):
         own = copy.deepcopy(model)
-        fused.install(own)
+        fused.install_fused(own)
         packed = PackedCausalLM(own, activation_checkpointing=checkpointing)
         packed.hidden(ids, positions, PackedAttention([13, 13])).square().sum().backward()
         gradients.append({name: p.grad for name, p in own.named_parameters() if p.grad is not None})
@@ -201,7 +201,7 @@ def test_removed_without_a_trace(build_architecture: Build) -> None:
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     with torch.no_grad():
         expected = model(input_ids=tokens()).logits
-        patches = fused.install(model)
+        patches = fused.install_fused(model)
         assert patches.modules
         assert not torch.equal(model(input_ids=tokens()).logits, expected), "nothing was replaced"
         patches.remove()
@@ -217,7 +217,7 @@ def test_removed_without_a_trace(build_architecture: Build) -> None:
 
 def test_a_copy_runs_on_its_own_weights(build_architecture: Build) -> None:
     model = build_architecture("qwen3")
-    fused.install(model)
+    fused.install_fused(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         expected = model(input_ids=tokens()).logits
@@ -235,7 +235,7 @@ def test_rows_of_the_norm_do_not_see_each_other(norm_class: Callable[..., nn.Mod
     """To the bit, alone, among some, in many chunks, and with gradients."""
     norm = norm_class(width)
     norm.weight.normal_(generator=torch.Generator().manual_seed(0))
-    fused.install(norm)
+    fused.install_fused(norm)
     x = torch.randn(3 * fused._CACHED_NUMEL // width + 5, width, generator=torch.Generator().manual_seed(1))
     together = norm(x)
     for num in (*range(1, 35), 64, 100):
@@ -286,7 +286,7 @@ def test_memory_order_of_a_transposed_view_stays(monkeypatch: pytest.MonkeyPatch
     norm = Qwen2RMSNorm(8)
     x = torch.randn(2, 9, 4, 8, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
     expected = norm(x)
-    fused.install(norm)
+    fused.install_fused(norm)
     found = [norm(x)]
     with torch.enable_grad():
         found.append(norm(x.clone().requires_grad_()))
@@ -322,7 +322,7 @@ class _Gated(Qwen2RMSNorm):
 @pytest.mark.parametrize("build", [_MeanAbsolute, _EpsilonOutside, nn.LayerNorm, lambda n: nn.LayerNorm(n, bias=False)])
 def test_look_alikes_stay_as_they_are(build: Callable[[int], nn.Module]) -> None:
     module = build(24)
-    assert fused.install(nn.Sequential(module)).modules == []
+    assert fused.install_fused(nn.Sequential(module)).modules == []
     assert "forward" not in vars(module)
 
 
@@ -330,7 +330,7 @@ def test_a_forward_of_the_instance_s_own_stays() -> None:
     """Its owner put it there, and takes it away."""
     norm = Qwen2RMSNorm(24)
     norm.forward = lambda x: 2 * x
-    patches = fused.install(norm)
+    patches = fused.install_fused(norm)
     patches.remove()
     assert torch.equal(norm(torch.ones(24)), torch.full((24,), 2.0))
 
@@ -339,7 +339,7 @@ def test_other_calls_reach_the_module_s_own_forward() -> None:
     norm = _Gated(24)
     x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
     expected = norm(x, 3 * x), norm(hidden_states=x), norm(x.double()), norm(x)
-    assert fused.install(norm).modules == [norm]
+    assert fused.install_fused(norm).modules == [norm]
     found = norm(x, 3 * x), norm(hidden_states=x), norm(x.double())
     assert all(torch.equal(a, b) for a, b in zip(found, expected[:3], strict=True))
     torch.testing.assert_close(norm(x), expected[3])
@@ -349,7 +349,7 @@ def test_hooks_still_run() -> None:
     norm = Qwen2RMSNorm(24)
     seen: list[Tensor] = []
     norm.register_forward_hook(lambda module, args, out: seen.append(out))
-    fused.install(norm)
+    fused.install_fused(norm)
     out = norm(torch.ones(3, 24))
     assert seen == [out]
 
@@ -358,6 +358,6 @@ def test_torch_s_own_norm_is_recognised() -> None:
     norm = nn.RMSNorm(24, eps=1e-3)
     x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
     expected = norm(x)
-    assert fused.install(norm).modules == [norm]
+    assert fused.install_fused(norm).modules == [norm]
     torch.testing.assert_close(norm(x), expected)
     assert norm.normalized_shape == (24,), "the probe changes nothing"

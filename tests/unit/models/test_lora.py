@@ -146,7 +146,7 @@ def test_only_factors_and_a_scalar_head_are_trained(make_model: Make) -> None:
     critic = packed_scalar_model(scalar_model_from(make_model(), seed=0), lora=LORA)
     trained = {n for n, p in critic.model.named_parameters() if p.requires_grad}
     assert trained == {n for n, _ in critic.model.named_parameters() if ".lora_" in n} | {"score.weight"}
-    assert "score in full" in critic.remarks[-1] and "rank 4 on 14 linear layers" in critic.remarks[-1]
+    assert "score in full" in critic.warnings[-1] and "rank 4 on 14 linear layers" in critic.warnings[-1]
 
 
 @pytest.mark.parametrize(

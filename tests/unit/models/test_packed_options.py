@@ -119,12 +119,12 @@ def test_exact_contexts_never_run_few_rows(make_model, sequences):
 
 def test_an_unshared_model_says_so_once(make_model):
     packed = PackedCausalLM(make_model("llama"))
-    assert packed.shares_prefixes and packed.remarks == ()
+    assert packed.shares_prefixes and packed.warnings == ()
     packed.shares_prefixes, packed.unshared_because = False, "it counts its tokens"
-    assert packed.remarks == ("LlamaForCausalLM: prompts are computed for every response; it counts its tokens",)
+    assert packed.warnings == ("LlamaForCausalLM: prompts are computed for every response; it counts its tokens",)
 
 
 def test_dropout_set_to_0_is_said(make_model):
-    assert PackedCausalLM(make_model()).remarks == ()
-    (remark,) = PackedCausalLM(make_model(attention_dropout=0.1)).remarks
-    assert "dropout" in remark and "0.1" in remark
+    assert PackedCausalLM(make_model()).warnings == ()
+    (warning,) = PackedCausalLM(make_model(attention_dropout=0.1)).warnings
+    assert "dropout" in warning and "0.1" in warning

@@ -98,8 +98,8 @@ def test_scores_outside_equal_ours(case, tmp_path, make_model, make_tokenizer, c
     packed = _packed(make_model())
     config, weight = packed.model.config, packed.model.get_input_embeddings().weight
     former = config.pad_token_id, config.vocab_size
-    remark = save_scalar_model(packed, tokenizer, tmp_path, seen=_seen(*occurring), eos_ids=eos_ids)
-    assert (remark is not None and "embedding row" in remark) == (expected == VOCAB)
+    warning = save_scalar_model(packed, tokenizer, tmp_path, seen=_seen(*occurring), eos_ids=eos_ids)
+    assert (warning is not None and "embedding row" in warning) == (expected == VOCAB)
     assert (tokenizer.pad_token, len(tokenizer), tokenizer.padding_side) == before
     assert (config.pad_token_id, config.vocab_size) == former, "the model in memory keeps its own"
     assert packed.model.get_input_embeddings().weight is weight
@@ -152,8 +152,8 @@ def test_learnt_positions_are_padded_on_the_right_and_say_so(tmp_path, make_toke
     config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2)
     tokenizer = make_tokenizer(eos_token="t1")
     packed = _packed(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
-    remark = save_scalar_model(packed, tokenizer, tmp_path, seen=_seen(1))
-    assert remark is not None and "pad batches on the right" in remark
+    warning = save_scalar_model(packed, tokenizer, tmp_path, seen=_seen(1))
+    assert warning is not None and "pad batches on the right" in warning
     close(_plain(tmp_path, TEXTS, "right"), _ours(packed, tokenizer, TEXTS))
 
 
@@ -171,12 +171,12 @@ def test_adapters(export, tmp_path, make_model, make_tokenizer, close):
         for parameter in packed.adapters.trained.values():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
     tokenizer, path = make_tokenizer(eos_token="t1", pad_token="t1"), tmp_path / "model"
-    remark = save_scalar_model(packed, tokenizer, path, seen=_seen(1))
+    warning = save_scalar_model(packed, tokenizer, path, seen=_seen(1))
     scores = _ours(packed, tokenizer, TEXTS)
     close(_plain(path, TEXTS, "left"), scores)
-    assert remark is not None and ("by the adapter" in remark) == (export == "both")
+    assert warning is not None and ("by the adapter" in warning) == (export == "both")
     if export == "both":
-        assert f"resize_token_embeddings({VOCAB + 1})" in remark and f"pad_token_id = {VOCAB}" in remark
+        assert f"resize_token_embeddings({VOCAB + 1})" in warning and f"pad_token_id = {VOCAB}" in warning
         base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
         base.resize_token_embeddings(VOCAB + 1)
         base.config.pad_token_id = VOCAB

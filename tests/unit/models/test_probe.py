@@ -42,7 +42,7 @@ from quartet.models import attention
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed import PackedCausalLM
-from quartet.models.probe import check_decoding, context_length, probe
+from quartet.models.probe import check_decoding, model_context_length, probe
 from quartet.train.engine import Needs, TrainEngine
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -104,7 +104,7 @@ def test_proven_architectures_pass(architecture, make_model):
     packed = packed_causal_lm(make_model(architecture))
     assert probe(packed) < 1e-5
     assert packed.shares_prefixes
-    assert packed.remarks == ()
+    assert packed.warnings == ()
 
 
 @pytest.mark.parametrize("name", list(PASSING))
@@ -201,7 +201,7 @@ def _hidden(packed, *lengths):
 def test_within_the_bound_it_is_right(rope_type, make_model, short_side, close):
     packed = packed_causal_lm(FOLLOWING[rope_type](make_model))
     plain = FOLLOWING[rope_type](make_model)
-    assert context_length(packed.model) == short_side
+    assert model_context_length(packed.model) == short_side
     ids = (torch.arange(short_side + 5) % 61).unsqueeze(0)
     with torch.no_grad():
         ours = packed.logits(_hidden(packed, short_side, 5))
@@ -234,7 +234,7 @@ def test_beyond_the_bound_a_released_model_runs(rope_type, make_model, short_sid
 
 def test_other_rotary_embeddings_are_bounded_by_the_context_alone(make_model):
     model = make_model("gemma3")
-    assert context_length(model) == 64
+    assert model_context_length(model) == 64
     assert not packed_causal_lm(model).body._forward_pre_hooks
 
 
@@ -289,8 +289,8 @@ def _rotary_in_the_order_of_the_input(model):
 def test_rotary_positions_in_the_order_of_the_input_unshare(make_model):
     packed = packed_causal_lm(_rotary_in_the_order_of_the_input(make_model("llama")))
     assert not packed.shares_prefixes
-    (remark,) = packed.remarks
-    assert "LlamaForCausalLM" in remark and "of the largest" in remark
+    (warning,) = packed.warnings
+    assert "LlamaForCausalLM" in warning and "of the largest" in warning
     with pytest.raises(UserError, match="cannot be sampled") as refused:
         check_decoding(packed)
     assert "position_ids" in refused.value.found
@@ -301,7 +301,7 @@ def test_attention_that_loses_the_parent_unshares(make_model, monkeypatch):
     monkeypatch.setattr(PackedAttention, "__init__", lambda self, lengths, parents=None: build(self, lengths))
     for packed in (packed_causal_lm(make_model()), packed_scalar_model(scalar_model_from(make_model(), seed=0))):
         assert not packed.shares_prefixes
-        assert len(packed.remarks) == 1
+        assert len(packed.warnings) == 1
         assert check_decoding(packed) < 1e-5, "sampling does not need the tree"
 
 
@@ -400,7 +400,7 @@ def test_release_puts_dropout_back(make_model):
         "model.layers.0.self_attn.attention_dropout": 0.25,
         "model.layers.1.self_attn.attention_dropout": 0.25,
     }
-    assert packed.remarks == (
+    assert packed.warnings == (
         "dropout set to 0 in 3 places (first model.layers.0.self_attn.attention_dropout, was 0.25)",
     )
     packed.release()

@@ -79,7 +79,7 @@ def test_what_is_changed_is_put_back_and_told_once(name: str) -> None:
             change()
             assert look() != before
         assert look() == before
-    assert guard.remarks() == [f"the reward 'x' changed {name}; that was put back after each call"]
+    assert guard.warnings() == [f"the reward 'x' changed {name}; that was put back after each call"]
 
 
 PRECISIONS = {
@@ -101,7 +101,7 @@ def test_precisions_that_torch_has_several_settings_for_are_put_back(name: str) 
             pass
     assert [place.fp32_precision for place in PRECISIONS.values()] == settings
     assert torch.get_float32_matmul_precision() == before
-    assert "the precision of float32 products" in guard.remarks()[0]
+    assert "the precision of float32 products" in guard.warnings()[0]
 
 
 def test_what_is_changed_before_an_error_is_put_back_too() -> None:
@@ -109,14 +109,14 @@ def test_what_is_changed_before_an_error_is_put_back_too() -> None:
     with pytest.raises(ZeroDivisionError), guard.held():
         torch.set_grad_enabled(False)
         raise ZeroDivisionError
-    assert torch.is_grad_enabled() and "gradient mode" in guard.remarks()[0]
+    assert torch.is_grad_enabled() and "gradient mode" in guard.warnings()[0]
 
 
 def test_code_that_changes_nothing_is_not_mentioned() -> None:
     guard = GlobalStateGuard("the reward 'x'")
     with guard.held():
         assert torch.zeros(2).sum() == 0
-    assert guard.remarks() == []
+    assert guard.warnings() == []
 
 
 def test_what_cannot_be_put_back_stops_the_run() -> None:
@@ -158,8 +158,8 @@ def test_random_numbers_are_drawn_beside_training(name: str) -> None:
             inside.append(draw())
         outside.append(draw())
     assert inside == alone == outside and len(set(alone)) == 4
-    (remark,) = guard.remarks()
-    assert f"draws from {name}" in remark and "resumed" in remark
+    (warning,) = guard.warnings()
+    assert f"draws from {name}" in warning and "resumed" in warning
 
 
 def test_a_generator_that_the_code_seeds_is_not_that_of_training() -> None:
@@ -189,7 +189,7 @@ for change in (close, close_descriptor, redirect, replace, both):
         change()
     print(change.__name__, flush=True)
     os.system("echo program")
-print(sys.stdin.read(), guard.remarks())
+print(sys.stdin.read(), guard.warnings())
 """
     done = subprocess.run([sys.executable, "-c", code], input="input", capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -230,7 +230,7 @@ def test_outside_of_the_main_thread_everything_but_signals_is_held() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert torch.get_default_dtype() == torch.float32 and "default dtype" in guard.remarks()[0]
+    assert torch.get_default_dtype() == torch.float32 and "default dtype" in guard.warnings()[0]
 
 
 # Code that waits ------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def test_async_code_is_held_while_it_computes_and_not_while_others_do(tmp_path: 
     here = os.getcwd()
     assert asyncio.run(both()) == "done"
     assert seen == [(True, here)] * 5
-    assert guard.remarks() == [
+    assert guard.warnings() == [
         "the reward 'x' changed the gradient mode, the working directory; that was put back after each call"
     ]
 

@@ -90,10 +90,10 @@ def test_what_is_measured_holds_for_the_number_of_threads() -> None:
 
 def test_changes_name_what_changed() -> None:
     now = processor.record()
-    assert processor.changes(now, now) == []
-    assert processor.changes({}, now) == []
+    assert processor.processor_changes(now, now) == []
+    assert processor.processor_changes({}, now) == []
     before = {"processor": {**now["processor"], "capability": "AVX7", "threads": 9}}
-    (text,) = processor.changes(before, now)
+    (text,) = processor.processor_changes(before, now)
     assert f"capability AVX7 → {now['processor']['capability']}" in text and "threads 9 → 1" in text
     assert "name" not in text
 

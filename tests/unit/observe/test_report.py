@@ -17,8 +17,8 @@ from quartet.config.errors import UserError
 from quartet.observe.report import build_report
 from quartet.observe.report.build import SCRIPTS
 from quartet.observe.report.collect import collect_run
-from quartet.observe.report.samples import Limits, compact, evenly
-from quartet.observe.rollouts import read_step, step_path
+from quartet.observe.report.samples import ReportLimits, compact, evenly
+from quartet.observe.rollouts import read_step, rollouts_path
 from quartet.observe.spans import SpanRecorder
 
 ASSETS = Path(__file__).parents[3] / "src" / "quartet" / "observe" / "report" / "assets"
@@ -97,7 +97,7 @@ def test_scripts_never_make_markup_from_data() -> None:
 
 
 def test_stages_come_in_the_order_they_ran(tmp_path: Path, make_run: MakeRun) -> None:
-    data = collect_run(make_run(tmp_path / "run"), Limits())
+    data = collect_run(make_run(tmp_path / "run"), ReportLimits())
     assert [stage["id"] for stage in data["stages"]] == ["sft", "reward_model", "rl"]
     sft, _, rl = data["stages"]
     assert sft["rollouts"] is None
@@ -117,7 +117,7 @@ def test_timing_adds_up(tmp_path: Path) -> None:
         with recorder.span(name, step=1, tokens=10):
             now[0] = end
     recorder.close()
-    timing = collect_run(tmp_path, Limits())["stages"][0]["timing"]
+    timing = collect_run(tmp_path, ReportLimits())["stages"][0]["timing"]
     assert timing["seconds"] == {"a": [3], "b": [2]}
     assert timing["tokens"] == {"a": [20], "b": [10]}
     assert timing["wall_s"] == [6]
@@ -138,7 +138,7 @@ def _record(path: Path, rows: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
         with recorder.span(name, step=step, role=role, mode=mode):
             now[0] = end
     recorder.close()
-    timing: dict[str, Any] = collect_run(path, Limits())["stages"][0]["timing"]
+    timing: dict[str, Any] = collect_run(path, ReportLimits())["stages"][0]["timing"]
     return timing
 
 
@@ -185,7 +185,7 @@ def test_what_is_written_in_the_background_does_not_lengthen_its_step(tmp_path: 
 
 def test_limits_are_kept_and_said(tmp_path: Path, make_run: MakeRun) -> None:
     run = make_run(tmp_path / "run", steps=30)
-    limits = Limits(steps=4, tokens=4 * 200, tokens_per_response=12, responses_per_group=3)
+    limits = ReportLimits(steps=4, tokens=4 * 200, tokens_per_response=12, responses_per_group=3)
     rollouts = collect_run(run, limits)["stages"][-1]["rollouts"]
     assert rollouts["steps"] == [1, 11, 20, 30], "first and last always"
     for samples in rollouts["samples"].values():
@@ -198,7 +198,7 @@ def test_limits_are_kept_and_said(tmp_path: Path, make_run: MakeRun) -> None:
 
 
 def test_small_runs_are_embedded_whole(tmp_path: Path, make_run: MakeRun) -> None:
-    rollouts = collect_run(make_run(tmp_path / "run", steps=5), Limits())["stages"][-1]["rollouts"]
+    rollouts = collect_run(make_run(tmp_path / "run", steps=5), ReportLimits())["stages"][-1]["rollouts"]
     assert rollouts["note"] is None
     assert all(len(samples) == 24 for samples in rollouts["samples"].values())
     sample = next(s for s in rollouts["samples"]["1"] if s["tokens"][0] != "[tool")
@@ -207,7 +207,7 @@ def test_small_runs_are_embedded_whole(tmp_path: Path, make_run: MakeRun) -> Non
 
 
 def test_same_prompt_is_found_at_steps_that_are_not_embedded(tmp_path: Path, make_run: MakeRun) -> None:
-    rollouts = collect_run(make_run(tmp_path / "run", steps=12), Limits(steps=2))["stages"][-1]["rollouts"]
+    rollouts = collect_run(make_run(tmp_path / "run", steps=12), ReportLimits(steps=2))["stages"][-1]["rollouts"]
     assert rollouts["steps"] == [1, 12]
     steps = [echo["step"] for echo in rollouts["echoes"]["p3"]]
     assert steps == [4, 9], "of steps 4, 5, 8 and 9, as many as the limit says"
@@ -219,7 +219,7 @@ def test_damaged_parts_are_noted_not_fatal(tmp_path: Path, make_run: MakeRun) ->
     (run / "summary.json").write_text("{")
     (run / "sft" / "metrics.jsonl").write_text("nonsense\n{}\n")
     (run / "sft" / "spans.jsonl").write_text('{"other": 1}\n')
-    rollout = step_path(run / "rl" / "rollouts", 3)
+    rollout = rollouts_path(run / "rl" / "rollouts", 3)
     rollout.write_bytes(rollout.read_bytes()[:-20])
     with (run / "rl" / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step":6,"lo')
@@ -236,7 +236,7 @@ def test_damaged_parts_are_noted_not_fatal(tmp_path: Path, make_run: MakeRun) ->
 
 def test_metric_of_another_version_is_shown_unexplained(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step":1,"time_s":1.0,"future/metric":2.0}\n')
-    data = collect_run(tmp_path, Limits())
+    data = collect_run(tmp_path, ReportLimits())
     assert data["explained"] == {"future/metric": None}
     assert data["stages"][0]["metrics"]["series"] == {"future/metric": [2]}
 

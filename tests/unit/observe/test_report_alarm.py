@@ -15,7 +15,7 @@ import pytest
 from quartet.observe.jsonl import RowAppender, truncate_after
 from quartet.observe.report import build_report
 from quartet.observe.report.collect import collect_run
-from quartet.observe.report.samples import Limits
+from quartet.observe.report.samples import ReportLimits
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
@@ -38,7 +38,7 @@ def hacked(tmp_path: Path, make_run: MakeRun) -> Path:
 
 
 def test_the_last_alarm_is_shown_and_all_are_named(hacked: Path) -> None:
-    stages = {stage["id"]: stage for stage in collect_run(hacked, Limits(echo_characters=50))["stages"]}
+    stages = {stage["id"]: stage for stage in collect_run(hacked, ReportLimits(echo_characters=50))["stages"]}
     assert stages["sft"]["alarms"] is None
     alarms = stages["rl"]["alarms"]
     assert alarms["steps"] == [4, 6] and alarms["text"] == "reward hacking? second"
@@ -48,13 +48,13 @@ def test_the_last_alarm_is_shown_and_all_are_named(hacked: Path) -> None:
 
 def test_alarms_after_the_checkpoint_are_dropped_on_resume(hacked: Path) -> None:
     assert truncate_after(hacked / "rl" / "alarms.jsonl", 5) == 1
-    stages = {stage["id"]: stage for stage in collect_run(hacked, Limits())["stages"]}
+    stages = {stage["id"]: stage for stage in collect_run(hacked, ReportLimits())["stages"]}
     assert stages["rl"]["alarms"]["steps"] == [4]
 
 
 def test_a_damaged_file_is_named_and_costs_only_itself(hacked: Path) -> None:
     (hacked / "rl" / "alarms.jsonl").write_bytes(b"{\n")
-    data = collect_run(hacked, Limits())
+    data = collect_run(hacked, ReportLimits())
     assert all(stage["alarms"] is None for stage in data["stages"])
     assert any("alarms.jsonl" in note for note in data["notes"])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quartet.observe.report import build_report
-from quartet.observe.report.samples import Limits, collect_rollouts
+from quartet.observe.report.samples import ReportLimits, collect_rollouts
 from quartet.observe.rollouts import RolloutRecord, RolloutWriter
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -60,7 +60,7 @@ def test_states_and_sequences_reach_the_page(tmp_path: Path) -> None:
     writer.write(1, RECORDS)
     writer.write(2, [record(0, 0, "ask", "seven", step=2), record(0, 1, "noted", "eight", step=2)])
     warned: list[str] = []
-    data = collect_rollouts(tmp_path, Limits(), warned.append)
+    data = collect_rollouts(tmp_path, ReportLimits(), warned.append)
     assert data is not None and not warned
     assert {key: prompt["text"] for key, prompt in data["prompts"].items()} == {
         "p0": "ask",
@@ -82,7 +82,7 @@ def test_states_and_sequences_reach_the_page(tmp_path: Path) -> None:
 
 def test_limits_cut_trajectories_not_sequences(tmp_path: Path) -> None:
     RolloutWriter(tmp_path).write(1, RECORDS)
-    data = collect_rollouts(tmp_path, Limits(responses_per_group=1), [].append)
+    data = collect_rollouts(tmp_path, ReportLimits(responses_per_group=1), [].append)
     assert data is not None
     assert [s["id"] for s in data["samples"]["1"]] == ["1.0", "1.0.1"]
     assert "1 of the 2 responses" in data["note"]
@@ -92,7 +92,7 @@ def test_echoes_are_of_first_states(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path)
     for step in (1, 2, 3):
         writer.write(step, [record(0, 0, "ask", "a", step=step), record(0, 1, "noted", "b", step=step)])
-    data = collect_rollouts(tmp_path, Limits(steps=2), [].append)
+    data = collect_rollouts(tmp_path, ReportLimits(steps=2), [].append)
     assert data is not None
     assert [(e["step"], e["text"], e["count"]) for e in data["echoes"]["p0"]] == [(2, "a", 1)]
 

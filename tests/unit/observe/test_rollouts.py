@@ -16,8 +16,8 @@ from quartet.observe.rollouts import (
     RolloutWriter,
     list_steps,
     read_step,
-    step_path,
-    truncate_after,
+    rollouts_path,
+    truncate_rollouts_after,
 )
 
 RECORD = RolloutRecord(
@@ -90,13 +90,13 @@ def test_truncation_removes_later_steps_and_leftovers(tmp_path: Path) -> None:
     (tmp_path / "step_000003.jsonl.gz.tmp").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
     assert list_steps(tmp_path) == [1, 2, 3, 1_000_000]
-    assert truncate_after(tmp_path, 2) == [3, 1_000_000]
+    assert truncate_rollouts_after(tmp_path, 2) == [3, 1_000_000]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "notes.txt",
         "step_000001.jsonl.gz",
         "step_000002.jsonl.gz",
     ]
-    assert truncate_after(tmp_path / "missing", 2) == []
+    assert truncate_rollouts_after(tmp_path / "missing", 2) == []
     assert list_steps(tmp_path / "missing") == []
 
 
@@ -109,7 +109,7 @@ def test_missing_step_says_which_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [0, 5, 40, -9, -1])
 def test_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
     RolloutWriter(tmp_path).write(1, [RECORD])
-    path = step_path(tmp_path, 1)
+    path = rollouts_path(tmp_path, 1)
     data = path.read_bytes()
     path.write_bytes(data[:keep] or b"\x00")
     with pytest.raises(UserError, match="damaged") as caught:

@@ -27,7 +27,7 @@ def test_exact_match_of_the_final_answer(completion: str, right: bool) -> None:
 def _groups(n: int) -> list[tuple[str, list[str]]]:
     """Groups of a right and a wrong completion each."""
     groups = []
-    for prompt in task.prompts(100, n):
+    for prompt in task.toy_prompts(100, n):
         first, second = task.operands(prompt)
         groups.append((prompt, [task.work(first, second), str(first + second + 1)]))
     return groups

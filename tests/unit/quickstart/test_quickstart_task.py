@@ -51,15 +51,15 @@ def test_a_malformed_prompt_is_refused(prompt: str) -> None:
 def test_demonstrations_depend_on_the_seed_alone() -> None:
     random.seed(1)
     before = random.getstate()
-    rows = task.demonstrations(100, 50)
+    rows = task.toy_demonstrations(100, 50)
     assert random.getstate() == before
-    assert rows == task.demonstrations(100, 80)[:50]
-    assert rows != task.demonstrations(101, 50)
+    assert rows == task.toy_demonstrations(100, 80)[:50]
+    assert rows != task.toy_demonstrations(101, 50)
 
 
 def test_most_demonstrators_make_the_same_mistake_where_there_is_a_carry() -> None:
     with_carry, same_wrong, without_carry, right_without = 0, 0, 0, 0
-    for row in task.demonstrations(100, 4000):
+    for row in task.toy_demonstrations(100, 4000):
         first, second = task.operands(row["prompt"])
         if task.work(first, second) == task.work(first, second, "forgetful"):
             without_carry += 1
@@ -73,21 +73,21 @@ def test_most_demonstrators_make_the_same_mistake_where_there_is_a_carry() -> No
 
 
 def test_splits_are_disjoint_whatever_the_seed_and_the_order_of_operands() -> None:
-    trained = {task.operands(row["prompt"]) for row in task.demonstrations(100, 3000)}
-    trained |= {task.operands(prompt) for prompt in task.prompts(101, 2000)}
-    held_out = {task.operands(prompt) for prompt in task.prompts(102, 500, "held_out")}
+    trained = {task.operands(row["prompt"]) for row in task.toy_demonstrations(100, 3000)}
+    trained |= {task.operands(prompt) for prompt in task.toy_prompts(101, 2000)}
+    held_out = {task.operands(prompt) for prompt in task.toy_prompts(102, 500, "held_out")}
     mirrored = {(second, first) for first, second in held_out}
     assert len(held_out) == 500
     assert not trained & (held_out | mirrored)
 
 
 def test_prompts_are_distinct_and_depend_on_the_seed_alone() -> None:
-    drawn = task.prompts(100, 1000)
+    drawn = task.toy_prompts(100, 1000)
     assert len(set(drawn)) == 1000
-    assert drawn == task.prompts(100, 1000)
-    assert drawn != task.prompts(101, 1000)
+    assert drawn == task.toy_prompts(100, 1000)
+    assert drawn != task.toy_prompts(101, 1000)
 
 
 def test_more_prompts_than_there_are_is_refused() -> None:
     with pytest.raises(ValueError, match="distinct"):
-        task.prompts(100, task.num_inputs("held_out") + 1, "held_out")
+        task.toy_prompts(100, task.num_inputs("held_out") + 1, "held_out")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from quartet.quickstart.task import demonstrations
+from quartet.quickstart.task import toy_demonstrations
 from quartet.quickstart.tokenizer import ALPHABET, build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -20,7 +20,7 @@ def test_text_over_the_alphabet_survives_a_round_trip(text: str) -> None:
 
 
 def test_the_alphabet_covers_the_task() -> None:
-    text = "".join(row["prompt"] + row["completion"] for row in demonstrations(100, 200))
+    text = "".join(row["prompt"] + row["completion"] for row in toy_demonstrations(100, 200))
     assert set(text) == set(ALPHABET)
     assert TOKENIZER.unk_token_id not in TOKENIZER(text)["input_ids"]
 

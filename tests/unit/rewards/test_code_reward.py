@@ -14,7 +14,7 @@ from quartet.config import UserError
 from quartet.config.rewards import CodeReward, Isolation
 from quartet.rewards import code_tests
 from quartet.rewards.code_tests import Case, CodeSource, extract_code, read_tests
-from quartet.rewards.sandbox.run import Check, SandboxError
+from quartet.rewards.sandbox.run import SandboxError, SolutionCheck
 from quartet.rewards.source import RewardError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made of Linux' namespaces")
@@ -55,19 +55,24 @@ def test_a_long_run_of_spaces_is_no_reason_to_wait() -> None:
 def test_forms_of_tests() -> None:
     asserts = "import math\nassert f(1) == 2\n\nassert f(2) == 3, 'three'\n"
     assert read_tests(asserts) == [
-        Check("import math", False),
-        Check("assert f(1) == 2"),
-        Check("assert f(2) == 3, 'three'"),
+        SolutionCheck("import math", False),
+        SolutionCheck("assert f(1) == 2"),
+        SolutionCheck("assert f(2) == 3, 'three'"),
     ]
     whole = "def check(f):\n    assert f(1) == 2\ncheck(g)"
-    assert read_tests(whole) == [Check(whole)]
-    assert read_tests(["x = 1\nassert f(x)", "assert f(2)"]) == [Check("x = 1\nassert f(x)"), Check("assert f(2)")]
+    assert read_tests(whole) == [SolutionCheck(whole)]
+    assert read_tests(["x = 1\nassert f(x)", "assert f(2)"]) == [
+        SolutionCheck("x = 1\nassert f(x)"),
+        SolutionCheck("assert f(2)"),
+    ]
     cases = [Case("2\n", "4\n"), Case("5", "10")]
     assert read_tests(PAIRS) == cases
     assert read_tests({"inputs": ["2\n", "5"], "outputs": ["4\n", "10"]}) == cases
     assert read_tests(json.dumps(PAIRS)) == cases
     assert read_tests([{"input": ["1", "2"], "output": [3]}]) == [Case("1\n2", "3")]
-    assert read_tests("[f(1)]\nassert f(2)") == [Check("[f(1)]", False), Check("assert f(2)")], "not JSON"
+    assert read_tests("[f(1)]\nassert f(2)") == [SolutionCheck("[f(1)]", False), SolutionCheck("assert f(2)")], (
+        "not JSON"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,10 +114,10 @@ def test_what_could_not_be_judged_is_remarked() -> None:
     finally:
         source.close()
     assert found == [0.0, 0.5]
-    made, refused = source.remarks()
+    made, refused = source.warnings()
     assert "sandbox made by" in made
     assert "2 tests failed unjudged" in refused and "a generator, which is lazy" in refused
-    assert len(CodeSource(CodeReward(isolation="process")).remarks()) == 1
+    assert len(CodeSource(CodeReward(isolation="process")).warnings()) == 1
 
 
 def test_code_that_was_too_slow_once_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_a_failure_stops_or_is_left_out() -> None:
     outcome = run(reward, texts)
     assert (outcome.scores, outcome.failed) == ([1.0, None, 1.0], [False, True, False])
     assert [str(reason.problem) for reason in outcome.reasons] == ["cannot score bad"]
-    assert reward.remarks() == ["reward 'probe': 1 samples left out; the first because cannot score bad: a"]
+    assert reward.warnings() == ["reward 'probe': 1 samples left out; the first because cannot score bad: a"]
 
 
 def test_one_bad_sample_does_not_cost_its_batch() -> None:

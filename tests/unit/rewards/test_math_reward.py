@@ -33,7 +33,7 @@ def score(source: MathSource, *pairs: tuple[str, Any]) -> list[float | None]:
 
 
 def pid(source: MathSource) -> int:
-    process = source._pool._seats[0].process
+    process = source._pool._slots[0].process
     assert process is not None
     return process.pid
 

@@ -17,11 +17,19 @@ from pathlib import Path
 import pytest
 
 from quartet.rewards.sandbox.refuse import has_landlock
-from quartet.rewards.sandbox.run import Check, Limits, SandboxError, check_sandbox, remove_tree, run_program, run_tests
+from quartet.rewards.sandbox.run import (
+    SandboxError,
+    SandboxLimits,
+    SolutionCheck,
+    check_sandbox,
+    remove_tree,
+    run_program,
+    run_tests,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="made of Linux' system calls")
 
-LIMITS = Limits(
+LIMITS = SandboxLimits(
     wall_s=3.0,
     cpu_s=2,
     memory_bytes=256 << 20,
@@ -31,7 +39,7 @@ LIMITS = Limits(
     isolation="process",
 )
 ADD = "def add(a, b):\n    return a + b\n"
-TWO_TESTS = [Check("assert add(2, 3) == 5"), Check("assert add(10, 1) == 11")]
+TWO_TESTS = [SolutionCheck("assert add(2, 3) == 5"), SolutionCheck("assert add(10, 1) == 11")]
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +57,7 @@ def nothing_is_left(folders: Path) -> Iterator[None]:
     assert list(folders.iterdir()) == []
 
 
-def says(source: str, text: str = "", limits: Limits = LIMITS) -> str:
+def says(source: str, text: str = "", limits: SandboxLimits = LIMITS) -> str:
     run = run_program(source, text, limits)
     assert (run.ended, run.status) == ("by itself", 0), run
     return run.output.decode()
@@ -103,7 +111,7 @@ def test_honest_code_runs_as_ever() -> None:
 def test_a_solution_is_tested_call_by_call() -> None:
     assert run_tests(ADD, TWO_TESTS, LIMITS) == [True, True]
     wrong = "def add(a, b):\n    return a * b - 1\n"
-    assert run_tests(wrong, [*TWO_TESTS, Check("assert add(2, 3) == 5")], LIMITS) == [True, False, True]
+    assert run_tests(wrong, [*TWO_TESTS, SolutionCheck("assert add(2, 3) == 5")], LIMITS) == [True, False, True]
 
 
 # Everything ends -------------------------------------------------------------------------------------------
@@ -311,14 +319,14 @@ import ctypes, os, sys, types
 sys.modules["quartet"] = package = types.ModuleType("quartet")  # its libraries may be missing here
 package.__path__ = [{str(source / "quartet")!r}]
 from quartet.rewards.sandbox.refuse import has_landlock
-from quartet.rewards.sandbox.run import Check, Limits, run_program, run_tests
+from quartet.rewards.sandbox.run import SandboxLimits, SolutionCheck, run_program, run_tests
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 ctypes.CDLL(None).prctl(4, 1)  # as open to others of its user as a process that was never root
-limits = Limits(wall_s=20, isolation="process")
+limits = SandboxLimits(wall_s=20, isolation="process")
 print(run_program("import os; print(os.getuid())", "", limits).output)
-print(run_tests("def f(): return 1", [Check("assert f() == 1"), Check("assert f() == 2")], limits))
+print(run_tests("def f(): return 1", [SolutionCheck("assert f() == 1"), SolutionCheck("assert f() == 2")], limits))
 bomb = "import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass"
-print(run_program(bomb, "", Limits(wall_s=0.5, isolation="process")).ended)
+print(run_program(bomb, "", SandboxLimits(wall_s=0.5, isolation="process")).ended)
 kill = f"import os\\ntry: os.kill({{os.getpid()}}, 9)\\nexcept OSError: print('refused')"
 print(run_program(kill, "", limits).output)
 forge = f"""
@@ -328,7 +336,8 @@ def f():
         try: os.write(os.open("/proc/{{os.getpid()}}/fd/" + str(fd), os.O_WRONLY | os.O_NONBLOCK), b"PP")
         except OSError: pass
 """
-print(not has_landlock() or run_tests(forge, [Check("assert f() == 1"), Check("assert f() == 2")], limits))
+both = [SolutionCheck("assert f() == 1"), SolutionCheck("assert f() == 2")]
+print(not has_landlock() or run_tests(forge, both, limits))
 '''
     done = subprocess.run([python, "-B", "-c", code], capture_output=True, text=True, timeout=120, cwd="/")
     forged = [False, False] if has_landlock() else True

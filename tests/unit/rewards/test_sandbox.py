@@ -14,12 +14,12 @@ import pytest
 
 from quartet.rewards.sandbox import run as sandbox
 from quartet.rewards.sandbox.run import (
-    Check,
     Isolation,
-    Limits,
     SandboxError,
+    SandboxLimits,
+    SandboxVerdict,
+    SolutionCheck,
     Tool,
-    Verdict,
     check_sandbox,
     judge,
     run_program,
@@ -28,9 +28,11 @@ from quartet.rewards.sandbox.run import (
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made of Linux' namespaces")
 
-LIMITS = Limits(wall_s=2.0, cpu_s=2, memory_bytes=256 << 20, disk_bytes=4 << 20, output_bytes=1 << 16, processes=8)
+LIMITS = SandboxLimits(
+    wall_s=2.0, cpu_s=2, memory_bytes=256 << 20, disk_bytes=4 << 20, output_bytes=1 << 16, processes=8
+)
 ADD = "def add(a, b):\n    return a + b\n"
-TWO_TESTS = [Check("assert add(2, 3) == 5"), Check("assert add(10, 1) == 11")]
+TWO_TESTS = [SolutionCheck("assert add(2, 3) == 5"), SolutionCheck("assert add(10, 1) == 11")]
 
 
 def says(source: str, text: str = "") -> str:
@@ -85,13 +87,13 @@ def test_annotations_are_what_the_code_says() -> None:
     assert says("def f(n: int): pass\nprint(f.__annotations__)") == "{'n': <class 'int'>}\n"
     checked = "def f(n: int):\n    if not isinstance(n, f.__annotations__['n']): raise TypeError\n    return n\n"
     types = "class A:\n    n: int\nassert A.__annotations__['n'] is int"
-    assert run_tests(checked, [Check("assert f(1) == 1"), Check(types)], LIMITS) == [True, True]
+    assert run_tests(checked, [SolutionCheck("assert f(1) == 1"), SolutionCheck(types)], LIMITS) == [True, True]
 
 
 def test_a_solution_is_tested_call_by_call() -> None:
     assert run_tests(ADD, TWO_TESTS, LIMITS) == [True, True]
     wrong = "def add(a, b):\n    return a * b - 1\n"
-    assert run_tests(wrong, [*TWO_TESTS, Check("assert add(2, 3) == 5")], LIMITS) == [True, False, True]
+    assert run_tests(wrong, [*TWO_TESTS, SolutionCheck("assert add(2, 3) == 5")], LIMITS) == [True, False, True]
     assert run_tests("def add(a, b:", TWO_TESTS, LIMITS) == [False, False]
     assert run_tests("", TWO_TESTS, LIMITS) == [False, False]
 
@@ -166,7 +168,7 @@ def kinds():
         "assert isinstance(kinds()['s'], set) and type(kinds()['c']).__name__ == 'Counter'",
         "def check(candidate):\n    assert candidate([2]) is not None\ncheck(average)",
     ]
-    assert judge(solution, [Check(test) for test in tests], LIMITS) == [Verdict(True)] * len(tests)
+    assert judge(solution, [SolutionCheck(test) for test in tests], LIMITS) == [SandboxVerdict(True)] * len(tests)
 
 
 # Code that wants a verdict it has not earned ---------------------------------------------------------------
@@ -236,9 +238,9 @@ def test_pythons_own_names_mean_pythons_own() -> None:
     """In the tests, whatever the solution calls so."""
     source = "def all(x): return True\ndef add(a, b): return 0\ndef sorted(x): return [5]\n"
     tests = [
-        Check("assert all([add(2, 3) == 5])"),
-        Check("assert sorted([add(2, 3)]) == [5]"),
-        Check("assert add(1, 1) == 0"),
+        SolutionCheck("assert all([add(2, 3) == 5])"),
+        SolutionCheck("assert sorted([add(2, 3)]) == [5]"),
+        SolutionCheck("assert add(1, 1) == 0"),
     ]
     assert run_tests(source, tests, LIMITS) == [False, False, True]
 
@@ -306,13 +308,13 @@ print("over")
 
 def test_time_is_limited() -> None:
     start = time.monotonic()
-    assert run_program("while True: pass", "", Limits(wall_s=0.5)).ended == "time"
-    assert run_program("import time; time.sleep(1e6)", "", Limits(wall_s=0.5)).ended == "time"
+    assert run_program("while True: pass", "", SandboxLimits(wall_s=0.5)).ended == "time"
+    assert run_program("import time; time.sleep(1e6)", "", SandboxLimits(wall_s=0.5)).ended == "time"
     ignore = "import signal\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
     ignore += "    except (OSError, ValueError): pass\n"
-    assert run_program(ignore + "while True: pass", "", Limits(wall_s=0.5)).ended == "time"
+    assert run_program(ignore + "while True: pass", "", SandboxLimits(wall_s=0.5)).ended == "time"
     assert time.monotonic() - start < 20
-    run = run_program(ignore + "while True: pass", "", Limits(wall_s=60.0, cpu_s=1))
+    run = run_program(ignore + "while True: pass", "", SandboxLimits(wall_s=60.0, cpu_s=1))
     assert run.ended == "by itself" and run.status != 0, "the processor's time, too"
 
 
@@ -500,13 +502,13 @@ def test_it_works_without_being_root() -> None:
 import os, sys, types
 sys.modules["quartet"] = package = types.ModuleType("quartet")  # its libraries may be missing here
 package.__path__ = [{str(source / "quartet")!r}]
-from quartet.rewards.sandbox.run import Check, Isolation, Limits, run_program, run_tests
+from quartet.rewards.sandbox.run import Isolation, SandboxLimits, SolutionCheck, run_program, run_tests
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-limits = Limits(wall_s=20)
+limits = SandboxLimits(wall_s=20)
 print(run_program("import os; print(os.getuid(), os.path.exists('/proc'))", "", limits).output)
-print(run_tests("def f(): return 1", [Check("assert f() == 1"), Check("assert f() == 2")], limits))
+print(run_tests("def f(): return 1", [SolutionCheck("assert f() == 1"), SolutionCheck("assert f() == 2")], limits))
 bomb = "import os\\nwhile True:\\n    try: os.fork()\\n    except OSError: pass"
-print(run_program(bomb, "", Limits(wall_s=0.5)).ended)
+print(run_program(bomb, "", SandboxLimits(wall_s=0.5)).ended)
 """
     python = next((p for p in (sys.executable, "/usr/bin/python3.11") if _open_to_all(Path(p))), None)
     if python is None or not _open_to_all(source):

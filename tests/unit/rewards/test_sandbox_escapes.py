@@ -17,11 +17,19 @@ from pathlib import Path
 import pytest
 
 from quartet.rewards.sandbox import run as sandbox
-from quartet.rewards.sandbox.run import Check, Limits, SandboxError, Tool, check_sandbox, run_program, run_tests
+from quartet.rewards.sandbox.run import (
+    SandboxError,
+    SandboxLimits,
+    SolutionCheck,
+    Tool,
+    check_sandbox,
+    run_program,
+    run_tests,
+)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made of Linux' system calls")
 
-LIMITS = Limits(wall_s=20.0, cpu_s=10, memory_bytes=256 << 20, disk_bytes=4 << 20, processes=8)
+LIMITS = SandboxLimits(wall_s=20.0, cpu_s=10, memory_bytes=256 << 20, disk_bytes=4 << 20, processes=8)
 MACHINE = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
 
 CLONE = (56, 220)[MACHINE]
@@ -103,7 +111,7 @@ print("end")
 
 
 @pytest.fixture(params=["bubblewrap", "namespaces", "process"])
-def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Limits:
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SandboxLimits:
     """Of a sandbox that is made in this way; skipped where this machine does not allow it."""
     way = str(request.param)
     path = shutil.which("bwrap") or ""
@@ -118,7 +126,7 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> L
     return found
 
 
-def says(source: str, limits: Limits) -> str:
+def says(source: str, limits: SandboxLimits) -> str:
     run = run_program(source, "", limits)
     assert (run.ended, run.status) == ("by itself", 0), run
     return run.output.decode()
@@ -142,7 +150,7 @@ def named(name: str) -> list[str]:
     return found
 
 
-def test_no_call_leads_out(limits: Limits) -> None:
+def test_no_call_leads_out(limits: SandboxLimits) -> None:
     name = f"\0quartet-escape-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside:
         outside.bind(name)
@@ -156,7 +164,7 @@ def test_no_call_leads_out(limits: Limits) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other numberings of calls exist on x86-64")
-def test_other_numberings_of_calls_are_no_way_around(limits: Limits) -> None:
+def test_other_numberings_of_calls_are_no_way_around(limits: SandboxLimits) -> None:
     source = """
 import ctypes, mmap, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -173,7 +181,7 @@ print(os.WTERMSIG(os.waitpid(child, 0)[1]))
     assert first == "-1 1" and second in ("31", "11"), "ended by the filter, or by a kernel without such calls"
 
 
-def test_memory_is_not_had_another_way(limits: Limits) -> None:
+def test_memory_is_not_had_another_way(limits: SandboxLimits) -> None:
     """Two GB of System V memory with a limit of 256 MB, and other kinds that no process' size shows."""
     source = """
 import ctypes, mmap, os
@@ -190,7 +198,7 @@ print(got + len(kept) * (32 << 20) <= 256 << 20)
     assert says(source, limits) == "True\n"
 
 
-def test_files_are_limited_in_number(limits: Limits) -> None:
+def test_files_are_limited_in_number(limits: SandboxLimits) -> None:
     if limits.isolation == "process":
         pytest.skip("its files are on the machine's own file system")
     source = "n = 0\ntry:\n    while n < 9999:\n        open(str(n), 'w').close()\n        n += 1\n"
@@ -198,7 +206,7 @@ def test_files_are_limited_in_number(limits: Limits) -> None:
     assert 4000 < int(says(source + "print(n)", limits)) < 4200
 
 
-def test_what_honest_programs_need_is_there(limits: Limits) -> None:
+def test_what_honest_programs_need_is_there(limits: SandboxLimits) -> None:
     source = """
 import asyncio, concurrent.futures, os, socket, subprocess, tempfile, threading
 with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -214,11 +222,13 @@ if pid == 0: os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     assert says(source, limits) == "[1, 2]\n[1, 2]\nsub\n3\nb'over'\n7\n"
-    tests = [Check("assert f(1) == 2"), Check("assert f(1) == 1")]
+    tests = [SolutionCheck("assert f(1) == 2"), SolutionCheck("assert f(1) == 1")]
     assert run_tests("def f(n): return n + 1", tests, limits) == [True, False]
 
 
-def test_everything_ends_and_nothing_is_left(limits: Limits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_ends_and_nothing_is_left(
+    limits: SandboxLimits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     name = f"qe{os.getpid() % 10**6}"
     bomb = f"import ctypes, os\nctypes.CDLL(None).prctl(15, {name.encode()!r})\nopen('left', 'w').write('x' * 1000)\n"
@@ -227,13 +237,13 @@ def test_everything_ends_and_nothing_is_left(limits: Limits, tmp_path: Path, mon
     assert named(name) == [] and list(tmp_path.iterdir()) == []
 
 
-def test_everything_ends_with_a_trainer_that_is_killed(limits: Limits, tmp_path: Path) -> None:
+def test_everything_ends_with_a_trainer_that_is_killed(limits: SandboxLimits, tmp_path: Path) -> None:
     name = f"qk{os.getpid() % 10**6}"
     spin = f"import ctypes, os\nctypes.CDLL(None).prctl(15, {name.encode()!r})\nos.fork()\nwhile True: pass"
     tool = sandbox.tool_for_namespaces()
     trainer = f"""
 import tempfile
-from quartet.rewards.sandbox.run import Limits, Tool, run_program
+from quartet.rewards.sandbox.run import SandboxLimits, Tool, run_program
 tempfile.tempdir = {str(tmp_path)!r}
 run_program({spin!r}, "", {limits!r}, {tool if limits.isolation == "namespaces" else None!r})
 """
@@ -250,7 +260,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def test_the_number_of_processes_is_limited(limits: Limits) -> None:
+def test_the_number_of_processes_is_limited(limits: SandboxLimits) -> None:
     source = (
         "import os, time\nn = 1\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(60)\n        n += 1\n"
     )

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from quartet.rewards.sandbox.run import Check, Isolation, Limits, run_tests
+from quartet.rewards.sandbox.run import Isolation, SandboxLimits, SolutionCheck, run_tests
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made of Linux' system calls")
 
-LIMITS = Limits(wall_s=20.0, cpu_s=20, memory_bytes=512 << 20, processes=8)
+LIMITS = SandboxLimits(wall_s=20.0, cpu_s=20, memory_bytes=512 << 20, processes=8)
 
 # What ``f`` is, or the class of which it returns an instance, and a test that Python would let it pass.
 LIARS: list[tuple[str, str, str]] = [
@@ -87,21 +87,21 @@ def was_told():
 RAISED = "def raised(call):\n    try: call()\n    except Exception: return True\n    return False"
 
 
-def liars() -> tuple[str, list[Check]]:
+def liars() -> tuple[str, list[SolutionCheck]]:
     """One program of all of them, and their tests; a name of its own for each function."""
-    source, tests = [TOLD], [Check(RAISED, counts=False)]
+    source, tests = [TOLD], [SolutionCheck(RAISED, counts=False)]
     for number, (_, code, test) in enumerate(LIARS):
         if not re.search(r"\bf\b", code):
             code += "\ndef f(n): return C()"
         source.append(re.sub(r"\b([fC])\b", rf"\g<1>{number}", code))
-        tests.append(Check("assert " + re.sub(r"\bf\b", f"f{number}", test)))
+        tests.append(SolutionCheck("assert " + re.sub(r"\bf\b", f"f{number}", test)))
     return "\n".join(source), tests
 
 
 @pytest.mark.parametrize("isolation", ["namespaces", "process"])
 def test_objects_that_lie_pass_nothing_and_learn_nothing(isolation: Isolation) -> None:
     source, tests = liars()
-    tests.append(Check("assert not [value for value in was_told() if '73' in value], was_told()"))
+    tests.append(SolutionCheck("assert not [value for value in was_told() if '73' in value], was_told()"))
     passed = run_tests(source, tests, replace(LIMITS, isolation=isolation))
     assert [name for (name, *_), right in zip(LIARS, passed, strict=False) if right] == []
     assert passed[-1], "nothing that was expected has come to the code"
@@ -137,12 +137,12 @@ def test_the_reason_is_told() -> None:
         "assert fails(1)": "KeyError: '1'",
         "assert 1 == 2, 'so it is'": "AssertionError: so it is",
     }
-    verdicts = judge(source, [Check(test) for test in tests], LIMITS)
+    verdicts = judge(source, [SolutionCheck(test) for test in tests], LIMITS)
     for verdict, reason in zip(verdicts, tests.values(), strict=True):
         assert not verdict.passed and reason in verdict.reason
-    (broken,) = judge("def f(:", [Check("assert f(1) == 1")], LIMITS)
+    (broken,) = judge("def f(:", [SolutionCheck("assert f(1) == 1")], LIMITS)
     assert "SyntaxError" in broken.reason
-    (slow,) = judge("def f(n):\n    while True: pass", [Check("assert f(1) == 1")], replace(LIMITS, wall_s=0.5))
+    (slow,) = judge("def f(n):\n    while True: pass", [SolutionCheck("assert f(1) == 1")], replace(LIMITS, wall_s=0.5))
     assert "0.5 s" in slow.reason
 
 
@@ -150,7 +150,7 @@ def test_long_words_of_one_test_leave_the_others_their_verdicts() -> None:
     """Also where each of their characters takes twelve bytes in a message."""
     source = "def fails(n): raise ValueError('\U0001f600' * 1000)\ndef long(n): return '\U0001f600' * n\n"
     tests = ["fails(1)", "fails(2)", f"len(long({1 << 22})) == {1 << 22}", "long(2) == '\U0001f600' * 2"]
-    assert run_tests(source, [Check(f"assert {test}") for test in tests], LIMITS) == [False, False, True, True]
+    assert run_tests(source, [SolutionCheck(f"assert {test}") for test in tests], LIMITS) == [False, False, True, True]
 
 
 SPOILERS = {
@@ -179,10 +179,10 @@ def patch(name, value):
 def test_a_spoilt_channel_passes_nothing(source: str) -> None:
     """Also not a test that expects an exception, and none that comes later and asks nothing of the code."""
     tests = [
-        Check(RAISED, counts=False),
-        Check("assert raised(lambda: f(-1))"),
-        Check("assert f(1) == 2"),
-        Check("assert 1"),
+        SolutionCheck(RAISED, counts=False),
+        SolutionCheck("assert raised(lambda: f(-1))"),
+        SolutionCheck("assert f(1) == 2"),
+        SolutionCheck("assert 1"),
     ]
     assert run_tests(HELP + source, tests, replace(LIMITS, wall_s=3.0)) == [False, False, False]
 
@@ -207,9 +207,9 @@ print("P")
 def test_patches_of_python_and_of_the_sandbox_reach_only_the_code_itself() -> None:
     source = PATCHES + "def f(n): return 0\n"
     tests = [
-        Check("assert f(10) == 7351"),
-        Check("assert len([1, f(10)]) == 1"),
-        Check("assert isinstance(f(10), str)"),
+        SolutionCheck("assert f(10) == 7351"),
+        SolutionCheck("assert len([1, f(10)]) == 1"),
+        SolutionCheck("assert isinstance(f(10), str)"),
     ]
     assert run_tests(source, tests, LIMITS) == [False] * 3
 
@@ -244,7 +244,7 @@ def f(n):
 
 @pytest.mark.parametrize("isolation", ["namespaces", "process"])
 def test_what_is_expected_is_nowhere_to_be_found(isolation: Isolation) -> None:
-    tests = [Check("assert f(10) == 284537951"), Check("assert f(10) > 1000")]
+    tests = [SolutionCheck("assert f(10) == 284537951"), SolutionCheck("assert f(10) > 1000")]
     assert run_tests(SEARCH, tests, replace(LIMITS, isolation=isolation)) == [False, True]
 
 
@@ -321,5 +321,5 @@ HONEST_TESTS = [
 
 @pytest.mark.parametrize("isolation", ["namespaces", "process"])
 def test_honest_values_and_objects_pass(isolation: Isolation) -> None:
-    passed = run_tests(HONEST, [Check(test) for test in HONEST_TESTS], replace(LIMITS, isolation=isolation))
+    passed = run_tests(HONEST, [SolutionCheck(test) for test in HONEST_TESTS], replace(LIMITS, isolation=isolation))
     assert [test for test, right in zip(HONEST_TESTS, passed, strict=True) if not right] == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quartet.config import UserError
-from quartet.rollout.admission import Admission, Plan
+from quartet.rollout.admission import Admission, StepPlan
 from quartet.rollout.cache import round_up
 from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS
 from quartet.rollout.protocol import Request, SamplingParams
@@ -32,16 +32,16 @@ class Queue:
             prompt = tuple(range(length))
             self.scheduler.add(Request(name, group or name, prompt, SamplingParams()), max_tokens=new)
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         plan = self.admission.plan()
-        for fill in plan.fills:
-            fill.block.done = fill.end
+        for prefill in plan.prefills:
+            prefill.block.done = prefill.end
         self.scheduler.admit(plan.admitted)
         for response in plan.admitted:
             first = response.block.chain[0] if response.block else None
             response.prefix = first if first and first.shared else None
             response.token_ids.append(0)
-        for response in self.scheduler.settle().placed:
+        for response in self.scheduler.place_rows().placed:
             if response.block is not response.prefix:
                 if response.prefix:
                     self.admission.prefixes.hold(response.prefix)
@@ -56,12 +56,12 @@ class Queue:
             self.admission.release(response)
 
 
-def names(plan: Plan) -> list[str]:
+def names(plan: StepPlan) -> list[str]:
     return [r.request.request_id for r in plan.admitted]
 
 
-def pieces(plan: Plan) -> list[tuple[int, int, int]]:
-    return [(len(fill.block), fill.start, fill.end) for fill in plan.fills]
+def pieces(plan: StepPlan) -> list[tuple[int, int, int]]:
+    return [(len(prefill.block), prefill.start, prefill.end) for prefill in plan.prefills]
 
 
 def test_first_come_first_served_up_to_max_running() -> None:
@@ -124,9 +124,9 @@ def test_preempted_requests_fill_prompt_and_tokens() -> None:
     plan = queue.step()
     # The copied prompt again with the token it has; the shared one once, and each member's token behind it.
     assert pieces(plan) == [(8, 0, 8), (200, 0, 200), *[(1, 0, 1)] * 9]
-    assert all(fill.block.again for fill in plan.fills)
+    assert all(prefill.block.again for prefill in plan.prefills)
     assert plan.prefix_hits == 0
-    assert {f.block.parent for f in plan.fills[2:]} == {plan.fills[1].block}
+    assert {f.block.parent for f in plan.prefills[2:]} == {plan.prefills[1].block}
 
 
 @pytest.mark.parametrize(("members", "length"), [(1, 10 * MIN_SHARED_TOKENS), (2, MIN_SHARED_TOKENS - 1), (9, 100)])
@@ -153,7 +153,7 @@ def test_a_copied_prompt_is_shared_by_a_group_that_comes_later() -> None:
     queue.step()
     queue.add("a", "b", group="g", length=MIN_SHARED_TOKENS)
     plan = queue.step()
-    assert (plan.fills, plan.prefix_hits) == ([], 2 * MIN_SHARED_TOKENS)
+    assert (plan.prefills, plan.prefix_hits) == ([], 2 * MIN_SHARED_TOKENS)
     assert [r.prefix is not None for r in sorted(queue.scheduler.rows, key=lambda r: r.order)] == [False, True, True]
 
 

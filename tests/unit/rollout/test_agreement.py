@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.attention import LayerRule
-from quartet.models.exact import decode_attention, masked_attention, row_step
+from quartet.models.exact import decode_attention, exact_masked_attention, row_step
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout import exact_contexts, runner
 from quartet.rollout.engine import NativeEngine
@@ -196,7 +196,7 @@ def test_each_token_has_the_bits_of_the_weights_that_sampled_it(
 def unfilled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: LayerRule) -> Tensor:
     """Attention of single queries without rows of zeros that fill up."""
     rows = q.view(len(q), k.shape[1], -1, q.shape[-1])
-    return masked_attention(rows, k, v, mask, rule).reshape(q.shape)
+    return exact_masked_attention(rows, k, v, mask, rule).reshape(q.shape)
 
 
 FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {

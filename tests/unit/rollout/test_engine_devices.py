@@ -85,7 +85,7 @@ def to_meta(packed: PackedCausalLM) -> None:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
-class Sampled:
+class RequestStore:
     """In the place of ``_read``: tokens 5 for everything, and how often the host asked."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def test_everything_is_made_on_the_models_device_and_nothing_is_read_but_tokens(
     to_meta(packed)
     assert isinstance(choose_contexts(packed), PlainContexts)
     engine = NativeEngine(packed, max_running=10, max_prefill_tokens=20)
-    sampled = Sampled()
+    sampled = RequestStore()
     monkeypatch.setattr(engine, "_read", sampled)
     engine.submit(mixed(make_request))
     done: list[Completion] = []

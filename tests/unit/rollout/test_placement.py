@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.rollout.cache import round_up
-from quartet.rollout.rows import CALL_TOKENS, stretches
+from quartet.rollout.rows import CALL_TOKENS, row_ranges
 from quartet.rollout.scheduler import BAND, close_gaps
 
 
@@ -107,7 +107,7 @@ def cost(cuts: list[int], sizes: list[int]) -> int:
 
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=5 * BAND))
 def test_stretches_are_the_cheapest_of_all(sizes: list[int]) -> None:
-    found = stretches(sizes, round_up)
+    found = row_ranges(sizes, round_up)
     assert [s.start for s in found] == [0, *[s.end for s in found[:-1]]]
     assert found[-1].end == len(sizes)
     assert all(s.longest == max(sizes[s.start : s.end]) for s in found)
@@ -117,5 +117,5 @@ def test_stretches_are_the_cheapest_of_all(sizes: list[int]) -> None:
 
 
 def test_equal_lengths_are_one_stretch() -> None:
-    assert [(s.start, s.end, s.longest) for s in stretches([64] * 60, round_up)] == [(0, 60, 64)]
-    assert len(stretches([2000] * BAND + [10] * BAND, round_up)) == 2
+    assert [(s.start, s.end, s.longest) for s in row_ranges([64] * 60, round_up)] == [(0, 60, 64)]
+    assert len(row_ranges([2000] * BAND + [10] * BAND, round_up)) == 2

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from quartet.models.attention import LayerRule, masked_attention, visible
-from quartet.rollout.admission import Fill
+from quartet.rollout.admission import PrefillChunk
 from quartet.rollout.cache import KVCache
-from quartet.rollout.contexts import FastContexts, FillAttention, StepAttention
+from quartet.rollout.contexts import FastContexts, PrefillAttention, StepAttention
 from quartet.rollout.decode_attention import DecodeAttention, join, partial_attention
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.protocol import Request, SamplingParams
-from quartet.rollout.rows import Rows, Stretch
-from quartet.rollout.scheduler import Group, Response
+from quartet.rollout.rows import DecodeRows, RowRange
+from quartet.rollout.scheduler import RequestGroup, Response
 
 HEADS, HEADS_KV, SIZE = 6, 2, 8
 RULES = [
@@ -64,7 +64,7 @@ class Sequences:
         return self.tokens([(i, n - 1, n) for i, n in enumerate(self.lengths)])
 
 
-def loaded(sequences: Sequences, prefixes: Sequence[Block | None]) -> tuple[KVCache, Rows]:
+def loaded(sequences: Sequences, prefixes: Sequence[Block | None]) -> tuple[KVCache, DecodeRows]:
     """Slots that hold all but the newest token, behind the shared blocks."""
     cache = KVCache()
     cache.resize(len(sequences.lengths), 64)
@@ -77,11 +77,11 @@ def loaded(sequences: Sequences, prefixes: Sequence[Block | None]) -> tuple[KVCa
         _, k, v = (x[:, start : length - 1] for x in sequences.qkv[slot])
         cache.write([slot], {0: k}, {0: v})
         prompt = tuple(range(length - 1))
-        response = Response(Request(f"r{slot}", "g", prompt, SamplingParams()), Group(prompt), slot, 8, row=slot)
+        response = Response(Request(f"r{slot}", "g", prompt, SamplingParams()), RequestGroup(prompt), slot, 8, row=slot)
         response.prefix = prefix
         response.append(5, -0.1, 0)
         responses.append(response)
-    rows = Rows(len(responses), 1, 10, torch.device("cpu"))
+    rows = DecodeRows(len(responses), 1, 10, torch.device("cpu"))
     rows.load(responses, range(len(responses)), (cache.num_slots, cache.capacity))
     return cache, rows
 
@@ -135,7 +135,7 @@ def test_stretches_change_nothing_but_what_is_read(tolerances: Tolerances) -> No
     cache, rows = loaded(sequences, [None] * 4)
     newest = sequences.newest()
     whole = DecodeAttention(cache, rows).attend(0, *newest, RULES[0])
-    rows.stretches = [Stretch(0, 2, 60), Stretch(2, 4, 9)]
+    rows.row_ranges = [RowRange(0, 2, 60), RowRange(2, 4, 9)]
     assert torch.equal(DecodeAttention(cache, rows).attend(0, *newest, RULES[0]), whole)
 
 
@@ -165,17 +165,17 @@ def test_filling_in_pieces_equals_filling_whole(rule: LayerRule, tolerances: Tol
     first, second = Block(tuple(range(30))), Block(tuple(range(36)))
     own = Block(tuple(range(8)), parent=second)
     steps = [
-        [(0, Fill(first, 0, 30)), (1, Fill(second, 0, 10))],
-        [(1, Fill(second, 10, 25))],
-        [(1, Fill(second, 25, 36)), (2, Fill(own, 0, 8))],
+        [(0, PrefillChunk(first, 0, 30)), (1, PrefillChunk(second, 0, 10))],
+        [(1, PrefillChunk(second, 10, 25))],
+        [(1, PrefillChunk(second, 25, 36)), (2, PrefillChunk(own, 0, 8))],
     ]
     out: dict[Block, list[Tensor]] = {first: [], second: [], own: []}
-    for fills in steps:
-        spans = [(i, fill.block.start + fill.start, fill.block.start + fill.end) for i, fill in fills]
-        result = FillAttention([fill for _, fill in fills]).attend(0, *sequences.tokens(spans), rule)
-        sizes = [fill.end - fill.start for _, fill in fills]
-        for (_, fill), part in zip(fills, result.split(sizes, 2), strict=True):
-            out[fill.block].append(part[0])
+    for prefills in steps:
+        spans = [(i, prefill.block.start + prefill.start, prefill.block.start + prefill.end) for i, prefill in prefills]
+        result = PrefillAttention([prefill for _, prefill in prefills]).attend(0, *sequences.tokens(spans), rule)
+        sizes = [prefill.end - prefill.start for _, prefill in prefills]
+        for (_, prefill), part in zip(prefills, result.split(sizes, 2), strict=True):
+            out[prefill.block].append(part[0])
     atol, rtol = tolerances[torch.float32]
     for block, i, start, end in ((first, 0, 0, 30), (second, 1, 0, 36), (own, 2, 36, 44)):
         expected = sequences.expected(i, rule)[:, start:end]

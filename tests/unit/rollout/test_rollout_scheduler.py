@@ -44,11 +44,11 @@ def test_arrivals_run_but_have_a_row_only_once_settled() -> None:
     add(scheduler, "a", "b", "c")
     admit(scheduler)
     assert (scheduler.num_running, len(scheduler.waiting), rows(scheduler)) == (2, 1, [])
-    settled = scheduler.settle()
+    placement = scheduler.place_rows()
     assert sorted(rows(scheduler)) == ["a", "b"]
-    assert {r.request.request_id for r in settled.placed} == {"a", "b"}
-    assert (sorted(settled.changed), settled.moves) == ([0, 1], ())
-    assert scheduler.settle().changed == ()
+    assert {r.request.request_id for r in placement.placed} == {"a", "b"}
+    assert (sorted(placement.changed), placement.moves) == ([0, 1], ())
+    assert scheduler.place_rows().changed == ()
 
 
 def test_requests_are_admitted_in_the_order_in_which_they_wait() -> None:
@@ -62,15 +62,15 @@ def test_gaps_are_closed_and_what_moves_brings_its_tokens() -> None:
     scheduler = Scheduler(8)
     add(scheduler, "a", "b", "c", "d", "e")
     admit(scheduler)
-    scheduler.settle()
+    scheduler.place_rows()
     names = rows(scheduler)
     retire(scheduler, names[0], names[2])
-    settled = scheduler.settle()
+    placement = scheduler.place_rows()
     assert set(rows(scheduler)) == {names[1], names[3], names[4]}
-    assert settled.placed == ()
+    assert placement.placed == ()
     # Of a prompt of 4 and one token, the slot holds the prompt.
-    assert sorted((target, length) for _, target, length in settled.moves) == [(0, 4), (2, 4)]
-    assert sorted(source for source, _, _ in settled.moves) == [3, 4]
+    assert sorted((target, length) for _, target, length in placement.moves) == [(0, 4), (2, 4)]
+    assert sorted(source for source, _, _ in placement.moves) == [3, 4]
 
 
 def test_an_arrival_that_ends_at_once_never_takes_a_row() -> None:
@@ -78,7 +78,7 @@ def test_an_arrival_that_ends_at_once_never_takes_a_row() -> None:
     add(scheduler, "a", "b")
     admit(scheduler)
     retire(scheduler, "a")
-    assert [r.request.request_id for r in scheduler.settle().placed] == ["b"]
+    assert [r.request.request_id for r in scheduler.place_rows().placed] == ["b"]
     assert rows(scheduler) == ["b"]
 
 
@@ -87,21 +87,21 @@ def test_preempted_requests_wait_again_before_all_others_in_their_old_order() ->
     add(scheduler, "a", "b", group="g")
     add(scheduler, "c", "d", "e")
     admit(scheduler, 2)
-    scheduler.settle()
+    scheduler.place_rows()
     admit(scheduler, 1)
     scheduler.preempt_all()
     assert [r.request.request_id for r in scheduler.waiting] == ["a", "b", "c", "d", "e"]
     assert [len(r.token_ids) for r in scheduler.waiting] == [1, 1, 1, 0, 0]
     assert (scheduler.num_running, scheduler.running) == (0, [])
     assert scheduler.groups["g"].num_waiting == 2
-    assert scheduler.settle().changed == ()
+    assert scheduler.place_rows().changed == ()
 
 
 def test_a_group_is_forgotten_with_its_last_member() -> None:
     scheduler = Scheduler(1)
     add(scheduler, "a0", "a1", group="a")
     admit(scheduler)
-    scheduler.settle()
+    scheduler.place_rows()
     retire(scheduler, "a0")
     assert scheduler.groups["a"].num_waiting == 1
     retire(scheduler, "a1")
@@ -167,7 +167,7 @@ def test_why_a_response_ends() -> None:
     ),
 )
 def test_rows_stay_dense_and_slots_follow_their_requests(max_running: int, events: list[tuple[str, int]]) -> None:
-    """A model of the cache (slot → owner): after every ``settle`` each running request owns its row."""
+    """A model of the cache (slot → owner): after every ``place_rows`` each running request owns its row."""
     scheduler = Scheduler(max_running)
     slots: dict[int, str] = {}
     order: list[str] = []
@@ -184,10 +184,10 @@ def test_rows_stay_dense_and_slots_follow_their_requests(max_running: int, event
         elif event == "preempt" and value < 20:
             scheduler.preempt_all()
         elif event == "step":
-            settled = scheduler.settle()
-            for source, target, _ in settled.moves:
+            placement = scheduler.place_rows()
+            for source, target, _ in placement.moves:
                 slots[target] = slots[source]
-            for response in settled.placed:
+            for response in placement.placed:
                 slots[response.row] = response.request.request_id
             names = rows(scheduler)
             assert [slots[row] for row in range(len(names))] == names

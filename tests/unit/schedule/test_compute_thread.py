@@ -188,7 +188,7 @@ def test_user_code_and_what_computes_never_meet(compute: ComputeThread) -> None:
         return found | after
 
     assert asyncio.run(run()) == {torch.float32}
-    assert guard.remarks()
+    assert guard.warnings()
 
 
 _POOLS = """

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.iteration import Chunk, Roles, StepResult, run_iteration
-from quartet.schedule.leases import Arbiter, Mode, PoolSpec, RoleSpec
+from quartet.schedule.iteration import Chunk, IterationResult, IterationStages, run_iteration
+from quartet.schedule.leases import Arbiter, LeaseMode, PoolSpec, RoleSpec
 from quartet.schedule.stream import AdmissionRule, GroupStream
 
 Log = list[tuple[str, int, float, float]]
@@ -46,7 +46,7 @@ class Simulation:
         self._turn = asyncio.Lock()
 
     async def work(
-        self, role: str, mode: Mode, which: int, seconds: float, *, reads: Any = None, writes: str | None = None
+        self, role: str, mode: LeaseMode, which: int, seconds: float, *, reads: Any = None, writes: str | None = None
     ) -> None:
         self.num_running += 1
         try:
@@ -66,8 +66,8 @@ class Simulation:
                 await self.work("rollout", "generate", index, self.group_s / 4)
         return index
 
-    def roles(self, stream: GroupStream[int]) -> Roles:
-        return Roles(
+    def roles(self, stream: GroupStream[int]) -> IterationStages:
+        return IterationStages(
             stream=stream,
             collect=lambda step, index, groups: Chunk(step, index, list(groups)),
             scorers=[_Scorer(self, name, seconds) for name, seconds in self.score_s.items()],
@@ -80,8 +80,8 @@ class Simulation:
         await self.work("rollout", "generate", version, 0.1, reads={"actor": version}, writes="rollout")
         return {"policy_version": float(version)}
 
-    def run(self, steps: int = 1) -> list[StepResult]:
-        async def main() -> list[StepResult]:
+    def run(self, steps: int = 1) -> list[IterationResult]:
+        async def main() -> list[IterationResult]:
             rule = AdmissionRule(self.prompts_per_step)
             async with GroupStream(self.produce, rule, chunk_size=self.chunk_size) as stream:
                 roles = self.roles(stream)

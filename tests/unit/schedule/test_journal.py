@@ -15,7 +15,7 @@ def test_without_a_script_everything_happens_at_once_and_is_noted() -> None:
     async def main() -> list[Event]:
         journal = Journal()
         assert journal.admit(3) and journal.admit(1)
-        journal.burst_begins()
+        journal.begin_tick()
         await journal.turn("swap", 1)
         journal.note("swap", 1)
         assert not journal.is_due()
@@ -38,12 +38,12 @@ def test_a_script_decides_who_joins_and_when() -> None:
         swap = asyncio.create_task(journal.turn("swap", 1))
         await asyncio.sleep(1.0)
         assert not swap.done(), "it came a burst too early"
-        journal.burst_begins()
+        journal.begin_tick()
         assert not journal.admit(2) and journal.admit(0)
         await asyncio.wait_for(swap, 1.0)
         assert journal.is_due() and not journal.admit(2)
         journal.note("swap", 1)
-        journal.burst_begins()
+        journal.begin_tick()
         assert not journal.admit(5), "what the script does not name waits for its end"
         assert journal.admit(2) and journal.admit(5)
 
@@ -53,8 +53,8 @@ def test_a_script_decides_who_joins_and_when() -> None:
 def test_a_burst_before_its_events_is_an_error() -> None:
     async def main() -> None:
         journal = Journal([Event("admit", 0, 0)])
-        journal.burst_begins()
-        with pytest.raises(Diverged, match="burst 1 began before"):
+        journal.begin_tick()
+        with pytest.raises(Diverged, match="tick 1 began before"):
             journal.is_due()
 
     run_virtual(main())

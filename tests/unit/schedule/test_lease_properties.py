@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.leases import Arbiter, Lease, Mode, PoolSpec, RoleSpec
+from quartet.schedule.leases import Arbiter, Lease, LeaseMode, PoolSpec, RoleSpec
 from quartet.schedule.stream import AdmissionRule, GroupStream
 
 MakeArbiter = Callable[..., Any]
-MODES: list[Mode] = ["generate", "forward", "train"]
+MODES: list[LeaseMode] = ["generate", "forward", "train"]
 QUICK = settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -36,11 +36,11 @@ class NullArbiter:
         roles: list[RoleSpec],
         *,
         versions: Mapping[str, int],
-        mover: Any = None,
+        offloader: Any = None,
         patience: int = 4,
     ) -> None:
         self._versions = dict(versions)
-        self._mover = mover
+        self._offloader = offloader
         self._num = 0
         self.is_idle = True
 
@@ -48,13 +48,13 @@ class NullArbiter:
     async def lease(
         self,
         role: str,
-        mode: Mode,
+        mode: LeaseMode,
         *,
         reads: Mapping[str, int | None] | None = None,
         writes: str | None = None,
     ) -> AsyncIterator[SimpleNamespace]:
         number, self._num = self._num, self._num + 1
-        await self._mover.onload(role, mode)
+        await self._offloader.onload(role, mode)
         seen = {state: self._versions[state] for state in reads or {}}
         yield SimpleNamespace(versions=seen, ticket=number, grant_index=number, passed_over=0)
         if writes is not None:
@@ -81,7 +81,7 @@ class Auditor:
         self.readers: Counter[str] = Counter()
         self.writers: Counter[str] = Counter()
 
-    async def onload(self, role: str, mode: Mode) -> None:
+    async def onload(self, role: str, mode: LeaseMode) -> None:
         assert not self.holders[role], f"{role} is moved in while it works"
         self.resident_bytes[role] = self.roles[role].resident_bytes[mode]
         self._check_bytes(role)
@@ -96,7 +96,7 @@ class Auditor:
 
     @asynccontextmanager
     async def at_work(
-        self, arbiter: Any, role: str, mode: Mode, reads: Mapping[str, int | None], writes: str | None
+        self, arbiter: Any, role: str, mode: LeaseMode, reads: Mapping[str, int | None], writes: str | None
     ) -> AsyncIterator[Lease]:
         """A lease under audit: from the holder's first moment to its last."""
         async with arbiter.lease(role, mode, reads=reads, writes=writes) as lease:
@@ -111,7 +111,9 @@ class Auditor:
             finally:
                 self._leave(role, reads, writes, shares)
 
-    def _enter(self, role: str, mode: Mode, reads: Mapping[str, int | None], writes: str | None, shares: bool) -> None:
+    def _enter(
+        self, role: str, mode: LeaseMode, reads: Mapping[str, int | None], writes: str | None, shares: bool
+    ) -> None:
         assert role not in self.exclusive and (shares or not self.holders[role]), f"{role} works twice"
         self.holders[role] += 1
         if not shares:
@@ -145,7 +147,7 @@ class Auditor:
 class Job:
     start: int
     role: str
-    mode: Mode
+    mode: LeaseMode
     seconds: int
     reads: tuple[str, ...]
     writes: str | None
@@ -168,7 +170,7 @@ def placements(draw: st.DrawFn, names: list[str]) -> tuple[list[PoolSpec], list[
     roles = []
     for name in names:
         forward = draw(st.integers(0, 6))
-        sizes: dict[Mode, int] = {
+        sizes: dict[LeaseMode, int] = {
             "generate": forward,
             "forward": forward,
             "train": forward + draw(st.integers(0, 3)),
@@ -237,7 +239,7 @@ async def execute(program: Program, make: MakeArbiter) -> Outcome:
         program.pools,
         program.roles,
         versions={"s": 0, "t": 0},
-        mover=auditor,
+        offloader=auditor,
         patience=program.patience,
     )
     outcome = Outcome()
@@ -394,7 +396,7 @@ class Run:
             training.pools,
             training.roles,
             versions={"actor": 0, "critic": 0, "rollout": 0},
-            mover=self.auditor,
+            offloader=self.auditor,
             patience=training.patience,
         )
         self.stream: GroupStream[tuple[int, int]] = GroupStream(
@@ -408,7 +410,7 @@ class Run:
         self.num_draws += 1
         return self.training.seconds[self.num_draws % len(self.training.seconds)]
 
-    async def work(self, role: str, mode: Mode, writes: str | None = None, **reads: int | None) -> Lease:
+    async def work(self, role: str, mode: LeaseMode, writes: str | None = None, **reads: int | None) -> Lease:
         async with self.auditor.at_work(self.arbiter, role, mode, reads, writes) as lease:
             await asyncio.sleep(self.next_seconds())
             return lease

@@ -10,7 +10,7 @@ import pytest
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import Deadlock, now, run_virtual
-from quartet.schedule.leases import Arbiter, MissedVersion, Mode, NestedLease, PoolSpec, RoleSpec
+from quartet.schedule.leases import Arbiter, LeaseMode, MissedVersion, NestedLease, PoolSpec, RoleSpec
 
 
 class SlowMover:
@@ -21,7 +21,7 @@ class SlowMover:
         self.fail_onload = fail_onload
         self.log: list[str] = []
 
-    async def onload(self, role: str, mode: Mode) -> None:
+    async def onload(self, role: str, mode: LeaseMode) -> None:
         self.log.append(f"+{role} {mode} begins")
         await asyncio.sleep(self.seconds)
         if role == self.fail_onload:
@@ -36,7 +36,7 @@ class SlowMover:
 
 def one_pool(*names: str, budget: int | None = None, slots: int = 1, **options: Any) -> Arbiter:
     """Roles of 10 bytes in forward and generate, 40 in train, on one pool; states `actor` and `rollout`."""
-    sizes: dict[Mode, int] = {"forward": 10, "generate": 10, "train": 40}
+    sizes: dict[LeaseMode, int] = {"forward": 10, "generate": 10, "train": 40}
     roles = [RoleSpec(name, "gpu", sizes) for name in names]
     states = {"actor": 0, "rollout": 0}
     return Arbiter([PoolSpec("gpu", slots, budget)], roles, versions=states, **options)
@@ -45,7 +45,7 @@ def one_pool(*names: str, budget: int | None = None, slots: int = 1, **options: 
 async def work(
     arbiter: Arbiter,
     role: str,
-    mode: Mode,
+    mode: LeaseMode,
     seconds: float,
     log: list[tuple[str, float]] | None = None,
     name: str | None = None,
@@ -73,7 +73,7 @@ def test_slots_bound_how_many_roles_compute() -> None:
 
 
 def test_a_role_has_one_forward_lease_at_a_time_but_shares_generation() -> None:
-    async def main(mode: Mode) -> float:
+    async def main(mode: LeaseMode) -> float:
         arbiter = one_pool("a", slots=4)
         await together(*(work(arbiter, "a", mode, 1.0) for _ in range(3)))
         return now()
@@ -84,15 +84,15 @@ def test_a_role_has_one_forward_lease_at_a_time_but_shares_generation() -> None:
 
 def test_parts_stay_resident_while_they_fit() -> None:
     async def main() -> list[str]:
-        mover = SlowMover(0.5)
-        arbiter = one_pool("a", "b", "c", budget=20, mover=mover)
+        offloader = SlowMover(0.5)
+        arbiter = one_pool("a", "b", "c", budget=20, offloader=offloader)
         for name in ("a", "b", "a", "b"):
             await work(arbiter, name, "forward", 1.0)
-        assert mover.log == ["+a forward begins", "+a forward ends", "+b forward begins", "+b forward ends"]
-        mover.log.clear()
+        assert offloader.log == ["+a forward begins", "+a forward ends", "+b forward begins", "+b forward ends"]
+        offloader.log.clear()
         await work(arbiter, "c", "forward", 1.0)
         assert (arbiter.peak_bytes(), now()) == ({"gpu": 20}, 5 + 4 * 0.5)
-        return mover.log
+        return offloader.log
 
     # a was used before b: it is the one to leave, and is gone before c comes in
     assert run_virtual(main()) == ["-a begins", "-a ends", "+c forward begins", "+c forward ends"]
@@ -100,13 +100,13 @@ def test_parts_stay_resident_while_they_fit() -> None:
 
 def test_training_adds_to_what_forward_holds_and_serves_forward_after_it() -> None:
     async def main() -> list[str]:
-        mover = SlowMover(0.0)
-        arbiter = one_pool("a", budget=40, mover=mover)
-        modes: list[Mode] = ["forward", "train", "forward"]
+        offloader = SlowMover(0.0)
+        arbiter = one_pool("a", budget=40, offloader=offloader)
+        modes: list[LeaseMode] = ["forward", "train", "forward"]
         for mode, num_bytes in zip(modes, (10, 40, 40), strict=True):
             await work(arbiter, "a", mode, 1.0)
             assert arbiter.resident_bytes("gpu") == num_bytes
-        return mover.log[::2]
+        return offloader.log[::2]
 
     assert run_virtual(main()) == ["+a forward begins", "+a train begins"]
 
@@ -365,8 +365,8 @@ def test_a_deadlock_names_the_reader_of_a_forgotten_reservation() -> None:
 
 def test_a_cancelled_holder_waits_until_the_step_of_its_move_has_ended() -> None:
     async def main() -> tuple[list[str], float]:
-        mover = SlowMover(4.0)
-        arbiter = one_pool("a", "b", budget=10, mover=mover)
+        offloader = SlowMover(4.0)
+        arbiter = one_pool("a", "b", budget=10, offloader=offloader)
         await work(arbiter, "a", "forward", 0.0)
         victim = asyncio.create_task(work(arbiter, "b", "forward", 1.0))
         await asyncio.sleep(1)
@@ -377,15 +377,15 @@ def test_a_cancelled_holder_waits_until_the_step_of_its_move_has_ended() -> None
             await victim
         assert arbiter.is_idle
         assert arbiter.resident_bytes("gpu") == 0
-        return mover.log[2:], now()
+        return offloader.log[2:], now()
 
     assert run_virtual(main()) == (["-a begins", "-a ends"], 8.0)
 
 
 def test_a_move_that_fails_leaves_the_accounts_right() -> None:
     async def main() -> None:
-        mover = SlowMover(1.0, fail_onload="b")
-        arbiter = one_pool("a", "b", budget=10, mover=mover)
+        offloader = SlowMover(1.0, fail_onload="b")
+        arbiter = one_pool("a", "b", budget=10, offloader=offloader)
         await work(arbiter, "a", "forward", 0.0)
         with pytest.raises(OSError, match="b does not come in"):
             await work(arbiter, "b", "forward", 1.0)
@@ -403,7 +403,7 @@ def test_cancelling_at_any_await_leaks_nothing(after_turns: int, mover_s: float)
     """The victim is cancelled after so many turns: queued, granted but asleep, moving, or at work."""
 
     async def main() -> None:
-        arbiter = one_pool("a", "b", "c", budget=40, mover=SlowMover(mover_s), patience=1)
+        arbiter = one_pool("a", "b", "c", budget=40, offloader=SlowMover(mover_s), patience=1)
         before = asyncio.create_task(work(arbiter, "a", "train", 0.0, writes="actor"))
         victim = asyncio.create_task(work(arbiter, "b", "train", 0.0, writes="rollout"))
         after = asyncio.create_task(work(arbiter, "c", "forward", 0.0, reads={"rollout": None}))

@@ -26,8 +26,8 @@ from quartet.schedule.clock import run_virtual
 from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.journal import Diverged, Event
-from quartet.schedule.leases import Mode
-from quartet.schedule.simulation import Outcome, Simulation, assemble
+from quartet.schedule.leases import LeaseMode
+from quartet.schedule.simulation import Simulation, SimulationResult, assemble
 
 KINDS: dict[Role, str] = {"critic": "values", "reference": "ref_logprobs", "reward": "reward"}
 PLACEMENT: TypeAdapter[Any] = TypeAdapter(PlacementConfig)
@@ -43,13 +43,13 @@ class Auditor:
     """Moves parts in random time, keeps its own account of bytes; breaks at one movement where told to."""
 
     placement: ResolvedPlacement
-    sizes: Mapping[str, Mapping[Mode, int]]
+    sizes: Mapping[str, Mapping[LeaseMode, int]]
     draw: random.Random
     breaks_at: int = -1
     resident: Counter[str] = field(default_factory=Counter)
     num_moves: int = 0
 
-    async def onload(self, role: str, mode: Mode) -> None:
+    async def onload(self, role: str, mode: LeaseMode) -> None:
         more = self.sizes[role][mode] - self.resident[role]
         assert more > 0, "what is there is not moved in again"
         self.resident[role] += more
@@ -121,9 +121,9 @@ class Setup:
             patience=self.patience,
             script=script,
             accept=lambda index: index not in self.rejects,
-            mover=auditor,
+            offloader=auditor,
         )
-        simulation.roles = replace(simulation.roles, assemble=self._audited)
+        simulation.stages = replace(simulation.stages, assemble=self._audited)
         return simulation, auditor
 
     async def _audited(self, chunks: Sequence[tuple[Chunk, Any]]) -> RaggedBatch:
@@ -145,7 +145,7 @@ def random_setup(seed: int, kind: str | None = None) -> Setup:
     if kind == "forward_offload" and scorers == ["reference"]:
         scorers.append("reward")  # its second pool is not to be empty
     roles: list[Role] = ["rollout", "actor", *scorers]
-    sizes: dict[str, dict[Mode, int]] = {}
+    sizes: dict[str, dict[LeaseMode, int]] = {}
     for role in roles:
         forward = draw.randint(0, 6)
         sizes[role] = {"generate": forward, "forward": forward, "train": forward + draw.randint(0, 5)}
@@ -225,16 +225,16 @@ def _random_edges(roles: Sequence[Role], draw: random.Random) -> dict[Stage, tup
 
 
 def _random_budget(
-    pool: str, placement: ResolvedPlacement, sizes: Mapping[str, Mapping[Mode, int]], draw: random.Random
+    pool: str, placement: ResolvedPlacement, sizes: Mapping[str, Mapping[LeaseMode, int]], draw: random.Random
 ) -> int | None:
     largest = max(max(modes.values()) for role, modes in sizes.items() if placement.pool_of[role] == pool)
     return draw.choice([None, largest + draw.randint(0, 4), largest + draw.randint(0, 8)])
 
 
-def run(setup: Setup, **options: Any) -> tuple[Outcome, Simulation, Auditor]:
+def run(setup: Setup, **options: Any) -> tuple[SimulationResult, Simulation, Auditor]:
     """To the end; nothing is left behind."""
 
-    async def main() -> tuple[Outcome, Simulation, Auditor]:
+    async def main() -> tuple[SimulationResult, Simulation, Auditor]:
         simulation, auditor = setup.make(**options)
         outcome = await simulation.run(setup.num_steps)
         check_nothing_left(simulation)
@@ -252,7 +252,7 @@ def check_nothing_left(simulation: Simulation) -> None:
 # What holds ------------------------------------------------------------------------------------------------
 
 
-def check_groups(setup: Setup, outcome: Outcome) -> None:
+def check_groups(setup: Setup, outcome: SimulationResult) -> None:
     """Accepted groups in order, each once; none older than the rule says, none from the future."""
     size, placement, generation = setup.prompts_per_step, setup.placement, setup.costs.generation
     accepted = [i for i in range(100) if i not in setup.rejects]
@@ -270,7 +270,7 @@ def check_groups(setup: Setup, outcome: Outcome) -> None:
     assert len(outcome.steps) == setup.num_steps
 
 
-def check_chunks(setup: Setup, outcome: Outcome) -> None:
+def check_chunks(setup: Setup, outcome: SimulationResult) -> None:
     """Every scorer sees every chunk once, every learner every step once; then weights go out and are compared once."""
     num_chunks = -(-setup.prompts_per_step // setup.chunk_size)
     worked = Counter(
@@ -288,7 +288,7 @@ def check_chunks(setup: Setup, outcome: Outcome) -> None:
     assert [s.step for s in outcome.spans if s.name == "publish"] == list(range(setup.num_steps))
 
 
-def check_edges(setup: Setup, outcome: Outcome) -> None:
+def check_edges(setup: Setup, outcome: SimulationResult) -> None:
     """Extra edges hold in every step, and so does what needs no edge: learning after all scores."""
     for step in range(setup.num_steps):
         spans = [span for span in outcome.spans if span.step == step]
@@ -308,7 +308,7 @@ def _last(spans: Sequence[Span], names: Sequence[str]) -> float:
     return max((span.end_s for span in spans if span.name in names), default=0.0)
 
 
-def check_slots(setup: Setup, outcome: Outcome) -> None:
+def check_slots(setup: Setup, outcome: SimulationResult) -> None:
     """At no moment do more roles work on a pool than it has slots."""
     for pool in setup.placement.pools:
         work = [s for s in outcome.spans if s.mode is not None and setup.placement.pool_of[str(s.role)] == pool.name]
@@ -317,7 +317,7 @@ def check_slots(setup: Setup, outcome: Outcome) -> None:
             assert len(busy) <= pool.slots, (pool, moment, busy)
 
 
-def check_weights(outcome: Outcome) -> None:
+def check_weights(outcome: SimulationResult) -> None:
     """Nothing reads weights while they change: in training, or as the engine takes the actor's."""
     work = [span for span in outcome.spans if span.mode is not None]
     for writer in (span for span in work if span.mode == "train" or span.name == "publish"):
@@ -327,7 +327,7 @@ def check_weights(outcome: Outcome) -> None:
             assert apart or reader is writer, (writer, reader)
 
 
-def check_peaks(setup: Setup, outcome: Outcome) -> None:
+def check_peaks(setup: Setup, outcome: SimulationResult) -> None:
     for pool in setup.placement.pools:
         assert pool.budget_bytes is None or outcome.peak_bytes[pool.name] <= pool.budget_bytes
 
@@ -407,7 +407,7 @@ def test_generation_goes_on_while_the_actor_trains(in_flight: str) -> None:
         publish_s=0.5,
     )
 
-    async def main() -> Outcome:
+    async def main() -> SimulationResult:
         placement = resolve(PLACEMENT.validate_python(fragment), roles)
         return await Simulation(costs, placement, prompts_per_step=4, chunk_size=4).run(3)
 

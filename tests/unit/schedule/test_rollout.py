@@ -16,7 +16,7 @@ from quartet.batch.trajectory import TrajectoryEnd
 from quartet.cluster.errors import Death, WorkerDied
 from quartet.config import UserError
 from quartet.config.placement import InFlight
-from quartet.envs.episode import Ending
+from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen
 from quartet.observe.spans import SpanRecorder, overlap_seconds
@@ -30,16 +30,16 @@ from quartet.rollout.protocol import (
 from quartet.schedule.clock import drained, now, run_virtual
 from quartet.schedule.cost_model import Cost
 from quartet.schedule.groups import Group
-from quartet.schedule.iteration import Chunk, Roles, run_iteration
+from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.journal import Journal
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
+from quartet.schedule.request_store import PromptRequest, SampleRequest, TurnRequest
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
-from quartet.schedule.sampled import PromptRequest, Sample, TurnRequest
 from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedModel, TimedWeights
-from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 
 PROBE = CanaryProbe("77", 2, 1e-6)
@@ -70,7 +70,7 @@ class Letters(TimedCodec):
 
 def of_prompt(name: str, prompt: str, num_samples: int = 1) -> PromptRequest:
     sampling = SamplingParams(max_new_tokens=50)
-    return PromptRequest(name, prompt, tuple(Sample(f"{name}.{r}", sampling) for r in range(num_samples)))
+    return PromptRequest(name, prompt, tuple(SampleRequest(f"{name}.{r}", sampling) for r in range(num_samples)))
 
 
 def first_turn(episode: str, state: str = "1") -> TurnRequest:
@@ -216,7 +216,7 @@ class World:
             [RoleSpec(role, self.pools[role], modes.get(role, trained)) for role in ROLES],
             versions={"actor": 0, "critic": 0, "rollout": 0},
         )
-        self.worker = Worker(self.arbiter, self.recorder)
+        self.worker = LeaseContext(self.arbiter, self.recorder)
         self.rollout = Rollout(
             self.worker,
             self.handles,
@@ -225,7 +225,7 @@ class World:
             version=0,
             canary=PROBE,
             trainer=Slow(self.actor, lambda call: self.seconds("actor", call)),
-            deliver=self.deliver,
+            update_engine_weights=self.update_engine_weights,
             shares_actor=self.shares_actor,
             in_flight=self.in_flight,
             max_running=self.max_running,
@@ -245,10 +245,10 @@ class World:
 
     def kept(self) -> set[str]:
         """Names of all that the workers keep of what was sampled."""
-        kept = [vars(handle.host._sampled) for handle in self.handles]
+        kept = [vars(handle.host._requests) for handle in self.handles]
         return {name for of in kept for held in of.values() if isinstance(held, dict) for name in held}
 
-    async def deliver(self, version: int) -> int:
+    async def update_engine_weights(self, version: int) -> int:
         await asyncio.sleep(self.seconds("rollout", "deliver"))
         assert self.actor.weights.num_updates == version, "weights of another version would be taken"
         for engine in self.engines:
@@ -257,7 +257,7 @@ class World:
 
     async def collected(self, num_steps: int, after: Callable[[int], Any] | None = None) -> Steps:
         """So many iterations; ``after(step)`` is awaited behind each."""
-        roles: Roles = Roles(
+        roles: IterationStages = IterationStages(
             stream=self.stream,
             collect=self._collect,
             scorers=[_Scorer(self, "reward", False), _Scorer(self, "actor", True)],
@@ -374,7 +374,9 @@ def test_every_random_run_ends_within_its_bounds(block: int) -> None:
             async with world.rollout.quiet():
                 found = await world.rollout.evaluate(requests, step)
                 turn = await world.rollout.act(-1, first_turn("-1.0"))
-                played = await world.rollout.episodes(-1, Asked("1"), [Ending("-1.0", TrajectoryEnd.DONE, 2.0, 2.0)])
+                played = await world.rollout.episodes(
+                    -1, Asked("1"), [FinishedEpisode("-1.0", TrajectoryEnd.DONE, 2.0, 2.0)]
+                )
             assert turn.text == "" and [(g.index, g.prompt) for g in found] == list(enumerate(i for i, _ in requests))
             for i, group in enumerate(found):
                 assert [len(of) for of in versions_of(group)] == [world.lengths(f"eval.{i}.{k}") for k in (0, 1)]
@@ -443,7 +445,7 @@ def test_engines_work_side_by_side_and_a_group_stays_together(num_engines: int) 
             prompts_per_step=6,
             lengths=lambda i: 8,
             steps_per_lease=1,
-            seconds=lambda role, call: float(call == "burst"),
+            seconds=lambda role, call: float(call == "run_steps"),
         )
         for engine in world.engines:
             engine.max_running = 4
@@ -522,7 +524,7 @@ def test_a_canary_that_sings_otherwise_stops_the_run() -> None:
             world.engines[0].update_weights(None, version)
             return 5
 
-        world.rollout._deliver = half
+        world.rollout._update_engine_weights = half
         with pytest.raises(UserError, match="computes with other weights") as caught:
             await world.collected(1)
         assert "0.0156" in caught.value.found
@@ -587,7 +589,7 @@ def test_groups_that_nobody_waits_for_any_more_are_not_waited_for() -> None:
         await asyncio.sleep(1.5)
         group.cancel()
         async with world.rollout.quiet():
-            asked = PromptRequest("eval", "1", (Sample("eval.0", SamplingParams(max_new_tokens=2)),))
+            asked = PromptRequest("eval", "1", (SampleRequest("eval.0", SamplingParams(max_new_tokens=2)),))
             await world.rollout.evaluate([(Asked("1"), asked)], 0)
             assert not world.kept()
             assert world.engines[0].log[-4:] == [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.stream import AdmissionRule, Ahead, GroupStream, Shortage
+from quartet.schedule.stream import AdmissionRule, BufferedGroups, GroupStream, TooFewGroups
 
 QUICK = settings(deadline=None, max_examples=300)
 
@@ -83,9 +83,9 @@ def test_composition_is_that_of_a_sequential_run_and_capacity_holds(setup: Setup
         def check(index: int) -> None:
             produced.append(index)
             steps_begun = published + 1
-            ahead = 0 if rule.max_staleness is None else rule.max_staleness
+            buffered = 0 if rule.max_staleness is None else rule.max_staleness
             in_flight_or_kept = stream.num_running + stream.num_accepted
-            assert in_flight_or_kept <= (ahead + steps_begun) * rule.prompts_per_step
+            assert in_flight_or_kept <= (buffered + steps_begun) * rule.prompts_per_step
 
         stream = make_stream(setup, check=check)
         steps = []
@@ -172,7 +172,7 @@ def test_what_was_ready_ahead_of_its_step_is_neither_lost_nor_made_again(setup: 
         async with aged_stream(setup, before, lambda: published) as stream:
             consumer = asyncio.create_task(consume(stream, 0))
             await asyncio.wait({consumer}, timeout=stop_s)
-            state, ahead = stream.state(), stream.ahead()
+            state, buffered = stream.state(), stream.buffered()
             complete = set(before) - set(stream._running)
             consumer.cancel()
             await asyncio.wait({consumer})
@@ -182,11 +182,11 @@ def test_what_was_ready_ahead_of_its_step_is_neither_lost_nor_made_again(setup: 
         state["versions_published"] = published
         after: list[int] = []
         async with aged_stream(setup, after, lambda: published) as stream:
-            stream.restore(state, ahead)
-            assert stream.ahead() == ahead
-            assert stream.num_accepted == state["accepted"] + len(ahead.groups), "they count for the capacity"
+            stream.restore(state, buffered)
+            assert stream.buffered() == buffered
+            assert stream.num_accepted == state["accepted"] + len(buffered.groups), "they count for the capacity"
             await consume(stream, first)
-        done = {*range(state["next_index"]), *ahead.groups, *ahead.rejected}
+        done = {*range(state["next_index"]), *buffered.groups, *buffered.rejected}
         assert not done & set(after) and done == complete
         assert steps == [[i for chunk in step for i in chunk] for step in sequential_reference(setup)]
 
@@ -201,7 +201,7 @@ def test_a_restored_group_is_not_made_again_after_its_step() -> None:
         stream = aged_stream(Setup(AdmissionRule(2, 0), 2, 2, [1], 0, frozenset()), produced, lambda: 0)
         async with stream:
             state = {"next_index": 0, "steps": 0, "accepted": 0, "rejected": 0, "versions_published": 0}
-            stream.restore(state, Ahead({1: Aged(1, 0)}))
+            stream.restore(state, BufferedGroups({1: Aged(1, 0)}))
             for step in range(2):
                 assert [g.index async for chunk in stream.chunks(step) for g in chunk] == [2 * step, 2 * step + 1]
                 stream.published(step + 1)
@@ -211,18 +211,18 @@ def test_a_restored_group_is_not_made_again_after_its_step() -> None:
 
 
 def test_groups_from_further_ahead_than_the_rule_admits_are_refused() -> None:
-    def restored(rule: AdmissionRule, ahead: Ahead[Aged]) -> None:
+    def restored(rule: AdmissionRule, buffered: BufferedGroups[Aged]) -> None:
         stream = aged_stream(Setup(rule, 1, 3, [1], 0, frozenset()), [], lambda: 0)
         state = {"next_index": 6, "steps": 3, "accepted": 6, "rejected": 0, "versions_published": 3}
-        stream.restore(state, ahead)
+        stream.restore(state, buffered)
 
-    old = Ahead({7: Aged(7, 1)})
+    old = BufferedGroups({7: Aged(7, 1)})
     restored(AdmissionRule(2, 2), old)
     with pytest.raises(UserError, match="further ahead") as caught:
         restored(AdmissionRule(2, 1), old)
     assert "group 7 is for step 3, made with weights of version 1" in caught.value.found
     assert "at least 2" in caught.value.remedy
-    far = Ahead({9: Aged(9, 3)}, rejected=(6,))
+    far = BufferedGroups({9: Aged(9, 3)}, rejected=(6,))
     restored(AdmissionRule(2, 1), far)
     with pytest.raises(UserError, match="further ahead"):
         restored(AdmissionRule(2), far)
@@ -283,7 +283,7 @@ def test_a_filter_that_rejects_everything_ends_in_counts(stale: int | None) -> N
         async with make_stream(setup, check=produced.append, max_attempts=10) as stream:
             with pytest.raises(RuntimeError) as error:
                 await consume(stream, setup, 0, 1)
-            assert error.value.args == (Shortage(step=0, wanted=4, accepted=1, attempts=10),)
+            assert error.value.args == (TooFewGroups(step=0, wanted=4, accepted=1, attempts=10),)
             assert stream.num_running == 0
             assert asyncio.all_tasks() == {asyncio.current_task()}
         assert len(produced) <= 10 * (1 + (stale or 0))

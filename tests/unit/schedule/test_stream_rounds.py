@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import run_virtual
-from quartet.schedule.stream import AdmissionRule, GroupStream, Shortage
+from quartet.schedule.stream import AdmissionRule, GroupStream, TooFewGroups
 
 SIZE, STEPS = 4, 3
 QUICK = settings(deadline=None, max_examples=200)
@@ -67,9 +67,9 @@ def test_a_round_is_as_large_as_what_is_missing() -> None:
 
 
 def test_whoever_sets_the_filter_says_what_is_wrong() -> None:
-    shortages: list[Shortage] = []
+    shortages: list[TooFewGroups] = []
 
-    def say(shortage: Shortage) -> UserError:
+    def say(shortage: TooFewGroups) -> UserError:
         shortages.append(shortage)
         return UserError("no variance", found="", remedy="")
 
@@ -90,4 +90,4 @@ def test_whoever_sets_the_filter_says_what_is_wrong() -> None:
                 [chunk async for chunk in stream.chunks(0)]
 
     run_virtual(main())
-    assert shortages == [Shortage(step=0, wanted=4, accepted=1, attempts=9)]
+    assert shortages == [TooFewGroups(step=0, wanted=4, accepted=1, attempts=9)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, SamplingParams
+from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.schedule.rollout_worker import RolloutWorker
-from quartet.schedule.sampled import PromptRequest, Sample
 from quartet.schedule.timed_workers import TimedCodec
 
 
@@ -44,10 +44,10 @@ class Endless:
 def test_what_a_former_driver_left_is_given_up() -> None:
     engine = Endless()
     host = RolloutWorker(engine, TimedCodec())  # type: ignore[arg-type]
-    asked = PromptRequest("0", "", tuple(Sample(f"0.{r}", SamplingParams()) for r in range(2)))
-    host.burst([asked], (), 3)
+    asked = PromptRequest("0", "", tuple(SampleRequest(f"0.{r}", SamplingParams()) for r in range(2)))
+    host.run_steps([asked], (), 3)
     assert host.begin().generated_tokens == 6, "its counts go on"
     assert not engine.held
-    again = host.burst([asked], (), 2)
+    again = host.run_steps([asked], (), 2)
     assert again.sampled == 4 and not again.failed
     assert not again.ended, "what was cancelled belongs to nobody"

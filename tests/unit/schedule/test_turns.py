@@ -8,13 +8,13 @@ import pytest
 
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.clock import drained, now, run_virtual
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
-from quartet.schedule.worker import Worker
 
 
-def worker_on_one_pool() -> Worker:
+def worker_on_one_pool() -> LeaseContext:
     roles = [RoleSpec(name, "pool", {"forward": 0, "train": 0}) for name in ("actor", "critic")]
-    return Worker(Arbiter([PoolSpec("pool")], roles, versions={"actor": 3}), SpanRecorder(clock=now))
+    return LeaseContext(Arbiter([PoolSpec("pool")], roles, versions={"actor": 3}), SpanRecorder(clock=now))
 
 
 def test_a_span_covers_the_work_and_not_the_wait() -> None:

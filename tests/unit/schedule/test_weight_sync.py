@@ -24,8 +24,8 @@ from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.weight_sync import (
-    SendsWeights,
-    TakesWeights,
+    WeightReceiverMixin,
+    WeightSenderMixin,
     open_weight_sync,
     sync_weights,
 )
@@ -43,12 +43,12 @@ from quartet.weights.endpoint import Endpoint
 LORA = LoRAConfig(rank=2, alpha=4)
 
 
-class TrainerHost(SendsWeights):
+class TrainerHost(WeightSenderMixin):
     def __init__(self, engine: TrainEngine[PackedCausalLM]) -> None:
         self.engine = engine
 
 
-class EngineHost(TakesWeights):
+class EngineHost(WeightReceiverMixin):
     def __init__(self, engine: NativeEngine) -> None:
         self.engine = engine
 
@@ -354,8 +354,8 @@ def test_weights_that_are_announced_and_never_come_are_not_served(make: Make) ->
     sync(cast, 1)
 
     async def announce() -> None:
-        announced = await cast.trainer.call(SendsWeights.send_weights, "prepare", 2)
-        assert await cast.handles[0].call(TakesWeights.receive_weights, "announce", announced) is None
+        announced = await cast.trainer.call(WeightSenderMixin.send_weights, "prepare", 2)
+        assert await cast.handles[0].call(WeightReceiverMixin.receive_weights, "announce", announced) is None
 
     asyncio.run(announce())
     with pytest.raises(WeightsUnusable, match="under way"):

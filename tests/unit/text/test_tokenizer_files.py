@@ -118,8 +118,8 @@ def test_a_model_kind_with_one_class_for_all_says_so(directory, tmp_path):
     Qwen2Config(vocab_size=320).save_pretrained(saved)
     loaded = load_tokenizer(path)
     assert [loaded(text)["input_ids"] for text in TEXTS] == _expected(path)
-    remark = save_tokenizer(loaded, saved)
-    assert remark is not None and "Qwen2Tokenizer" in remark and "PreTrainedTokenizerFast" in remark
+    warning = save_tokenizer(loaded, saved)
+    assert warning is not None and "Qwen2Tokenizer" in warning and "PreTrainedTokenizerFast" in warning
     assert differing_text(loaded, PreTrainedTokenizerFast.from_pretrained(saved)) is None
     again = load_tokenizer(saved)
     assert [again(text)["input_ids"] for text in TEXTS] == _expected(path)

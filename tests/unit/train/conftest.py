@@ -16,7 +16,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed import Numerics, PackedCausalLM, PackedScalarModel
-from quartet.train.data_parallel import Peers
+from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import Needs, TrainEngine
 
 VOCAB = 31
@@ -69,7 +69,7 @@ def make_engine(make_model: Callable[[str, torch.dtype], PreTrainedModel]) -> Ca
         optim: dict[str, Any] | None = None,
         name: str = "train",
         numerics: Numerics = "fast",
-        peers: Peers | None = None,
+        dp_group: DataParallelGroup | None = None,
         **config: Any,
     ) -> TrainEngine[Any]:
         model = make_model(kind, dtype)
@@ -78,7 +78,7 @@ def make_engine(make_model: Callable[[str, torch.dtype], PreTrainedModel]) -> Ca
         packed = holder(
             model, settings.precision, activation_checkpointing=settings.activation_checkpointing, numerics=numerics
         )
-        return TrainEngine(packed, settings, total_steps=total_steps, name=name, peers=peers)
+        return TrainEngine(packed, settings, total_steps=total_steps, name=name, dp_group=dp_group)
 
     return make
 

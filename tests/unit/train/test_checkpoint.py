@@ -60,7 +60,7 @@ def _intact(root: Path, step: int) -> bool:
     state = Share(found.path / "actor").state()
     return (
         found.step == step
-        and not found.remarks
+        and not found.warnings
         and torch.equal(state["model.weight"], torch.full((3,), float(step)))
         and state["rest"] == {"num": 2}
         and found.parts["emitted"].tolist() == [step, step]
@@ -171,7 +171,7 @@ def _kill(*_args, **_options):
 CUTS = {
     "torch.save": [3, 6],
     "json.dumps": [3, 6],
-    "Manifest.write": [3, 6],
+    "CheckpointManifest.write": [3, 6],
     "sync_directory": [3, 6],
     "os.replace": [3, 6],
     # The new one is complete; the oldest is half deleted.

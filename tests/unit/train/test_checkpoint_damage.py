@@ -298,7 +298,7 @@ def test_a_damage_is_told_and_the_checkpoint_before_is_used(damaged: Path) -> No
     found = newest_checkpoint(damaged)
     assert found is not None
     left = {path.name for path in damaged.iterdir()} - {OLD, "copy_of_it"}
-    assert len(found.remarks) == 1 and OLD in found.remarks[0] and any(name in found.remarks[0] for name in left)
+    assert len(found.warnings) == 1 and OLD in found.warnings[0] and any(name in found.warnings[0] for name in left)
 
 
 @pytest.mark.parametrize("damaged", random.Random(SEED).sample(sorted(DAMAGES), 24), indirect=True)
@@ -356,7 +356,7 @@ def test_a_disk_that_cannot_read_a_file_is_told(root: Path, monkeypatch: pytest.
     monkeypatch.setattr(checkpoint.manifests, "digest_file", fail)
     found = newest_checkpoint(root)
     assert found is not None and found.step == 2
-    assert f"{NEW}: __0_0.distcp cannot be read (Input/output error)" in found.remarks[0]
+    assert f"{NEW}: __0_0.distcp cannot be read (Input/output error)" in found.warnings[0]
 
 
 def test_the_directory_itself(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_the_directory_itself(tmp_path: Path) -> None:
 
 def test_what_is_whole_but_does_not_suit_the_run_is_told(root: Path) -> None:
     found = newest_checkpoint(root, lambda names, info: "other" if info["step"] == 4 else None)
-    assert found is not None and found.step == 2 and f"{NEW}: other" in found.remarks[0]
+    assert found is not None and found.step == 2 and f"{NEW}: other" in found.warnings[0]
 
 
 def test_what_cannot_be_loaded_although_it_is_whole_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,7 +413,7 @@ def test_what_was_passed_over_is_set_aside_until_the_next_is_complete(
     set_aside_after(root, 2)
     assert sorted(os.listdir(root)) == [f"damaged_{NEW}", OLD]
     found = newest_checkpoint(root)
-    assert found is not None and found.step == 2 and not found.remarks
+    assert found is not None and found.step == 2 and not found.warnings
     draft = begin_checkpoint(root, 3)
     with monkeypatch.context() as failing:
         failing.setattr(checkpoint.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))

@@ -21,7 +21,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import PPO, RLOO, KLConfig
 from quartet.config.preference import DPOLoss
 from quartet.train.budget import num_computed_tokens
-from quartet.train.data_parallel import GradientBuckets, PeerFailed, Peers, fingerprint, share_out
+from quartet.train.data_parallel import DataParallelGroup, GradientBuckets, RankFailed, fingerprint, shard_batches
 from quartet.train.engine import LossTerm
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.preference_objectives import PreferenceObjective
@@ -41,7 +41,7 @@ class Room:
         self.barrier = threading.Barrier(size, timeout=60)
 
 
-class ThreadPeers(Peers):
+class ThreadDataParallelGroup(DataParallelGroup):
     """What a process group does, in memory; everything travels pickled."""
 
     def __init__(self, rank: int, room: Room) -> None:
@@ -62,14 +62,14 @@ class ThreadPeers(Peers):
             tensors = tensors[1:]
 
 
-def ranks(size: int, work: Callable[[Peers], Any]) -> list[Any]:
-    """``work(peers)`` on every rank at once: results, or the exceptions that were raised."""
+def ranks(size: int, work: Callable[[DataParallelGroup], Any]) -> list[Any]:
+    """``work(dp_group)`` on every rank at once: results, or the exceptions that were raised."""
     room, results = Room(size), [None] * size
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)
         try:
-            results[rank] = work(ThreadPeers(rank, room))
+            results[rank] = work(ThreadDataParallelGroup(rank, room))
         except Exception as error:
             results[rank] = error
 
@@ -152,12 +152,12 @@ def test_a_group_is_cut_where_that_evens_out_more_than_its_prompt_costs():
 
 def test_the_idlest_rank_gets_the_largest_piece_of_the_next_batch():
     one = RaggedBatch.from_sequences([[1] * 9])
-    pieces = share_out([(one, [[0]]), (one, [[0]]), (one, [[0]])], 2, share=True)
+    pieces = shard_batches([(one, [[0]]), (one, [[0]]), (one, [[0]])], 2, share=True)
     counts = [[len(piece.sequences) for piece in of_rank] for of_rank in pieces]
     assert sorted(map(sum, counts)) == [1, 2]
     assert [sum(of_batch) for of_batch in zip(*counts, strict=True)] == [1, 1, 1]
     uneven = RaggedBatch.from_sequences([[1] * 5, [1] * 3, [1] * 3])
-    pieces = share_out([(uneven, [[0], [1], [2]])] * 2, 2, share=True)
+    pieces = shard_batches([(uneven, [[0], [1], [2]])] * 2, 2, share=True)
     tokens = [sum(len(uneven.token_ids(s)) for piece in of_rank for s in piece.sequences) for of_rank in pieces]
     assert tokens == [11, 11], "6 and 5, then 5 and 6"
 
@@ -166,7 +166,7 @@ def test_atoms_keep_their_members():
     batch = RaggedBatch.from_sequences([[1] * n for n in (3, 9, 4, 2, 7)])
     atoms = [[4, 0], [1], [3, 2]]
     found = set()
-    for (piece,) in share_out([(batch, atoms)], 2, share=False):
+    for (piece,) in shard_batches([(batch, atoms)], 2, share=False):
         found |= {tuple(piece.sequences[s] for s in atom) for atom in piece.atoms}
     assert found == {(4, 0), (1,), (3, 2)}
 
@@ -201,8 +201,8 @@ def test_the_update_is_that_of_one_process(name, size, batch, answers, make_engi
     alone = make_engine(kind, **budget)
     expected = [alone.train_step(data, objective) for _ in range(2)]
 
-    def work(peers):
-        engine = make_engine(kind, peers=peers, **budget)
+    def work(dp_group):
+        engine = make_engine(kind, dp_group=dp_group, **budget)
         first = engine.train_step(data, objective)
         found = gradients(engine)
         return first, engine.train_step(data, objective), found, weights(engine)
@@ -217,8 +217,8 @@ def test_the_update_is_that_of_one_process(name, size, batch, answers, make_engi
 
 
 def test_replicas_are_equal_to_the_bit_and_so_are_their_states(batch, make_engine):
-    def work(peers):
-        engine = make_engine(dtype=torch.float32, peers=peers, token_budget=20)
+    def work(dp_group):
+        engine = make_engine(dtype=torch.float32, dp_group=dp_group, token_budget=20)
         metrics = [engine.train_step(batch, policy()) for _ in range(3)]
         return metrics, engine.state()
 
@@ -227,13 +227,13 @@ def test_replicas_are_equal_to_the_bit_and_so_are_their_states(batch, make_engin
         assert other_metrics == metrics
         _equal(other, state)
 
-    def resumed(peers):
-        engine = make_engine(dtype=torch.float32, peers=peers, token_budget=20)
+    def resumed(dp_group):
+        engine = make_engine(dtype=torch.float32, dp_group=dp_group, token_budget=20)
         engine.load_state(pickle.loads(pickle.dumps(state)))
         return engine.train_step(batch, policy()), engine.state()
 
-    def went_on(peers):
-        engine = make_engine(dtype=torch.float32, peers=peers, token_budget=20)
+    def went_on(dp_group):
+        engine = make_engine(dtype=torch.float32, dp_group=dp_group, token_budget=20)
         for _ in range(3):
             engine.train_step(batch, policy())
         return engine.train_step(batch, policy()), engine.state()
@@ -259,12 +259,12 @@ def test_every_rank_computes_its_share_alone(batch, make_engine):
     """The whole is computed, by nobody in full."""
     tokens = [0, 0]
 
-    def work(peers):
-        engine = make_engine(peers=peers)
+    def work(dp_group):
+        engine = make_engine(dp_group=dp_group)
         hidden = engine.packed.hidden
 
         def spy(ids, *rest):
-            tokens[peers.rank] += len(ids)
+            tokens[dp_group.rank] += len(ids)
             return hidden(ids, *rest)
 
         engine.packed.hidden = spy
@@ -282,10 +282,10 @@ def test_a_rank_with_nothing_to_do_takes_part(batch, shown, make_engine, weights
     expected = alone.train_step(one, policy(is_first=True), [LossTerm(other, PTX, 0.3)])
     parts = []
 
-    def work(peers):
-        engine = make_engine(peers=peers)
+    def work(dp_group):
+        engine = make_engine(dp_group=dp_group)
         compute = engine.packed.hidden
-        engine.packed.hidden = lambda *args: parts.append(peers.rank) or compute(*args)
+        engine.packed.hidden = lambda *args: parts.append(dp_group.rank) or compute(*args)
         return engine.train_step(one, policy(is_first=True), [LossTerm(other, PTX, 0.3)]), weights(engine)
 
     for metrics, after in done(ranks(3, work)):
@@ -299,8 +299,8 @@ def test_terms_are_shared_out_as_well(batch, shown, make_engine, gradients, same
     also = [LossTerm(shown, PTX, 0.3)]
     expected = alone.train_step(batch, policy(), also)
 
-    def work(peers):
-        engine = make_engine(peers=peers, token_budget=14)
+    def work(dp_group):
+        engine = make_engine(dp_group=dp_group, token_budget=14)
         return engine.train_step(batch, policy(), also), gradients(engine)
 
     for metrics, found in done(ranks(2, work)):
@@ -312,8 +312,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all(batch, make_engine, wei
     poisoned = batch.token["advantages"].clone()
     poisoned[batch.token["loss_mask"].nonzero()[-1]] = float("inf")
 
-    def work(peers):
-        engine = make_engine(peers=peers)
+    def work(dp_group):
+        engine = make_engine(dp_group=dp_group)
         before = weights(engine)
         metrics = engine.train_step(batch.with_token(advantages=poisoned), policy())
         assert all(torch.equal(values, before[name]) for name, values in weights(engine).items())
@@ -332,17 +332,17 @@ def test_large_and_small_gradients_and_other_dtypes(monkeypatch):
     shapes = [((40,), torch.float32), ((3,), torch.float32), ((50,), torch.bfloat16), ((), torch.float64)]
     shapes += [((5, 7), torch.float32), ((2,), torch.float32), ((4,), torch.float32)]
 
-    def work(peers):
-        generator = torch.Generator().manual_seed(peers.rank)
+    def work(dp_group):
+        generator = torch.Generator().manual_seed(dp_group.rank)
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in shapes]
         for i, parameter in enumerate(parameters):
-            if i == 6 or (i == 5 and peers.rank == 0):
+            if i == 6 or (i == 5 and dp_group.rank == 0):
                 continue
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         parameters[4].grad = torch.randn((7, 5), generator=generator).T
         own = [None if p.grad is None else p.grad.clone() for p in parameters]
         buckets = GradientBuckets(parameters)
-        buckets.add_up(peers, peers.gather(buckets.present))
+        buckets.add_up(dp_group, dp_group.gather(buckets.present))
         return own, [p.grad for p in parameters]
 
     (first, summed), (second, other) = done(ranks(2, work))
@@ -359,8 +359,8 @@ def test_large_and_small_gradients_and_other_dtypes(monkeypatch):
 def test_what_nobody_needs_is_not_decayed(batch, make_engine, weights):
     """As in one process, AdamW leaves a parameter alone that had no gradient."""
 
-    def work(peers):
-        engine = make_engine(peers=peers, optim={"weight_decay": 0.5})
+    def work(dp_group):
+        engine = make_engine(dp_group=dp_group, optim={"weight_decay": 0.5})
         extra = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
         engine.optimizer.add_param_group({"params": [extra], "weight_decay": 0.5})
         engine.train_step(batch, SFTObjective())
@@ -373,11 +373,11 @@ def test_what_nobody_needs_is_not_decayed(batch, make_engine, weights):
 # Failures ------------------------------------------------------------------------------------------------
 
 
-def _fail_on(engine, rank, peers, calls, fail):
+def _fail_on(engine, rank, dp_group, calls, fail):
     hidden, count = engine.packed.hidden, iter(range(10_000))
 
     def failing(*args):
-        if next(count) in calls and peers.rank == rank:
+        if next(count) in calls and dp_group.rank == rank:
             fail()
         return hidden(*args)
 
@@ -390,9 +390,9 @@ def _no_memory():
 
 @pytest.mark.parametrize("call", [0, 1])
 def test_where_memory_runs_out_on_one_all_start_over(call, batch, make_engine, weights):
-    def work(peers):
-        engine = make_engine(dtype=torch.float32, peers=peers, token_budget=13)
-        _fail_on(engine, 1, peers, {call}, _no_memory)
+    def work(dp_group):
+        engine = make_engine(dtype=torch.float32, dp_group=dp_group, token_budget=13)
+        _fail_on(engine, 1, dp_group, {call}, _no_memory)
         metrics = engine.train_step(batch, policy())
         return metrics, engine.num_oom, engine.budget.tokens, weights(engine)
 
@@ -401,8 +401,8 @@ def test_where_memory_runs_out_on_one_all_start_over(call, batch, make_engine, w
     tokens = found[0][2]
     assert tokens < 13
 
-    def smaller(peers):
-        engine = make_engine(dtype=torch.float32, peers=peers, token_budget=tokens)
+    def smaller(dp_group):
+        engine = make_engine(dtype=torch.float32, dp_group=dp_group, token_budget=tokens)
         return engine.train_step(batch, policy()), 0, 0, weights(engine)
 
     expected = done(ranks(2, smaller))
@@ -412,9 +412,9 @@ def test_where_memory_runs_out_on_one_all_start_over(call, batch, make_engine, w
 
 
 def test_memory_that_never_suffices_is_said_by_all(batch, make_engine):
-    def work(peers):
-        engine = make_engine(peers=peers, token_budget=12, name="actor.train")
-        _fail_on(engine, 0, peers, range(10_000), _no_memory)
+    def work(dp_group):
+        engine = make_engine(dp_group=dp_group, token_budget=12, name="actor.train")
+        _fail_on(engine, 0, dp_group, range(10_000), _no_memory)
         engine.train_step(batch, policy())
 
     for error in ranks(2, work):
@@ -423,7 +423,9 @@ def test_memory_that_never_suffices_is_said_by_all(batch, make_engine):
 
 
 def test_an_atom_above_the_budget_is_said_by_all(batch, make_engine):
-    results = ranks(2, lambda peers: make_engine(peers=peers, token_budget=8).train_step(batch, SFTObjective()))
+    results = ranks(
+        2, lambda dp_group: make_engine(dp_group=dp_group, token_budget=8).train_step(batch, SFTObjective())
+    )
     assert all(isinstance(error, UserError) for error in results)
     assert len({str(error) for error in results}) == 1
 
@@ -460,13 +462,13 @@ class Failing(SFTObjective):
 def test_a_rank_that_fails_tells_the_others(place, batch, make_engine, weights):
     """And the ranks can go on together where nothing was changed."""
 
-    def work(peers):
-        engine = make_engine(peers=peers)
+    def work(dp_group):
+        engine = make_engine(dp_group=dp_group)
         step = engine.optimizer.step
-        if place == "step" and peers.rank == 1:
+        if place == "step" and dp_group.rank == 1:
             engine.optimizer.step = lambda: (_ for _ in ()).throw(ValueError("no step"))
-        with pytest.raises(ValueError if peers.rank == 1 else PeerFailed) as raised:
-            engine.train_step(batch, Failing(place, peers.rank == 1))
+        with pytest.raises(ValueError if dp_group.rank == 1 else RankFailed) as raised:
+            engine.train_step(batch, Failing(place, dp_group.rank == 1))
         engine.optimizer.step = step
         after = engine.train_step(batch, SFTObjective()) if place != "step" else {}
         return str(raised.value), after
@@ -480,10 +482,10 @@ def test_a_rank_that_fails_tells_the_others(place, batch, make_engine, weights):
 
 
 def test_a_library_that_gives_up_is_noticed_too(batch, make_engine):
-    def work(peers):
-        engine = make_engine(peers=peers)
-        _fail_on(engine, 0, peers, {0}, lambda: sys.exit("no licence"))
-        with pytest.raises(SystemExit if peers.rank == 0 else PeerFailed) as raised:
+    def work(dp_group):
+        engine = make_engine(dp_group=dp_group)
+        _fail_on(engine, 0, dp_group, {0}, lambda: sys.exit("no licence"))
+        with pytest.raises(SystemExit if dp_group.rank == 0 else RankFailed) as raised:
             engine.train_step(batch, SFTObjective())
         return str(raised.value)
 
@@ -495,9 +497,9 @@ def test_a_library_that_gives_up_is_noticed_too(batch, make_engine):
 
 @pytest.mark.parametrize("what", ["weights", "batch", "budget", "updates", "terms"])
 def test_ranks_that_begin_differently_are_refused(what, batch, shown, make_engine, weights):
-    def work(peers):
-        odd = peers.rank == 1
-        engine = make_engine(peers=peers, token_budget=40 if what == "budget" and odd else 50)
+    def work(dp_group):
+        odd = dp_group.rank == 1
+        engine = make_engine(dp_group=dp_group, token_budget=40 if what == "budget" and odd else 50)
         if what == "weights" and odd:
             with torch.no_grad():
                 engine.packed.model.lm_head.weight[0, 0] += 1e-9
@@ -518,12 +520,12 @@ def test_ranks_that_begin_differently_are_refused(what, batch, shown, make_engin
 
 
 def test_replicas_that_come_apart_are_noticed(batch, make_engine):
-    def work(peers):
-        engine = make_engine(peers=peers)
+    def work(dp_group):
+        engine = make_engine(dp_group=dp_group)
         engine.train_step(batch, SFTObjective())
-        before = peers.add_up
-        if peers.rank == 1:
-            peers.add_up = lambda tensors: before(tensors) or [t.mul_(1.5) for t in tensors]
+        before = dp_group.add_up
+        if dp_group.rank == 1:
+            dp_group.add_up = lambda tensors: before(tensors) or [t.mul_(1.5) for t in tensors]
         engine.train_step(batch, SFTObjective())
 
     for error in ranks(2, work):

@@ -146,7 +146,7 @@ def test_a_budget_is_remembered_between_passes(batch, make_engine, monkeypatch):
     for _ in range(2):
         forward_only(packed, batch, Needs(logprobs=True), budget)
     assert budget.num_oom == 1
-    assert f"reference.forward_token_budget is {budget.tokens} from now on" in budget.remarks[0]
+    assert f"reference.forward_token_budget is {budget.tokens} from now on" in budget.warnings[0]
 
 
 def test_at_the_smallest_micro_batch_the_user_is_told(batch, make_engine, weights, monkeypatch):
@@ -177,11 +177,11 @@ def test_other_errors_go_on(batch, make_engine, monkeypatch):
 
 def test_it_is_said_and_resumed(batch, make_engine, monkeypatch):
     engine = make_engine(token_budget=30, name="critic.train")
-    assert engine.remarks == ()
+    assert engine.warnings == ()
     _fail_at(engine.packed, monkeypatch, {0}, _accelerator)
     engine.train_step(batch, SFTObjective())
-    (remark,) = engine.remarks
-    assert f"critic.train.token_budget is {engine.budget.tokens} from now on" in remark
+    (warning,) = engine.warnings
+    assert f"critic.train.token_budget is {engine.budget.tokens} from now on" in warning
     resumed = make_engine(token_budget=30)
     resumed.load_state(engine.state())
     assert (resumed.num_oom, resumed.budget.tokens) == (1, engine.budget.tokens)

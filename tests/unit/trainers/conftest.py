@@ -133,12 +133,12 @@ def tiny_rl(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTra
 
 @pytest.fixture
 def prompts() -> list[str]:
-    return task.prompts(0, 12)
+    return task.toy_prompts(0, 12)
 
 
 @pytest.fixture
 def demonstrations() -> list[dict[str, str]]:
-    return [dict(row) for row in task.demonstrations(0, 24)]
+    return [dict(row) for row in task.toy_demonstrations(0, 24)]
 
 
 @pytest.fixture

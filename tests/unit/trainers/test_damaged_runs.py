@@ -25,11 +25,11 @@ from quartet.observe.jsonl import read_rows
 from quartet.observe.progress import Progress
 from quartet.observe.report.build import build_report
 from quartet.observe.report.collect import collect_run
-from quartet.observe.report.samples import Limits
-from quartet.observe.rollouts import RolloutRecord, RolloutWriter, read_step, step_path
+from quartet.observe.report.samples import ReportLimits
+from quartet.observe.rollouts import RolloutRecord, RolloutWriter, read_step, rollouts_path
 from quartet.quickstart.run import Quickstart
 from quartet.schedule.journal import Event, Journal
-from quartet.trainers.answers import Finished, read_answers
+from quartet.trainers.answers import EvaluationCache, read_answers
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys, completed, write_models
 from quartet.trainers.sft import SFTTrainer
@@ -109,10 +109,10 @@ def test_a_resumed_run_tells_the_damage_and_ends_the_same(damage: str, run: Path
     told = io.StringIO()
     result = sft(run, resume=True, console=told).train()
     name = "step_00000008" if damage == "renamed" else "step_00000006"
-    remark = next(line for line in told.getvalue().splitlines() if line.startswith("damaged checkpoint"))
-    assert name in remark and "goes on from step_00000004" in remark
-    assert remark in json.loads((run / "run.json").read_text())["remarks"]
-    assert remark in json.loads((run / "summary.json").read_text())["notes"] and remark in result.summary["notes"]
+    warning = next(line for line in told.getvalue().splitlines() if line.startswith("damaged checkpoint"))
+    assert name in warning and "goes on from step_00000004" in warning
+    assert warning in json.loads((run / "run.json").read_text())["remarks"]
+    assert warning in json.loads((run / "summary.json").read_text())["notes"] and warning in result.summary["notes"]
     one, other = (load_file(path / "model" / "model.safetensors") for path in (whole, run))
     assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
     assert untimed(run) == untimed(whole)
@@ -235,7 +235,7 @@ def resumed(path: Path) -> tuple[int, list[str]]:
         found = run.latest(parts=("engine",), counters=("metrics",))
         assert found is not None and found.parts == {"engine": {"x": found.step}}
         run.start(found.step)
-        return found.step, run.remarks
+        return found.step, run.warnings
 
 
 def a_directory(path: Path) -> None:
@@ -412,7 +412,7 @@ REPORTED = ["run.json", "summary.json", "metrics.jsonl", "spans.jsonl", "alarms.
 def test_a_report_notes_what_cannot_be_read(name: str, damage: str, small: Path) -> None:
     STRUCTURAL[damage](small / name)
     build_report(small, small.parent / "report.html")
-    notes = collect_run(small, Limits())["notes"]
+    notes = collect_run(small, ReportLimits())["notes"]
     if damage == "a link to itself":
         return  # as if it were not there
     assert any(Path(name).name in note for note in notes), notes
@@ -441,25 +441,25 @@ def test_a_report_notes_what_cannot_be_read(name: str, damage: str, small: Path)
 def test_a_report_of_other_shapes(name: str, content: str, small: Path) -> None:
     (small / name).write_text(content)
     build_report(small, small.parent / "report.html")
-    notes = collect_run(small, Limits())["notes"]
+    notes = collect_run(small, ReportLimits())["notes"]
     assert any(name in note for note in notes) or (name, content) == ("summary.json", '{"stages": 1e999}'), notes
 
 
 def test_a_renamed_rollout_file_is_not_shown_under_the_wrong_step(small: Path) -> None:
-    one, two, three = (step_path(small / "rollouts", step) for step in (1, 2, 3))
+    one, two, three = (rollouts_path(small / "rollouts", step) for step in (1, 2, 3))
     shutil.copy(one, three)
     assert read_step(small / "rollouts", 1) == [record(1)]
     with pytest.raises(UserError, match="damaged") as caught:
         read_step(small / "rollouts", 3)
     assert "step_000001.jsonl under another name" in caught.value.found
     shutil.copy(two, one)
-    assert any("under another name" in note for note in collect_run(small, Limits())["notes"])
+    assert any("under another name" in note for note in collect_run(small, ReportLimits())["notes"])
 
 
 @pytest.mark.parametrize("number", range(60))
 def test_a_flipped_bit_in_a_rollout_file_is_told_or_harmless(number: int, small: Path) -> None:
     rng = random.Random(f"{SEED} {number}")
-    path = step_path(small / "rollouts", 1)
+    path = rollouts_path(small / "rollouts", 1)
     data = bytearray(path.read_bytes())
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
@@ -476,7 +476,7 @@ def test_a_flipped_bit_in_a_rollout_file_is_told_or_harmless(number: int, small:
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
     path = tmp_path / "finished" / "answers.jsonl"
-    work = Finished(path, "about")
+    work = EvaluationCache(path, "about")
     for number in range(4):
         work.keep_rewards(f"eval.{number}.0", {"digits": number / 4})
         work.keep_preference(f"eval.{number}.0", 0.5)
@@ -491,7 +491,7 @@ def test_a_flipped_bit_in_finished_work_changes_no_result(number: int, finished:
     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     finished.write_bytes(data)
     try:
-        found = Finished(finished, "about")
+        found = EvaluationCache(finished, "about")
     except UserError:
         return
     # The end of the last line: as after a kill, that piece of work is done again.
@@ -512,13 +512,13 @@ def test_finished_work_of_an_earlier_version_is_taken_and_its_shapes_are_checked
     rows = [{k: v for k, v in line.items() if k != "digest"} for line in read_rows(finished)]
     text = "".join(json.dumps(line) + "\n" for line in rows)
     finished.write_text(text)
-    work = Finished(finished, "about")
+    work = EvaluationCache(finished, "about")
     work.keep_preference("eval.9.0", 1.0)
     work.close()
-    assert len(Finished(finished, "about").rewards) == 4
+    assert len(EvaluationCache(finished, "about").rewards) == 4
     finished.write_text(text + row + "\n")
     with pytest.raises(UserError, match="damaged") as caught:
-        Finished(finished, "about")
+        EvaluationCache(finished, "about")
     assert "line 10" in caught.value.found
 
 

@@ -16,8 +16,8 @@ from quartet.config.recipe import EvalRecipe, LogConfig, RLRecipe, SFTRecipe
 from quartet.trainers.devices import (
     CPU,
     FrozenModels,
-    changes,
     compute_device,
+    device_changes,
     find_device,
     precision_on,
     resolved,
@@ -157,7 +157,7 @@ def test_a_run_goes_on_elsewhere_and_says_so_but_not_in_another_precision(two_gp
     with pytest.raises(UserError, match=r"bf16 then, fp32 on cpu\n  do: set train.precision: bf16"):
         directory(tmp_path / "run", resume=True)
     with directory(tmp_path / "run", resume=True, precision="bf16") as run:
-        assert "began on another device (device cuda:1 → cpu" in run.remarks[0]
+        assert "began on another device (device cuda:1 → cpu" in run.warnings[0]
 
 
 def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_run_of_the_version_before_goes_on(tmp_path: Path) -> None:
     del marker["resolved"]
     (tmp_path / "run" / "run.json").write_text(json.dumps(marker))
     with directory(tmp_path / "run", resume=True) as run:
-        assert run.remarks == []
+        assert run.warnings == []
 
 
 def test_missing_keys_get_their_defaults_and_others_stay_as_written() -> None:
@@ -192,7 +192,7 @@ def test_compiled_layers_are_not_resumed(tmp_path: Path) -> None:
 
 def test_nothing_is_said_where_nothing_changed() -> None:
     record = {"resolved": {"device": "cpu", "precision": "fp32"}}
-    assert changes(record, record) == [] and changes({}, record) == []
+    assert device_changes(record, record) == [] and device_changes({}, record) == []
 
 
 # Frozen models -------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_a_frozen_model_in_bf16_keeps_its_results_and_half_its_bytes(causal_lm: 
             return packed.logits(packed.hidden(ids, torch.arange(9), PackedAttention((9,))))
 
     held = FrozenModels(precision="bf16")
-    passed, loaded = held.causal(causal_lm(), is_passed=True), held.causal(causal_lm())
+    passed, loaded = held.causal(causal_lm(), is_user_object=True), held.causal(causal_lm())
     assert torch.equal(hidden(passed), hidden(loaded))
     assert {p.dtype for p in passed.model.parameters()} == {torch.float32}
     dtypes = {name: p.dtype for name, p in loaded.model.named_parameters()}

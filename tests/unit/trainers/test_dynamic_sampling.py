@@ -46,7 +46,7 @@ def trainer(tiny_rl: Callable[..., RLTrainer]) -> Callable[..., RLTrainer]:
 
 
 def same_run(one: RLTrainer, other: RLTrainer) -> None:
-    assert same_weights(one.cast.actor.packed.model, other.cast.actor.packed.model)
+    assert same_weights(one.roles.actor.packed.model, other.roles.actor.packed.model)
     left, right = (
         [{k.replace("waiting", "parity"): v for k, v in row.items()} for row in untimed_rows(t.path)]
         for t in (one, other)
@@ -138,13 +138,13 @@ def test_at_the_bound_the_run_stops_before_the_update(tmp_path: Path, trainer: C
         lambda completions: [1.0] * len(completions),
         algorithm=GRPO(dynamic_sampling=DynamicSamplingConfig(max_prompts_factor=2.5)),
     )
-    before = {name: values.clone() for name, values in used.cast.actor.packed.model.state_dict().items()}
+    before = {name: values.clone() for name, values in used.roles.actor.packed.model.state_dict().items()}
     with pytest.raises(UserError) as raised:
         used.train()
     assert "10 groups tried, 0 with variance, 4 needed" in raised.value.found
     assert "max_prompts_factor=2.5" in raised.value.found
-    assert used.cast.actor.num_updates == 0
-    assert all(torch.equal(v, before[name]) for name, v in used.cast.actor.packed.model.state_dict().items())
+    assert used.roles.actor.num_updates == 0
+    assert all(torch.equal(v, before[name]) for name, v in used.roles.actor.packed.model.state_dict().items())
 
 
 def test_the_bound_may_be_raised_when_the_run_goes_on(tmp_path: Path, trainer: Callable[..., RLTrainer]) -> None:

@@ -38,7 +38,7 @@ from quartet.config.recipe import (
     RolloutConfig,
 )
 from quartet.data.datasets import PromptItem
-from quartet.envs.episode import Ending, EpisodeError
+from quartet.envs.episode import EpisodeError, FinishedEpisode
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import SOURCE, EpisodeLimits
 from quartet.observe.rollouts import RolloutRecord, read_step
@@ -47,11 +47,11 @@ from quartet.rollout.protocol import Completion, FinishReason, Request, Sampling
 from quartet.schedule.groups import Group, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.learners import UpdatePlan
-from quartet.schedule.sampled import Ended, Sampled, TurnRequest
+from quartet.schedule.request_store import FinishedRequest, RequestStore, TurnRequest
 from quartet.schedule.scorers import PartScorer
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
-from quartet.trainers.episodes import EpisodePlayer
+from quartet.trainers.episodes import EpisodeRunner
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.step_metrics import episode_metrics
 
@@ -306,12 +306,12 @@ class Recording:
     """A policy that remembers the requests to its engine, which answers at once, later requests first."""
 
     def __init__(self, codec: TextCodec) -> None:
-        self.sampled = Sampled(codec)
+        self.sampled = RequestStore(codec)
         self.requests: list[Request] = []
 
-    async def act(self, index: int, request: TurnRequest) -> Ended:
+    async def act(self, index: int, request: TurnRequest) -> FinishedRequest:
         asked = self.sampled.engine_requests(request)
-        if isinstance(asked, Ended):
+        if isinstance(asked, FinishedRequest):
             return asked
         self.requests += asked
         for _ in range(20 - len(self.requests)):
@@ -323,14 +323,14 @@ class Recording:
             Completion(one.request_id, one.group, made, (-1.0, -2.0)[:num], (0,) * num, FinishReason.LENGTH)
         )
 
-    async def episodes(self, index: int, prompt: Any, endings: Sequence[Ending]) -> Group:
+    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group:
         return Group.of(index, prompt, self.sampled.episodes(index, endings))
 
 
-def player(policy: Recording, max_tokens: int = 60, **changes: Any) -> EpisodePlayer:
+def player(policy: Recording, max_tokens: int = 60, **changes: Any) -> EpisodeRunner:
     config = EnvironmentConfig(**changes)
     limits = EpisodeLimits(config.max_turns, max_tokens)
-    return EpisodePlayer(EnvironmentFactory(Echo), config, policy, limits, run_seed=3)
+    return EpisodeRunner(EnvironmentFactory(Echo), config, policy, limits, run_seed=3)
 
 
 @pytest.fixture
@@ -402,7 +402,7 @@ def test_a_failing_episode_ends_the_others_before_its_error_goes_on(codec: TextC
     Echo.live = 0
 
     class Failing(Recording):
-        async def act(self, index: int, request: TurnRequest) -> Ended:
+        async def act(self, index: int, request: TurnRequest) -> FinishedRequest:
             if request.request_id == "0.1.1":
                 raise UserError("no", found="x", remedy="y")
             return await super().act(index, request)

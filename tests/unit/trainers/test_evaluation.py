@@ -28,7 +28,7 @@ from quartet.trainers import evaluation
 from quartet.trainers.advantages import Assembler
 from quartet.trainers.answers import Answer
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.evaluation import Contestant, answers_of, as_completion, sampling_params
+from quartet.trainers.evaluation import EvaluationModel, answers_of, as_completion, sampling_params
 from quartet.trainers.generate import generate
 
 
@@ -51,7 +51,7 @@ def answered(causal_lm: Any, tokenizer: Any, prompts: list[str], tmp_path: Path)
         objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [reward], "prompts": prompts}
         limits = SamplingConfig(**sampling)
         recipe = EvalRecipe(sampling=limits, samples_per_prompt=samples, max_running=5)
-        model = Contestant(None, None, (), frozen=FrozenModels(), **objects)
+        model = EvaluationModel(None, None, (), frozen=FrozenModels(), **objects)
         recorder = SpanRecorder(tmp_path / "spans.jsonl")
         with closing(recorder), closing(model), Progress().stage("answers", None) as bar:
             return model.answers(recipe, recorder, bar, seed=0)

@@ -15,7 +15,7 @@ from quartet.config.evaluation import GradingConfig, NumberAnswer, RegexAnswer, 
 from quartet.trainers.answers import Answer
 from quartet.trainers.evaluation_metrics import (
     BothOrders,
-    Figure,
+    EvaluationMetric,
     check_graded,
     compare_by_judge,
     compare_scores,
@@ -38,7 +38,7 @@ def answers(rows: Sequence[Sequence[tuple[str, dict[str, float]]]]) -> list[Answ
     ]
 
 
-def figures(found: Sequence[Answer], graded: Sequence[str] = ("x",), **grading: Any) -> dict[str, Figure]:
+def figures(found: Sequence[Answer], graded: Sequence[str] = ("x",), **grading: Any) -> dict[str, EvaluationMetric]:
     weights = {name: 1.0 for name in found[0].rewards}
     rows = measure(found, {"eval/score_mean": weights}, GradingConfig(**grading), graded, seed=0)
     return {figure.name: figure for figure in rows}

@@ -19,9 +19,9 @@ from quartet.config.evaluation import ComparisonConfig, EvalRecipe, GradingConfi
 from quartet.config.load import load_recipe
 from quartet.config.rewards import JudgeReward, PairwiseJudge
 from quartet.rewards.source import GuardedReward
-from quartet.trainers.answers import Answer, drop_after, matched, read_answers, step_path, write_rows
+from quartet.trainers.answers import Answer, drop_after, evaluation_path, matched, read_answers, write_rows
 from quartet.trainers.evaluate import EvaluationResult, Evaluator
-from quartet.trainers.evaluation import Contestant
+from quartet.trainers.evaluation import EvaluationModel
 
 HOT = SamplingConfig(temperature=1.0, max_new_tokens=6)
 QUIET = LogConfig(tensorboard=False)
@@ -167,15 +167,15 @@ def test_the_first_model_is_gone_before_the_second_is_loaded(
     tmp_path: Path, saved: Any, prompts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[weakref.ref[Any]] = []
-    original = Contestant.__init__
+    original = EvaluationModel.__init__
 
-    def build(self: Contestant, *arguments: Any, **objects: Any) -> None:
+    def build(self: EvaluationModel, *arguments: Any, **objects: Any) -> None:
         gc.collect()
         assert all(model() is None for model in built), "both at once"
         original(self, *arguments, **objects)
         built.append(weakref.ref(self.packed.model))
 
-    monkeypatch.setattr(Contestant, "__init__", build)
+    monkeypatch.setattr(EvaluationModel, "__init__", build)
     recipe = load_recipe(
         "eval",
         None,
@@ -263,7 +263,7 @@ def test_rows_survive_any_text(tmp_path: Path) -> None:
 
 def test_evaluations_after_a_step_are_dropped(tmp_path: Path) -> None:
     for step in (0, 50, 100, 12345678):
-        write_rows(step_path(tmp_path, step), [])
+        write_rows(evaluation_path(tmp_path, step), [])
     (tmp_path / "step_notes.jsonl").write_text("")
     drop_after(tmp_path, 50)
     assert sorted(path.name for path in tmp_path.iterdir()) == [

@@ -14,7 +14,7 @@ from quartet.config import Interrupted, UserError
 from quartet.config.common import LogConfig, SamplingConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
 from quartet.rollout.protocol import Completion, FinishReason
-from quartet.trainers.answers import Finished
+from quartet.trainers.answers import EvaluationCache
 from quartet.trainers.evaluate import EvaluationResult, Evaluator
 
 HOT = SamplingConfig(temperature=1.0, max_new_tokens=6)
@@ -158,7 +158,7 @@ def test_other_data_are_refused(evaluator: Any, prompts: list[str]) -> None:
 
 def test_a_file_cut_off_anywhere_loses_its_last_line_alone(tmp_path: Path) -> None:
     path = tmp_path / "finished" / "answers.jsonl"
-    kept = Finished(path, ["p"])
+    kept = EvaluationCache(path, ["p"])
     kept.keep_completions([Completion("eval.0.0", "eval.0", (1, 2), (0.0, 0.0), (0, 0), FinishReason.LENGTH)])
     kept.keep_rewards("eval.0.0", {"a": 1 / 3, "b": math.nan})
     kept.keep_preference("0", -0.5)
@@ -167,7 +167,7 @@ def test_a_file_cut_off_anywhere_loses_its_last_line_alone(tmp_path: Path) -> No
     ends = [n + 1 for n, byte in enumerate(data) if byte == 10]
     for cut in range(len(data) + 1):
         path.write_bytes(data[:cut])
-        found = Finished(path, ["p"])
+        found = EvaluationCache(path, ["p"])
         found.close()
         lines = sum(end <= cut for end in ends)
         assert (len(found.completions), len(found.rewards), len(found.preferences)) == (
@@ -179,4 +179,4 @@ def test_a_file_cut_off_anywhere_loses_its_last_line_alone(tmp_path: Path) -> No
     assert found.completions["eval.0.0"].token_ids == (1, 2)
     assert found.rewards["eval.0.0"]["a"] == 1 / 3 and math.isnan(found.rewards["eval.0.0"]["b"])
     with pytest.raises(UserError, match="other prompts"):
-        Finished(path, ["q"])
+        EvaluationCache(path, ["q"])

@@ -64,10 +64,10 @@ def test_the_baseline_is_the_score_of_the_most_likely_response(
 ) -> None:
     """Against plain greedy generation with the model as it was when the run began."""
     used = trainer(tmp_path / "run")
-    items = [used.cast.item(index) for index in range(PROMPTS)]
+    items = [used.roles.item(index) for index in range(PROMPTS)]
     params = SamplingParams(temperature=0.0, max_new_tokens=5)
     expected = [
-        found for (found,) in generate(used.cast.actor.packed, used.cast.codec, [i.prompt for i in items], params)
+        found for (found,) in generate(used.roles.actor.packed, used.roles.codec, [i.prompt for i in items], params)
     ]
     used.train()
     sampled, greedy = split(tmp_path / "run", 1)
@@ -98,7 +98,7 @@ def test_only_rewards_see_the_greedy_response(
         return ordinals(completions)
 
     used = trainer(tmp_path / "run", counted)
-    engine = used.cast.actor
+    engine = used.roles.actor
     own_forward, own_step = engine.forward, engine.train_step
     monkeypatch.setattr(engine, "forward", lambda batch, needs: forward.append(len(batch)) or own_forward(batch, needs))
     monkeypatch.setattr(engine, "train_step", lambda b, o, also=(): trained.append(len(b)) or own_step(b, o, also))
@@ -136,7 +136,7 @@ def test_a_run_that_stops_and_goes_on_ends_with_the_same_bits(
         trainer(tmp_path / "run", fails_at(6, ordinals)).train()
     resumed = trainer(tmp_path / "run", resume=True)
     resumed.train()
-    assert same_weights(resumed.cast.actor.packed.model, whole.cast.actor.packed.model)
+    assert same_weights(resumed.roles.actor.packed.model, whole.roles.actor.packed.model)
 
 
 # The column ----------------------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ from quartet.observe.rollouts import RolloutRecord
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch, staleness_metrics, without_texts
 from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.stream import Ahead
+from quartet.schedule.stream import BufferedGroups
 from quartet.schedule.writer import Writer, record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.train.checkpoint import Checkpoint, begin_checkpoint, complete_checkpoint, newest_checkpoint
-from quartet.trainers.checkpoints import hold_ahead, restored_ahead, told
+from quartet.trainers.checkpoints import hold_buffered, restored_buffered, told
 
 
 def item(index: int) -> PromptItem:
@@ -109,12 +109,12 @@ def assert_equal(one: RaggedBatch, other: RaggedBatch) -> None:
             torch.testing.assert_close(mine[name], theirs[name], rtol=0, atol=0, equal_nan=True)
 
 
-def saved(ahead: Ahead[Group], root: Path, codec: TextCodec, *, background: bool = False) -> Checkpoint:
+def saved(ahead: BufferedGroups[Group], root: Path, codec: TextCodec, *, background: bool = False) -> Checkpoint:
     """A checkpoint with the groups as the writer's share."""
 
     async def write() -> None:
         group = LocalGroup(Writer(codec))
-        assert await hold_ahead(group, ahead)
+        assert await hold_buffered(group, ahead)
         draft = begin_checkpoint(root, 3)
         await group.call(Writer.save_checkpoint, draft / "ahead", background=background)
         files = await told(lambda: group.call(Writer.finish_checkpoint, draft / "ahead"))
@@ -130,8 +130,10 @@ def newest(root: Path) -> Checkpoint:
     return found
 
 
-def restored(found: Checkpoint, codec: TextCodec, item: Callable[[int], PromptItem] = item) -> Ahead[Group] | None:
-    return asyncio.run(restored_ahead(LocalGroup(Writer(codec)), found, item))
+def restored(
+    found: Checkpoint, codec: TextCodec, item: Callable[[int], PromptItem] = item
+) -> BufferedGroups[Group] | None:
+    return asyncio.run(restored_buffered(LocalGroup(Writer(codec)), found, item))
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -139,7 +141,7 @@ def restored(found: Checkpoint, codec: TextCodec, item: Callable[[int], PromptIt
 def test_groups_come_back_from_a_checkpoint_as_they_were(
     make: Callable[[int], Made], background: bool, tokenizer: Any, tmp_path: Path
 ) -> None:
-    ahead: Ahead[Group] = Ahead({9: make(9).group(), 7: make(7).group()}, rejected=(8,))
+    ahead: BufferedGroups[Group] = BufferedGroups({9: make(9).group(), 7: make(7).group()}, rejected=(8,))
     codec = TextCodec(tokenizer)
     found = restored(saved(ahead, tmp_path, codec, background=background), codec)
     assert found is not None and found.rejected == (8,) and list(found.groups) == [9, 7]
@@ -153,15 +155,15 @@ def test_groups_come_back_from_a_checkpoint_as_they_were(
 
 def test_rejected_groups_come_back_alone_and_nothing_ahead_is_no_share(tokenizer: Any, tmp_path: Path) -> None:
     codec = TextCodec(tokenizer)
-    assert restored(saved(Ahead({}, (8, 5)), tmp_path, codec), codec) == Ahead({}, (8, 5))
-    assert not asyncio.run(hold_ahead(LocalGroup(Writer(codec)), Ahead()))
+    assert restored(saved(BufferedGroups({}, (8, 5)), tmp_path, codec), codec) == BufferedGroups({}, (8, 5))
+    assert not asyncio.run(hold_buffered(LocalGroup(Writer(codec)), BufferedGroups()))
     complete_checkpoint(begin_checkpoint(tmp_path, 4), {}, {}, {}, keep=1)
     assert restored(newest(tmp_path), codec) is None
 
 
 def test_answers_to_other_prompts_are_not_taken_back(tokenizer: Any, tmp_path: Path) -> None:
     codec = TextCodec(tokenizer)
-    found = saved(Ahead({7: one_turn(7).group()}), tmp_path, codec)
+    found = saved(BufferedGroups({7: one_turn(7).group()}), tmp_path, codec)
     with pytest.raises(UserError, match="data or the tokenizer changed") as caught:
         restored(found, codec, lambda index: item(index + 1))
     assert "prompt 7 of the run, 'p8'" in caught.value.found
@@ -175,7 +177,7 @@ def test_groups_of_an_earlier_version_are_refused_with_the_reason(tokenizer: Any
         restored(newest(tmp_path), codec)
     assert "group 7" in caught.value.found and "resume from a checkpoint without" in caught.value.remedy
     complete_checkpoint(begin_checkpoint(tmp_path, 4), {"ahead": {**former, "groups": []}}, {}, {}, keep=1)
-    assert restored(newest(tmp_path), codec) == Ahead({}, (8,))
+    assert restored(newest(tmp_path), codec) == BufferedGroups({}, (8,))
 
 
 @pytest.mark.parametrize("make", MAKERS)

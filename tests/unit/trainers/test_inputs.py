@@ -26,36 +26,36 @@ def recipe(tmp_path: Path) -> SFTRecipe:
     )
 
 
-def remarks(recipe: SFTRecipe, path: Path) -> list[str]:
+def warnings(recipe: SFTRecipe, path: Path) -> list[str]:
     with RunDirectory(path, recipe, resume="auto") as run:
-        found = list(run.remarks)
+        found = list(run.warnings)
     assert all(text in json.loads((path / "run.json").read_text(encoding="utf-8")).get("remarks", []) for text in found)
     return found
 
 
 def test_a_resumed_run_tells_what_has_changed_once(recipe: SFTRecipe, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert remarks(recipe, run) == remarks(recipe, run) == []
+    assert warnings(recipe, run) == warnings(recipe, run) == []
     (tmp_path / "rows.jsonl").write_text('{"text": "b"}\n')
-    (told,) = remarks(recipe, run)
+    (told,) = warnings(recipe, run)
     assert told.startswith(f"data.path ({tmp_path}/rows.jsonl) has changed since the run began")
-    assert remarks(recipe, run) == []
+    assert warnings(recipe, run) == []
     with open(tmp_path / "model" / "weights", "r+b") as file:
         for place in range(0, 1 << 23, 4096):
             file.seek(place)
             file.write(b"1")
-    assert [text.partition(" ")[0] for text in remarks(recipe, run)] == ["model.path"]
+    assert [text.partition(" ")[0] for text in warnings(recipe, run)] == ["model.path"]
     (tmp_path / "model" / "more").write_text("")
-    assert [text.partition(" ")[0] for text in remarks(recipe, run)] == ["model.path"]
+    assert [text.partition(" ")[0] for text in warnings(recipe, run)] == ["model.path"]
 
 
 def test_runs_of_earlier_versions_and_damaged_notes_are_gone_on_with(recipe: SFTRecipe, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    remarks(recipe, run)
+    warnings(recipe, run)
     for inputs in (None, [], {}, {"data.path": 3}):
         noted = json.loads((run / "run.json").read_text(encoding="utf-8"))
         (run / "run.json").write_text(json.dumps({**noted, "inputs": inputs}))
-        assert len(remarks(recipe, run)) == (1 if inputs else 0)
+        assert len(warnings(recipe, run)) == (1 if inputs else 0)
 
 
 def test_functions_count_and_what_is_not_here_does_not(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def recipe(
     causal_lm().save_pretrained(model)
     tokenizer.save_pretrained(model)
     data = write(tmp_path / "pairs.jsonl", [{"question": p["prompt"], **p} for p in told_apart[:4]])
-    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": p} for p in task.prompts(0, 12)])
+    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": p} for p in task.toy_prompts(0, 12)])
 
     def make(name: str = "loop", *overrides: str) -> IteratedRecipe:
         found = load_recipe(

@@ -22,21 +22,21 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.schedule.clock import now, run_virtual
 from quartet.schedule.groups import Group, chunk_of, staleness_metrics
-from quartet.schedule.iteration import Chunk, Roles, run_iteration
+from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.journal import Diverged, Event, Journal
-from quartet.schedule.learners import Learner, UpdatePlan
+from quartet.schedule.learners import ModelLearner, UpdatePlan
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import RolloutWorker
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.stream import AdmissionRule, GroupStream
-from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers.advantages import Assembler, Experience
-from quartet.trainers.loader import UserObjects
-from quartet.trainers.roles import Cast
+from quartet.trainers.model_loader import UserObjects
+from quartet.trainers.roles import RLRoles
 
 STEPS, ALGORITHM = 4, GRPO()
 RECIPE = RLRecipe(
@@ -62,7 +62,7 @@ class Delays:
     async def pass_by(self, what: str) -> None:
         self.num_calls += 1
         draw = random.Random(f"{self.seed} {what} {self.num_calls}")
-        seconds = draw.choice({"burst": (0.5, 2.0), "score": (0.0, 3.0)}.get(what, (1.0, 6.0)))
+        seconds = draw.choice({"run_steps": (0.5, 2.0), "score": (0.0, 3.0)}.get(what, (1.0, 6.0)))
         await asyncio.sleep(seconds * (self.slower if what == "update" else 1))
 
 
@@ -82,7 +82,7 @@ class Slow(RoleGroup[Any]):
 class Parity:
     """A reward: how many tokens are even."""
 
-    worker: Worker
+    worker: LeaseContext
     delays: Delays
 
     async def score(self, chunk: Chunk) -> ColumnSet:
@@ -125,17 +125,17 @@ def plain(groups: Sequence[Group]) -> list[Any]:
 @pytest.fixture
 def play(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Callable[..., Found]:
     def run(seed: int, in_flight: InFlight, journal: Journal, slower: int = 1) -> Found:
-        cast = Cast(RECIPE, UserObjects(causal_lm(), tokenizer, rewards=(digits,), prompts=prompts))
+        run_roles = RLRoles(RECIPE, UserObjects(causal_lm(), tokenizer, rewards=(digits,), prompts=prompts))
         try:
-            return run_virtual(trained(cast, Delays(seed, slower), in_flight, journal))
+            return run_virtual(trained(run_roles, Delays(seed, slower), in_flight, journal))
         finally:
-            for model in cast.models():
+            for model in run_roles.models():
                 model.release()
 
     return run
 
 
-async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Journal) -> Found:
+async def trained(run_roles: RLRoles, delays: Delays, in_flight: InFlight, journal: Journal) -> Found:
     found = Found()
     modes: dict[str, Any] = {"rollout": {"generate": 0}, "actor": {"forward": 0, "train": 0}, "reward": {"forward": 0}}
     arbiter = Arbiter(
@@ -143,24 +143,26 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
         [RoleSpec(name, name, of) for name, of in modes.items()],
         versions={"actor": 0, "rollout": 0},
     )
-    worker = Worker(arbiter, SpanRecorder(clock=now))
-    engine = NativeEngine(own_copy(cast.actor.packed), owns_weights=True, max_running=8, decode=cast.codec.decode)
-    engine.update_weights(list(cast.actor.weights()), 0)
-    actor = Slow(cast.trained_group("actor"), delays)
+    worker = LeaseContext(arbiter, SpanRecorder(clock=now))
+    engine = NativeEngine(
+        own_copy(run_roles.actor.packed), owns_weights=True, max_running=8, decode=run_roles.codec.decode
+    )
+    engine.update_weights(list(run_roles.actor.weights()), 0)
+    actor = Slow(run_roles.train_group("actor"), delays)
 
-    async def deliver(version: int) -> int:
-        engine.update_weights(list(cast.actor.weights()), version)
+    async def update_engine_weights(version: int) -> int:
+        engine.update_weights(list(run_roles.actor.weights()), version)
         return 0
 
     rollout = Rollout(
         worker,
-        [Slow(LocalGroup(RolloutWorker(engine, cast.codec)), delays)],
-        cast.requests,
+        [Slow(LocalGroup(RolloutWorker(engine, run_roles.codec)), delays)],
+        run_roles.requests,
         steps_per_lease=RECIPE.rollout.steps_per_lease,
         version=0,
-        canary=cast.canary(),
+        canary=run_roles.canary(),
         trainer=actor,
-        deliver=deliver,
+        update_engine_weights=update_engine_weights,
         shares_actor=False,
         in_flight=in_flight,
         max_running=6,
@@ -185,12 +187,12 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
         return experiences[-1].batch
 
     needs = Needs(logprobs=True, mask="action_mask")
-    roles: Roles = Roles(
+    roles: IterationStages = IterationStages(
         stream=stream,
         collect=collect,
         scorers=[Parity(worker, delays), ModelScorer(worker, "actor", actor, needs, "old_logprobs", trains=True)],
         assemble=assemble,
-        learners=[Learner(worker, "actor", actor, UpdatePlan(2, 1, seed=0), policy, "policy")],
+        learners=[ModelLearner(worker, "actor", actor, UpdatePlan(2, 1, seed=0), policy, "policy")],
         publish=rollout.publish,
     )
     try:
@@ -199,10 +201,10 @@ async def trained(cast: Cast, delays: Delays, in_flight: InFlight, journal: Jour
                 await run_iteration(step, roles)
                 if step == 1:
                     async with rollout.quiet():
-                        found.answers = await rollout.evaluate([cast.requests(100)], step)
+                        found.answers = await rollout.evaluate([run_roles.requests(100)], step)
     finally:
         await rollout.close()
-    found.weights = {name: tensor.clone() for name, tensor in cast.actor.packed.model.state_dict().items()}
+    found.weights = {name: tensor.clone() for name, tensor in run_roles.actor.packed.model.state_dict().items()}
     return found
 
 

@@ -34,20 +34,20 @@ from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
 from quartet.schedule.groups import chunk_of
-from quartet.schedule.leases import Mode
+from quartet.schedule.lease_context import LeaseContext
+from quartet.schedule.leases import LeaseMode
 from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
-from quartet.schedule.worker import Worker
 from quartet.train.engine import Needs, forward_only
 from quartet.train.shares import Share
-from quartet.trainers.loader import UserObjects
+from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.roles import Cast
+from quartet.trainers.roles import RLRoles
 from quartet.trainers.sft import SFTTrainer
-from quartet.trainers.workers import LocalCompany, placement_of
+from quartet.trainers.workers import LocalRunWorkers, placement_of
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2), lora=LORA)
@@ -81,9 +81,9 @@ def objects(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Callab
 
 
 @pytest.fixture
-def cast_of(objects: Any) -> Callable[..., Cast]:
-    def make(recipe: RLRecipe, shares_reference: bool = True, **changes: Any) -> Cast:
-        return Cast(recipe, UserObjects(**objects(**changes)), shares_reference=shares_reference)
+def roles_of(objects: Any) -> Callable[..., RLRoles]:
+    def make(recipe: RLRecipe, shares_reference: bool = True, **changes: Any) -> RLRoles:
+        return RLRoles(recipe, UserObjects(**objects(**changes)), shares_reference=shares_reference)
 
     return make
 
@@ -98,25 +98,25 @@ def learn(packed: Any, size: float = 0.3) -> None:
 # Roles ---------------------------------------------------------------------------------------------------
 
 
-def test_the_reference_is_the_actor_without_its_adapters(cast_of: Any, causal_lm: Any, tmp_path: Path) -> None:
-    cast = cast_of(rl())
-    assert cast.reference is cast.actor.packed and cast.shares_reference
-    assert cast.models() == [cast.actor.packed], "held once, given back once"
-    assert cast_of(rl(GRPO())).reference is None
+def test_the_reference_is_the_actor_without_its_adapters(roles_of: Any, causal_lm: Any, tmp_path: Path) -> None:
+    roles = roles_of(rl())
+    assert roles.reference is roles.actor.packed and roles.shares_reference
+    assert roles.models() == [roles.actor.packed], "held once, given back once"
+    assert roles_of(rl(GRPO())).reference is None
     causal_lm(3).save_pretrained(tmp_path / "other")
-    elsewhere = cast_of(rl(reference=ReferenceConfig(path=str(tmp_path / "other"))))
+    elsewhere = roles_of(rl(reference=ReferenceConfig(path=str(tmp_path / "other"))))
     assert not elsewhere.shares_reference and len(elsewhere.models()) == 2
 
 
-def sizes_of(cast: Cast) -> dict[str, dict[Mode, int]]:
+def sizes_of(roles: RLRoles) -> dict[str, dict[LeaseMode, int]]:
     """Role → mode → bytes, with an engine that shares the actor's weights."""
-    return {"rollout": {"generate": 0}, **{name: worker.sizes() for name, worker in cast.workers.items()}}
+    return {"rollout": {"generate": 0}, **{name: worker.sizes() for name, worker in roles.workers.items()}}
 
 
-def test_roles_keep_no_states_of_what_is_frozen(cast_of: Any) -> None:
-    cast = cast_of(rl(PPO(kl=KL)))
-    sizes = sizes_of(cast)
-    for name, engine in cast.engines().items():
+def test_roles_keep_no_states_of_what_is_frozen(roles_of: Any) -> None:
+    roles = roles_of(rl(PPO(kl=KL)))
+    sizes = sizes_of(roles)
+    for name, engine in roles.engines().items():
         whole = sum(p.nbytes for p in engine.packed.model.parameters())
         learning = sum(p.nbytes for p in engine.packed.adapters.trained.values())
         assert sizes[name] == {"forward": whole, "train": whole + 3 * learning}
@@ -124,46 +124,48 @@ def test_roles_keep_no_states_of_what_is_frozen(cast_of: Any) -> None:
     assert sizes["reference"] == {"forward": 0}
 
 
-def test_a_critic_on_the_actors_own_body_is_refused(cast_of: Any, causal_lm: Any, scalar_model: Any) -> None:
+def test_a_critic_on_the_actors_own_body_is_refused(roles_of: Any, causal_lm: Any, scalar_model: Any) -> None:
     actor, critic = causal_lm(), scalar_model()
     critic.model = actor.model
     with pytest.raises(UserError, match="the critic shares weights with the actor") as caught:
-        cast_of(rl(PPO(kl=KL)), model=actor, critic=critic)
+        roles_of(rl(PPO(kl=KL)), model=actor, critic=critic)
     assert "first model." in caught.value.found
 
 
-def test_a_critic_starts_from_the_actors_base(cast_of: Any) -> None:
-    cast = cast_of(rl(PPO(kl=KL)))
-    with cast.actor.packed.without_adapters(), cast.critic.packed.without_adapters():
-        body = cast.critic.packed.model.model.state_dict()
-        for name, value in cast.actor.packed.model.model.state_dict().items():
+def test_a_critic_starts_from_the_actors_base(roles_of: Any) -> None:
+    roles = roles_of(rl(PPO(kl=KL)))
+    with roles.actor.packed.without_adapters(), roles.critic.packed.without_adapters():
+        body = roles.critic.packed.model.model.state_dict()
+        for name, value in roles.actor.packed.model.model.state_dict().items():
             assert torch.equal(value, body[name]), name
 
 
 # Exclusive -----------------------------------------------------------------------------------------------
 
 
-def rollout_of(cast: Cast, worker: Worker) -> Rollout:
+def rollout_of(roles: RLRoles, worker: LeaseContext) -> Rollout:
     """An engine on the actor's own tensors."""
-    company = LocalCompany(cast.recipe, placement_of(cast.recipe, UserObjects()), cast)
+    workers = LocalRunWorkers(roles.recipe, placement_of(roles.recipe, UserObjects()), roles)
     return Rollout(
         worker,
-        company.engines,
-        cast.requests,
-        steps_per_lease=cast.recipe.rollout.steps_per_lease,
+        workers.engines,
+        roles.requests,
+        steps_per_lease=roles.recipe.rollout.steps_per_lease,
         version=0,
-        canary=cast.canary(),
-        trainer=cast.trained_group("actor"),
-        deliver=company.deliver,
-        shares_actor=company.shares_actor,
+        canary=roles.canary(),
+        trainer=roles.train_group("actor"),
+        update_engine_weights=workers.update_engine_weights,
+        shares_actor=workers.shares_actor,
     )
 
 
-async def rolled_out(cast: Cast, scored: bool, recorder: SpanRecorder) -> tuple[RaggedBatch, RaggedBatch, list[Tensor]]:
+async def rolled_out(
+    roles: RLRoles, scored: bool, recorder: SpanRecorder
+) -> tuple[RaggedBatch, RaggedBatch, list[Tensor]]:
     """Two groups, a first chunk, and the reference's columns of it, again and again meanwhile."""
-    worker = Worker(local_arbiter(sizes_of(cast), version=0), recorder)
-    rollout = rollout_of(cast, worker)
-    reference: Any = next(s for s in cast.column_scorers(worker) if getattr(s, "role", "") == "reference")
+    worker = LeaseContext(local_arbiter(sizes_of(roles), version=0), recorder)
+    rollout = rollout_of(roles, worker)
+    reference: Any = next(s for s in roles.column_scorers(worker) if getattr(s, "role", "") == "reference")
     chunk = chunk_of(0, 0, [await rollout.generate(0)])
     running = asyncio.gather(*(rollout.generate(index) for index in (1, 2)))
     columns = []
@@ -174,15 +176,15 @@ async def rolled_out(cast: Cast, scored: bool, recorder: SpanRecorder) -> tuple[
 
 
 def test_generation_and_reference_passes_do_not_disturb_each_other(
-    cast_of: Any, causal_lm: Any, tmp_path: Path
+    roles_of: Any, causal_lm: Any, tmp_path: Path
 ) -> None:
     """A pass after every decode step, on the very module that generates: tokens as without, columns of the base."""
     found = {}
     for scored in (False, True):
-        cast = cast_of(rl())
-        learn(cast.actor.packed)
+        roles = roles_of(rl())
+        learn(roles.actor.packed)
         recorder = SpanRecorder(tmp_path / f"{scored}.jsonl")
-        found[scored] = asyncio.run(rolled_out(cast, scored, recorder))
+        found[scored] = asyncio.run(rolled_out(roles, scored, recorder))
     made, batch, columns = found[True]
     alone = found[False][0]
     assert made.ids == alone.ids and torch.equal(made.input_ids, alone.input_ids)
@@ -193,20 +195,20 @@ def test_generation_and_reference_passes_do_not_disturb_each_other(
     needs = Needs(logprobs=True, mask="action_mask")
     base, learned = (
         forward_only(packed, batch, needs, 10_000).token["logprobs"]
-        for packed in (PackedCausalLM(causal_lm()), cast.actor.packed)
+        for packed in (PackedCausalLM(causal_lm()), roles.actor.packed)
     )
     assert len(columns) >= 3 and all(torch.equal(column, base) for column in columns)
     assert float((base - learned).abs().max()) > 0.1
 
 
-def test_the_reference_reads_the_actor_so_nobody_trains_it_meanwhile(cast_of: Any, tmp_path: Path) -> None:
-    cast = cast_of(rl())
+def test_the_reference_reads_the_actor_so_nobody_trains_it_meanwhile(roles_of: Any, tmp_path: Path) -> None:
+    roles = roles_of(rl())
     order: list[str] = []
 
     async def run() -> None:
-        arbiter = local_arbiter(sizes_of(cast), version=0)
-        worker = Worker(arbiter, SpanRecorder(tmp_path / "spans.jsonl"))
-        reference: Any = next(s for s in cast.column_scorers(worker) if getattr(s, "role", "") == "reference")
+        arbiter = local_arbiter(sizes_of(roles), version=0)
+        worker = LeaseContext(arbiter, SpanRecorder(tmp_path / "spans.jsonl"))
+        reference: Any = next(s for s in roles.column_scorers(worker) if getattr(s, "role", "") == "reference")
         assert dict(reference.reads) == {"actor": None}
         async with arbiter.lease("reference", "forward", reads=reference.reads):
             training = asyncio.create_task(train(arbiter))
@@ -286,37 +288,39 @@ def test_a_resumed_run_has_the_same_bits(objects: Any, causal_lm: Any, tmp_path:
         RLTrainer(recipe, **objects(model=causal_lm(9)), resume=True).train()
 
 
-def test_a_canary_hears_adapters_that_were_not_sent(cast_of: Any, causal_lm: Any, tmp_path: Path) -> None:
+def test_a_canary_hears_adapters_that_were_not_sent(roles_of: Any, causal_lm: Any, tmp_path: Path) -> None:
     """An engine with a base copy of its own, and updates of adapters alone."""
-    cast = cast_of(rl())
-    learn(cast.actor.packed)
+    roles = roles_of(rl())
+    learn(roles.actor.packed)
     own = packed_causal_lm(causal_lm(), lora=LORA)
-    sent: dict[str, Any] = {"source": lambda: list(cast.actor.weights())}
+    sent: dict[str, Any] = {"source": lambda: list(roles.actor.weights())}
 
     async def publish(version: int) -> dict[str, float]:
-        worker = Worker(local_arbiter(sizes_of(cast), version=version), SpanRecorder(tmp_path / f"{version}.jsonl"))
+        worker = LeaseContext(
+            local_arbiter(sizes_of(roles), version=version), SpanRecorder(tmp_path / f"{version}.jsonl")
+        )
         engine = NativeEngine(own, owns_weights=True, version=version - 1)
 
-        async def deliver(version: int) -> int:
+        async def update_engine_weights(version: int) -> int:
             engine.update_weights(sent["source"](), version)
             return 0
 
         rollout = Rollout(
             worker,
-            [LocalGroup(RolloutWorker(engine, cast.codec))],
-            cast.requests,
+            [LocalGroup(RolloutWorker(engine, roles.codec))],
+            roles.requests,
             steps_per_lease=4,
             version=version,
-            canary=CanaryProbe(cast.prompts.item(0).prompt, 4, 1e-4),
-            trainer=cast.trained_group("actor"),
-            deliver=deliver,
+            canary=CanaryProbe(roles.prompts.item(0).prompt, 4, 1e-4),
+            trainer=roles.train_group("actor"),
+            update_engine_weights=update_engine_weights,
             shares_actor=False,
         )
         return await rollout.publish(version)
 
     assert asyncio.run(publish(1))["agreement/canary_diff"] < 1e-4
-    old = [(name, value.clone()) for name, value in cast.actor.weights()]
-    learn(cast.actor.packed, 0.5)
+    old = [(name, value.clone()) for name, value in roles.actor.weights()]
+    learn(roles.actor.packed, 0.5)
     sent["source"] = lambda: old
     with pytest.raises(UserError, match="computes with other weights"):
         asyncio.run(publish(2))

@@ -20,8 +20,8 @@ from quartet.config.recipe import CheckpointConfig, ReferenceConfig, RLRecipe, R
 from quartet.config.rewards import ModelReward
 from quartet.observe.progress import Progress
 from quartet.trainers.evaluate import Evaluator
-from quartet.trainers.loader import UserObjects
-from quartet.trainers.roles import Cast
+from quartet.trainers.model_loader import UserObjects
+from quartet.trainers.roles import RLRoles
 from quartet.trainers.sources import cut_short
 
 
@@ -46,13 +46,15 @@ class _Heard(Progress):
 
 def test_what_the_context_leaves() -> None:
     assert cut_short([3, 5, 4], 5, 10, "k") == []
-    (remark,) = cut_short([3, 5, 4], 6, 10, "rollout.sampling.max_new_tokens")
-    assert remark.startswith("rollout.sampling.max_new_tokens is 6, but the model's context of 10 tokens leaves 1 of 3")
-    assert "(the longest for 5)" in remark
+    (warning,) = cut_short([3, 5, 4], 6, 10, "rollout.sampling.max_new_tokens")
+    assert warning.startswith(
+        "rollout.sampling.max_new_tokens is 6, but the model's context of 10 tokens leaves 1 of 3"
+    )
+    assert "(the longest for 5)" in warning
 
 
 def test_a_run_says_that_answers_are_cut_off(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> None:
-    def remarks(training: int, held_out: int) -> list[str]:
+    def warnings(training: int, held_out: int) -> list[str]:
         recipe = RLRecipe(
             algorithm=GRPO(),
             rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=training)),
@@ -64,12 +66,12 @@ def test_a_run_says_that_answers_are_cut_off(causal_lm: Any, tokenizer: Any, pro
             threads=1,
         )
         objects = UserObjects(causal_lm(), tokenizer, rewards=[digits], prompts=prompts, evaluation_prompts=prompts[:2])
-        cast = Cast(recipe, objects)
-        with closing(cast):
-            return [remark for remark in cast.remarks() if "max_new_tokens" in remark]
+        roles = RLRoles(recipe, objects)
+        with closing(roles):
+            return [warning for warning in roles.warnings() if "max_new_tokens" in warning]
 
-    assert remarks(4, 4) == []
-    training, held_out = remarks(10_000, 9_999)
+    assert warnings(4, 4) == []
+    training, held_out = warnings(10_000, 9_999)
     assert training.startswith("rollout.sampling.max_new_tokens is 10000") and f"of {len(prompts)} prompts" in training
     assert held_out.startswith("evaluation.sampling.max_new_tokens is 9999") and "of 2 prompts" in held_out
 
@@ -88,10 +90,10 @@ def test_reward_model_and_reference_say_what_was_left_out(
         rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=4)),
         threads=1,
     )
-    cast = Cast(recipe, UserObjects(causal_lm(), tokenizer, prompts=prompts))
-    with closing(cast):
-        assert [r for r in cast.remarks() if "odd.weight" in r and r.startswith("odd: ")]
-        assert [r for r in cast.remarks() if "more.weight" in r and r.startswith("reference: ")]
+    roles = RLRoles(recipe, UserObjects(causal_lm(), tokenizer, prompts=prompts))
+    with closing(roles):
+        assert [r for r in roles.warnings() if "odd.weight" in r and r.startswith("odd: ")]
+        assert [r for r in roles.warnings() if "more.weight" in r and r.startswith("reference: ")]
 
 
 def test_an_evaluation_says_both(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path) -> None:

@@ -73,11 +73,11 @@ def test_a_critic_that_starts_as_the_reward_model_knows_the_scores_before_it_lea
     reward = scalar_model()
     torch.nn.init.normal_(reward.score.weight, std=0.5, generator=torch.Generator().manual_seed(3))
     used = trainer(tmp_path / "run", [reward], steps=1)
-    assert used.cast.critic is not None
-    body = used.cast.critic.packed.model
-    for owned in used.cast.models():
+    assert used.roles.critic is not None
+    body = used.roles.critic.packed.model
+    for owned in used.roles.models():
         owned.release()
-    ids = torch.tensor([used.cast.codec.encode_prompt(used.cast.item(0).prompt)])
+    ids = torch.tensor([used.roles.codec.encode_prompt(used.roles.item(0).prompt)])
     with torch.no_grad():
         expected, found = (
             model.score(model.model(input_ids=ids).last_hidden_state)[0, :, 0] for model in (reward, body)
@@ -93,8 +93,8 @@ def test_value_clipping_holds_the_critic_back(tmp_path: Path, trainer: Callable[
     for clip in (None, 0.5, 1e-4):
         used = trainer(tmp_path / f"run{clip}", algorithm=PPO(kl=KLConfig(coef=0.0), value_clip=clip), steps=1)
         used.train()
-        assert used.cast.critic is not None
-        heads[clip] = used.cast.critic.packed.model.score.weight.clone()
+        assert used.roles.critic is not None
+        heads[clip] = used.roles.critic.packed.model.score.weight.clone()
         fractions[clip] = read_metrics(tmp_path / f"run{clip}" / "metrics.jsonl")[1]["critic/clip_frac"]
     assert fractions[None] == 0.0 and fractions[1e-4] > max(0.2, fractions[0.5])
     assert not torch.equal(heads[None], heads[1e-4])

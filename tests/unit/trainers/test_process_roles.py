@@ -23,9 +23,9 @@ from quartet.data.datasets import PromptItem
 from quartet.models.loading import ProcessSettings, save_process_settings
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.iteration import Chunk
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
-from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.devices import FrozenModels
@@ -99,7 +99,7 @@ def chunk_with(codec: TextCodec, answers: Sequence[Sequence[str]] = ANSWERS, ste
 
 
 def score(role: ProcessModelRole, chunk: Chunk) -> Any:
-    worker = Worker(local_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
+    worker = LeaseContext(local_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
     return asyncio.run(role.scorer(worker, LocalGroup(role.worker())).score(chunk))
 
 
@@ -276,7 +276,7 @@ def test_only_workers_read_token_ids_however_many_there_are(
     chunk = chunk_with(codec)
     batch = chunk.data.pop("response")[0].with_sequence(response=torch.tensor([0, 0, 0, 1]))
     expected = score(role, replace(chunk, data=batch))
-    worker = Worker(local_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
+    worker = LeaseContext(local_arbiter({role.name: role.worker().sizes()}, version=0), SpanRecorder())
     group = SplitWorkers([role.worker() for _ in range(num_workers)], batch)
     found = asyncio.run(role.scorer(worker, group).score(replace(chunk, data=without_ids(batch))))
     for ours, theirs in ((found.token, expected.token), (found.sequence, expected.sequence)):

@@ -70,7 +70,7 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 
 
 def model_of(run: RLTrainer) -> dict[str, torch.Tensor]:
-    return run.cast.actor.packed.model.state_dict()
+    return run.roles.actor.packed.model.state_dict()
 
 
 def same_weights(one: RLTrainer, other: RLTrainer) -> bool:
@@ -83,9 +83,9 @@ def test_every_update_of_the_actor_sees_its_demonstrations(
 ) -> None:
     used = trainer(tmp_path / "run")
     used.train()
-    assert used.cast.ptx is not None
+    assert used.roles.ptx is not None
     num = 3 * MINIBATCHES * EPOCHS
-    assert mixed == [used.cast.ptx.batch(number).ids for number in range(num)]
+    assert mixed == [used.roles.ptx.batch(number).ids for number in range(num)]
     rows = [name.split("@")[0] for ids in mixed for name in ids]
     assert len(set(rows[:24])) == 24, "each of the 24 rows once per pass"
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -101,7 +101,7 @@ def test_the_actors_worker_reads_them_and_the_driver_never(
     whole = trainer(tmp_path / "whole")
     whole.train()
     used = trainer(tmp_path / "run")
-    drivers, worker = used.cast.ptx, used.cast.workers["actor"]
+    drivers, worker = used.roles.ptx, used.roles.workers["actor"]
     assert drivers is not None and isinstance(worker, TrainWorker)
     own = pickle.loads(pickle.dumps(drivers))
     monkeypatch.setattr(worker, "_also", own)
@@ -163,9 +163,9 @@ def test_a_resting_actor_sees_none_and_the_critic_never(
         critic=CriticConfig(train=train, warmup_steps=2),
     )
     used.train()
-    assert used.cast.ptx is not None
+    assert used.roles.ptx is not None
     per_step = MINIBATCHES * EPOCHS
-    assert mixed == [used.cast.ptx.batch(number).ids for number in range(2 * per_step, 3 * per_step)]
+    assert mixed == [used.roles.ptx.batch(number).ids for number in range(2 * per_step, 3 * per_step)]
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert ["loss/ptx" in row for row in rows] == [False, False, False, True]
     assert rows[-1]["data/ptx_epoch"] == per_step * SIZE / 24

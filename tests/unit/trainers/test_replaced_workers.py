@@ -11,7 +11,7 @@ import pytest
 from quartet.cluster import ResourcePool, Worker, WorkerDied, WorkerGroup, connect
 from quartet.config import UserError
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.workers import RayCompany
+from quartet.trainers.workers import RayRunWorkers
 
 
 class Once(Worker):
@@ -25,8 +25,8 @@ class Once(Worker):
             raise OSError("no such model")
 
 
-def company(group: WorkerGroup, max_restarts: int) -> RayCompany:
-    found: Any = RayCompany.__new__(RayCompany)
+def workers(group: WorkerGroup, max_restarts: int) -> RayRunWorkers:
+    found: Any = RayRunWorkers.__new__(RayRunWorkers)
     found._groups, found._num_deaths, found._changing = {group.name: group}, 0, {"actor"}
     found.cluster = SimpleNamespace(max_restarts=max_restarts)
     found.placement = SimpleNamespace(pool_of={"actor": group.name, "rollout": group.name})
@@ -39,7 +39,7 @@ def test_a_worker_that_cannot_be_made_anew_ends_the_run_after_its_restarts() -> 
         group = WorkerGroup(ResourcePool([1]), Once, name="trained", backend=backend, max_restarts=2**31)
         backend.stop(group._processes.handles)
         trainer: Any = RLTrainer.__new__(RLTrainer)
-        trainer.company, trainer._session = company(group, max_restarts=3), None
+        trainer.workers, trainer._attempt = workers(group, max_restarts=3), None
         trainer.run = SimpleNamespace(check_stop=lambda step: None)
         with pytest.raises(UserError, match="died more often") as caught:
             asyncio.run(asyncio.wait_for(trainer._after_death(WorkerDied(group.dead()[0])), 60))

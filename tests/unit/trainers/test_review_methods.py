@@ -47,13 +47,13 @@ def test_the_adaptive_coefficient_goes_on_where_a_run_stopped(algorithm: Any, tr
     coefficients = [row["kl/coef"] for row in untimed_rows(whole.path)[1:]]
     assert coefficients[0] == 0.1 and len(set(coefficients)) >= 3, "it moves"
     broken = trainer("broken", algorithm)
-    break_at(3, broken.cast.actor)
+    break_at(3, broken.roles.actor)
     with pytest.raises(RuntimeError, match="on purpose"):
         broken.train()
     resumed = trainer("broken", algorithm, resume=True)
     resumed.train()
     assert untimed_rows(resumed.path)[1:] == untimed_rows(whole.path)[1:]
-    assert same_weights(resumed.cast.actor.packed.model, whole.cast.actor.packed.model)
+    assert same_weights(resumed.roles.actor.packed.model, whole.roles.actor.packed.model)
 
 
 # Iterative DPO -------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_a_pair_of_responses_has_to_fit_the_budget(share: bool, trainer: Any) ->
         train = TrainConfig(token_budget=tokens, share_prefixes=share)
         return trainer(name, OnlineDPO(), actor=ActorConfig(train=train))
 
-    prompt = max(item.num_tokens for item in with_budget("large", 1000).cast.prompts.items)
+    prompt = max(item.num_tokens for item in with_budget("large", 1000).roles.prompts.items)
     needed = (1 if share else 2) * prompt + 2 * 5
     with pytest.raises(UserError, match="token_budget is too small") as caught:
         with_budget("small", needed - 1)
@@ -115,7 +115,7 @@ def test_a_critic_that_nobody_reads_is_refused_and_its_section_remarked_on(
     assert not (tmp_path / "refused").exists()
     run = trainer("said", GRPO(), critic=CriticConfig(warmup_steps=1), steps=1)
     assert run.train().summary["notes"][0] == "critic: not read, grpo has none"
-    assert not any("not read" in remark for remark in trainer("ppo", PPO()).cast.remarks())
+    assert not any("not read" in warning for warning in trainer("ppo", PPO()).roles.warnings())
 
 
 # Figures -------------------------------------------------------------------------------------------------

@@ -127,8 +127,8 @@ def test_a_reward_model_in_half_precision_gives_a_critic_in_full(
     recipe = RLRecipe(output_dir=str(tmp_path / "run"), threads=1)
     reward = scalar_model().to(torch.bfloat16)
     run = RLTrainer(recipe, model=causal_lm(), tokenizer=tokenizer, rewards=[reward], prompts=["1+2="])
-    assert run.cast.critic is not None
-    assert {p.dtype for p in run.cast.critic.packed.model.parameters()} == {torch.float32}
+    assert run.roles.critic is not None
+    assert {p.dtype for p in run.roles.critic.packed.model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("text", ["=", "2026-13-45", "1:30"])

@@ -26,8 +26,8 @@ from quartet.observe.trackers import read_metrics
 from quartet.rewards.combine import RewardWeights
 from quartet.rewards.source import GuardedReward
 from quartet.schedule.iteration import Chunk
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.placement import local_arbiter
-from quartet.schedule.worker import Worker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.budget import TokenBudget
 from quartet.trainers.advantages import Assembler
@@ -86,7 +86,7 @@ def test_gates_decide_what_is_learned_from(train: Train) -> None:
         assert 0 < row["reward/digit"] < 1, "both cases occur"
     closed = 1 - rows[-1]["reward/digit"]
     assert -2.0 * closed <= rows[-1]["reward/score_mean"] <= -2.0 * closed + (1 - closed)
-    assert trainer.cast.actor.num_updates == 2
+    assert trainer.roles.actor.num_updates == 2
 
 
 def test_what_was_earned_on_the_way_counts_only_behind_an_open_gate() -> None:
@@ -165,7 +165,7 @@ def test_workers_render_what_a_model_with_another_tokenizer_reads(
     batch = RaggedBatch.from_groups([prompt_ids], responses, "abc")
     batch = batch.with_sequence(ended=torch.tensor(ended)).with_objects(prompt=items, completion=texts)
     workers = [role.worker() for _ in range(num_workers)]
-    worker = Worker(local_arbiter({role.name: workers[0].sizes()}, version=0), SpanRecorder())
+    worker = LeaseContext(local_arbiter({role.name: workers[0].sizes()}, version=0), SpanRecorder())
     scorer = role.scorer(worker, SplitWorkers(workers, batch))
     found = asyncio.run(scorer.score(Chunk(0, 0, without_ids(batch))))
     assert found.ids == ("a", "b", "c")
@@ -189,16 +189,16 @@ def reward(completions):
     trainer, rows = train([reward])
     assert [row["reward/brittle/left_out"] for row in rows[-2:]] == [2.0, 2.0], "one chunk of two in each step"
     assert [row["reward/not_applicable"] for row in rows[-2:]] == [2.0, 2.0]
-    assert trainer.cast.actor.num_updates == 2
-    (remark,) = [remark for remark in trainer.cast.remarks() if "brittle" in remark]
-    assert "4 samples left out" in remark and "no connection" in remark
+    assert trainer.roles.actor.num_updates == 2
+    (warning,) = [warning for warning in trainer.roles.warnings() if "brittle" in warning]
+    assert "4 samples left out" in warning and "no connection" in warning
 
 
 def test_without_that_word_a_function_that_raises_stops_the_run(train: Train, target: Any) -> None:
     broken = "def reward(completions): raise OSError('no connection')"
     with pytest.raises(UserError, match="OSError: no connection"):
         train([FunctionReward(target=target(broken))])
-    assert train.trainers[0].cast.actor.num_updates == 0  # type: ignore[attr-defined]
+    assert train.trainers[0].roles.actor.num_updates == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_a_server_that_was_never_there_stops_the_run(train: Train) -> None:
     with pytest.raises(UserError, match="has not given a single score") as caught:
         train([reward])
     assert "unreachable" in caught.value.found
-    assert train.trainers[0].cast.actor.num_updates == 0  # type: ignore[attr-defined]
+    assert train.trainers[0].roles.actor.num_updates == 0  # type: ignore[attr-defined]
 
 
 def test_a_server_that_goes_away_does_not(train: Train, serve: Any) -> None:
@@ -247,9 +247,9 @@ def test_a_reward_that_waits_waits_beside_generation(train: Train) -> None:
 
     async def slow(completions: list[str], **_: Any) -> list[float]:
         (trainer,) = train.trainers  # type: ignore[attr-defined]
-        before = trainer.company.engines[0].worker.engine.stats().generated_tokens
+        before = trainer.workers.engines[0].worker.engine.stats().generated_tokens
         await asyncio.sleep(0.05)
-        grown.append(trainer.company.engines[0].worker.engine.stats().generated_tokens - before)
+        grown.append(trainer.workers.engines[0].worker.engine.stats().generated_tokens - before)
         return [float(len(text)) for text in completions]
 
     _, rows = train(functions=[slow])
@@ -288,7 +288,7 @@ def reward(completions):
     weights = []
     for name, source in (("honest", honest), ("rude", rude)):
         trainer, _ = train([FunctionReward(target=target(source))], name=name)
-        weights.append(trainer.cast.actor.packed.model.state_dict())
+        weights.append(trainer.roles.actor.packed.model.state_dict())
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 
 
@@ -312,11 +312,11 @@ def test_what_a_passed_function_changes_is_put_back_and_told(train: Train, is_as
     weights = []
     for function in (honest, rude_later if is_async else rude):
         trainer, _ = train(functions=[function], name=function.__name__)
-        weights.append(trainer.cast.actor.packed.model.state_dict())
+        weights.append(trainer.roles.actor.packed.model.state_dict())
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
-    (remark,) = [remark for remark in trainer.cast.remarks() if "changed" in remark]
-    assert "the gradient mode, the default dtype" in remark
-    assert any("torch's global generator" in remark for remark in trainer.cast.remarks())
+    (warning,) = [warning for warning in trainer.roles.warnings() if "changed" in warning]
+    assert "the gradient mode, the default dtype" in warning
+    assert any("torch's global generator" in warning for warning in trainer.roles.warnings())
 
 
 def test_nothing_depends_on_when_scores_arrive(train: Train) -> None:
@@ -330,7 +330,7 @@ def test_nothing_depends_on_when_scores_arrive(train: Train) -> None:
         return reward
 
     runs = [train(functions=[jittery(seed)], name=f"run{seed}") for seed in (1, 2)]
-    weights = [run[0].cast.actor.packed.model.state_dict() for run in runs]
+    weights = [run[0].roles.actor.packed.model.state_dict() for run in runs]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     timed = ("time/", "time_s", "overlap/", "memory/", "rollout/tokens_per_s")
     logged = [[{k: v for k, v in row.items() if not k.startswith(timed)} for row in run[1]] for run in runs]

@@ -18,10 +18,10 @@ from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, L
 from quartet.config.rewards import ModelReward
 from quartet.models.loading import packed_scalar_model, save_scalar_model
 from quartet.observe.trackers import read_metrics
-from quartet.trainers import loader
-from quartet.trainers.loader import UserObjects
+from quartet.trainers import model_loader
+from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.roles import Cast, needs_old_logprobs
+from quartet.trainers.roles import RLRoles, needs_old_logprobs
 
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2))
 NO_KL = KLConfig(coef=0.0)
@@ -44,17 +44,17 @@ def recipe(algorithm: AlgorithmConfig, **changes: Any) -> RLRecipe:
 
 
 @pytest.fixture
-def cast_of(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Iterator[Callable[..., Cast]]:
-    made: list[Cast] = []
+def roles_of(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Iterator[Callable[..., RLRoles]]:
+    made: list[RLRoles] = []
 
-    def make(used: RLRecipe, rewards: list[Any] | None = None, critic: Any = None) -> Cast:
+    def make(used: RLRecipe, rewards: list[Any] | None = None, critic: Any = None) -> RLRoles:
         given = [digits] if rewards is None else rewards
-        made.append(Cast(used, UserObjects(causal_lm(), tokenizer, critic, given, prompts=prompts)))
+        made.append(RLRoles(used, UserObjects(causal_lm(), tokenizer, critic, given, prompts=prompts)))
         return made[-1]
 
     yield make
-    for cast in made:
-        cast.close()
+    for run_roles in made:
+        run_roles.close()
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def cast_of(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any) -> Iterat
     ],
 )
 def test_only_what_the_method_reads_is_loaded(
-    cast_of: Any, algorithm: AlgorithmConfig, changes: Any, roles: set[str], columns: list[str]
+    roles_of: Any, algorithm: AlgorithmConfig, changes: Any, roles: set[str], columns: list[str]
 ) -> None:
     used = recipe(algorithm, **changes)
-    cast = cast_of(used)
-    assert {*cast.workers, "rollout"} == roles
-    assert (cast.critic is None) == ("critic" not in roles)
-    assert (cast.reference is None) == ("reference" not in roles)
-    assert len(cast.models()) == len(roles) - 1, "the rollout engine shares the actor"
-    scorers: list[Any] = [*cast.reward_scorers(None), *cast.column_scorers(None)]
+    run_roles = roles_of(used)
+    assert {*run_roles.workers, "rollout"} == roles
+    assert (run_roles.critic is None) == ("critic" not in roles)
+    assert (run_roles.reference is None) == ("reference" not in roles)
+    assert len(run_roles.models()) == len(roles) - 1, "the rollout engine shares the actor"
+    scorers: list[Any] = [*run_roles.reward_scorers(None), *run_roles.column_scorers(None)]
     assert [scorer.column for scorer in scorers if hasattr(scorer, "column")] == columns
     assert needs_old_logprobs(used) == ("old_logprobs" in columns)
 
@@ -92,33 +92,33 @@ def test_the_reference_is_the_actor_as_it_starts_and_never_changes(
     used = recipe(RLOO(), output_dir=str(tmp_path / "run"))
     trainer = RLTrainer(used, model=model, tokenizer=tokenizer, rewards=[digits], prompts=prompts)
     trainer.train()
-    assert trainer.cast.reference is not None
-    for name, value in trainer.cast.reference.model.state_dict().items():
+    assert trainer.roles.reference is not None
+    for name, value in trainer.roles.reference.model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_critic_starts_as_the_reward_model_or_as_the_actors_body(cast_of: Any, scalar_model: Any) -> None:
+def test_a_critic_starts_as_the_reward_model_or_as_the_actors_body(roles_of: Any, scalar_model: Any) -> None:
     reward = scalar_model()
-    from_reward = cast_of(recipe(PPO()), rewards=[reward])
+    from_reward = roles_of(recipe(PPO()), rewards=[reward])
     assert from_reward.critic is not None and from_reward.critic.packed.model is not reward
     assert torch.equal(from_reward.critic.packed.model.score.weight, reward.score.weight)
-    from_actor = cast_of(recipe(PPO()))
+    from_actor = roles_of(recipe(PPO()))
     assert from_actor.critic is not None
     body = from_actor.critic.packed.model.model.state_dict()
     for name, value in from_actor.actor.packed.model.model.state_dict().items():
         assert torch.equal(value, body[name]), name
     own = scalar_model(7)
-    assert cast_of(recipe(PPO()), critic=own).critic.packed.model is own
+    assert roles_of(recipe(PPO()), critic=own).critic.packed.model is own
 
 
-def test_reward_names_and_vocabularies_are_checked(cast_of: Any, scalar_model: Any, digits: Any) -> None:
+def test_reward_names_and_vocabularies_are_checked(roles_of: Any, scalar_model: Any, digits: Any) -> None:
     with pytest.raises(UserError, match="no reward"):
-        cast_of(recipe(GRPO()), rewards=[])
+        roles_of(recipe(GRPO()), rewards=[])
     with pytest.raises(UserError, match="name of its own"):
-        cast_of(recipe(GRPO()), rewards=[digits, digits])
+        roles_of(recipe(GRPO()), rewards=[digits, digits])
     with pytest.raises(UserError, match="critic's vocabulary"):
-        cast_of(recipe(PPO()), critic=scalar_model(vocab_size=15))
+        roles_of(recipe(PPO()), critic=scalar_model(vocab_size=15))
 
 
 def test_warm_up_trains_the_critic_and_leaves_the_actor_alone(
@@ -137,20 +137,20 @@ def test_warm_up_trains_the_critic_and_leaves_the_actor_alone(
     assert rows[-1]["policy_version"] == 2.0, "versions advance all the same"
 
 
-def test_the_learning_rate_of_a_rested_actor_still_ends_where_the_schedule_does(cast_of: Any) -> None:
+def test_the_learning_rate_of_a_rested_actor_still_ends_where_the_schedule_does(roles_of: Any) -> None:
     rested = CriticConfig(train=TRAIN, warmup_steps=3)
-    assert cast_of(recipe(PPO(), steps=10, critic=rested)).actor.total_steps == 7
-    assert cast_of(recipe(GRPO(), steps=10, critic=rested)).actor.total_steps == 10, "no critic, no warm-up"
+    assert roles_of(recipe(PPO(), steps=10, critic=rested)).actor.total_steps == 7
+    assert roles_of(recipe(GRPO(), steps=10, critic=rested)).actor.total_steps == 10, "no critic, no warm-up"
 
 
-def test_prompts_come_in_a_new_order_every_pass_and_randomness_follows_the_place(cast_of: Any, prompts: Any) -> None:
-    cast = cast_of(recipe(GRPO()))
+def test_prompts_come_in_a_new_order_every_pass_and_randomness_follows_the_place(roles_of: Any, prompts: Any) -> None:
+    run_roles = roles_of(recipe(GRPO()))
     num = len(prompts)
-    passes = [[cast.item(i).prompt_id for i in range(k * num, (k + 1) * num)] for k in range(2)]
+    passes = [[run_roles.item(i).prompt_id for i in range(k * num, (k + 1) * num)] for k in range(2)]
     assert sorted(passes[0]) == sorted(passes[1]) and passes[0] != passes[1]
-    seeds = [request.sampling.seed for index in range(2 * num) for request in cast.requests(index)[1].samples]
+    seeds = [request.sampling.seed for index in range(2 * num) for request in run_roles.requests(index)[1].samples]
     assert len(set(seeds)) == len(seeds)
-    assert cast.requests(5) == cast.requests(5)
+    assert run_roles.requests(5) == run_roles.requests(5)
 
 
 def test_an_update_that_breaks_off_half_way_is_not_saved(
@@ -167,10 +167,10 @@ def test_an_update_that_breaks_off_half_way_is_not_saved(
         steps += 1
         if steps == 2:
             with torch.no_grad():
-                next(trainer.cast.actor.packed.model.parameters()).add_(1.0)
+                next(trainer.roles.actor.packed.model.parameters()).add_(1.0)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer.cast.actor.optimizer, "step", half)
+    monkeypatch.setattr(trainer.roles.actor.optimizer, "step", half)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.run.saved_steps() == []
@@ -180,7 +180,7 @@ def test_nothing_is_loaded_when_the_output_directory_is_taken(
     causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr(loader, "packed_causal_lm", None)
+    monkeypatch.setattr(model_loader, "packed_causal_lm", None)
     objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
     with pytest.raises(UserError, match="not empty"):
         RLTrainer(recipe(GRPO(), output_dir=str(tmp_path)), **objects)
@@ -207,7 +207,7 @@ def test_a_reward_model_that_gives_nan_stops_the_run(
     trainer = RLTrainer(recipe(GRPO(), output_dir=str(tmp_path / "run")), **objects)
     with pytest.raises(UserError, match="not finite"):
         trainer.train()
-    assert trainer.cast.actor.num_updates == 0
+    assert trainer.roles.actor.num_updates == 0
 
 
 def test_a_saved_reward_model_reads_the_policys_own_tokens(
@@ -220,8 +220,8 @@ def test_a_saved_reward_model_reads_the_policys_own_tokens(
     seen = torch.ones(packed.model.config.vocab_size, dtype=torch.bool)
     assert save_scalar_model(packed, policy_tokenizer, tmp_path / "reward", seen=seen) is not None
     used = recipe(GRPO(), rewards=(ModelReward(path=str(tmp_path / "reward"), name="saved"),))
-    cast = Cast(used, UserObjects(causal_lm(), policy_tokenizer, prompts=prompts))
-    with closing(cast):
-        (role,) = cast.reward_models
+    run_roles = RLRoles(used, UserObjects(causal_lm(), policy_tokenizer, prompts=prompts))
+    with closing(run_roles):
+        (role,) = run_roles.reward_models
         assert role.codec is None, "no text is tokenised again"
         assert role.model.model.config.pad_token_id == packed.model.config.vocab_size

@@ -152,7 +152,7 @@ def test_iterative_dpo_refreshes_its_reference_and_resumes(train: Any) -> None:
     # One update after a refresh the policy has moved by one step only.
     assert abs(rows[3]["kl/ref"]) < 1e-4 < abs(rows[2]["kl/ref"])
     broken = train("broken", config, steps=7)
-    break_at(10, broken.cast.actor)
+    break_at(10, broken.roles.actor)
     with pytest.raises(RuntimeError, match="on purpose"):
         broken.train()
     resumed = train("broken", config, steps=7, seed=0, resume=True)

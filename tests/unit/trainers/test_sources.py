@@ -84,7 +84,7 @@ def test_sources_are_joined_or_mixed(tmp_path: Path) -> None:
     mixed = prompt_data(DataConfig(**weighted(config, 1, 3)), None, codec, 99, "data")
     assert data.seen == mixed.seen == {i for item in data for i in codec.encode_prompt(item.prompt)}
     assert mixed.items == data.items and mixed.order == Mixture((6, 4), (1.0, 3.0))
-    assert mixed.remarks == tuple(
+    assert mixed.warnings == tuple(
         f"{tmp_path / name}: {count} of the 10 rows of an epoch, from {rows}"
         for name, count, rows in (("a.jsonl", 3, 6), ("b.jsonl", 7, 4))
     )
@@ -146,7 +146,7 @@ def test_overlong_rows_from_python_and_remedies_that_name_their_section(key: str
         prompt_data(None, rows, codec, 8, key)
     assert f"set {key}.overlong=skip" in caught.value.remedy and f"{key}.max_tokens" in caught.value.remedy
     data = prompt_data(DataConfig(overlong="skip"), rows, codec, 8, key)
-    assert len(data) == 1 and "1 rows left out" in data.remarks[0]
+    assert len(data) == 1 and "1 rows left out" in data.warnings[0]
     with pytest.raises(UserError) as caught:
         prompt_data(None, [{"question": "1"}], codec, 8, key)
     assert f"map them: {key}.columns.prompt=question" in caught.value.remedy
@@ -222,7 +222,9 @@ def test_very_long_texts_are_left_out_before_they_are_tokenised(kind: str, monke
     monkeypatch.setattr(type(tokenizer), "__call__", counted)
     build = long_texts(tokenizer)[kind]
     data = build(DataConfig(overlong="skip"))
-    assert len(data) == 1 and any("1 rows left out" in remark and "longer than" in remark for remark in data.remarks)
+    assert len(data) == 1 and any(
+        "1 rows left out" in warning and "longer than" in warning for warning in data.warnings
+    )
     with pytest.raises(UserError, match="longer than allowed"):
         build(None)
     assert longest < 70_000

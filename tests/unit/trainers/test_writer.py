@@ -19,7 +19,7 @@ from quartet.config import UserError
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptItem
 from quartet.observe import rollouts
-from quartet.observe.rollouts import list_steps, read_step, step_path
+from quartet.observe.rollouts import list_steps, read_step, rollouts_path
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch, without_texts
 from quartet.schedule.model_worker import ScoreWorker
@@ -28,8 +28,8 @@ from quartet.schedule.role_group import RemoteGroup
 from quartet.schedule.writer import Writer
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import Needs
-from quartet.trainers.loader import UserObjects
-from quartet.trainers.workers import WRITER, PoolWorker
+from quartet.trainers.model_loader import UserObjects
+from quartet.trainers.workers import WRITER_ROLE, PoolWorker
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def test_what_is_written_in_the_background_is_what_is_written_at_once(run: Path,
     for number, batches in steps.items():
         writer.write_rollouts(run / "rollouts", number, batches, background=True)
         writer.write_rollouts(run / "at_once", number, batches, background=False)
-        assert step_path(run / "at_once", number).is_file()
+        assert rollouts_path(run / "at_once", number).is_file()
     assert [finished(writer, number) for number in steps] == [True] * 3
     for number in steps:
-        one, other = (step_path(run / name, number).read_bytes() for name in ("rollouts", "at_once"))
+        one, other = (rollouts_path(run / name, number).read_bytes() for name in ("rollouts", "at_once"))
         assert one == other
     first, _, third = read_step(run / "rollouts", 2)
     assert (first.sequence_id, first.prompt_id, first.prompt_text, first.response_text) == ("4.0", "p3", "3+4=", "7")
@@ -95,7 +95,7 @@ def test_a_refused_file_is_told_by_its_own_step_alone(
     write = rollouts.replace_atomically
 
     def full(path: Path, content: bytes) -> None:
-        if path == step_path(run / "rollouts", 2):
+        if path == rollouts_path(run / "rollouts", 2):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(path, content)
 
@@ -125,7 +125,7 @@ def test_a_step_that_is_done_again_replaces_its_file(run: Path, codec: TextCodec
         writer.write_rollouts(run / "rollouts", 1, [step(codec, 1, answer)], background=True)
     assert finished(writer, 1)
     assert [record.response_text for record in read_step(run / "rollouts", 1)] == ["8"]
-    assert gzip.decompress(step_path(run / "rollouts", 1).read_bytes()).count(b"\n") == 1
+    assert gzip.decompress(rollouts_path(run / "rollouts", 1).read_bytes()).count(b"\n") == 1
 
 
 def test_an_outline_is_no_record(run: Path, codec: TextCodec) -> None:
@@ -154,4 +154,4 @@ def test_a_reward_model_may_be_called_writer(tmp_path: Path, causal_lm: Any, sca
         model = RemoteGroup(group, "writer", ScoreWorker)
         scores = asyncio.run(model.call(ScoreWorker.forward, batch, Needs(scores=True)))
         assert scores.ids == batch.ids and len(scores.sequence["scores"]) == 2
-        assert asyncio.run(RemoteGroup(group, WRITER, Writer, 0).call(Writer.finish_rollouts, 1)) is False
+        assert asyncio.run(RemoteGroup(group, WRITER_ROLE, Writer, 0).call(Writer.finish_rollouts, 1)) is False

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.weights import Manifest, TensorSpec, WeightSyncError
+from quartet.weights import TensorSpec, WeightManifest, WeightSyncError
 from quartet.weights.manifest import WIRE_FORMAT
 
 SPECS = (TensorSpec("a", "F32", (2, 3)), TensorSpec("b", "BF16", ()), TensorSpec("c", "BOOL", (0, 4)))
-MANIFEST = Manifest(3, SPECS, ("0" * 16, "1" * 16, "2" * 16))
+MANIFEST = WeightManifest(3, SPECS, ("0" * 16, "1" * 16, "2" * 16))
 
 
 def test_specs_know_their_size_and_dtype() -> None:
@@ -26,17 +26,17 @@ def test_specs_know_their_size_and_dtype() -> None:
 
 def test_json_there_and_back() -> None:
     text = json.dumps(MANIFEST.to_json())
-    assert Manifest.from_json(json.loads(text)) == MANIFEST
+    assert WeightManifest.from_json(json.loads(text)) == MANIFEST
 
 
 def test_the_digest_of_all_is_of_contents_and_not_of_their_order() -> None:
-    turned = Manifest(4, SPECS[::-1], MANIFEST.digests[::-1])
+    turned = WeightManifest(4, SPECS[::-1], MANIFEST.digests[::-1])
     assert turned.digest == MANIFEST.digest
     others = [
-        Manifest(3, SPECS, ("0" * 16, "1" * 16, "3" * 16)),
-        Manifest(3, (TensorSpec("a", "F32", (3, 2)), *SPECS[1:]), MANIFEST.digests),
-        Manifest(3, (TensorSpec("x", "F32", (2, 3)), *SPECS[1:]), MANIFEST.digests),
-        Manifest(3, (TensorSpec("a", "I32", (2, 3)), *SPECS[1:]), MANIFEST.digests),
+        WeightManifest(3, SPECS, ("0" * 16, "1" * 16, "3" * 16)),
+        WeightManifest(3, (TensorSpec("a", "F32", (3, 2)), *SPECS[1:]), MANIFEST.digests),
+        WeightManifest(3, (TensorSpec("x", "F32", (2, 3)), *SPECS[1:]), MANIFEST.digests),
+        WeightManifest(3, (TensorSpec("a", "I32", (2, 3)), *SPECS[1:]), MANIFEST.digests),
     ]
     assert len({manifest.digest for manifest in (MANIFEST, *others)}) == 5
 
@@ -53,7 +53,7 @@ def test_the_digest_of_all_is_of_contents_and_not_of_their_order() -> None:
 def test_what_is_no_manifest_is_refused(change: dict[str, Any], found: str) -> None:
     value = MANIFEST.to_json() | change
     with pytest.raises(WeightSyncError, match=found):
-        Manifest.from_json(value)
+        WeightManifest.from_json(value)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_a_tensor_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None
     value = copy.deepcopy(MANIFEST.to_json())
     value["tensors"][0] |= change
     with pytest.raises(WeightSyncError, match="cannot be read"):
-        Manifest.from_json(value)
+        WeightManifest.from_json(value)
 
 
 def test_as_many_digests_as_tensors() -> None:
     with pytest.raises(ValueError, match="3 tensors with 1 digests"):
-        Manifest(1, SPECS, ("0",))
+        WeightManifest(1, SPECS, ("0",))

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from quartet.weights import (
     GATE_UP,
-    Manifest,
     NamedSource,
     Status,
     TensorSink,
     TensorSpec,
+    WeightManifest,
     WeightMismatch,
     WeightsRefused,
     WeightsUnusable,
@@ -181,6 +181,6 @@ def test_what_has_arrived_is_digested_in_pieces(cuts: list[int]) -> None:
     for start, stop in itertools.pairwise(edges):
         sink.write("w", start, values[start:stop])
         sink.arrived("w", stop)
-    sink.verify(Manifest(1, (spec,), (Hasher(1).digest(values),)))
+    sink.verify(WeightManifest(1, (spec,), (Hasher(1).digest(values),)))
     with pytest.raises(WeightMismatch):
-        sink.verify(Manifest(1, (spec,), (Hasher(1).digest(values + 1),)))
+        sink.verify(WeightManifest(1, (spec,), (Hasher(1).digest(values + 1),)))

@@ -12,7 +12,7 @@ from torch import nn
 from quartet.weights import (
     GATE_UP,
     FusedProjection,
-    GatherWatch,
+    GatherWatchdog,
     NamedSource,
     WeightSyncTimeout,
     qkv,
@@ -49,10 +49,10 @@ def test_shares_that_make_no_sense(shares: tuple[int, ...]) -> None:
 
 def test_the_rank_that_is_missing_from_a_gather_is_named() -> None:
     store = dist.HashStore()
-    watches = [GatherWatch(store, rank, 3, timeout_s=0.5) for rank in range(3)]
+    watches = [GatherWatchdog(store, rank, 3, timeout_s=0.5) for rank in range(3)]
     with ThreadPoolExecutor(3) as ranks:
         for name in ("first", "second"):  # again and again, on one store
-            list(ranks.map(GatherWatch.wait, watches, [name] * 3))
+            list(ranks.map(GatherWatchdog.wait, watches, [name] * 3))
         others = [ranks.submit(watches[rank].wait, "third") for rank in (0, 2)]
     with pytest.raises(WeightSyncTimeout, match="rank 1 did not come") as caught:
         others[0].result()

@@ -16,7 +16,7 @@ from quartet.config.errors import UserError
 from quartet.config.printable import printable
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.report.collect import collect_run
-from quartet.observe.report.samples import Limits
+from quartet.observe.report.samples import ReportLimits
 
 SCRIPTS = ("dom.js", "charts.js", "curves.js", "timing.js", "colours.js", "tokens.js", "alarm.js", "main.js")
 """Joined in this order into one function, so that they share names with each other and with nothing else."""
@@ -24,7 +24,7 @@ SCRIPTS = ("dom.js", "charts.js", "curves.js", "timing.js", "colours.js", "token
 _SLOT = re.compile(r"\{\{ (\w+) \}\}")
 
 
-def build_report(run_dir: Path, out: Path | None = None, limits: Limits | None = None) -> Path:
+def build_report(run_dir: Path, out: Path | None = None, limits: ReportLimits | None = None) -> Path:
     """Writes the report of ``run_dir`` and returns its path (default: ``report.html`` inside the run).
 
     The page loads nothing: data, style and script are in it, and its content security policy allows no more.
@@ -32,7 +32,7 @@ def build_report(run_dir: Path, out: Path | None = None, limits: Limits | None =
     Raises:
         UserError: ``run_dir`` holds no run, or the report cannot be written.
     """
-    data = collect_run(run_dir, limits if limits is not None else Limits())
+    data = collect_run(run_dir, limits if limits is not None else ReportLimits())
     path = out if out is not None else run_dir / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

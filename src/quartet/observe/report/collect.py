@@ -19,7 +19,7 @@ from quartet.config.file_errors import read_error, read_file
 from quartet.config.stages import made_by
 from quartet.observe.jsonl import read_objects
 from quartet.observe.metrics import find_metric
-from quartet.observe.report.samples import Limits, collect_rollouts, compact, evenly
+from quartet.observe.report.samples import ReportLimits, collect_rollouts, compact, evenly
 from quartet.observe.report.timing import show_timing
 from quartet.observe.rollouts import list_steps
 from quartet.observe.run_status import ENDED, true_status
@@ -34,7 +34,7 @@ _EXAMPLES = TypeAdapter(list[dict[str, str | float | None]], config=ConfigDict(s
 _RUN_FILES = ("run.json", "recipe.yaml", "metrics.jsonl", "spans.jsonl", "summary.json")
 
 
-def collect_run(run_dir: Path, limits: Limits) -> dict[str, Any]:
+def collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
     """Everything the page shows, as JSON data.
 
     Raises:
@@ -46,7 +46,7 @@ def collect_run(run_dir: Path, limits: Limits) -> dict[str, Any]:
         raise read_error(Path(error.filename or run_dir), error) from error
 
 
-def _collect_run(run_dir: Path, limits: Limits) -> dict[str, Any]:
+def _collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
     if not run_dir.is_dir():
         raise UserError(
             "no such run",
@@ -103,7 +103,7 @@ def _stage_dirs(run_dir: Path) -> list[Path]:
     return [path for path in (run_dir, *children) if _is_stage(path)]
 
 
-def _collect_stage(path: Path, limits: Limits, notes: list[str]) -> dict[str, Any]:
+def _collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[str, Any]:
     warn = notes.append
     run = _read_info(path / "run.json", warn)
     rows = _read_or_warn(path / "metrics.jsonl", read_metrics, warn) or []
@@ -208,7 +208,7 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "examples": _EXAMPLES.validate_python(row["examples"])}
 
 
-def _show_alarms(rows: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str, Any] | None:
+def _show_alarms(rows: Sequence[Mapping[str, Any]], limits: ReportLimits) -> dict[str, Any] | None:
     """The rows of ``alarms.jsonl`` as the page shows them; None without any."""
     if not rows:
         return None
@@ -220,7 +220,7 @@ def _show_alarms(rows: Sequence[Mapping[str, Any]], limits: Limits) -> dict[str,
     }
 
 
-def _example(example: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+def _example(example: Mapping[str, Any], limits: ReportLimits) -> dict[str, Any]:
     return {
         name: value[: limits.echo_characters] if isinstance(value, str) else compact(value)
         for name, value in example.items()

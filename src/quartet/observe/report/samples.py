@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Limits:
+class ReportLimits:
     """How much of a run goes into the page."""
 
     steps: int = 12
@@ -53,7 +53,7 @@ def compact(value: float | None, digits: int = 5) -> float | int | str | None:
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
-def collect_rollouts(directory: Path, limits: Limits, warn: Callable[[str], None]) -> dict[str, Any] | None:
+def collect_rollouts(directory: Path, limits: ReportLimits, warn: Callable[[str], None]) -> dict[str, Any] | None:
     """What the token viewer shows, as plain JSON data; None where the run kept no rollouts.
 
     ``warn`` is told of files that cannot be read; the report does without them.
@@ -93,7 +93,7 @@ class _Prompts:
     """The prompts of the page, each once under its id; other states that are found under an id (an environment gives a
     row several) have a number behind it."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ReportLimits) -> None:
         self.found: dict[str, Any] = {}
         self._limits = limits
         self._keys: dict[tuple[str, tuple[int, ...]], str] = {}
@@ -109,7 +109,7 @@ class _Prompts:
         return self._keys[state]
 
 
-def _note(steps: int, shown: int, total: int, embedded: int, cut: int, limits: Limits) -> str | None:
+def _note(steps: int, shown: int, total: int, embedded: int, cut: int, limits: ReportLimits) -> str | None:
     parts = []
     if shown < steps:
         parts.append(f"{shown} of {steps} steps, evenly spaced, with all columns")
@@ -129,7 +129,7 @@ def _read(directory: Path, step: int, warn: Callable[[str], None]) -> list[Rollo
 
 
 def _choose_groups(
-    records: Iterable[RolloutRecord], recurrence: Counter[str], limits: Limits, token_budget: int
+    records: Iterable[RolloutRecord], recurrence: Counter[str], limits: ReportLimits, token_budget: int
 ) -> list[list[RolloutRecord]]:
     """Groups in the order of the step, as many as fit the budget, at least one."""
     groups: dict[str, list[RolloutRecord]] = {}
@@ -149,7 +149,7 @@ def _choose_groups(
     return [groups[name] for name in order if name in chosen]
 
 
-def _sample(record: RolloutRecord, prompt: str, limits: Limits) -> dict[str, Any]:
+def _sample(record: RolloutRecord, prompt: str, limits: ReportLimits) -> dict[str, Any]:
     cut = limits.tokens_per_response
     return {
         "id": record.sequence_id,
@@ -175,14 +175,14 @@ def _column(values: list[float]) -> Any:
     return short[0] if len(short) > 1 and len(set(map(str, short))) == 1 else short
 
 
-def _prompt(record: RolloutRecord, limits: Limits) -> dict[str, Any]:
+def _prompt(record: RolloutRecord, limits: ReportLimits) -> dict[str, Any]:
     # the end of a long prompt is what the response answers
     kept = record.prompt_tokens[-limits.tokens_per_response :]
     return {"text": record.prompt_text[-4000:], "tokens": kept, "length": len(record.prompt_ids)}
 
 
 def _echoes(
-    directory: Path, steps: Sequence[int], prompt_ids: set[str], limits: Limits, warn: Callable[[str], None]
+    directory: Path, steps: Sequence[int], prompt_ids: set[str], limits: ReportLimits, warn: Callable[[str], None]
 ) -> dict[str, list[Any]]:
     """Answers to the embedded prompts at steps that are not embedded: score and text only."""
     echoes: dict[str, list[Any]] = {}

@@ -34,7 +34,7 @@ class Refused(BaseException):
     """What a test did with the solution cannot be judged. No ``except Exception`` of a test hides it."""
 
 
-class RemoteError(Exception):
+class SandboxRemoteError(Exception):
     """The other process raised something that is no exception of Python's own."""
 
 
@@ -366,7 +366,7 @@ def _exception(name: str, text: str) -> Exception:
         if issubclass(base, Exception):
             with contextlib.suppress(TypeError):  # It is not made of a text alone, as UnicodeDecodeError.
                 return base(text)
-    return RemoteError(f"{name}: {text}")
+    return SandboxRemoteError(f"{name}: {text}")
 
 
 def _text(error: BaseException) -> str:

@@ -117,7 +117,7 @@ def _make_read_only(path: str) -> None:
 
 
 def drop_privileges(user: int = NOBODY) -> None:
-    """Root becomes ``user``; nobody keeps a capability or gets one by running a program."""
+    """Root becomes ``user``; no process keeps a capability or gets one by running a program."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(user, user, user)

@@ -174,7 +174,7 @@ def _in_group(job: dict[str, Any]) -> None:
     with _reported(status):
         confine.adopt_orphans()
         confine.forbid_tracing()
-        # The kernel counts all processes of a user together; nobody else is this one, where it is not the trainer's.
+        # The kernel counts all processes of a user together; no other process has this one, unless it is the trainer's.
         others = 0 if os.geteuid() == 0 else confine.num_tasks(os.geteuid())
     worker = _fork()
     if worker:

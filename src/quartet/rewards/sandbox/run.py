@@ -1,4 +1,4 @@
-"""Runs code that nobody trusts, on Linux: a program on an input, or a solution against tests.
+"""Runs untrusted code, on Linux: a program on an input, or a solution against tests.
 
 Each run is a process of its own in namespaces of its own (see ``launcher.py``) and gone with everything it started when
 it is over. They are made by bubblewrap where that is installed and works, else by the launcher itself. ``isolation:
@@ -41,7 +41,7 @@ _FIRST_USER, _NUM_USERS = 61184, 4336
 
 Isolation = Literal["namespaces", "process"]
 Confinement = Literal["bubblewrap", "namespaces", "process"]
-Ended = Literal["by itself", "time", "output"]
+EndReason = Literal["by itself", "time", "output"]
 
 
 class SandboxError(Exception):
@@ -49,7 +49,7 @@ class SandboxError(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one run may use: wall-clock seconds, bytes of output that is read, bytes written to disk (in all, or of each
     file with ``isolation`` process); of each process its processor seconds and address space; processes and threads at
     a time.
@@ -68,7 +68,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Check:
+class SolutionCheck:
     """Python source that passes unless it raises; ``counts``: it is a test, and not what tests need before them."""
 
     source: str
@@ -82,12 +82,12 @@ class ProgramRun:
     """
 
     output: bytes
-    ended: Ended
+    ended: EndReason
     status: int
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SandboxVerdict:
     """Whether a test passed, and if not, why not, partly in words of the code under test. ``is_refused``: what the code
     gave, or was given, cannot be judged.
     """
@@ -131,9 +131,11 @@ class _Sandboxed:
         stdout: a descriptor, or one of subprocess' constants.
     """
 
-    def __init__(self, role: str, job: dict[str, Any], limits: Limits, stdout: int, tool: Tool | None = None) -> None:
+    def __init__(
+        self, role: str, job: dict[str, Any], limits: SandboxLimits, stdout: int, tool: Tool | None = None
+    ) -> None:
         tool = tool or (_PROCESS if limits.isolation == "process" else tool_for_namespaces())
-        # For root one that nobody else is, and no other run.
+        # For root a user id that no other user and no other run has.
         self._user = _FIRST_USER + secrets.randbelow(_NUM_USERS) if os.geteuid() == 0 else os.geteuid()
         self._folder = _own_folder(self._user) if tool.confinement == "process" else None
         self._status, status_fd = os.pipe()
@@ -210,7 +212,7 @@ def _own_folder(user: int) -> Path:
 
 
 def _memory_file(content: bytes) -> int:
-    """A descriptor of a file in memory that nobody can change any more."""
+    """A descriptor of a file in memory that can no longer be changed."""
     fd = os.memfd_create("quartet", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(fd, "wb", closefd=False) as file:
         file.write(content)
@@ -219,7 +221,7 @@ def _memory_file(content: bytes) -> int:
     return fd
 
 
-def run_program(source: str, text: str, limits: Limits, tool: Tool | None = None) -> ProgramRun:
+def run_program(source: str, text: str, limits: SandboxLimits, tool: Tool | None = None) -> ProgramRun:
     """Runs ``source`` as a program with ``text`` on its standard input.
 
     Args:
@@ -247,12 +249,12 @@ def run_program(source: str, text: str, limits: Limits, tool: Tool | None = None
     return ProgramRun(output, ended, program.process.returncode)
 
 
-def run_tests(source: str, tests: Sequence[Check], limits: Limits) -> list[bool]:
+def run_tests(source: str, tests: Sequence[SolutionCheck], limits: SandboxLimits) -> list[bool]:
     """Whether each of the tests that count passed: :func:`judge` without the reasons."""
     return [verdict.passed for verdict in judge(source, tests, limits)]
 
 
-def judge(source: str, tests: Sequence[Check], limits: Limits) -> list[Verdict]:
+def judge(source: str, tests: Sequence[SolutionCheck], limits: SandboxLimits) -> list[SandboxVerdict]:
     """A verdict on each of the tests that count, all within ``limits.wall_s``; what did not come to its turn failed.
 
     Raises:
@@ -278,14 +280,14 @@ def judge(source: str, tests: Sequence[Check], limits: Limits) -> list[Verdict]:
     lines = said.split(b"\n")[:-1][:num]
     found = [_verdict(line) for line in lines]
     missing = f"no verdict within {limits.wall_s} s" if ended == "time" else "the tests ended before this one"
-    return found + [Verdict(False, missing)] * (num - len(found))
+    return found + [SandboxVerdict(False, missing)] * (num - len(found))
 
 
-def _verdict(line: bytes) -> Verdict:
-    return Verdict(True) if line == PASSED else Verdict(False, json.loads(line[1:]), line[:1] == REFUSED)
+def _verdict(line: bytes) -> SandboxVerdict:
+    return SandboxVerdict(True) if line == PASSED else SandboxVerdict(False, json.loads(line[1:]), line[:1] == REFUSED)
 
 
-def _read(fd: int, deadline: float, most: int) -> tuple[bytes, Ended]:
+def _read(fd: int, deadline: float, most: int) -> tuple[bytes, EndReason]:
     """Everything up to the end of the file, the deadline or one byte more than ``most``."""
     found = bytearray()
     with selectors.DefaultSelector() as selector:
@@ -339,6 +341,6 @@ def check_sandbox(isolation: Isolation = "namespaces") -> str:
 
 def _check_hello(isolation: Isolation, tool: Tool) -> None:
     """Runs a program that prints a word from a thread of its own."""
-    run = run_program(_HELLO, "", Limits(wall_s=_SETUP_S, isolation=isolation), tool)
+    run = run_program(_HELLO, "", SandboxLimits(wall_s=_SETUP_S, isolation=isolation), tool)
     if run.output != b"hello\n":
         raise SandboxError(f"a program that prints hello printed {run.output!r} and ended with {run.status}")

@@ -1,6 +1,6 @@
 """Ray inside an allocation: ``torchrun --nnodes 4 --nproc-per-node 8 … quartet rl recipe.yaml``.
 
-torchrun starts the same command in many processes. The first of each node (its *keeper*) starts a Ray node there, all
+torchrun starts the same command in many processes. The first of each node (its *leader*) starts a Ray node there, all
 of them one cluster. Rank 0 then runs the command itself, in a process of its own that sees the cluster as
 ``RAY_ADDRESS`` and nothing of torchrun. All others wait for its end and leave with its exit status. A process that
 fails or is killed ends all: torchrun ends the processes of a node together, their keeper tells the others and ends the
@@ -37,8 +37,8 @@ from quartet.cluster.worker import LOOPBACK, free_port
 from quartet.config.errors import UserError
 
 POLL_S = 0.2
-BEAT_S = 1.0
-SILENCE_S = 30.0
+HEARTBEAT_S = 1.0
+HEARTBEAT_TIMEOUT_S = 30.0
 """After which rank 0 counts as gone."""
 START_S = 180.0
 LEAVE_S = 10.0
@@ -50,7 +50,7 @@ EXPECTED = (0, 2, *(128 + number for number in STOP_SIGNALS))
 
 
 @dataclass(frozen=True)
-class Seat:
+class LauncherRank:
     """A process of torchrun's: its rank, its place on its node, and its node among all nodes."""
 
     rank: int
@@ -61,62 +61,62 @@ class Seat:
     num_nodes: int
 
     @classmethod
-    def found(cls, environment: Mapping[str, str]) -> Seat:
+    def found(cls, environment: Mapping[str, str]) -> LauncherRank:
         """The one that torchrun's variables name."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
         return cls(*(int(environment[name]) for name in names))
 
     @property
-    def is_keeper(self) -> bool:
+    def is_node_leader(self) -> bool:
         return self.local_rank == 0
 
 
-def run_in_allocation(command: Sequence[str], seat: Seat) -> int:
+def run_under_torchrun(command: Sequence[str], launcher: LauncherRank) -> int:
     """Runs the command once, on rank 0, with a Ray cluster of all nodes; returns when it has ended.
 
     Returns:
         The command's exit status, in every process; 1 where something else ended.
 
     Raises:
-        UserError: Ray is not installed, or does not start (in the keeper of that node; the others return 2 or 1).
+        UserError: Ray is not installed, or does not start (in the leader of that node; the others return 2 or 1).
     """
     die_with_parent(signal.SIGTERM)  # torchrun, killed, would leave us behind
     if importlib.util.find_spec("ray") is None:
-        if not seat.is_keeper:
+        if not launcher.is_node_leader:
             return 2
         raise UserError(
             "an allocation of torchrun needs Ray to place the roles",
-            found=f"Ray is not installed on node {seat.node} ({sys.executable})",
+            found=f"Ray is not installed on node {launcher.node} ({sys.executable})",
             remedy="pip install 'quartet-rl[ray]' on every node, or run without torchrun on one machine",
         )
-    return _Member(seat).run(command)
+    return _NodeAgent(launcher).run(command)
 
 
-class _Member:
+class _NodeAgent:
     """One process of the allocation. What the processes tell each other stands in torchrun's store:
 
     ``host/<node>`` (machine and address), ``ray`` (the cluster's address and token), ``beat`` (rank 0 lives), ``stop``
     (the signal that one of them got), ``end`` (exit status and why), ``left`` (how many processes have seen it).
     """
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
-        self.store = next(iter(distributed.rendezvous("env://", timeout=timedelta(seconds=SILENCE_S))))[0]
+    def __init__(self, launcher: LauncherRank) -> None:
+        self.launcher = launcher
+        self.store = next(iter(distributed.rendezvous("env://", timeout=timedelta(seconds=HEARTBEAT_TIMEOUT_S))))[0]
         self.stopped_by: int | None = None
         self._told_s = 0.0
         self._running: subprocess.Popen[bytes] | None = None
         self.node: RayNode | None = None
-        self._beaten_s = 0.0
-        self._heard: tuple[bytes | None, float] = (None, time.monotonic())
+        self._last_sent_s = 0.0
+        self._last_heartbeat: tuple[bytes | None, float] = (None, time.monotonic())
 
     def run(self, command: Sequence[str]) -> int:
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
         status = 1
         try:
-            if self.seat.is_keeper:
+            if self.launcher.is_node_leader:
                 self._join()
-            status = self._command(command) if self.seat.rank == 0 else self._await(lambda: None)
+            status = self._command(command) if self.launcher.rank == 0 else self._await(lambda: None)
         except UserError:
             status = 2
             raise
@@ -135,17 +135,17 @@ class _Member:
 
     def _join(self) -> None:
         """Starts this node's Ray, in the cluster that rank 0 begins."""
-        seat = self.seat
+        launcher = self.launcher
         master = os.environ["MASTER_ADDR"]
-        self.store.set(f"host/{seat.node}", json.dumps([machine(), address_towards(master)]))
-        hosts = [json.loads(self._told(f"host/{node}")) for node in range(seat.num_nodes)]
-        address = own_address(seat.node, hosts)
-        if seat.rank == 0:
+        self.store.set(f"host/{launcher.node}", json.dumps([machine(), address_towards(master)]))
+        hosts = [json.loads(self._told(f"host/{node}")) for node in range(launcher.num_nodes)]
+        address = own_address(launcher.node, hosts)
+        if launcher.rank == 0:
             cluster, token = f"{address}:{free_port()}", secrets.token_hex(32)
         else:
             cluster, token = json.loads(self._told("ray"))
-        self.node = RayNode(cluster, address, token, is_head=seat.rank == 0, least_cpus=seat.local_world_size)
-        if seat.rank == 0:
+        self.node = RayNode(cluster, address, token, is_head=launcher.rank == 0, least_cpus=launcher.local_world_size)
+        if launcher.rank == 0:
             self._await(partial(self.node.answers, 0))
             self.store.set("ray", json.dumps([cluster, token]))
 
@@ -159,7 +159,7 @@ class _Member:
     def _command(self, command: Sequence[str]) -> int:
         """Runs it once all nodes are there."""
         assert self.node is not None
-        self._await(partial(self.node.answers, self.seat.num_nodes), START_S)
+        self._await(partial(self.node.answers, self.launcher.num_nodes), START_S)
         environment = {**self.node.environment, "RAY_ADDRESS": self.node.cluster}
         running = self._running = subprocess.Popen(list(command), env=environment, preexec_fn=with_parent)
         try:
@@ -183,7 +183,7 @@ class _Member:
             if deadline is not None and time.monotonic() > deadline:
                 raise UserError(
                     "the nodes of the allocation did not come together",
-                    found=f"node {self.seat.node} of {self.seat.num_nodes} waited for {timeout_s:g} s",
+                    found=f"node {self.launcher.node} of {self.launcher.num_nodes} waited for {timeout_s:g} s",
                     remedy="look at the output of the others; every node must reach the first one's ports",
                 )
             time.sleep(POLL_S)
@@ -199,10 +199,10 @@ class _Member:
             self.node.check()
         if (status := self._read("end")) is not None:
             raise _Ended(int(status))
-        if self.seat.rank == 0:
-            self._beat()
+        if self.launcher.rank == 0:
+            self._send_heartbeat()
         else:
-            self._listen()
+            self._check_heartbeat()
 
     def _pass_on(self, number: int) -> None:
         """Tells the command to save and end, and the others that it was told."""
@@ -211,21 +211,21 @@ class _Member:
         if self._running is not None:
             # Not as SIGINT: the terminal sends that to the command, too, and a second one stops it at once.
             self._running.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
-        elif self.seat.rank == 0:
+        elif self.launcher.rank == 0:
             raise _Ended(128 + number)  # there is no command yet
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         if self.stopped_by is None and (number := self._read("stop")) is not None:
             self.stopped_by = int(number)
-        if time.monotonic() - self._beaten_s > BEAT_S:
-            self._beaten_s = time.monotonic()
-            self.store.set("beat", str(self._beaten_s))
+        if time.monotonic() - self._last_sent_s > HEARTBEAT_S:
+            self._last_sent_s = time.monotonic()
+            self.store.set("beat", str(self._last_sent_s))
 
-    def _listen(self) -> None:
+    def _check_heartbeat(self) -> None:
         beat = self._read("beat")
-        if beat != self._heard[0]:
-            self._heard = (beat, time.monotonic())
-        elif beat is not None and time.monotonic() - self._heard[1] > SILENCE_S:
+        if beat != self._last_heartbeat[0]:
+            self._last_heartbeat = (beat, time.monotonic())
+        elif beat is not None and time.monotonic() - self._last_heartbeat[1] > HEARTBEAT_TIMEOUT_S:
             raise _Ended(1)
 
     def _leave(self, status: int) -> None:
@@ -240,8 +240,8 @@ class _Member:
         with contextlib.suppress(distributed.DistError):
             self.store.add("left", 1)
             deadline = time.monotonic() + LEAVE_S
-            while self.seat.rank == 0 and time.monotonic() < deadline:
-                if self.store.add("left", 0) >= self.seat.world_size:
+            while self.launcher.rank == 0 and time.monotonic() < deadline:
+                if self.store.add("left", 0) >= self.launcher.world_size:
                     break
                 time.sleep(POLL_S)
 
@@ -275,7 +275,7 @@ def own_address(node: int, hosts: Sequence[tuple[str, str]], towards: Callable[[
     """The address by which the other nodes reach this one.
 
     Args:
-        hosts: per node its machine, and its address towards torchrun's meeting point. The node of the meeting point
+        hosts: per node its machine, and its address towards torchrun's rendezvous. The node of the rendezvous
             itself often says that it is at a loopback address there.
     """
     if len({name for name, _ in hosts}) == 1:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from quartet.cluster.host import ClassWithArgs, Host
+from quartet.cluster.worker_process import ClassWithArgs, WorkerProcess
 
 
 def test_only_ranks_that_answer_send_their_result() -> None:
-    host = Host("group", 1, fetch=list)
+    host = WorkerProcess("group", 1, fetch=list)
     assert host.build({"role": ClassWithArgs(list, [3, 1, 2])}) is None
     assert host.call(("role", "pop", False, ())) is None
     assert host.call(("role", "pop", True, ())) == 1

@@ -22,8 +22,8 @@ from quartet.observe.alarm import HackingAlarm
 from quartet.observe.report import build_report
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
-from quartet.trainers.answers import Answer, read_answers, step_path
-from quartet.trainers.held_out import HeldOut, hacking_examples
+from quartet.trainers.answers import Answer, evaluation_path, read_answers
+from quartet.trainers.periodic_evaluation import PeriodicEvaluation, hacking_examples
 from quartet.trainers.rl import RLTrainer
 
 LENGTH = 6
@@ -68,8 +68,8 @@ def train(causal_lm: Any, tokenizer: Any) -> Callable[..., Any]:
             model=causal_lm(),
             tokenizer=tokenizer,
             rewards=rewards,
-            prompts=task.prompts(0, 24),
-            evaluation_prompts=task.prompts(0, 20, "held_out"),
+            prompts=task.toy_prompts(0, 24),
+            evaluation_prompts=task.toy_prompts(0, 20, "held_out"),
             evaluation_rewards=evaluation_rewards,
             **options,
         ).train()
@@ -135,7 +135,7 @@ def test_a_hacked_reward_raises_the_alarm_everywhere(hacked: Hacked) -> None:
 
 
 def test_an_alarm_outlives_its_file(tmp_path: Path) -> None:
-    held_out = HeldOut.__new__(HeldOut)
+    held_out = PeriodicEvaluation.__new__(PeriodicEvaluation)
     held_out.path, held_out.alarm = tmp_path, HackingAlarm(0.01, 3)
     held_out.alarm.restore({"num_seen": 3, "best_step": 4, "best": {}, "training": [], "raised_at": [8, 12]})
     told = held_out.summary()["reward_hacking"]
@@ -146,7 +146,7 @@ def test_answers_of_every_evaluation_are_kept(hacked: Hacked) -> None:
     assert sorted(p.name for p in (hacked.path / "evaluations").iterdir()) == [
         f"step_{step:08d}.jsonl" for step in (0, 4, 8, 12)
     ]
-    found = read_answers(step_path(hacked.path / "evaluations", 12))
+    found = read_answers(evaluation_path(hacked.path / "evaluations", 12))
     assert len(found) == 20 * 4 and {answer.sample for answer in found} == {0, 1, 2, 3}
     mean = sum(answer.rewards["short"] for answer in found) / len(found)
     row = read_metrics(hacked.path / "metrics.jsonl")[-1]
@@ -231,8 +231,8 @@ def test_few_held_out_prompts_are_remarked(causal_lm: Any, tokenizer: Any, tmp_p
         model=causal_lm(),
         tokenizer=tokenizer,
         rewards=[long],
-        prompts=task.prompts(0, 8),
-        evaluation_prompts=task.prompts(0, 3, "held_out"),
+        prompts=task.toy_prompts(0, 8),
+        evaluation_prompts=task.toy_prompts(0, 3, "held_out"),
     )
     summary = trainer.train().summary
     assert any("at least 5 held-out prompts" in note for note in summary["notes"]), summary["notes"]

@@ -1,7 +1,7 @@
-"""The pump of one rollout engine: collects requests, runs the engine in bursts, each under a lease, and hands out
-what comes of them.
+"""The client of one rollout engine: collects requests, runs some decode steps under each lease, and hands out
+the completions.
 
-Requests go to the engine with the next burst, completions come after it, so that nothing but bursts crosses the way
+Requests go to the engine with the next call, completions come back with it, so that nothing else is exchanged
 between the driver and an engine in another process.
 """
 
@@ -17,16 +17,16 @@ from quartet.rollout.protocol import EngineStats
 from quartet.schedule.clock import drained
 from quartet.schedule.journal import Diverged
 from quartet.schedule.leases import MissedVersion
+from quartet.schedule.request_store import FinishedRequest, PromptRequest, TurnRequest
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.rollout_worker import Burst, CanaryProbe, RolloutWorker
-from quartet.schedule.sampled import Ended, PromptRequest, TurnRequest
+from quartet.schedule.rollout_worker import CanaryProbe, EngineOutputs, RolloutWorker
 
 if TYPE_CHECKING:
     from quartet.schedule.rollout import Rollout
 
 
 @dataclass(eq=False)
-class _Ask:
+class _Submission:
     """What is submitted together, for the group ``index``."""
 
     asked: PromptRequest | TurnRequest
@@ -37,7 +37,7 @@ class _Ask:
         return self.asked.request_ids
 
 
-class EnginePump:
+class EngineClient:
     """
     Args:
         rollout: what the pumps of a run's engines share: versions, pauses, the journal.
@@ -46,12 +46,12 @@ class EnginePump:
     def __init__(self, engine: RoleGroup[RolloutWorker], rollout: Rollout) -> None:
         self.engine = engine
         self._rollout = rollout
-        self._waiting: dict[str, asyncio.Future[Ended]] = {}
-        self._asks: list[_Ask] = []  # not admitted
-        self._outbox: list[_Ask] = []  # admitted, not sent
+        self._waiting: dict[str, asyncio.Future[FinishedRequest]] = {}
+        self._queue: list[_Submission] = []  # not admitted
+        self._to_send: list[_Submission] = []  # admitted, not sent
         self._running: set[str] = set()  # admitted, not ended
         self._cancelled: list[str] = []  # sent, not waited for any more: the engine does not know yet
-        self._pump: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self.stats = EngineStats(policy_version=rollout.version)
 
     @property
@@ -63,7 +63,7 @@ class EnginePump:
         """Takes the engine over, which may have worked for another driver before."""
         self.stats = await self.engine.call(RolloutWorker.begin)
 
-    async def complete(self, asked: PromptRequest | TurnRequest, index: int) -> list[Ended]:
+    async def complete(self, asked: PromptRequest | TurnRequest, index: int) -> list[FinishedRequest]:
         """Returns when all of the requests have ended, in their order.
 
         Args:
@@ -77,19 +77,19 @@ class EnginePump:
         ids = asked.request_ids
         if len(set(ids)) < len(ids) or not self._waiting.keys().isdisjoint(ids):
             raise ValueError(f"requests {ids} are waited for already, or named alike")
-        futures: list[asyncio.Future[Ended]] = [loop.create_future() for _ in ids]
+        futures: list[asyncio.Future[FinishedRequest]] = [loop.create_future() for _ in ids]
         self._waiting.update(zip(ids, futures, strict=True))
-        ask = _Ask(asked, index)
-        self._asks.append(ask)
-        if self._pump is None or self._pump.done():
-            self._pump = loop.create_task(self._run(), name="engine")
-            self._pump.add_done_callback(self._pump_ended)
+        submission = _Submission(asked, index)
+        self._queue.append(submission)
+        if self._task is None or self._task.done():
+            self._task = loop.create_task(self._run(), name="engine")
+            self._task.add_done_callback(self._task_ended)
         self._rollout.tell()
         try:
             # Not one after the other: what failed behind the first failure would be reported as never retrieved.
             return await asyncio.gather(*futures)
         except BaseException:
-            self._abandon(ask)
+            self._abandon(submission)
             raise
 
     async def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
@@ -100,16 +100,16 @@ class EnginePump:
         return batch
 
     async def canary(self, probe: CanaryProbe, name: str) -> RaggedBatch:
-        """What the engine makes of the canary's prompt; inside a lease."""
+        """The engine's log-probabilities of the canary prompt; inside a lease."""
         await self._forget_cancelled()
         self._take(await self.engine.call(RolloutWorker.run_canary, probe, name))
         return await self.engine.leave(RolloutWorker.canary)
 
     async def close(self) -> None:
         """Stops and waits until the engine has stopped; waits for completions are cancelled."""
-        if self._pump is not None and not self._pump.done():
-            self._pump.cancel()
-            await drained(asyncio.wait({self._pump}))
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await drained(asyncio.wait({self._task}))
 
     async def _run(self) -> None:
         journal = self._rollout.journal
@@ -118,12 +118,12 @@ class EnginePump:
             if journal is not None and journal.is_due():
                 await journal.news()
             elif self._running:
-                await self._burst()
+                await self._run_steps()
             elif self._rollout.num_pauses:
                 await self._rollout.change("admission")
             else:
                 assert journal is not None, "without a journal the first that asks is admitted"
-                raise Diverged(f"nothing runs at burst {journal.tick}, and the journal admits nothing")
+                raise Diverged(f"nothing runs at tick {journal.tick}, and the journal admits nothing")
 
     def _admit(self) -> None:
         """In the order asked for, or in that of the journal that is followed."""
@@ -131,24 +131,24 @@ class EnginePump:
         goes_on = True
         while goes_on:
             goes_on = False
-            for ask in list(self._asks):
-                if rollout.num_pauses and ask.index >= 0:
+            for submission in list(self._queue):
+                if rollout.num_pauses and submission.index >= 0:
                     continue
-                if not self._has_room(ask):
+                if not self._has_room(submission):
                     break  # nor may smaller ones go before it, again and again
-                if journal is None or journal.admit(ask.index):
-                    self._asks.remove(ask)
-                    self._outbox.append(ask)
-                    self._running.update(ask.request_ids)
+                if journal is None or journal.admit(submission.index):
+                    self._queue.remove(submission)
+                    self._to_send.append(submission)
+                    self._running.update(submission.request_ids)
                     goes_on = True
 
-    def _has_room(self, ask: _Ask) -> bool:
+    def _has_room(self, submission: _Submission) -> bool:
         most = self._rollout.max_running
-        return most is None or not self._running or len(self._running) + len(ask.request_ids) < most
+        return most is None or not self._running or len(self._running) + len(submission.request_ids) < most
 
-    async def _burst(self) -> None:
+    async def _run_steps(self) -> None:
         rollout = self._rollout
-        turn = rollout.worker.turn("rollout", "generate", "generate", step=None, reads=rollout.reads())
+        turn = rollout.leases.turn("rollout", "generate", "generate", step=None, reads=rollout.reads())
         try:
             async with turn as (lease, span):
                 self._admit()
@@ -156,7 +156,7 @@ class EnginePump:
                     return
                 span.step = lease.versions["rollout"]
                 if rollout.journal is not None:
-                    rollout.journal.burst_begins()
+                    rollout.journal.begin_tick()
                 span.tokens = await self._engine_steps(rollout.steps_per_lease)
         except MissedVersion:
             # The engine's tensors are the actor's and have been trained; their publication is under way.
@@ -170,29 +170,29 @@ class EnginePump:
         Completed groups are handed out as soon as they are there. What is asked for meanwhile waits for the last step:
         which requests decode together is a matter of step counts, never of time.
         """
-        submit, self._outbox = [ask.asked for ask in self._outbox], []
+        submit, self._to_send = [submission.asked for submission in self._to_send], []
         cancel, self._cancelled = self._cancelled, []
         sampled = 0
         while True:
-            burst = await self.engine.call(RolloutWorker.burst, submit, cancel, steps_left)
-            sampled += burst.sampled
-            self._take(burst)
-            if burst.ended:
+            outputs = await self.engine.call(RolloutWorker.run_steps, submit, cancel, steps_left)
+            sampled += outputs.sampled
+            self._take(outputs)
+            if outputs.ended:
                 await _settled()
-            steps_left, submit, cancel = burst.steps_left, [], []
+            steps_left, submit, cancel = outputs.steps_left, [], []
             if not steps_left:
                 return sampled
 
-    def _take(self, burst: Burst) -> None:
-        self.stats = burst.stats
-        for ended in burst.ended:
+    def _take(self, outputs: EngineOutputs) -> None:
+        self.stats = outputs.stats
+        for ended in outputs.ended:
             future = self._pop(ended.request_id)
             if future is not None:
                 future.set_result(ended)
-        for request_ids, error in burst.failed:
+        for request_ids, error in outputs.failed:
             self._fail(error, request_ids)
         if self._rollout.on_finished is not None:
-            self._rollout.on_finished(len(burst.ended))
+            self._rollout.on_finished(len(outputs.ended))
         self._rollout.tell()
 
     def _fail(self, error: BaseException, request_ids: Iterable[str]) -> None:
@@ -201,44 +201,44 @@ class EnginePump:
             if future is not None:
                 future.set_exception(error)
 
-    def _pop(self, request_id: str) -> asyncio.Future[Ended] | None:
+    def _pop(self, request_id: str) -> asyncio.Future[FinishedRequest] | None:
         """What waits for the request, which has ended."""
         self._running.discard(request_id)
         future = self._waiting.pop(request_id, None)
         return None if future is None or future.done() else future
 
-    def _abandon(self, ask: _Ask) -> None:
+    def _abandon(self, submission: _Submission) -> None:
         """These are not waited for any more."""
-        for request_id in ask.request_ids:
+        for request_id in submission.request_ids:
             self._waiting.pop(request_id, None)
             self._running.discard(request_id)
-        if ask in self._asks:
-            self._asks.remove(ask)
-        elif ask in self._outbox:
-            self._outbox.remove(ask)
+        if submission in self._queue:
+            self._queue.remove(submission)
+        elif submission in self._to_send:
+            self._to_send.remove(submission)
         else:
-            self._cancelled += ask.request_ids
+            self._cancelled += submission.request_ids
         self._rollout.tell()
 
     async def _forget_cancelled(self) -> None:
         if self._cancelled:
             cancel, self._cancelled = self._cancelled, []
-            await self.engine.call(RolloutWorker.burst, (), cancel, 0)
+            await self.engine.call(RolloutWorker.run_steps, (), cancel, 0)
 
-    def _pump_ended(self, pump: asyncio.Task[None]) -> None:
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
         """What ended the pump early is raised in all that wait for it."""
-        error = asyncio.CancelledError() if pump.cancelled() else pump.exception()
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return
-        unsent = {request_id for ask in self._outbox for request_id in ask.request_ids}
+        unsent = {request_id for submission in self._to_send for request_id in submission.request_ids}
         self._cancelled += sorted(self._running - unsent)
-        self._asks.clear()
-        self._outbox.clear()
+        self._queue.clear()
+        self._to_send.clear()
         self._fail(error, list(self._waiting))
         self._rollout.tell()
 
 
-_HOPS = 16
+_LOOP_TURNS = 16
 """Turns of the event loop from an ended request to what follows from it: the scoring of a chunk or the next turn of an
 episode has asked for its lease, or its tokens, within about eight."""
 
@@ -249,5 +249,5 @@ async def _settled() -> None:
     Otherwise the number of turns decided how many engine steps late an episode's next turn begins, and with another
     process's load which turns decode together.
     """
-    for _ in range(_HOPS):
+    for _ in range(_LOOP_TURNS):
         await asyncio.sleep(0)

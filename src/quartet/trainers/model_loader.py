@@ -17,7 +17,7 @@ from quartet.config.algorithms import reads_reference
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.envs.protocol import Environment
-from quartet.models.directories import without_weights
+from quartet.models.directories import on_meta
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -28,7 +28,7 @@ from quartet.models.loading import (
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, ScoreWorker, TrainWorker
 from quartet.text.tokenizer import TextCodec
-from quartet.train.data_parallel import Peers
+from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import TrainEngine
 from quartet.trainers.devices import CPU, FrozenModels, precision_on
 from quartet.trainers.process_roles import process_models
@@ -54,11 +54,11 @@ class UserObjects:
     environment: Callable[..., Environment] | None = None
     ptx_rows: Sequence[Any] | None = None
 
-    def without_weights(self) -> UserObjects:
+    def on_meta(self) -> UserObjects:
         """The same with models that have no contents; what shared weights still does."""
         given = (self.model, self.critic, *self.rewards, *self.evaluation_rewards)
         models = [model for model in given if isinstance(model, PreTrainedModel)]
-        empty: dict[int, Any] = dict(zip(map(id, models), without_weights(models), strict=True))
+        empty: dict[int, Any] = dict(zip(map(id, models), on_meta(models), strict=True))
 
         def emptied(values: Sequence[Any]) -> Any:
             return tuple(empty.get(id(value), value) for value in values)
@@ -76,14 +76,14 @@ class UserObjects:
         return UserObjects(self.model, self.tokenizer, self.critic, rewards, evaluation_rewards)
 
 
-class Loader:
+class ModelLoader:
     """
     Args:
-        device: where loaded models go; with ``moves_passed`` those passed from Python, too. On ``meta`` they have no
-            contents: whether they fit together is seen from configs and headers.
+        device: where loaded models go; with ``moves_user_models`` those passed from Python, too. On ``meta`` they have
+            no contents: whether they fit together is seen from configs and headers.
         computes: the device that decides what `precision: auto` stands for, where that is another one.
         shares_reference: the reference of a LoRA actor is that actor without its adapters; else a model of its own.
-        peers: of this process, where a role that trains has several.
+        dp_group: of this process, where a role that trains has several.
 
     Raises:
         UserError: what is asked for cannot be loaded, or does not fit the rest.
@@ -95,19 +95,19 @@ class Loader:
         objects: UserObjects,
         *,
         device: torch.device = CPU,
-        moves_passed: bool = False,
+        moves_user_models: bool = False,
         computes: torch.device | None = None,
         shares_reference: bool = True,
-        peers: Peers | None = None,
+        dp_group: DataParallelGroup | None = None,
     ) -> None:
         self.recipe = recipe
         self.objects = objects
         self._device = device
-        self._moves_passed = moves_passed
+        self._moves_user_models = moves_user_models
         self._computes = computes if computes is not None else device
         self._empty = device.type == "meta"
         self._shares_reference = shares_reference
-        self._peers = peers
+        self._dp_group = dp_group
         self._taken = contextlib.ExitStack()
 
     def release(self) -> None:
@@ -146,7 +146,7 @@ class Loader:
         resting = recipe.critic.warmup_steps if recipe.algorithm.name == "ppo" else 0
         total_steps = max(1, recipe.steps - resting) * self._updates_per_step
         return TrainEngine(
-            self.actor, recipe.actor.train, total_steps=total_steps, name="actor.train", peers=self._peers
+            self.actor, recipe.actor.train, total_steps=total_steps, name="actor.train", dp_group=self._dp_group
         )
 
     @cached_property
@@ -176,14 +176,14 @@ class Loader:
     @property
     def _frozen(self) -> FrozenModels:
         precision = precision_on(self._computes, self.recipe.actor.train.precision)
-        return FrozenModels(self._device, precision, self._moves_passed)
+        return FrozenModels(self._device, precision, self._moves_user_models)
 
     @cached_property
     def reward_models(self) -> list[RewardModelRole]:
         return self._sources(self.recipe.rewards, self.objects.rewards)
 
     @cached_property
-    def evaluation_models(self) -> list[RewardModelRole]:
+    def evaluation_reward_models(self) -> list[RewardModelRole]:
         """Those that are asked about held-out answers only."""
         evaluation = self.recipe.evaluation
         return self._sources(evaluation.rewards if evaluation is not None else (), self.objects.evaluation_rewards)
@@ -226,7 +226,9 @@ class Loader:
             seed=recipe.seed,
         )
         total_steps = recipe.steps * self._updates_per_step
-        return TrainEngine(self._own(packed), config, total_steps=total_steps, name="critic.train", peers=self._peers)
+        return TrainEngine(
+            self._own(packed), config, total_steps=total_steps, name="critic.train", dp_group=self._dp_group
+        )
 
     def _critic_model(self) -> PreTrainedModel:
         if self.objects.critic is not None:
@@ -249,7 +251,7 @@ class Loader:
         found = ["actor"]
         found += ["critic"] if self.critic_engine is not None else []
         found += ["reference"] if self.reference is not None else []
-        return found + [role.name for role in self.reward_models + self.evaluation_models]
+        return found + [role.name for role in self.reward_models + self.evaluation_reward_models]
 
     def worker(self, role: str, ptx: PTX | None = None) -> ScoreWorker | TrainWorker:
         """What computes with the model of a role, in this process; ``ptx`` adds to the actor's losses."""
@@ -265,7 +267,7 @@ class Loader:
             return kind(
                 reference, forward_budget(train), logprob_chunk=train.logprob_chunk, share_prefixes=train.share_prefixes
             )
-        sources = {source.name: source for source in self.reward_models + self.evaluation_models}
+        sources = {source.name: source for source in self.reward_models + self.evaluation_reward_models}
         return sources[role].worker()
 
     @property
@@ -281,7 +283,7 @@ class Loader:
         return load_causal_lm(path, empty=self._empty)
 
     def _placed(self, model: PreTrainedModel, passed: PreTrainedModel | None) -> PreTrainedModel:
-        return model if passed is not None and not self._moves_passed else model.to(self._device)
+        return model if passed is not None and not self._moves_user_models else model.to(self._device)
 
 
 def _check_apart(critic: PreTrainedModel, actor: PreTrainedModel) -> None:

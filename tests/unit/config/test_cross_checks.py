@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quartet.config.algorithms import AlgorithmConfig, kl_term, reads_reference
+from quartet.config.cross_checks import without_effect
 from quartet.config.errors import UserError
-from quartet.config.fits import without_effect
 from quartet.config.load import dump_recipe, load_recipe
 from quartet.config.recipe import RLRecipe
 from quartet.config.schema import members, tags
@@ -173,7 +173,7 @@ def test_losses_are_averaged_as_the_papers_do(name: str, aggregation: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("overrides", "remark"),
+    ("overrides", "warning"),
     [
         (["algorithm.name=grpo", "critic.warmup_steps=2"], "critic: not read, grpo has none"),
         (["algorithm.name=rloo", "critic.path=c"], "critic: not read, rloo has none"),
@@ -183,9 +183,9 @@ def test_losses_are_averaged_as_the_papers_do(name: str, aggregation: str) -> No
         (["algorithm.kl.place=loss"], "the gradient of k1 is 0 on average"),
     ],
 )
-def test_what_does_nothing_is_remarked_on(overrides: list[str], remark: str) -> None:
+def test_what_does_nothing_is_remarked_on(overrides: list[str], warning: str) -> None:
     (found,) = without_effect(rl(*overrides))
-    assert remark in found
+    assert warning in found
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A process is started fresh, not forked, in a session of its own. It can be killed with everything that it started, ends
 when the trainer ends, however that ends, and nothing that it does to itself reaches the trainer. The other side is
-``process_main.py``. These functions wait; call them in threads.
+``subprocess_main.py``. These functions wait; call them in threads.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_MAIN = Path(__file__).with_name("process_main.py")
+_MAIN = Path(__file__).with_name("subprocess_main.py")
 _MAX_ANSWER_BYTES = 64 << 20
 _END_S = 1.0
 """Most seconds for an idle process to end by itself, and for a dying one to be dead once its socket is closed."""
 
 
-class ProcessLost(Exception):
+class SubprocessDied(Exception):
     """The process is gone, or of no use. ``was_killed``: by this side, and through no fault of the question."""
 
     def __init__(self, text: str, *, was_killed: bool = False) -> None:
@@ -38,24 +38,24 @@ class ProcessLost(Exception):
         self.was_killed = was_killed
 
 
-class ProcessSilent(ProcessLost):
+class SubprocessTimeout(SubprocessDied):
     """The process does not answer in time."""
 
 
-class Process:
+class Subprocess:
     """One process, which is ready when it is made; ``greeting`` is what it said then.
 
     Args:
         module: whose ``serve(settings, channel)`` runs there, found as this process finds modules. It answers question
-            0, which is nobody's, when it is ready.
+            0, which belongs to no question, when it is ready.
         settings: pickled for it.
         quiet: what it prints is dropped, and not printed where this process prints.
         threads: what OpenMP, and so torch and numpy, computes with there; None: as many as it likes.
         patience_s: most seconds until it is ready.
 
     Raises:
-        ProcessLost: it cannot be started.
-        ProcessSilent: it is not ready in time.
+        SubprocessDied: it cannot be started.
+        SubprocessTimeout: it is not ready in time.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Process:
         except OSError as error:
             self._wire.close()
             os.close(self._lifeline)
-            raise ProcessLost(f"it does not start: {error}") from error
+            raise SubprocessDied(f"it does not start: {error}") from error
         finally:
             theirs.close()
             os.close(lifeline)
@@ -116,11 +116,11 @@ class Process:
         return self._is_killed or self._lost is not None
 
     def ask(self, question: Any, patience_s: float | None = None) -> Any:
-        """The answer to ``question``: plain data whose form nobody has checked. Several threads may ask at a time.
+        """The answer to ``question``: plain data whose form is not checked. Several threads may ask at a time.
 
         Raises:
-            ProcessSilent: there was none within ``patience_s``. The process is to be ended then.
-            ProcessLost: the process has ended, or wrote something that is no answer.
+            SubprocessTimeout: there was none within ``patience_s``. The process is to be ended then.
+            SubprocessDied: the process has ended, or wrote something that is no answer.
             Exception: ``question`` cannot be pickled; nothing was sent. Where it cannot be unpickled, the answer is
                 ``{"unreadable": why}``.
         """
@@ -158,7 +158,7 @@ class Process:
     def _expect(self) -> tuple[int, Future[Any]]:
         with self._lock:
             if self._lost is not None:
-                raise ProcessLost(self._lost, was_killed=self._is_killed)
+                raise SubprocessDied(self._lost, was_killed=self._is_killed)
             number, answer = next(self._numbers), Future[Any]()
             self._waiting[number] = answer
             return number, answer
@@ -170,7 +170,7 @@ class Process:
                 self._wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, most)
                 self._wire.sendall(number.to_bytes(8, "big") + len(data).to_bytes(8, "big") + data)
             except BlockingIOError:
-                raise ProcessSilent(f"it took no question within {patience_s:g} s") from None
+                raise SubprocessTimeout(f"it took no question within {patience_s:g} s") from None
             except OSError:
                 return  # It is lost, or will be soon; the reader tells why.
 
@@ -219,7 +219,7 @@ class Process:
             self._lost, self._is_killed = what, was_killed
             waiting, self._waiting = [*self._waiting.values()], {}
         for answer in waiting:
-            answer.set_exception(ProcessLost(what, was_killed=was_killed))
+            answer.set_exception(SubprocessDied(what, was_killed=was_killed))
         with self._writing:
             self._wire.close()
         os.close(self._lifeline)
@@ -229,7 +229,7 @@ def _result(answer: Future[Any], patience_s: float | None) -> Any:
     try:
         return answer.result(patience_s)
     except TimeoutError:
-        raise ProcessSilent(f"it gave no answer within {patience_s:g} s") from None
+        raise SubprocessTimeout(f"it gave no answer within {patience_s:g} s") from None
 
 
 def _ended(status: int) -> str:
@@ -244,62 +244,62 @@ def _ended(status: int) -> str:
 
 
 @dataclass
-class _Seat:
+class _PoolSlot:
     """Where a process is, or the next one will be."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    process: Process | None = None
+    process: Subprocess | None = None
     num_calls: int = 0
 
 
-class ProcessPool:
+class SubprocessPool:
     """So many processes, each started when it is first needed, and again when it is gone.
 
     Args:
-        start: makes one that is ready; its errors go to whoever needed the process.
+        start: makes one that is ready; its errors go to the call that needed the process.
     """
 
-    def __init__(self, start: Callable[[], Process], num: int) -> None:
+    def __init__(self, start: Callable[[], Subprocess], num: int) -> None:
         self._start = start
-        self._seats = [_Seat() for _ in range(num)]
+        self._slots = [_PoolSlot() for _ in range(num)]
         self._lock = threading.Lock()
         self._is_closed = False
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[Process]:
+    def taken(self) -> Iterator[Subprocess]:
         """The process with the fewest calls."""
         with self._lock:
-            seat = min(self._seats, key=lambda seat: seat.num_calls)
-            seat.num_calls += 1
+            slot = min(self._slots, key=lambda slot: slot.num_calls)
+            slot.num_calls += 1
         try:
-            yield self._process(seat)
+            yield self._process(slot)
         finally:
             with self._lock:
-                seat.num_calls -= 1
+                slot.num_calls -= 1
 
     @property
     def is_full(self) -> bool:
         """Whether all of them are there."""
-        return not any(seat.process is None or seat.process.is_lost for seat in self._seats)
+        return not any(slot.process is None or slot.process.is_lost for slot in self._slots)
 
     def fill(self) -> None:
         """Starts those that are not there."""
-        for seat in self._seats:
-            self._process(seat)
+        for slot in self._slots:
+            self._process(slot)
 
     def close(self) -> None:
         """Ends all of them; may be called twice."""
         self._is_closed = True
-        for seat in self._seats:
-            if (process := seat.process) is not None:
+        for slot in self._slots:
+            if (process := slot.process) is not None:
                 process.end()
 
-    def _process(self, seat: _Seat) -> Process:
-        with seat.lock:
+    def _process(self, slot: _PoolSlot) -> Subprocess:
+        with slot.lock:
             if self._is_closed:
-                raise ProcessLost("the run is over")
-            if seat.process is None or seat.process.is_lost:
-                seat.process = self._start()
+                raise SubprocessDied("the run is over")
+            if slot.process is None or slot.process.is_lost:
+                slot.process = self._start()
                 if self._is_closed:
-                    seat.process.end()
-            return seat.process
+                    slot.process.end()
+            return slot.process

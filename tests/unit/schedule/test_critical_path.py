@@ -17,8 +17,8 @@ from quartet.config.placement import (
 from quartet.observe.spans import Span
 from quartet.schedule.clock import run_virtual
 from quartet.schedule.cost_model import Cost, CostModel, GenerationCost, StageCost
-from quartet.schedule.critical import critical_path, iteration_causes, seconds_on_path
-from quartet.schedule.simulation import Outcome, Simulation
+from quartet.schedule.critical_path import critical_path, iteration_causes, seconds_on_path
+from quartet.schedule.simulation import Simulation, SimulationResult
 
 KINDS: dict[str, Role] = {"actor": "actor", "critic": "critic", "reward": "reward", "rollout": "rollout"}
 TWO = PipelinedPlacement(
@@ -51,8 +51,10 @@ def test_spans_of_no_length_do_not_go_in_circles() -> None:
     assert sum(link.span.seconds for link in path) == 1 and len(path) == 3
 
 
-def simulate(costs: CostModel, placement: PipelinedPlacement | FullOffloadPlacement, steps: int = 1) -> Outcome:
-    async def main() -> Outcome:
+def simulate(
+    costs: CostModel, placement: PipelinedPlacement | FullOffloadPlacement, steps: int = 1
+) -> SimulationResult:
+    async def main() -> SimulationResult:
         simulation = Simulation(costs, resolve(placement, KINDS), prompts_per_step=4, chunk_size=2)
         return await simulation.run(steps)
 

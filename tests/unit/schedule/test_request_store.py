@@ -11,14 +11,14 @@ import pytest
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import TrajectoryEnd
 from quartet.config import UserError
-from quartet.envs.episode import Ending
+from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
 from quartet.rollout.protocol import Completion, FinishReason, GenerationError, Request, RolloutEngine, SamplingParams
 from quartet.schedule.cost_model import Cost
 from quartet.schedule.groups import by_group
+from quartet.schedule.request_store import FinishedRequest, PromptRequest, RequestStore, SampleRequest, TurnRequest
 from quartet.schedule.rollout_worker import RolloutWorker
-from quartet.schedule.sampled import Ended, PromptRequest, Sample, Sampled, TurnRequest
 from quartet.schedule.timed_workers import TimedEngine, TimedWeights
 from quartet.text.tokenizer import TextCodec
 
@@ -73,14 +73,14 @@ def worker(engine: Engine) -> RolloutWorker:
     return RolloutWorker(cast(RolloutEngine, engine), CODEC)
 
 
-def kept(of: RolloutWorker | Sampled) -> set[str]:
+def kept(of: RolloutWorker | RequestStore) -> set[str]:
     """Names of all that is kept."""
-    held: dict[str, Any] = vars(of._sampled if isinstance(of, RolloutWorker) else of)
+    held: dict[str, Any] = vars(of._requests if isinstance(of, RolloutWorker) else of)
     return {name for values in held.values() if isinstance(values, dict) for name in values}
 
 
 def asked(group: str, prompt: str, *lengths: int) -> PromptRequest:
-    samples = (Sample(f"{group}.{r}", SamplingParams(max_new_tokens=length)) for r, length in enumerate(lengths))
+    samples = (SampleRequest(f"{group}.{r}", SamplingParams(max_new_tokens=length)) for r, length in enumerate(lengths))
     return PromptRequest(group, prompt, tuple(samples))
 
 
@@ -100,13 +100,13 @@ def texts(batch: RaggedBatch) -> list[str]:
 
 
 def test_a_group_has_its_tokens_and_nothing_of_it_is_kept() -> None:
-    sampled = Sampled(CODEC)
+    sampled = RequestStore(CODEC)
     requests = sampled.engine_requests(asked("0", "hi", 4, 4))
     assert [(r.request_id, r.group, r.prompt_ids) for r in cast(list[Request], requests)] == [
         ("0.0", "0", (104, 105)), ("0.1", "0", (104, 105))
     ]  # fmt: skip
     sampled.engine_requests(asked("1", "other", 4))
-    assert sampled.ended(completion("0.1", "no")) == Ended("0.1"), "its text comes with the group"
+    assert sampled.ended(completion("0.1", "no")) == FinishedRequest("0.1"), "its text comes with the group"
     sampled.ended(completion("0.0", "yes.", 3))
     batch = sampled.responses(7, ["0.0", "0.1"])
     assert batch.ids == ("7.0", "7.1") and texts(batch) == ["hiyes.", "hino"]
@@ -114,7 +114,7 @@ def test_a_group_has_its_tokens_and_nothing_of_it_is_kept() -> None:
 
 
 def test_the_greedy_baseline_stands_behind_the_others() -> None:
-    sampled = Sampled(CODEC)
+    sampled = RequestStore(CODEC)
     sampled.engine_requests(asked("0", "hi", 4, 4, 4))
     for r in range(3):
         sampled.ended(completion(f"0.{r}", str(r)))
@@ -124,14 +124,14 @@ def test_the_greedy_baseline_stands_behind_the_others() -> None:
 
 
 def test_an_episode_goes_on_in_text_and_its_tokens_stay() -> None:
-    sampled = Sampled(CODEC)
+    sampled = RequestStore(CODEC)
     (first,) = cast(list[Request], sampled.engine_requests(turn(0, "ab", rewrites=True, most=9)))
     assert first.prompt_ids == (97, 98) and first.sampling.max_new_tokens == 6, "no more than there is room for"
-    assert sampled.ended(completion("0.0.0", "xy")) == Ended("0.0.0", text="xy")
+    assert sampled.ended(completion("0.0.0", "xy")) == FinishedRequest("0.0.0", text="xy")
     (second,) = cast(list[Request], sampled.engine_requests(turn(1, "c", reward=0.5)))
     assert second.prompt_ids == tuple(map(ord, "abxyc")) and second.sampling.max_new_tokens == 2
     sampled.ended(completion("0.0.1", "z"))
-    batch = sampled.episodes(7, [Ending("0.0", TrajectoryEnd.DONE, 2.5, 2.0)])
+    batch = sampled.episodes(7, [FinishedEpisode("0.0", TrajectoryEnd.DONE, 2.5, 2.0)])
     assert texts(batch) == ["abxycz"] and batch.sequence["reward/environment"].tolist() == [2.5]
     assert batch.token["step_reward/environment"].tolist() == [0, 0, 0, 0.5, 0, 2.0]
     assert batch.token["action_mask"].tolist() == [False, False, True, True, False, True]
@@ -139,11 +139,11 @@ def test_an_episode_goes_on_in_text_and_its_tokens_stay() -> None:
 
 
 def test_a_turn_without_room_ends_at_once_and_leaves_its_episode(worker: RolloutWorker) -> None:
-    worker.burst([turn(0, "abcd", rewrites=True)], (), 2)
-    burst = worker.burst([turn(1, "efgh", reward=1.0)], (), 1)
-    assert burst.ended == (Ended("0.0.1", held=10),) and not burst.failed and not burst.sampled
+    worker.run_steps([turn(0, "abcd", rewrites=True)], (), 2)
+    outputs = worker.run_steps([turn(1, "efgh", reward=1.0)], (), 1)
+    assert outputs.ended == (FinishedRequest("0.0.1", held=10),) and not outputs.failed and not outputs.sampled
     assert kept(worker) == {"0.0"}
-    batch = worker.episodes(0, [Ending("0.0", TrajectoryEnd.CONTEXT, 1.0, None)])
+    batch = worker.episodes(0, [FinishedEpisode("0.0", TrajectoryEnd.CONTEXT, 1.0, None)])
     assert len(batch.token_ids(0)) == 6, "less the observation that nothing answers"
     assert batch.token["step_reward/environment"].tolist()[-1] == 1.0 and not kept(worker)
 
@@ -151,15 +151,15 @@ def test_a_turn_without_room_ends_at_once_and_leaves_its_episode(worker: Rollout
 @pytest.mark.parametrize("state", ["", [{"role": "user", "content": "x"}]])
 def test_a_state_that_cannot_be_tokenised_is_refused_with_its_kind(worker: RolloutWorker, state: Any) -> None:
     """Messages for a state of text, and none at all."""
-    worker.burst([turn(0, "a", rewrites=True)], (), 2) if state else None
-    burst = worker.burst([turn(1, state, rewrites=not state)], (), 1)
-    ((request_ids, error),) = burst.failed
-    assert request_ids == ("0.0.1",) and type(error) is StateError and not burst.ended
+    worker.run_steps([turn(0, "a", rewrites=True)], (), 2) if state else None
+    outputs = worker.run_steps([turn(1, state, rewrites=not state)], (), 1)
+    ((request_ids, error),) = outputs.failed
+    assert request_ids == ("0.0.1",) and type(error) is StateError and not outputs.ended
     assert not kept(worker), "nor the turns before"
 
 
 def test_what_is_refused_is_not_kept(worker: RolloutWorker) -> None:
-    refused = worker.burst([asked("0", "?", 1, 1), asked("1", "", 1), turn(0, "?", rewrites=True)], (), 3).failed
+    refused = worker.run_steps([asked("0", "?", 1, 1), asked("1", "", 1), turn(0, "?", rewrites=True)], (), 3).failed
     assert [request_ids for request_ids, _ in refused] == [("0.0", "0.1"), ("1.0",), ("0.0.0",)]
     assert {type(error) for _, error in refused} == {UserError} and not kept(worker)
     with pytest.raises(UserError, match="refused"):
@@ -170,10 +170,12 @@ def test_what_is_refused_is_not_kept(worker: RolloutWorker) -> None:
 
 
 def test_what_is_cancelled_is_not_kept_whether_it_has_ended_or_not(worker: RolloutWorker) -> None:
-    burst = worker.burst([asked("0", "hi", 1, 9), asked("1", "ho", 9), turn(0, "a", rewrites=True, most=5)], (), 2)
-    assert [ended.request_id for ended in burst.ended] == ["0.0"]
-    assert not worker.burst((), ("0.0", "0.1", "0.0.0"), 1).ended and kept(worker) == {"1.0"}
-    again = worker.burst([asked("0", "hi", 1, 1)], (), 2)
+    outputs = worker.run_steps(
+        [asked("0", "hi", 1, 9), asked("1", "ho", 9), turn(0, "a", rewrites=True, most=5)], (), 2
+    )
+    assert [ended.request_id for ended in outputs.ended] == ["0.0"]
+    assert not worker.run_steps((), ("0.0", "0.1", "0.0.0"), 1).ended and kept(worker) == {"1.0"}
+    again = worker.run_steps([asked("0", "hi", 1, 1)], (), 2)
     assert [ended.request_id for ended in again.ended] == ["0.0", "0.1"], "the names may be used again"
     worker.responses(0, ["0.0", "0.1"])
     assert kept(worker) == {"1.0"}
@@ -186,13 +188,13 @@ def test_what_failed_is_not_kept(worker: RolloutWorker, engine: Engine) -> None:
     failed = set()
     submit = [asked("0", "hi", 3, 3), turn(0, "a", rewrites=True)]
     for _ in range(2):
-        burst = worker.burst(submit, (), 3)
-        ((request_ids, error),) = pickle.loads(pickle.dumps(burst)).failed
+        outputs = worker.run_steps(submit, (), 3)
+        ((request_ids, error),) = pickle.loads(pickle.dumps(outputs)).failed
         assert type(error) is GenerationError and error.request_ids == request_ids and error.remedy
         failed.update(request_ids)
         submit = []
     assert failed == {"0.1", "0.0.0"} and kept(worker) == {"0.0"}, "its sibling goes on until it is cancelled"
-    worker.burst((), ("0.0", "0.1"), 0)
+    worker.run_steps((), ("0.0", "0.1"), 0)
     assert not kept(worker)
     engine.poisoned = {"2.0"}
     with pytest.raises(GenerationError):

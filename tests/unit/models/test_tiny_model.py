@@ -33,8 +33,8 @@ from quartet.config.common import LoRAConfig
 from quartet.models import directories
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed import PackedCausalLM
-from quartet.models.probe import check_decoding, context_length, probe
-from quartet.models.twin import MAX_PARAMETERS, random_twin
+from quartet.models.probe import check_decoding, model_context_length, probe
+from quartet.models.tiny_model import MAX_PARAMETERS, tiny_random_model
 
 
 def _others(name: str) -> PreTrainedModel:
@@ -43,8 +43,8 @@ def _others(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(build()).eval()
 
 
-def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    return directories.without_weights([model])[0]
+def on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    return directories.on_meta([model])[0]
 
 
 def _facts(packed: PackedCausalLM) -> tuple[Any, ...]:
@@ -54,14 +54,14 @@ def _facts(packed: PackedCausalLM) -> tuple[Any, ...]:
         packed.logit_scale,
         packed.vocab_size,
         packed.hidden_size,
-        context_length(packed.model),
-        packed.remarks,
+        model_context_length(packed.model),
+        packed.warnings,
     )
 
 
 def test_proven_architectures(architecture, make_model):
     model = make_model(architecture)
-    twin, empty = random_twin(model), without_weights(model)
+    twin, empty = tiny_random_model(model), on_meta(model)
     small = packed_causal_lm(twin)
     assert probe(small) < 1e-5 and check_decoding(small) < 1e-5
     assert _facts(packed_causal_lm(empty)) == _facts(packed_causal_lm(model))
@@ -71,8 +71,8 @@ def test_proven_architectures(architecture, make_model):
 @pytest.mark.parametrize("name", list(PASSING))
 def test_others_that_pass(name):
     model = _others(name)
-    empty = without_weights(model)
-    assert check_decoding(packed_causal_lm(random_twin(model))) < 1e-5
+    empty = on_meta(model)
+    assert check_decoding(packed_causal_lm(tiny_random_model(model))) < 1e-5
     assert _facts(packed_causal_lm(empty)) == _facts(packed_causal_lm(model))
 
 
@@ -81,7 +81,7 @@ def test_refused_by_name_without_weights(name):
     with pytest.raises(UserError) as whole:
         packed_causal_lm(_others(name))
     with pytest.raises(UserError) as empty:
-        packed_causal_lm(without_weights(_others(name)))
+        packed_causal_lm(on_meta(_others(name)))
     assert empty.value.problem == whole.value.problem
     if name == "FalconH1":  # of larger weights it shows before the sharper check is made
         assert "hidden states differ" in empty.value.found
@@ -144,7 +144,7 @@ def test_of_a_model_of_real_size(name):
     build, num_layers = REAL[name]
     model = _empty(build)
     packed = packed_causal_lm(model)
-    twin = random_twin(model)
+    twin = tiny_random_model(model)
     own, small = model.config.get_text_config(), twin.config.get_text_config()
     assert small.num_hidden_layers == num_layers
     assert sum(p.numel() for p in twin.parameters()) < MAX_PARAMETERS / 10
@@ -153,7 +153,7 @@ def test_of_a_model_of_real_size(name):
     assert small.num_attention_heads // twin_groups == heads // groups
     if (window := getattr(own, "sliding_window", None)) is not None:
         assert small.sliding_window == 4 < window
-    assert packed.shares_prefixes and packed.remarks == ()
+    assert packed.shares_prefixes and packed.warnings == ()
 
 
 @pytest.mark.parametrize("name", list(REAL_REFUSED))
@@ -173,14 +173,14 @@ def test_a_window_shows_in_the_twin_alone(make_model, monkeypatch):
     model = make_model("mistral", sliding_window=32)
     packed_causal_lm(model).release()
     with pytest.raises(UserError, match="differ"):
-        packed_causal_lm(without_weights(model))
+        packed_causal_lm(on_meta(model))
 
 
 def test_what_the_twin_cannot_show_the_loaded_model_does(make_model):
     """What is wrong with one object or its weights, not with its architecture."""
     model = make_model("granite")
     model.model.norm.forward = lambda x: x * float("nan")
-    assert packed_causal_lm(without_weights(make_model("granite"))).logit_scale == 0.25
+    assert packed_causal_lm(on_meta(make_model("granite"))).logit_scale == 0.25
     with pytest.raises(UserError, match="Granite"):
         packed_causal_lm(model)
 
@@ -189,24 +189,24 @@ def test_scalar_models_and_adapters(make_model):
     lora = LoRAConfig(rank=4)
     for model in (make_model("llama"), scalar_model_from(make_model("llama"), seed=0)):
         build = packed_causal_lm if model.can_generate() else packed_scalar_model
-        empty, whole = (build(found, lora=lora) for found in (without_weights(model), model))
+        empty, whole = (build(found, lora=lora) for found in (on_meta(model), model))
         shapes = [{n: p.shape for n, p in packed.adapters.trained.items()} for packed in (empty, whole)]
-        assert shapes[0] == shapes[1] and empty.remarks == whole.remarks
+        assert shapes[0] == shapes[1] and empty.warnings == whole.warnings
         assert empty.release().device.type == "meta"
     with pytest.raises(UserError, match="is larger than a layer"):
-        packed_causal_lm(without_weights(make_model("llama")), lora=LoRAConfig(rank=33))
+        packed_causal_lm(on_meta(make_model("llama")), lora=LoRAConfig(rank=33))
 
 
 def test_a_twin_is_drawn_from_its_seed_alone(make_model):
     model = make_model("gemma3")
     state = torch.get_rng_state()
-    first, again = (random_twin(model, seed=3).state_dict() for _ in range(2))
+    first, again = (tiny_random_model(model, seed=3).state_dict() for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert random_twin(without_weights(model), seed=3).state_dict().keys() == first.keys()
+    assert tiny_random_model(on_meta(model), seed=3).state_dict().keys() == first.keys()
 
 
 def test_no_twin_where_layers_are_not_found(make_model):
     model = make_model("llama")
     model.config.num_hidden_layers = 5
-    assert random_twin(model) is None
+    assert tiny_random_model(model) is None

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from quartet.observe.spans import Span, SpanRecorder
-from quartet.schedule.leases import Arbiter, Lease, Mode
+from quartet.schedule.leases import Arbiter, Lease, LeaseMode
 
 
 @dataclass(frozen=True)
-class Worker:
+class LeaseContext:
     """Lease and span around a piece of work."""
 
     arbiter: Arbiter
@@ -21,7 +21,7 @@ class Worker:
     async def turn(
         self,
         role: str,
-        mode: Mode,
+        mode: LeaseMode,
         name: str,
         *,
         step: int | None,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import Trajectory, TrajectorySequence
-from quartet.envs.episode import Ending
+from quartet.envs.episode import FinishedEpisode
 from quartet.envs.transcript import SOURCE, Action, EpisodeLimits, Seen, Transcript
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.schedule.groups import answered, group_batch
@@ -20,7 +20,7 @@ from quartet.text.tokenizer import TextCodec
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleRequest:
     """One response."""
 
     request_id: str
@@ -33,7 +33,7 @@ class PromptRequest:
 
     group: str
     prompt: PromptText
-    samples: tuple[Sample, ...]
+    samples: tuple[SampleRequest, ...]
 
     @property
     def request_ids(self) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class TurnRequest:
 
 
 @dataclass(frozen=True)
-class Ended:
+class FinishedRequest:
     """What the driver is told of a request that has ended.
 
     Args:
@@ -75,7 +75,7 @@ def completion_text(codec: TextCodec, prompt_ids: Sequence[int], completion: Com
     return text if completion.text_end is None else text[: completion.text_end]
 
 
-class Sampled:
+class RequestStore:
     """Prompts, completions and transcripts of one rollout worker, until their groups are made."""
 
     def __init__(self, codec: TextCodec) -> None:
@@ -85,7 +85,7 @@ class Sampled:
         self._episodes: dict[str, str] = {}  # by request
         self._transcripts: dict[str, Transcript] = {}
 
-    def engine_requests(self, asked: PromptRequest | TurnRequest) -> list[Request] | Ended:
+    def engine_requests(self, asked: PromptRequest | TurnRequest) -> list[Request] | FinishedRequest:
         """What the engine is to do; at once an end where the state leaves no room for an action.
 
         Raises:
@@ -98,26 +98,26 @@ class Sampled:
         self._prompts.update((sample.request_id, ids) for sample in asked.samples)
         return [Request(sample.request_id, asked.group, ids, sample.sampling) for sample in asked.samples]
 
-    def _turn(self, asked: TurnRequest) -> list[Request] | Ended:
+    def _turn(self, asked: TurnRequest) -> list[Request] | FinishedRequest:
         transcript = self._transcripts.setdefault(asked.episode, Transcript(self._codec))
         self._episodes[asked.request_id] = asked.episode  # before what may be refused, which forgets the episode
         transcript.see(asked.seen)
         room, ids = transcript.room(asked.limits), transcript.token_ids
         if room < 1:
             del self._episodes[asked.request_id]
-            return Ended(asked.request_id, held=len(ids))
+            return FinishedRequest(asked.request_id, held=len(ids))
         sampling = replace(asked.sampling, max_new_tokens=min(asked.sampling.max_new_tokens, room))
         return [Request(asked.request_id, asked.request_id, ids, sampling)]
 
-    def ended(self, made: Completion) -> Ended:
+    def ended(self, made: Completion) -> FinishedRequest:
         """Keeps a completion until its group is made; an action joins its transcript."""
         episode = self._episodes.pop(made.request_id, None)
         if episode is None:
             self._completions[made.request_id] = made
-            return Ended(made.request_id)
+            return FinishedRequest(made.request_id)
         columns = made.token_ids, made.logprobs, made.versions
         action = Action(*columns, made.finish_reason.value, made.text_end, made.columns)
-        return Ended(made.request_id, text=self._transcripts[episode].act(action))
+        return FinishedRequest(made.request_id, text=self._transcripts[episode].act(action))
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Requests that are not waited for any more, and the episodes that they belong to."""
@@ -140,7 +140,7 @@ class Sampled:
         ids, made = self._prompts.pop(request_id), self._completions.pop(request_id)
         return answered(ids, made, completion_text(self._codec, ids, made))
 
-    def episodes(self, index: int, endings: Sequence[Ending]) -> RaggedBatch:
+    def episodes(self, index: int, endings: Sequence[FinishedEpisode]) -> RaggedBatch:
         """The group of these episodes, which are not kept any longer."""
         played = []
         for ending in endings:

@@ -14,28 +14,28 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.placement import AsynchronousPlacement
-from quartet.schedule.ahead import ScoringAhead
 from quartet.schedule.barriers import Barriers
 from quartet.schedule.groups import Group, chunk_of, staleness_metrics, without_texts
-from quartet.schedule.iteration import Chunk, Roles, Scorer
-from quartet.schedule.iteration import Learner as AnyLearner
+from quartet.schedule.iteration import Chunk, IterationStages, Scorer
+from quartet.schedule.iteration import StepLearner as AnyLearner
 from quartet.schedule.journal import Journal
-from quartet.schedule.learners import Learner, UpdatePlan
+from quartet.schedule.learners import ModelLearner, UpdatePlan
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.placement import admission_rule, placed_arbiter
 from quartet.schedule.rollout import Rollout
+from quartet.schedule.score_prefetch import ScorePrefetcher
 from quartet.schedule.scorers import PartScorer
 from quartet.schedule.stream import GroupStream
-from quartet.schedule.worker import Worker
 from quartet.train.engine import Objective
 from quartet.train.objectives import PolicyObjective, ValueObjective
 from quartet.train.preference_objectives import BestOfNObjective, PreferenceObjective
 from quartet.trainers.advantages import Assembler, Experience, KLCoefficient, sampled_and_greedy, sampled_only
 from quartet.trainers.dynamic_sampling import DynamicSampling
 from quartet.trainers.estimators import learned_from
-from quartet.trainers.roles import Cast, needs_greedy
+from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import RunDirectory, Stopwatch, resident_bytes, writing
 from quartet.trainers.step_metrics import batch_metrics, model_stats, timing
-from quartet.trainers.workers import Company, PartsMover, Sizes
+from quartet.trainers.workers import RoleOffloader, RunWorkers, Sizes
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,15 @@ class RunContext:
         shuffle: of scores within a step, for control experiments.
     """
 
-    cast: Cast
-    company: Company
+    roles: RLRoles
+    workers: RunWorkers
     run: RunDirectory
     kl: KLCoefficient
     on_finished: Callable[[int], None]
     shuffle: Callable[[int, int], Tensor] | None = None
 
 
-class Session:
+class RunAttempt:
     """
     Args:
         step: complete steps so far, which is the version of all weights.
@@ -66,45 +66,47 @@ class Session:
     """
 
     def __init__(self, context: RunContext, step: int, sizes: Sizes) -> None:
-        self.cast, self.recipe, self._company = context.cast, context.cast.recipe, context.company
+        self.roles, self.recipe, self._workers = context.roles, context.roles.recipe, context.workers
         self._run, self._recorder, self._kl = context.run, context.run.recorder, context.kl
-        placement = self._company.placement
+        placement = self._workers.placement
         self._runs_ahead = placement.max_staleness is not None
-        self._mover = PartsMover(self._company, self._recorder)
-        self.worker = Worker(placed_arbiter(placement, sizes, version=step, mover=self._mover), self._recorder)
+        self._offloader = RoleOffloader(self._workers, self._recorder)
+        self.leases = LeaseContext(
+            placed_arbiter(placement, sizes, version=step, offloader=self._offloader), self._recorder
+        )
         self._journal = self._open_journal(step)
         self.rollout = self._rollout(step, context.on_finished)
         self._assembler = Assembler(
             self.recipe.algorithm,
-            self.cast.reward_weights,
+            self.roles.reward_weights,
             lambda: self._kl.value,
             context.shuffle,
             max_new_tokens=self.recipe.rollout.sampling.max_new_tokens,
         )
-        source = self.cast.source(self.rollout, context.on_finished)
+        source = self.roles.source(self.rollout, context.on_finished)
         rule, chunk_size = admission_rule(placement, self.recipe.prompts_per_step), self.recipe.chunk_size
         algorithm = self.recipe.algorithm
         self._sampling: DynamicSampling | None = None
         if isinstance(algorithm, GroupAlgorithm) and algorithm.dynamic_sampling is not None:
-            rewards = self.cast.reward_scorers(self.worker)
+            rewards = self.roles.reward_scorers(self.leases)
             self._sampling = DynamicSampling(
                 algorithm.dynamic_sampling, source, lambda: self.rollout.version, rewards, self._assembler.judge
             )
             self.stream = self._sampling.stream(rule, chunk_size=chunk_size)
         else:
             self.stream = GroupStream(source, rule, chunk_size=chunk_size)
-        self.roles = self._roles()
+        self.stages = self._stages()
         # What the engines had sampled: as the step began, when its rollouts were complete, and by the last chunk.
         self._before = self._generated = self._sampled = self.rollout.stats()
         self.is_learning = False
 
     @classmethod
-    async def begin(cls, context: RunContext, step: int) -> Session:
+    async def begin(cls, context: RunContext, step: int) -> RunAttempt:
         """Connects actor and engines, and brings the engines to the weights of ``step``."""
-        sizes = await context.company.sizes()
-        await context.company.link()
-        await context.company.deliver(step)
-        await context.company.clear()
+        sizes = await context.workers.sizes()
+        await context.workers.connect_engines()
+        await context.workers.update_engine_weights(step)
+        await context.workers.clear()
         session = cls(context, step, sizes)
         await session.rollout.begin()
         return session
@@ -118,36 +120,36 @@ class Session:
         batch, before, after = experience.batch, self._before, self._generated
         generated = after.generated_tokens - before.generated_tokens
         done, minibatches = step + 1, self.recipe.minibatches * self.recipe.epochs
-        trained = done - self.cast.warmup_steps
+        trained = done - self.roles.warmup_steps
         return {
             **timing(self._recorder.of_step(step), watch.seconds, generated),
             **batch_metrics(batch),
             **(staleness_metrics(batch, step) if self._runs_ahead else {}),
             **(self._sampling.take_metrics() if self._sampling is not None else {}),
-            **(self.cast.ptx.metrics(trained * minibatches) if self.cast.ptx is not None and trained > 0 else {}),
-            **await self.cast.refresh_reference(done),
+            **(self.roles.ptx.metrics(trained * minibatches) if self.roles.ptx is not None and trained > 0 else {}),
+            **await self.roles.refresh_reference(done),
             "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),
             "memory/rss_bytes": resident_bytes(),
-            **model_stats(await self.cast.stats()),
-            **self._mover.take_metrics(),
+            **model_stats(await self.roles.stats()),
+            **self._offloader.take_metrics(),
         }
 
     def _rollout(self, step: int, on_finished: Callable[[int], None]) -> Rollout:
-        cast, company, config = self.cast, self._company, self.recipe.rollout
+        roles, workers, config = self.roles, self._workers, self.recipe.rollout
         return Rollout(
-            self.worker,
-            company.engines,
-            cast.requests,
+            self.leases,
+            workers.engines,
+            roles.requests,
             steps_per_lease=config.steps_per_lease,
             version=step,
-            canary=cast.canary(),
-            trainer=cast.trained_group("actor"),
-            deliver=company.deliver,
-            shares_actor=company.shares_actor,
-            in_flight=company.placement.in_flight,
+            canary=roles.canary(),
+            trainer=roles.train_group("actor"),
+            update_engine_weights=workers.update_engine_weights,
+            shares_actor=workers.shares_actor,
+            in_flight=workers.placement.in_flight,
             max_running=config.max_running if self._runs_ahead else None,
             journal=self._journal,
-            on_finished=on_finished if cast.environment is None else None,
+            on_finished=on_finished if roles.environment is None else None,
         )
 
     def _open_journal(self, step: int) -> Journal | None:
@@ -156,7 +158,7 @@ class Session:
         placement = self.recipe.placement
         if not isinstance(placement, AsynchronousPlacement):
             return None
-        can_be_kept = len(self._company.engines) == 1 and self.cast.environment is None
+        can_be_kept = len(self._workers.engines) == 1 and self.roles.environment is None
         if placement.follow is None and not can_be_kept:
             return None
         if placement.follow is not None and step:
@@ -173,21 +175,21 @@ class Session:
 
     # The iteration's roles -------------------------------------------------------------------------------
 
-    def _roles(self) -> Roles:
+    def _stages(self) -> IterationStages:
         recipe = self.recipe
         num_chunks = -(-recipe.prompts_per_step // recipe.chunk_size)
-        barriers = Barriers(self._company.placement.after, num_chunks=num_chunks)
+        barriers = Barriers(self._workers.placement.after, num_chunks=num_chunks)
         collect = barriers.collect(self._collect)
         scorers = [(barriers.scorer(stage, scorer), is_frozen) for stage, scorer, is_frozen in self._scorers()]
         frozen = [scorer for scorer, is_frozen in scorers if is_frozen]
-        return Roles(
+        return IterationStages(
             stream=self.stream,
             collect=collect,
             scorers=[scorer for scorer, _ in scorers],
             assemble=self._assemble,
             learners=[barriers.learner(f"train_{role}", learner) for role, learner in self._learners()],
             publish=self.rollout.publish,
-            ahead=ScoringAhead(self.stream, collect, frozen, recipe.steps) if self._runs_ahead else None,
+            prefetch=ScorePrefetcher(self.stream, collect, frozen, recipe.steps) if self._runs_ahead else None,
         )
 
     def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
@@ -203,16 +205,16 @@ class Session:
         theirs, and columns, which greedy responses have not."""
         has_greedy = needs_greedy(self.recipe)
         found: list[tuple[str, Scorer, bool]] = []
-        for reward in self.cast.reward_scorers(self.worker) if self._sampling is None else []:
+        for reward in self.roles.reward_scorers(self.leases) if self._sampling is None else []:
             found.append(("reward", PartScorer(reward, sampled_and_greedy) if has_greedy else reward, True))
-        for column in self.cast.column_scorers(self.worker):
-            is_frozen = not column.trains and self.cast.refresh_steps is None
+        for column in self.roles.column_scorers(self.leases):
+            is_frozen = not column.trains and self.roles.refresh_steps is None
             found.append((column.column, PartScorer(column, sampled_only) if has_greedy else column, is_frozen))
         return found
 
     async def _assemble(self, chunks: Sequence[tuple[Any, Sequence[Any]]]) -> Experience:
         with self._recorder.span("advantages", step=chunks[0][0].step):
-            experience = await self._company.compute.run(partial(self._assembler, chunks))
+            experience = await self._workers.compute.run(partial(self._assembler, chunks))
         greedy = without_texts(experience.greedy) if experience.greedy is not None else None
         experience = replace(experience, batch=without_texts(experience.batch), greedy=greedy)
         self._generated = self._sampled  # chunks of coming steps are collected from here on
@@ -220,15 +222,15 @@ class Session:
         return experience
 
     def _learners(self) -> list[tuple[str, AnyLearner]]:
-        recipe, cast = self.recipe, self.cast
+        recipe, roles = self.recipe, self.roles
         plan = UpdatePlan(recipe.minibatches, recipe.epochs, recipe.seed)
         learners: list[tuple[str, AnyLearner]] = []
-        if cast.critic is not None:
-            critic = cast.trained_group("critic")
-            learner = Learner(self.worker, "critic", critic, plan, self._value, "critic", learned=self._learned)
+        if roles.critic is not None:
+            critic = roles.train_group("critic")
+            learner = ModelLearner(self.leases, "critic", critic, plan, self._value, "critic", learned=self._learned)
             learners.append(("critic", learner))
-        actor, rests = cast.trained_group("actor"), cast.warmup_steps
-        learner = Learner(self.worker, "actor", actor, plan, self._policy, "policy", rests, self._learned)
+        actor, rests = roles.train_group("actor"), roles.warmup_steps
+        learner = ModelLearner(self.leases, "actor", actor, plan, self._policy, "policy", rests, self._learned)
         return [*learners, ("actor", learner)]
 
     def _learned(self, experience: Experience) -> RaggedBatch:
@@ -256,9 +258,9 @@ class Session:
         return PolicyObjective(algorithm, num, temperature, kl_coef, is_first, longest)
 
     async def aclose(self) -> None:
-        """Stops scoring ahead and the engines' pumps."""
-        if self.roles.ahead is not None:
-            await self.roles.ahead.close()
+        """Stops the score prefetcher and the engine clients."""
+        if self.stages.prefetch is not None:
+            await self.stages.prefetch.close()
         await self.rollout.close()
         if self._journal is not None:
             self._journal.close()

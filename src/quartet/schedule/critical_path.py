@@ -18,7 +18,7 @@ IsCause = Callable[[Span, Span], bool]
 
 
 @dataclass(frozen=True)
-class Link:
+class PathSpan:
     """A span of the path; ``wait_s`` passed between the end of its cause (or the run's beginning) and its own start."""
 
     span: Span
@@ -29,7 +29,7 @@ _TOLERANCE_S = 1e-6
 """By how much a cause may end after its effect began and still count as before it."""
 
 
-def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[Link]:
+def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[PathSpan]:
     """The path to the span that ends last, in order of time.
 
     Args:
@@ -44,15 +44,15 @@ def critical_path(spans: Iterable[Span], is_cause: IsCause) -> list[Link]:
         rest = [span for span in rest if span.end_s <= current.start_s + _TOLERANCE_S]
         causes = [span for span in rest if is_cause(span, current)]
         if not causes:
-            path.append(Link(current, current.start_s - first_s))
+            path.append(PathSpan(current, current.start_s - first_s))
             return path[::-1]
         cause = causes[-1]
-        path.append(Link(current, max(0.0, current.start_s - cause.end_s)))
+        path.append(PathSpan(current, max(0.0, current.start_s - cause.end_s)))
         rest.remove(cause)
         current = cause
 
 
-def seconds_on_path(path: Sequence[Link]) -> dict[str, float]:
+def seconds_on_path(path: Sequence[PathSpan]) -> dict[str, float]:
     """Seconds per span name that took any, and ``wait`` for what lies between."""
     found: dict[str, float] = {}
     for link in (link for link in path if link.span.seconds > 0):

@@ -43,7 +43,7 @@ _MOST = {
 """Sizes that may be this small whatever the others are; smaller ones stay."""
 
 
-def random_twin(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel | None:
+def tiny_random_model(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel | None:
     """A model of ``model``'s class of at most ``MAX_PARAMETERS``; None where none can be made that has the same kinds
     of layers.
 
@@ -52,7 +52,7 @@ def random_twin(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel | N
         seed: of all weights.
     """
     own = own_attention(model)
-    with contextlib.suppress(UserError, _NoTwinError):
+    with contextlib.suppress(UserError, _NoTinyModelError):
         layers = _layers(model)
         kinds = [_kind(layer) for layer in layers]
         num_layers = max(kinds.index(kind) for kind in set(kinds)) + 1
@@ -61,13 +61,13 @@ def random_twin(model: PreTrainedModel, *, seed: int = 0) -> PreTrainedModel | N
             config = copy.deepcopy(model.config)
             with _unbuildable():
                 _shrink(config, num_layers, head_dim)
-                twin = _built(type(model), config, own, seed)
-                if [_kind(layer) for layer in _layers(twin)] == kinds[:num_layers]:
-                    return twin
+                tiny = _built(type(model), config, own, seed)
+                if [_kind(layer) for layer in _layers(tiny)] == kinds[:num_layers]:
+                    return tiny
     return None
 
 
-class _NoTwinError(Exception):
+class _NoTinyModelError(Exception):
     """No small model of this architecture can be made."""
 
 
@@ -76,7 +76,7 @@ def _unbuildable() -> Iterator[None]:
     """Within, what a model of sizes that do not go together fails with is passed over: other sizes may do."""
     try:
         yield
-    except (MemoryError, _NoTwinError):
+    except (MemoryError, _NoTinyModelError):
         raise
     except Exception:  # families check their sizes each in its own way
         return
@@ -86,17 +86,17 @@ def _built(kind: Any, config: PreTrainedConfig, attention: str, seed: int) -> Pr
     with torch.device("meta"):
         outline = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
     if sum(parameter.numel() for parameter in outline.parameters()) > MAX_PARAMETERS:
-        raise _NoTwinError
+        raise _NoTinyModelError
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        twin: PreTrainedModel = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
-        for parameter in twin.parameters():
+        tiny: PreTrainedModel = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
+        for parameter in tiny.parameters():
             # Norms start as ones and biases as zeros, where a mix-up would not show.
             if parameter.ndim <= 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
         # Sizes that do not go together may show only now.
-        twin.eval()(input_ids=torch.arange(2 * _WINDOW).unsqueeze(0), use_cache=False)
-    return twin
+        tiny.eval()(input_ids=torch.arange(2 * _WINDOW).unsqueeze(0), use_cache=False)
+    return tiny
 
 
 # Kinds of layers -----------------------------------------------------------------------------------------
@@ -106,14 +106,14 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder's layers.
 
     Raises:
-        _NoTwinError: they are not to be found.
+        _NoTinyModelError: they are not to be found.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     body = getattr(model, model.base_model_prefix, model)
     for module in getattr(body, "language_model", body).modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return list(module)
-    raise _NoTwinError
+    raise _NoTinyModelError
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
@@ -190,7 +190,7 @@ def _shrink_heads(part: PreTrainedConfig, head_dim: int) -> None:
         part.num_key_value_heads = few
     if isinstance(getattr(part, "head_dim", None), int):
         part.head_dim = min(rotated, _MOST["qk_rope_head_dim"]) if rotated else size
-    # Where heads together are wider or narrower than the model, the twin's are too.
+    # Where heads together are wider or narrower than the model, the tiny model's are too.
     ratio = 1 if heads * former == width else 2 if width > heads * former else 0.5
     new_width = int(new_heads * size * ratio)
     for name in ("word_embed_proj_dim", "hidden_size_per_layer_input"):

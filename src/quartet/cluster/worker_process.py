@@ -61,7 +61,7 @@ class ProcessInfo:
     logs: tuple[str, ...]
 
 
-class Host:
+class WorkerProcess:
     """The roles of one worker process; a back end gives it a way to fetch references.
 
     Args:
@@ -77,16 +77,16 @@ class Host:
         self._roles: dict[str, Any] = {}
         self._results = itertools.count()
         self._note: Any = None
-        self._meeting: socket.socket | None = None
+        self._rendezvous: socket.socket | None = None
         self._host = socket.gethostname()
 
-    def introduce(self) -> ProcessInfo:
+    def process_info(self) -> ProcessInfo:
         return ProcessInfo(os.getpid(), self._host, self._host, None, ())
 
-    def meeting_port(self) -> int:
+    def rendezvous_port(self) -> int:
         """A free port of this node, for the group to meet at; kept from others until then."""
-        self._meeting = reserved_port()
-        return int(self._meeting.getsockname()[1])
+        self._rendezvous = reserved_port()
+        return int(self._rendezvous.getsockname()[1])
 
     def set_environment(self, environment: Mapping[str, str]) -> None:
         """Comes before ``build``, whose arguments may import what looks at the environment."""

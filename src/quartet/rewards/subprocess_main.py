@@ -1,4 +1,4 @@
-"""Becomes a process beside the trainer: run by :mod:`quartet.rewards.process` as a program, never imported by it.
+"""Becomes a process beside the trainer: run by :mod:`quartet.rewards.subprocesses` as a program, never imported by it.
 
 Questions and answers have a socket of their own, so that what user code prints, or does to the standard streams, does
 not come between them. A question is its number and its length, eight bytes each, and then so many, pickled, since it
@@ -24,7 +24,7 @@ _FOR_THE_TRAINER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 """Sent to a whole job. The trainer ends its step first, and needs this process for it."""
 
 
-class Channel:
+class PipeChannel:
     """The trainer's questions, and the way of the answers."""
 
     def __init__(self, wire: socket.socket) -> None:
@@ -64,7 +64,7 @@ def main() -> None:
     _leave_signals_to_the_trainer()
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    channel = Channel(socket.socket(fileno=wire))
+    channel = PipeChannel(socket.socket(fileno=wire))
     for _, (path, module, settings) in channel:
         sys.path[:] = path
         importlib.import_module(module).serve(settings, channel)

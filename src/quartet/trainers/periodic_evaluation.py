@@ -21,11 +21,11 @@ from quartet.observe.jsonl import RowAppender
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
 from quartet.observe.report.collect import read_alarms
+from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.worker import Worker
 from quartet.text.examples import PromptText
-from quartet.trainers.answers import Answer, drop_after, or_null, read_answers, step_path, write_answers
-from quartet.trainers.episodes import together
+from quartet.trainers.answers import Answer, drop_after, evaluation_path, or_null, read_answers, write_answers
+from quartet.trainers.episodes import gather_or_cancel
 from quartet.trainers.evaluation import prompt_requests, sampling_params, score_groups
 from quartet.trainers.evaluation_metrics import (
     check_graded,
@@ -38,16 +38,16 @@ from quartet.trainers.evaluation_metrics import (
     weighted_scores,
 )
 from quartet.trainers.reward_roles import reward_scorers
-from quartet.trainers.roles import Cast
+from quartet.trainers.roles import RLRoles
 from quartet.trainers.run import writing
 
 
-class HeldOut:
+class PeriodicEvaluation:
     """What an RL run asks of its held-out prompts, and what it remembers of the answers.
 
     Args:
         config: the recipe's section.
-        cast: of the run, with held-out prompts.
+        roles: of the run, with held-out prompts.
         path: the run directory.
         steps: of the whole run.
 
@@ -55,12 +55,12 @@ class HeldOut:
         UserError: the section names a reward that there is not.
     """
 
-    def __init__(self, config: EvaluationConfig, cast: Cast, path: Path, *, steps: int, progress: Progress) -> None:
-        self.config, self.cast, self.path, self.steps, self.progress = config, cast, path, steps, progress
-        self.training_weights = cast.reward_weights
-        self.weights = cast.evaluation_weights or cast.reward_weights
-        sources = [*cast.reward_weights, *cast.evaluation_weights]
-        models = [role.name for role in (*cast.reward_models, *cast.evaluation_models)]
+    def __init__(self, config: EvaluationConfig, roles: RLRoles, path: Path, *, steps: int, progress: Progress) -> None:
+        self.config, self.roles, self.path, self.steps, self.progress = config, roles, path, steps, progress
+        self.training_weights = roles.reward_weights
+        self.weights = roles.evaluation_reward_weights or roles.reward_weights
+        sources = [*roles.reward_weights, *roles.evaluation_reward_weights]
+        models = [role.name for role in (*roles.reward_models, *roles.evaluation_reward_models)]
         self.graded = check_graded(config.grading, sources, models)
         self._watched_source = config.alarm.source if config.alarm is not None else None
         check_named("evaluation.alarm.source", self._watched_source, sources, "the evaluation's score")
@@ -83,14 +83,14 @@ class HeldOut:
         if self.alarm is not None:
             self.alarm.note_training(step, reward)
 
-    async def evaluate(self, worker: Worker, rollout: Rollout, step: int) -> dict[str, float]:
+    async def evaluate(self, leases: LeaseContext, rollout: Rollout, step: int) -> dict[str, float]:
         """Answers, scores and judges after ``step`` complete steps; returns the metrics."""
         # Counted with the step it follows.
-        answers = await self._answers(worker, rollout, max(0, step - 1))
+        answers = await self._answers(leases, rollout, max(0, step - 1))
         with writing(self.path / "evaluations"):
-            write_answers(step_path(self.path / "evaluations", step), answers)
+            write_answers(evaluation_path(self.path / "evaluations", step), answers)
         sums = {"eval/score_mean": self.weights}
-        if self.cast.evaluation_weights:
+        if self.roles.evaluation_reward_weights:
             sums["eval/training_score_mean"] = self.training_weights
         figures = measure(answers, sums, self.config.grading, self.graded, seed=0, intervals=False)
         scores = prompt_means(answers, self._watched(answers))
@@ -110,9 +110,9 @@ class HeldOut:
             if state is not None:
                 self.alarm.restore(state)
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What keeps the alarm silent, in words."""
-        prompts = self.cast.evaluation_prompts
+        prompts = self.roles.evaluation_prompts
         if self.alarm is None or prompts is None or len(prompts) >= self.alarm.least_prompts:
             return []
         return [
@@ -140,24 +140,24 @@ class HeldOut:
 
     # Answers -----------------------------------------------------------------------------------------------
 
-    async def _answers(self, worker: Worker, rollout: Rollout, step: int) -> list[Answer]:
-        """Every held-out prompt's samples; episodes where the run plays episodes."""
-        cast, config = self.cast, self.config
-        assert cast.evaluation_prompts is not None, "made for a cast with held-out prompts"
-        own = reward_scorers(worker, cast.evaluation_models, cast.evaluation_functions, cast.groups)
-        scorers = [*cast.reward_scorers(worker), *cast.of_whole_trajectories(own)]
-        if cast.environment is not None:
+    async def _answers(self, leases: LeaseContext, rollout: Rollout, step: int) -> list[Answer]:
+        """Every held-out prompt's samples; episodes where the run has an environment."""
+        roles, config = self.roles, self.config
+        assert roles.evaluation_prompts is not None, "made for roles with held-out prompts"
+        own = reward_scorers(leases, roles.evaluation_reward_models, roles.evaluation_reward_functions, roles.groups)
+        scorers = [*roles.reward_scorers(leases), *roles.of_whole_trajectories(own)]
+        if roles.environment is not None:
             async with rollout.quiet():
-                player, sampling = cast.episode_player(rollout), sampling_params(config.sampling, cast.codec)
-                items, num = cast.evaluation_prompts.items, config.samples_per_prompt
+                player, sampling = roles.episode_runner(rollout), sampling_params(config.sampling, roles.codec)
+                items, num = roles.evaluation_prompts.items, config.samples_per_prompt
                 # Negative indices: no group of the stream has one.
                 played = [player.group(-1 - i, item, sampling, num, draw=-1) for i, item in enumerate(items)]
-                return await score_groups(await together(played), scorers, step=step)
+                return await score_groups(await gather_or_cancel(played), scorers, step=step)
         asked = prompt_requests(
-            cast.evaluation_prompts,
-            cast.codec,
+            roles.evaluation_prompts,
+            roles.codec,
             config.sampling,
-            seed=cast.recipe.seed,
+            seed=roles.recipe.seed,
             samples=config.samples_per_prompt,
         )
         async with rollout.quiet():
@@ -189,7 +189,7 @@ class HeldOut:
     def _examples(self, verdict: AlarmVerdict, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         """Prompts whose held-out score fell, those first whose training reward rose most: answers then and now."""
         most = self.config.alarm.examples if self.config.alarm is not None else 0
-        path = step_path(self.path / "evaluations", verdict.best_step)
+        path = evaluation_path(self.path / "evaluations", verdict.best_step)
         # The file may have been deleted to make room: an alarm without examples is better than a run that stops.
         try:
             before = read_answers(path) if path.is_file() else []

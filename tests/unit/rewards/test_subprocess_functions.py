@@ -49,8 +49,8 @@ def score(reward: GuardedReward, completions: list[str], **columns: Any) -> list
 
 
 def pids(reward: GuardedReward) -> list[int]:
-    seats = reward.source._pool._seats  # type: ignore[attr-defined]
-    return [seat.process.pid for seat in seats if seat.process is not None]
+    seats = reward.source._pool._slots  # type: ignore[attr-defined]
+    return [slot.process.pid for slot in seats if slot.process is not None]
 
 
 def is_there(pid: int) -> bool:
@@ -370,15 +370,15 @@ import asyncio, os, signal, sys
 from quartet.config.rewards import FunctionReward
 from quartet.rewards.build import build_reward
 reward = build_reward(FunctionReward(target=sys.argv[1]))
-seat = reward.source._pool._seats[0]
-print(seat.process.pid, flush=True)
+slot = reward.source._pool._slots[0]
+print(slot.process.pid, flush=True)
 asyncio.run(reward.score(["?"], ["a"], {}))
 """
 
 BARE_CALL = """
 import sys
-from quartet.rewards.process import Process
-process = Process("quartet.rewards.function_worker", {"target": sys.argv[1], "threads": 0})
+from quartet.rewards.subprocesses import Subprocess
+process = Subprocess("quartet.rewards.function_worker", {"target": sys.argv[1], "threads": 0})
 print(process.pid, flush=True)
 process.ask({"completions": ["slow"]})
 """

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from quartet.schedule.ahead import ScoringAhead
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.iteration import Chunk, Roles, run_iteration
+from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
+from quartet.schedule.score_prefetch import ScorePrefetcher
 from quartet.schedule.stream import AdmissionRule, GroupStream
 
 Seconds = Callable[[str], float]
@@ -46,8 +46,8 @@ class World:
             accept=lambda group: group not in self.rejects,
         )
         reward, values = Stage(self, "reward"), Stage(self, "values")
-        ahead = ScoringAhead(self.stream, self.collect, [reward], self.num_steps) if self.looks_ahead else None
-        self.roles: Roles = Roles(
+        ahead = ScorePrefetcher(self.stream, self.collect, [reward], self.num_steps) if self.looks_ahead else None
+        self.stages: IterationStages = IterationStages(
             self.stream, self.collect, [reward, values], self.assemble, [self], self.publish, ahead
         )
 
@@ -80,10 +80,10 @@ class World:
         try:
             async with self.stream:
                 for step in range(self.num_steps):
-                    await run_iteration(step, self.roles)
+                    await run_iteration(step, self.stages)
         finally:
-            if self.roles.ahead is not None:
-                await self.roles.ahead.close()
+            if self.stages.prefetch is not None:
+                await self.stages.prefetch.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
         return self
 
@@ -178,14 +178,14 @@ def test_a_stream_names_the_chunks_it_will_give() -> None:
     async def main() -> None:
         world = World(seconds=lambda stage: 0.0, max_staleness=3, rejects=frozenset((1, 6)), chunk_size=3)
         async with world.stream as stream:
-            assert list(stream.chunks_ahead()) == []
+            assert list(stream.buffered_chunks()) == []
             first = [groups async for groups in stream.chunks(0)]
             while stream.num_accepted < 16:
                 await stream.change()
-            ahead = list(stream.chunks_ahead())
+            ahead = list(stream.buffered_chunks())
             assert ahead[:3] == [(1, 0, [5, 7, 8]), (1, 1, [9]), (2, 0, [10, 11, 12])] and len(ahead) == 6
             second = [groups async for groups in stream.chunks(1)]
             assert (first, second) == ([[0, 2, 3], [4]], [[5, 7, 8], [9]])
-            assert list(stream.chunks_ahead()) == ahead[2:]
+            assert list(stream.buffered_chunks()) == ahead[2:]
 
     run_virtual(main())

@@ -14,16 +14,16 @@ from typing import Any
 from quartet.config.errors import UserError
 from quartet.config.foreign import described
 from quartet.config.rewards import FunctionReward
-from quartet.rewards.called import Fault, Parameters, scores_of
+from quartet.rewards.called import BadReturn, Parameters, scores_of
 from quartet.rewards.functions import FunctionSource
-from quartet.rewards.process import Process, ProcessLost, ProcessPool
 from quartet.rewards.source import Threads
+from quartet.rewards.subprocesses import Subprocess, SubprocessDied, SubprocessPool
 from quartet.text.examples import PromptText
 
 _WORKER = "quartet.rewards.function_worker"
 
 
-class ProcessFunction(FunctionSource):
+class SubprocessFunction(FunctionSource):
     """A function in processes of its own, beside generation.
 
     They are started here, keep what the module keeps between calls, and are killed with everything that they started by
@@ -37,7 +37,7 @@ class ProcessFunction(FunctionSource):
     def __init__(self, config: FunctionReward) -> None:
         said: dict[str, Any] = {}
         start = partial(_start, config.target, config.concurrency if config.thread else 0, said)
-        self._pool = ProcessPool(start, config.processes)
+        self._pool = SubprocessPool(start, config.processes)
         try:
             self._pool.fill()
         except BaseException:
@@ -74,10 +74,10 @@ class ProcessFunction(FunctionSource):
         except asyncio.CancelledError:
             call.abandon()
             raise
-        except ProcessLost as error:
+        except SubprocessDied as error:
             what = f"lost its process: {error} (os._exit, a crash in native code, too much memory)"
-            raise self._failure(Fault(what), prompts, completions) from error
-        except Fault as fault:
+            raise self._failure(BadReturn(what), prompts, completions) from error
+        except BadReturn as fault:
             cause = _Traceback(fault.traceback) if fault.traceback else None
             raise self._failure(fault, prompts, completions) from cause
 
@@ -90,15 +90,15 @@ class ProcessFunction(FunctionSource):
             try:
                 with self._pool.taken() as process, call.under_way(process):
                     return process.ask(arguments)
-            except ProcessLost as error:
+            except SubprocessDied as error:
                 if call.is_abandoned:
                     # The next call's time is not to be spent on a start.
-                    with contextlib.suppress(ProcessLost, UserError):
+                    with contextlib.suppress(SubprocessDied, UserError):
                         self._pool.fill()
                     raise
                 if not error.was_killed:
                     raise
-                # Somebody else's call was late, and this one went with it: once more.
+                # Another call was late and its process was ended, this one's too: once more.
             except UserError:
                 raise
             except Exception as error:  # What pickling the user's objects raises.
@@ -110,10 +110,10 @@ class ProcessFunction(FunctionSource):
             case {"scores": list() as values}:
                 return scores_of(values, num)
             case {"what": str() as what, "sample": int() as sample, "where": str() | None as where, "traceback": text}:
-                raise Fault(what, sample, where, str(text) if text else None)
+                raise BadReturn(what, sample, where, str(text) if text else None)
             case {"unreadable": str() as why}:
                 raise self._not_plain(why)
-        raise Fault("answered with something that is no answer")
+        raise BadReturn("answered with something that is no answer")
 
     def _not_plain(self, why: str) -> UserError:
         return UserError(
@@ -128,14 +128,14 @@ class _Call:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: Process | None = None
+        self._process: Subprocess | None = None
         self.is_abandoned = False
 
     @contextlib.contextmanager
-    def under_way(self, process: Process) -> Any:
+    def under_way(self, process: Subprocess) -> Any:
         with self._lock:
             if self.is_abandoned:
-                raise ProcessLost("nobody waits for it")
+                raise SubprocessDied("its caller was cancelled")
             self._process = process
         try:
             yield
@@ -144,7 +144,7 @@ class _Call:
                 self._process = None
 
     def abandon(self) -> None:
-        """Nobody waits any more. What has begun is ended with its process, which cannot be interrupted otherwise."""
+        """Its caller was cancelled. What has begun is ended with its process, which cannot be interrupted otherwise."""
         with self._lock:
             self.is_abandoned = True
             if self._process is not None:
@@ -158,13 +158,13 @@ class _Traceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def _start(target: str, num_threads: int, said: dict[str, Any]) -> Process:
+def _start(target: str, num_threads: int, said: dict[str, Any]) -> Subprocess:
     """A process that has loaded the function; ``said`` becomes what it says of it."""
     torch = sys.modules.get("torch")
     settings = {"target": target, "threads": num_threads}
     try:
-        process = Process(_WORKER, settings, threads=None if torch is None else torch.get_num_threads())
-    except ProcessLost as error:
+        process = Subprocess(_WORKER, settings, threads=None if torch is None else torch.get_num_threads())
+    except SubprocessDied as error:
         raise UserError(
             f"the process of the function {target!r} does not start",
             found=str(error),
@@ -185,7 +185,7 @@ def _start(target: str, num_threads: int, said: dict[str, Any]) -> Process:
     )
 
 
-def _close(pool: ProcessPool, *threads: Threads) -> None:
+def _close(pool: SubprocessPool, *threads: Threads) -> None:
     for some in threads:
         some.close()
     pool.close()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Begun:
+class PrefetchedChunk:
     """A chunk whose scoring began before its step."""
 
     chunk: Chunk
@@ -36,7 +36,7 @@ class Begun:
         return next((task for known, task in self.columns if known is scorer), None)
 
 
-class ScoringAhead:
+class ScorePrefetcher:
     """Begins the scoring of coming steps' chunks, and hands it over when their step has come.
 
     What fails is raised in the step that it was for. Nothing of it is saved: a resumed run scores its chunks anew.
@@ -57,7 +57,7 @@ class ScoringAhead:
         self._collect = collect
         self._scorers = scorers
         self.num_steps = num_steps
-        self._begun: dict[tuple[int, int], Begun] = {}
+        self._begun: dict[tuple[int, int], PrefetchedChunk] = {}
         self._next = (0, 0)  # no chunk before it is begun any more
         self._watch: asyncio.Task[None] | None = None
 
@@ -79,7 +79,7 @@ class ScoringAhead:
             if not watch.cancelled():
                 watch.result()
 
-    def take(self, step: int, index: int) -> Begun | None:
+    def take(self, step: int, index: int) -> PrefetchedChunk | None:
         return self._begun.pop((step, index), None)
 
     async def close(self) -> None:
@@ -94,7 +94,7 @@ class ScoringAhead:
 
     async def _look(self) -> None:
         while True:
-            for step, index, groups in self._stream.chunks_ahead():
+            for step, index, groups in self._stream.buffered_chunks():
                 is_of_run = self.num_steps is None or step < self.num_steps
                 if is_of_run and (step, index) >= self._next:
                     self._begin(step, index, groups)
@@ -105,4 +105,4 @@ class ScoringAhead:
         chunk = self._collect(step, index, groups)
         loop = asyncio.get_running_loop()
         tasks = [(scorer, loop.create_task(scorer.score(chunk))) for scorer in self._scorers]
-        self._begun[step, index] = Begun(chunk, tasks)
+        self._begun[step, index] = PrefetchedChunk(chunk, tasks)

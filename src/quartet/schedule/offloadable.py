@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 from quartet.cluster.dispatch import RANK_ZERO, dispatch
 from quartet.config.cluster import OffloadConfig
-from quartet.schedule.leases import Mode
+from quartet.schedule.leases import LeaseMode
 from quartet.train.host_memory import MappedFiles, PinnedMemory
-from quartet.train.offload import PARTS, Moved, Offload, Part, Store
+from quartet.train.offload import PARTS, Moved, Offload, OffloadPart, Store
 
-_PARTS_OF: dict[Mode, tuple[Part, ...]] = {"forward": ("params",), "generate": ("params",), "train": PARTS}
+_PARTS_OF: dict[LeaseMode, tuple[OffloadPart, ...]] = {"forward": ("params",), "generate": ("params",), "train": PARTS}
 
 
 def store_of(config: OffloadConfig) -> Store:
@@ -22,15 +22,15 @@ def store_of(config: OffloadConfig) -> Store:
     return MappedFiles(config.directory or tempfile.gettempdir())
 
 
-class Movable(ABC):
-    """A worker with parts that move, once ``make_movable`` was called."""
+class Offloadable(ABC):
+    """A worker with parts that move, once ``make_offloadable`` was called."""
 
     _parts: Offload | None = None
 
-    def make_movable(self, config: OffloadConfig) -> None:
+    def make_offloadable(self, config: OffloadConfig) -> None:
         self._parts = self._offload(store_of(config))
 
-    def onload(self, mode: Mode) -> Moved:
+    def onload(self, mode: LeaseMode) -> Moved:
         """Brings in what ``mode`` needs and is not there."""
         return self._movable.onload(_PARTS_OF[mode])
 
@@ -51,7 +51,7 @@ class Movable(ABC):
             if away:
                 self._movable.offload(("params",))
 
-    def stay(self) -> None:
+    def stop_offloading(self) -> None:
         """Parameters come back for good: the model is its owner's again. Nothing where it does not move."""
         if self._parts is not None:
             self._parts.release()
@@ -64,7 +64,7 @@ class Movable(ABC):
 
     @dispatch(RANK_ZERO)
     @abstractmethod
-    def sizes(self) -> dict[Mode, int]:
+    def sizes(self) -> dict[LeaseMode, int]:
         """Bytes that must be on the device in each mode."""
 
     @abstractmethod
