@@ -45,7 +45,7 @@ def without(fusions: tuple[str, ...]) -> Iterator[None]:
     """Models and engines that are built and take their first step within go without ``fusions``."""
     with contextlib.ExitStack() as stack:
         if "norms" in fusions:
-            stack.enter_context(mock.patch.object(fused, "install", return_value=fused.Patches()))
+            stack.enter_context(mock.patch.object(fused, "install_fused", return_value=fused.Patches()))
         if "layers" in fusions:
             stack.enter_context(mock.patch.object(MergedLayers, "merge", return_value=None))
         if "forms" in fusions:
