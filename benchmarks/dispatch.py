@@ -107,10 +107,10 @@ def serialised(backend: Any) -> Iterator[list[int]]:
         if not isinstance(value, ray.ObjectRef):
             found.append(context.serialize(value).total_bytes)
 
-    def counting_call(handle: Any, method: str, args: tuple[Any, ...]) -> Any:
+    def counting_call(handle: Any, method: str, args: tuple[Any, ...], returns: int = 1) -> Any:
         for value in args:
             counted(value)
-        return call(handle, method, args)
+        return call(handle, method, args, returns)
 
     def counting_put(value: Any) -> Any:
         counted(value)

@@ -39,4 +39,4 @@ class SplitWorkers(RoleGroup[Any]):
         plan = SPLIT.plan(Layout.of(data=len(self.workers)), (filled, *others), kwargs)
         calls = [call for call in plan.calls if call is not None]
         results = [getattr(worker, name)(*of.args, **of.kwargs) for worker, of in zip(self.workers, calls, strict=True)]
-        return plan.collect(results)
+        return plan.collect(results, plan.shares)

@@ -42,7 +42,7 @@ def plan_tree_micro_batches(
     """
     if sorted(s for atom in atoms for s in atom) != list(range(len(batch))) or not all(atoms):
         raise ValueError(f"atoms must hold each of the {len(batch)} sequences once, found {[list(a) for a in atoms]}")
-    tree = _Tree(batch, atoms, share)
+    tree = AtomTree(batch, atoms, share)
     _check_atoms(batch, atoms, [tree.cost([a]) for a in range(len(atoms))], budget, budget_key)
     blocks = tree.blocks(budget)
     costs = [tree.cost(block) for block in blocks]
@@ -67,7 +67,7 @@ def plan_tree_shares(
     """
     if not atoms:
         return [[] for _ in range(num_shares)]
-    tree = _Tree(batch, atoms, share)
+    tree = AtomTree(batch, atoms, share)
     every = range(len(atoms))
     fair, largest = -(-tree.cost(every) // num_shares), max(tree.cost([a]) for a in every)
     best: list[list[int]] = []
@@ -113,7 +113,7 @@ def _few_parts(costs: Sequence[int], budget: int) -> list[list[int]]:
         num_parts += max(num_parts // 32, 1)
 
 
-class _Tree:
+class AtomTree:
     """Atoms (sequences that stay together) of a batch, and the segments that each needs."""
 
     def __init__(self, batch: RaggedBatch, atoms: Sequence[Sequence[int]], share: bool) -> None:
@@ -132,10 +132,10 @@ class _Tree:
         if not self._share:
             return [[a] for a in range(len(self._chains))]
         # In the order of the tree, so that neighbours have most in common.
-        groups = [sorted(group, key=self._chains.__getitem__) for group in self._linked()]
+        groups = [sorted(group, key=self._chains.__getitem__) for group in self.groups()]
         return [run for group in groups for run in self._equal_runs(group, cap)]
 
-    def _linked(self) -> list[list[int]]:
+    def groups(self) -> list[list[int]]:
         """Atoms that have a root in common, directly or through others; each list ascends."""
         roots = [[chain[0] for chain in of_atom] for of_atom in self._chains]
         leader: dict[int, int] = {}

@@ -150,6 +150,10 @@ class RaggedBatch:
             k = self.parents[k]
         return tuple(reversed(chain))
 
+    def segments_of(self, sequences: Iterable[int]) -> list[int]:
+        """Segments of these sequences, each once, in the order in which they come to need them."""
+        return list(dict.fromkeys(k for s in sequences for k in self.chain(s)))
+
     def sequence_lengths(self) -> list[int]:
         """Tokens of each sequence with its ancestors (what it costs when nothing is shared)."""
         return [sum(self.segment_lengths[k] for k in self.chain(s)) for s in range(len(self))]
@@ -250,21 +254,42 @@ class RaggedBatch:
             keep_order: of the segments, which else are stored in the order in which the sequences need them.
         """
         indices = [range(len(self))[s] for s in indices]
-        needed = dict.fromkeys(k for s in indices for k in self.chain(s))
+        needed = self.segments_of(indices)
         kept = {k: place for place, k in enumerate(sorted(needed) if keep_order else needed)}
-        offsets = self.segment_offsets
-        nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
-        rows = torch.cat([nothing, *(torch.arange(offsets[k], offsets[k + 1], device=self.device) for k in kept)])
-        picked = torch.tensor(list(indices), dtype=torch.int64, device=self.device)
+        lengths = [self.segment_lengths[k] for k in kept]
+        parents = [kept.get(self.parents[k], -1) for k in kept]
+        return self.regrouped(list(kept), lengths, parents, [kept[self.leaves[s]] for s in indices], indices)
+
+    def regrouped(
+        self,
+        segments: Sequence[int | None],
+        lengths: Sequence[int],
+        parents: Sequence[int],
+        leaves: Sequence[int],
+        sequences: Sequence[int],
+    ) -> RaggedBatch:
+        """The fields of these ``sequences`` over a table of segments of their own, which ``lengths``, ``parents`` and
+        ``leaves`` describe; the tokens of segment k are those of ``segments[k]`` here, zeros where that is None."""
+        spans = [None if k is None else slice(*self.segment_offsets[k : k + 2]) for k in segments]
+
+        def tokens(values: Tensor) -> Tensor:
+            # Whole segments are copied at the speed of memory, picked tokens are not.
+            pieces = [
+                values.new_zeros(length, *values.shape[1:]) if span is None else values[span]
+                for span, length in zip(spans, lengths, strict=True)
+            ]
+            return torch.cat(pieces) if pieces else values[:0]
+
+        picked = torch.tensor(list(sequences), dtype=torch.int64, device=self.device)
         return RaggedBatch(
-            input_ids=self.input_ids[rows] if self.has_ids else self.input_ids[:0],
-            segment_lengths=tuple(self.segment_lengths[k] for k in kept),
-            parents=tuple(kept[self.parents[k]] if self.parents[k] >= 0 else -1 for k in kept),
-            leaves=tuple(kept[self.leaves[s]] for s in indices),
-            ids=tuple(self.ids[s] for s in indices),
-            token={name: values[rows] for name, values in self.token.items()},
+            input_ids=tokens(self.input_ids) if self.has_ids else self.input_ids[:0],
+            segment_lengths=tuple(lengths),
+            parents=tuple(parents),
+            leaves=tuple(leaves),
+            ids=tuple(self.ids[s] for s in sequences),
+            token={name: tokens(values) for name, values in self.token.items()},
             sequence={name: values[picked] for name, values in self.sequence.items()},
-            objects={name: tuple(values[s] for s in indices) for name, values in self.objects.items()},
+            objects={name: tuple(values[s] for s in sequences) for name, values in self.objects.items()},
             elsewhere=self.elsewhere,
         )
 

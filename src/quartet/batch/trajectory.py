@@ -91,16 +91,6 @@ class Trajectory:
     def num_turns(self) -> int:
         return sum(sequence.num_turns for sequence in self.sequences)
 
-    @property
-    def num_emitted(self) -> int:
-        """Tokens of the policy's own."""
-        return sum(sum(sequence.action_mask) for sequence in self.sequences)
-
-    @property
-    def first_version(self) -> int:
-        """Of the first token, whose weights are the oldest."""
-        return self.sequences[0].versions[0]
-
 
 # In a batch ------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@
 - ``pool``: processes per node and what each needs, checked before anything starts
 - ``group``: worker groups, fused roles, detached groups
 - ``dispatch``: how a call becomes calls on workers, and results one; ``layout`` and ``balance`` say who gets what
-- ``futures``, ``manifests``: results that travel from worker to worker
-- ``processes``, ``pending``, ``errors``: starting, calling, watching, naming what went wrong
+- ``futures``, ``manifests``: calls in flight, results that travel from worker to worker
+- ``processes``, ``errors``: starting, calling, watching, naming what went wrong
 - ``torchrun``, ``ray_node``: Ray inside an allocation that torchrun has started
 - ``backend``: the interface; ``local`` (this process) and ``ray_backend`` (with ``ray_address``)
 """

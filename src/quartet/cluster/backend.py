@@ -56,11 +56,12 @@ class Backend(AbstractContextManager["Backend"], Protocol):
     def stop(self, handles: Sequence[WorkerHandle]) -> None:
         """Ends the processes, whatever they are doing."""
 
-    def call(self, handle: WorkerHandle, method: str, args: tuple[Any, ...]) -> Ref:
-        """Calls a method of the host; calls on one process run in the order in which they were made."""
+    def call(self, handle: WorkerHandle, method: str, args: tuple[Any, ...], returns: int = 1) -> Sequence[Ref]:
+        """Calls a method of the host; calls on one process run in the order in which they were made.
 
-    def call_many(self, handle: WorkerHandle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[Ref]:
-        """The same for a method that returns a tuple of ``returns`` values, each with a reference of its own."""
+        Args:
+            returns: the method returns a tuple of so many values, each of which gets a reference of its own.
+        """
 
     def put(self, value: Any) -> Ref:
         """Stores a value that several calls have as an argument; they take the reference in its place."""
@@ -80,11 +81,8 @@ class Backend(AbstractContextManager["Backend"], Protocol):
     def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
         """The end of what a process wrote, also of one that is gone; nothing where it cannot be read."""
 
-    def find(self, group: str) -> Sequence[WorkerHandle]:
-        """The first process of a detached group, or none."""
-
-    def handle_of(self, group: str, rank: int) -> WorkerHandle:
-        """Another process of a detached group."""
+    def find(self, group: str, rank: int) -> WorkerHandle | None:
+        """A process of a detached group, if it is there."""
 
     def close(self) -> None:
         """Ends what this back end has started."""

@@ -11,28 +11,42 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
+from uuid import uuid4
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.balance import plan_parts
+from quartet.cluster.futures import BatchFuture
 from quartet.cluster.items import PerRank, Positions, Share, Whole, arrange, cut, is_items, num_items, placed
 from quartet.cluster.layout import Layout
+from quartet.cluster.manifests import Gather, share_of
 from quartet.cluster.structure import Structure
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_origins = itertools.count()
 
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments for one rank, and where the call is split its share of the items."""
+    """Arguments for one rank, and where the driver has split them its share of the items.
+
+    A future among the arguments is fetched whole by its reader.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     share: Share | None = None
+
+    @classmethod
+    def each(cls, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """With what ``change`` makes of each argument."""
+        return cls(tuple(map(change, args)), {name: change(value) for name, value in kwargs.items()})
+
+    def values(self) -> list[Any]:
+        """All arguments one after the other, those that are passed by keyword last."""
+        return [*self.args, *self.kwargs.values()]
 
 
 @dataclass(frozen=True)
@@ -40,21 +54,34 @@ class CallPlan:
     """One call per rank (None: not called), the ranks whose results count, and what becomes of those.
 
     Attributes:
-        target: the segment table of all items together, where a split batch has one.
-        is_split: results are parts of one whole.
+        collect: ``(results, shares)`` → the call's result; ``shares`` are the items that each was made of, None where
+            the call was not split.
+        partition: of a split call a name for the way in which its items are divided.
     """
 
     calls: Sequence[Call | None]
     answers: Sequence[int]
-    collect: Callable[[list[Any]], Any]
-    target: Structure | None = None
-    is_split: bool = False
+    collect: Callable[[list[Any], Sequence[Share | None]], Any]
+    partition: str | None = None
+
+    @property
+    def shares(self) -> list[Share | None]:
+        """Of each rank that answers."""
+        return [call.share for call in (self.calls[rank] for rank in self.answers) if call is not None]
 
 
 class DispatchMode(Protocol):
     """A way to distribute a call."""
 
-    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan: ...
+    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+        """
+        Raises:
+            ValueError: the arguments do not fit the mode.
+        """
+
+
+def _of_every_rank(results: list[Any], shares: Sequence[Share | None]) -> Any:
+    return results
 
 
 @dataclass(frozen=True)
@@ -62,10 +89,18 @@ class Broadcast:
     """Every rank gets the same arguments, but of a ``PerRank`` its own entry."""
 
     def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+        def call(rank: int) -> Call:
+            def mine(value: Any) -> Any:
+                if not isinstance(value, PerRank):
+                    return value
+                if len(value.values) != layout.world_size:
+                    raise ValueError(f"{len(value.values)} values for {layout.world_size} ranks")
+                return value.values[rank]
+
+            return Call.each(mine, args, kwargs)
+
         ranks = range(layout.world_size)
-        if not any(isinstance(value, PerRank) for value in (*args, *kwargs.values())):
-            return CallPlan([Call(args, kwargs)] * layout.world_size, ranks, list)
-        return CallPlan([_each(layout, rank, args, kwargs) for rank in ranks], ranks, list)
+        return CallPlan([call(rank) for rank in ranks], ranks, _of_every_rank)
 
 
 @dataclass(frozen=True)
@@ -73,10 +108,8 @@ class PerRankLists:
     """Every argument is a list with one entry per rank."""
 
     def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-        wrapped = tuple(PerRank(value) for value in args)
-        named = {name: PerRank(value) for name, value in kwargs.items()}
-        ranks = range(layout.world_size)
-        return CallPlan([_each(layout, rank, wrapped, named) for rank in ranks], ranks, list)
+        lists = Call.each(PerRank, args, kwargs)
+        return BROADCAST.plan(layout, lists.args, lists.kwargs)
 
 
 @dataclass(frozen=True)
@@ -89,7 +122,7 @@ class OneRank:
         if not 0 <= self.rank < layout.world_size:
             raise ValueError(f"there is no rank {self.rank} among {layout.world_size}")
         calls = [Call(args, kwargs) if rank == self.rank else None for rank in range(layout.world_size)]
-        return CallPlan(calls, [self.rank], lambda results: results[0])
+        return CallPlan(calls, [self.rank], lambda results, shares: results[0])
 
 
 @dataclass(frozen=True)
@@ -110,7 +143,7 @@ class Custom:
             raise ValueError(f"distribute returned {len(given)} entries for {layout.world_size} ranks")
         called = [rank for rank, entry in enumerate(given) if entry is not None]
 
-        def collect(results: list[Any]) -> Any:
+        def collect(results: list[Any], shares: Sequence[Share | None]) -> Any:
             of_rank = dict(zip(called, results, strict=True))
             return self.collect(layout, [of_rank.get(rank) for rank in range(layout.world_size)])
 
@@ -135,26 +168,61 @@ class Split:
     results: Literal["items", "parts"] = "items"
 
     def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+        futures = [value for value in (*args, *kwargs.values()) if isinstance(value, BatchFuture)]
+        if futures:
+            return self._plan_with(futures, layout, args, kwargs)
         structure, count = survey([*args, *kwargs.values()])
-        parts = plan_parts(count, layout.parts, structure)
-        shares = [Share(part, structure.select(part) if structure is not None else None) for part in parts]
-        of_part = [
-            Call(
-                tuple(portion(value, share.positions, structure) for value in args),
-                {name: portion(value, share.positions, structure) for name, value in kwargs.items()},
-                share,
-            )
-            for share in shares
-        ]
+        calls = []
+        for part in plan_parts(count, layout.parts, structure):
+            share = Share(part, structure.select(part) if structure is not None else None)
+            call = Call.each(partial(portion, part=part, structure=structure), args, kwargs)
+            calls.append(replace(call, share=share))
+        return self._of_parts(layout, calls, structure, f"split-{uuid4().hex}")
 
-        def collect(results: list[Any]) -> Any:
-            return self.merge(results, shares, structure)
+    def _of_parts(
+        self, layout: Layout, calls: Sequence[Call], target: Structure | None, partition: str | None
+    ) -> CallPlan:
+        def collect(results: list[Any], shares: Sequence[Share | None]) -> Any:
+            return results if self.results == "parts" else merge_results(results, shares, target)
 
-        return CallPlan([of_part[part] for part in layout.part_of], layout.answering, collect, structure, is_split=True)
+        return CallPlan([calls[part] for part in layout.part_of], layout.answering, collect, partition)
 
-    def merge(self, results: list[Any], shares: Sequence[Share], target: Structure | None) -> Any:
-        """Results of parts with these items as the call's result."""
-        return list(results) if self.results == "parts" else merge_results(results, shares, target)
+    def _plan_with(
+        self, futures: Sequence[BatchFuture], layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallPlan:
+        """Where both sides are split alike, each part goes one to one; otherwise the readers find their parts."""
+        for future in futures:
+            if future.partition is None and len(future.parts) > 1:
+                raise ValueError(f"{len(future.parts)} ranks returned a result each; a PER_RANK method takes these")
+        lead = futures[0]
+        alike = lead.partition is not None and all(f.partition == lead.partition for f in futures)
+        direct = alike and len(lead.parts) == layout.parts
+
+        def gather(future: BatchFuture, part: int) -> Gather:
+            return Gather((future.parts[part],) if direct else future.parts, part, layout.parts, direct)
+
+        own: list[Positions] = [()] * layout.parts
+        table = None
+        if literals := [value for value in (*args, *kwargs.values()) if is_items(value)]:
+            # What the driver itself passes is cut here, as readers will cut the future: it waits for the manifests.
+            _, count = survey(literals)
+            manifests = lead.wait()
+            if (found := sum(manifest.num_items for manifest in manifests)) != count:
+                raise ValueError(
+                    f"a split call needs arguments with equally many items, found {found} in a future and {count}"
+                )
+            of_part = [[manifest] for manifest in manifests] if direct else [manifests] * layout.parts
+            own = [share_of(seen, gather(lead, part)).positions for part, seen in enumerate(of_part)]
+            table = share_of(manifests, Gather(lead.parts, 0, 1)).table
+
+        def call(part: int) -> Call:
+            def mine(value: Any) -> Any:
+                return gather(value, part) if isinstance(value, BatchFuture) else portion(value, own[part], table)
+
+            return Call.each(mine, args, kwargs)
+
+        partition = lead.partition if direct else f"{lead.partition or uuid4().hex}/{layout.parts}"
+        return self._of_parts(layout, list(map(call, range(layout.parts))), None, partition)
 
 
 BROADCAST, RANK_ZERO, PER_RANK, SPLIT = Broadcast(), OneRank(0), PerRankLists(), Split()
@@ -172,7 +240,7 @@ def survey(values: Sequence[Any]) -> tuple[Structure | None, int]:
         kinds = [f"{type(value).__name__} of {num_items(value)}" for value in found]
         raise ValueError(f"a split call needs arguments with equally many items, found {', '.join(kinds) or 'none'}")
     batch = next((value for value in found if isinstance(value, RaggedBatch)), None)
-    return Structure.of(batch, f"split-{next(_origins)}") if batch is not None else None, counts.pop()
+    return Structure.of(batch) if batch is not None else None, counts.pop()
 
 
 def portion(value: Any, part: Positions, structure: Structure | None) -> Any:
@@ -182,7 +250,7 @@ def portion(value: Any, part: Positions, structure: Structure | None) -> Any:
     return cut(value, part, structure) if is_items(value) else value
 
 
-def merge_results(results: Sequence[Any], shares: Sequence[Share], target: Structure | None) -> Any:
+def merge_results(results: Sequence[Any], shares: Sequence[Share | None], target: Structure | None) -> Any:
     """Results of parts as one value; ``shares`` are what the parts were given, ``target`` the table of all items."""
     first = results[0]
     if isinstance(first, tuple) and all(isinstance(r, tuple) and len(r) == len(first) for r in results):
@@ -192,19 +260,8 @@ def merge_results(results: Sequence[Any], shares: Sequence[Share], target: Struc
     if not all(is_items(result) for result in results):
         return list(results)
     made = [placed(result, share) for result, share in zip(results, shares, strict=True)]
-    kept = target is not None and all(own.table is given.table for own, given in zip(made, shares, strict=True))
+    kept = all(given is not None and own.table is given.table for own, given in zip(made, shares, strict=True))
     return arrange(results, made, target if kept else None)
-
-
-def _each(layout: Layout, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    def mine(value: Any) -> Any:
-        if not isinstance(value, PerRank):
-            return value
-        if len(value.values) != layout.world_size:
-            raise ValueError(f"{len(value.values)} values for {layout.world_size} ranks")
-        return value.values[rank]
-
-    return Call(tuple(mine(value) for value in args), {name: mine(value) for name, value in kwargs.items()})
 
 
 # The mark ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quartet.config.errors import UserError
 
@@ -46,6 +46,13 @@ class Failure:
 
     def brief(self) -> str:
         return f"rank {self.rank} of group {self.group!r}: {self.summary}"
+
+    def error(self, also: Sequence[str] = ()) -> UserError | WorkerError:
+        """What the driver raises: a ``UserError`` as one, everything else as ``WorkerError``, as for its ``also``."""
+        if self.user_error is None:
+            return WorkerError(self, also)
+        problem, found, remedy = self.user_error
+        return UserError(problem, found=f"{found} (rank {self.rank} of group {self.group!r})", remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -136,14 +143,6 @@ class WorkerDied(ClusterError):
         return "\n".join(lines)
 
 
-def raise_failure(failure: Failure, also: Sequence[str] = ()) -> None:
-    """Raises what the worker raised: its ``UserError`` as one, everything else as ``WorkerError``."""
-    if failure.user_error is None:
-        raise WorkerError(failure, also)
-    problem, found, remedy = failure.user_error
-    raise UserError(problem, found=f"{found} (rank {failure.rank} of group {failure.group!r})", remedy=remedy)
-
-
 def last_error(lines: Sequence[str]) -> str | None:
     """The last line that names an exception, else the last one that sounds like trouble."""
     for pattern in (_ERROR_LINE.match, _TROUBLE.search):
@@ -151,8 +150,3 @@ def last_error(lines: Sequence[str]) -> str | None:
             if pattern(line.strip()):
                 return line.strip()
     return None
-
-
-def with_worker_name(failure: Failure, group: str, rank: int) -> Failure:
-    """The failure with its sender filled in, where it does not name one itself."""
-    return failure if failure.rank >= 0 else replace(failure, group=group, rank=rank)

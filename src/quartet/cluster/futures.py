@@ -1,87 +1,162 @@
-"""The result of a non-blocking call."""
+"""Calls in flight: what their ranks answer, or fail with; and the result of a non-blocking call."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Generator, Sequence
-from dataclasses import replace
+import contextlib
+import math
+import time
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quartet.cluster.dispatch import Call, CallPlan, DispatchMode, Split, portion, survey
-from quartet.cluster.items import Positions, Share, arrange, is_items
-from quartet.cluster.layout import Layout
-from quartet.cluster.manifests import Gather, ObjectManifest, PartRefs, share_of
+from quartet.cluster.backend import Ref
+from quartet.cluster.errors import Failure, Lost
+from quartet.cluster.items import Share, arrange
+from quartet.cluster.manifests import Gather, ObjectManifest, PartRefs
 
 if TYPE_CHECKING:
-    from quartet.cluster.pending import Pending
+    from quartet.cluster.dispatch import CallPlan
+    from quartet.cluster.processes import ProcessManager
 
-_partitions = itertools.count()
+POLL_S = 0.5
+"""How often a call that takes long looks for ranks that failed."""
+GRACE_S = 2.0
+"""How long the other ranks may take to fail, too, after the first: their errors show which was the cause."""
 
 
-class BatchFuture:
+class Pending:
+    """A call in flight: one small reference per rank that says how it ended."""
+
+    def __init__(self, processes: ProcessManager, refs: Mapping[int, Ref], answers: Sequence[int], during: str) -> None:
+        self._processes = processes
+        self._waiting = dict(refs)
+        self._answers = answers
+        self._during = during
+        self._values: dict[int, Any] = {}
+        self._troubles: dict[int, Failure | Lost] = {}
+        self._since_s: float | None = None
+
+    def done(self) -> bool:
+        """Whether all ranks have ended, or one has failed and the others had time to follow."""
+        self._look(0.0)
+        return self._is_over()
+
+    def wait(self, timeout_s: float | None = None) -> list[Any]:
+        """What the answering ranks returned.
+
+        Raises:
+            WorkerError, WorkerDied, UserError: a rank failed.
+            TimeoutError: not all have ended within the time.
+        """
+        timeout_s = math.inf if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        self._take_all(min(timeout_s, POLL_S))
+        while not self._is_over():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(
+                    f"{self._during} did not end within {timeout_s:g} s on ranks {sorted(self._waiting)} "
+                    f"of group {self._processes.spec.name!r}"
+                )
+            self._look(min(left, POLL_S))
+        if self._troubles:
+            self._processes.raise_for(self._troubles, self._during)
+        return [self._values[rank] for rank in self._answers]
+
+    async def finished(self) -> list[Any]:
+        """``wait`` without blocking the event loop; each rank's is there as soon as it is made."""
+        coming = {self._processes.backend.soon(ref): rank for rank, ref in self._waiting.items()}
+        while not self._is_over():
+            ended, _ = await asyncio.wait(coming, timeout=self._grace_s(), return_when=asyncio.FIRST_COMPLETED)
+            self._take([coming.pop(value) for value in ended], [value.result() for value in ended])
+        if self._troubles:
+            # It reads what the dead worker wrote, on its node.
+            await asyncio.to_thread(self._processes.raise_for, self._troubles, self._during)
+        return [self._values[rank] for rank in self._answers]
+
+    def _is_over(self) -> bool:
+        return not self._waiting or self._grace_s() == 0.0
+
+    def _grace_s(self) -> float | None:
+        """How long the other ranks still have; None while none has failed."""
+        return None if self._since_s is None else max(self._since_s + GRACE_S - time.monotonic(), 0.0)
+
+    def _take_all(self, timeout_s: float) -> None:
+        """The usual case, in one step: nothing is taken in where not all are there in time."""
+        with contextlib.suppress(TimeoutError):
+            ranks = list(self._waiting)
+            self._take(ranks, self._processes.backend.get(list(self._waiting.values()), timeout_s))
+
+    def _look(self, timeout_s: float) -> None:
+        """Takes in what has ended; waits for that no longer than the time."""
+        if not self._waiting:
+            return
+        ranks = list(self._waiting)
+        backend = self._processes.backend
+        ready = backend.wait([self._waiting[rank] for rank in ranks], timeout_s, fetch=True)
+        ended = [rank for rank, is_there in zip(ranks, ready, strict=True) if is_there]
+        self._take(ended, backend.get([self._waiting[rank] for rank in ended]))
+
+    def _take(self, ranks: Sequence[int], values: Sequence[Any]) -> None:
+        for rank, value in zip(ranks, values, strict=True):
+            if self._waiting.pop(rank, None) is None:  # another waiter for the same call was first
+                continue
+            self._values[rank] = value
+            if isinstance(value, (Failure, Lost)):
+                self._troubles[rank] = value
+                self._since_s = self._since_s if self._since_s is not None else time.monotonic()
+
+
+class BatchFuture(Pending):
     """A result that is being made and stays where it is made until it is asked for.
 
-    As an argument of another group's call it travels from worker to worker; the driver sees manifests only. It must
-    then be an argument by itself, not inside another value.
+    As an argument of another group's call it travels from worker to worker; the driver sees manifests only, which
+    ``wait`` and ``finished`` return. It must then be an argument by itself, not inside another value.
 
     Args:
-        pending: the call in flight.
-        mode: of the call.
-        parts: references to the parts of the result, one per answering rank.
+        refs: of each rank the manifest of its part.
         plan: how the call was distributed.
-        partition: a name for the way in which the items are divided over the parts.
+        parts: references to the parts of the result, one per answering rank; none where ``refs`` are the results.
     """
 
     def __init__(
-        self, pending: Pending, mode: DispatchMode, parts: Sequence[PartRefs], plan: CallPlan, partition: str | None
+        self, processes: ProcessManager, refs: Mapping[int, Ref], plan: CallPlan, parts: Sequence[PartRefs], during: str
     ) -> None:
+        super().__init__(processes, refs, plan.answers, during)
         self.parts = tuple(parts)
-        self.partition = partition
-        self.is_split = plan.is_split
-        self._pending = pending
-        self._mode = mode
+        self.partition = plan.partition
         self._plan = plan
 
     def __reduce__(self) -> Any:
         raise TypeError("a BatchFuture is an argument by itself; inside another value it cannot be followed")
 
-    def done(self) -> bool:
-        """Whether the call has ended, well or badly."""
-        return self._pending.done()
-
-    def wait(self, timeout_s: float | None = None) -> list[ObjectManifest]:
-        """Waits for the call to end; the manifests of its parts, while the data stays where it is.
-
-        Raises:
-            WorkerError, WorkerDied, UserError: the call failed.
-            TimeoutError: it has not ended within the time.
-        """
-        return self._pending.outcomes(timeout_s)
-
     def result(self, timeout_s: float | None = None) -> Any:
         """What the blocking call would have returned; raises as ``wait``."""
-        manifests = self.wait(timeout_s)
-        values = iter(self._pending.fetch([ref for part in self.parts for ref in part.chunks]))
-        results = [
-            _of_one_rank(manifest, [next(values) for _ in part.chunks])
-            for manifest, part in zip(manifests, self.parts, strict=True)
-        ]
-        if not isinstance(self._mode, Split):
-            return self._plan.collect(results)
-        return self._mode.merge(results, [manifest.given for manifest in manifests], self._plan.target)
+        return self._collected(self.wait(timeout_s))
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._result_soon().__await__()
 
     async def _result_soon(self) -> Any:
-        manifests = await self.finished()
+        found = await self.finished()
         # Small values came with their manifests; another thread costs more than to take them.
-        return self.result() if all(m.is_small for m in manifests) else await asyncio.to_thread(self.result)
+        if not self.parts or all(manifest.is_small for manifest in found):
+            return self._collected(found)
+        return await asyncio.to_thread(self._collected, found)
 
-    async def finished(self) -> list[ObjectManifest]:
-        """``wait`` without blocking the event loop."""
-        return await self._pending.outcomes_soon()
+    def _collected(self, found: Sequence[Any]) -> Any:
+        """The call's result, of the ranks' own or of manifests of their parts."""
+        if not self.parts:
+            return self._plan.collect(list(found), self._plan.shares)
+        values = self._processes.backend.get([ref for part in self.parts for ref in part.chunks])
+        if troubles := {i: value for i, value in enumerate(values) if isinstance(value, (Failure, Lost))}:
+            self._processes.raise_for(troubles, self._during)
+        pieces = iter(values)
+        results = [
+            _of_one_rank(manifest, [next(pieces) for _ in part.chunks])
+            for manifest, part in zip(found, self.parts, strict=True)
+        ]
+        return self._plan.collect(results, [manifest.given for manifest in found])
 
     def __len__(self) -> int:
         """How many ranks answer."""
@@ -103,72 +178,3 @@ def _of_one_rank(manifest: ObjectManifest, pieces: Sequence[Any]) -> Any:
     places = {p: i for i, p in enumerate(sorted(p for chunk in manifest.chunks for p in chunk.positions))}
     shares = [Share([places[p] for p in chunk.positions], chunk.table) for chunk in manifest.chunks]
     return arrange(pieces, shares)
-
-
-# As arguments --------------------------------------------------------------------------------------------
-
-
-def plan_call(
-    mode: DispatchMode, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[CallPlan, str | None]:
-    """A call's plan, and the name of the way in which its items are divided.
-
-    Raises:
-        ValueError: the arguments do not fit the mode.
-    """
-    futures = [value for value in (*args, *kwargs.values()) if isinstance(value, BatchFuture)]
-    if futures and isinstance(mode, Split):
-        return _split_futures(layout, args, kwargs, futures)
-    plan = mode.plan(layout, args, kwargs)
-    if futures:
-        plan = replace(plan, calls=[_fetching(call) if call is not None else None for call in plan.calls])
-    return plan, f"split-{next(_partitions)}" if plan.is_split else None
-
-
-def _fetching(call: Call) -> Call:
-    """A future that is still among the arguments is fetched whole by its reader."""
-
-    def fetched(value: Any) -> Any:
-        return Gather(value.parts) if isinstance(value, BatchFuture) else value
-
-    kwargs = {name: fetched(value) for name, value in call.kwargs.items()}
-    return replace(call, args=tuple(map(fetched, call.args)), kwargs=kwargs)
-
-
-def _split_futures(
-    layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any], futures: Sequence[BatchFuture]
-) -> tuple[CallPlan, str]:
-    """Where both sides are split alike, each part goes one to one; otherwise the readers find their parts."""
-    for future in futures:
-        if not future.is_split and len(future.parts) > 1:
-            raise ValueError(f"{len(future.parts)} ranks returned a result each; a PER_RANK method takes these")
-    lead = futures[0]
-    direct = len(lead.parts) == layout.parts and all(f.partition == lead.partition and f.is_split for f in futures)
-    partition = str(lead.partition) if direct else f"{lead.partition}/{layout.parts}"
-
-    def gather(future: BatchFuture, part: int) -> Gather:
-        parts = (future.parts[part],) if direct else future.parts
-        return Gather(parts, part, layout.parts, direct, partition)
-
-    own: list[Positions] = [()] * layout.parts
-    table = None
-    if literals := [value for value in (*args, *kwargs.values()) if is_items(value)]:
-        # What the driver itself passes is cut here, as the readers will cut the future: its manifests are waited for.
-        _, count = survey(literals)
-        manifests = lead.wait()
-        if (found := sum(manifest.num_items for manifest in manifests)) != count:
-            raise ValueError(
-                f"a split call needs arguments with equally many items, found {found} in a future and {count}"
-            )
-        of_part = [[manifest] for manifest in manifests] if direct else [manifests] * layout.parts
-        own = [share_of(seen, gather(lead, part)).positions for part, seen in enumerate(of_part)]
-        table = share_of(manifests, Gather(lead.parts, 0, 1, False, partition)).table
-
-    def mine(value: Any, part: int) -> Any:
-        return gather(value, part) if isinstance(value, BatchFuture) else portion(value, own[part], table)
-
-    calls = [
-        Call(tuple(mine(v, part) for v in args), {name: mine(v, part) for name, v in kwargs.items()})
-        for part in range(layout.parts)
-    ]
-    return CallPlan([calls[part] for part in layout.part_of], layout.answering, list, None, is_split=True), partition

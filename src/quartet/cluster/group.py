@@ -9,7 +9,7 @@ from typing import Any, Unpack
 from quartet.cluster.backend import Backend, current_backend
 from quartet.cluster.dispatch import BROADCAST, DispatchMode, Mark, marks_of
 from quartet.cluster.errors import Death
-from quartet.cluster.futures import BatchFuture, plan_call
+from quartet.cluster.futures import BatchFuture
 from quartet.cluster.layout import Layout
 from quartet.cluster.pool import ResourcePool
 from quartet.cluster.processes import GroupSpec, ProcessManager, StartOptions
@@ -40,23 +40,21 @@ class GroupMethod:
             UserError: raised by a worker's method.
             ValueError: the arguments do not fit the dispatch mode.
         """
-        if any(isinstance(value, BatchFuture) for value in (*args, *kwargs.values())):
-            return self.submit(*args, **kwargs).result()
-        plan, _ = plan_call(self._mark.mode, self._processes.spec.layout, args, kwargs)
-        return self._processes.call(self._role, self._name, plan)
+        return self._submit(args, kwargs, None).result()
 
     async def ask(self, *args: Any, **kwargs: Any) -> Any:
         """``run`` for a coroutine: results come to the driver as they are made. The shortest way for small ones."""
-        if any(isinstance(value, BatchFuture) for value in (*args, *kwargs.values())):
-            return await self.submit(*args, **kwargs)
-        plan, _ = plan_call(self._mark.mode, self._processes.spec.layout, args, kwargs)
-        return await self._processes.ask(self._role, self._name, plan)
+        return await self._submit(args, kwargs, None)
 
     def submit(self, *args: Any, **kwargs: Any) -> BatchFuture:
         """Returns at once, whatever the mark says; the future raises what ``run`` would raise."""
-        plan, partition = plan_call(self._mark.mode, self._processes.spec.layout, args, kwargs)
-        pending, parts = self._processes.submit(self._role, self._name, plan, self._mark.chunks)
-        return BatchFuture(pending, self._mark.mode, parts, plan, partition)
+        return self._submit(args, kwargs, self._mark.chunks)
+
+    def _submit(self, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int | None) -> BatchFuture:
+        plan = self._mark.mode.plan(self._processes.spec.layout, args, kwargs)
+        if plan.partition is not None and None in plan.shares:  # only manifests will say which items are whose
+            chunks = self._mark.chunks
+        return self._processes.submit(self._role, self._name, plan, chunks)
 
 
 class WorkerGroup:

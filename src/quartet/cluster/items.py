@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.structure import Sources, Structure, combine_structures, gather_tokens, sources
+from quartet.cluster.structure import Structure
 
 Positions: TypeAlias = Sequence[int]
 """Where the items of a part stand among all items; a range where they stand together, as there may be many."""
@@ -65,34 +65,26 @@ def cut(value: Any, indices: Positions, structure: Structure | None) -> Any:
         ValueError: a column set has token fields, and no batch of its sequences is beside it.
     """
     if isinstance(value, RaggedBatch):
-        if structure is None or not structure.describes(value):
-            return value.select(indices)
-        # Whole segments are copied at the speed of memory; ``select`` picks token by token.
-        where: Sources = [(0, k) for k in structure.kept(indices)]
-        return _assemble([value], [structure], structure.select(indices), where, indices)
-    if isinstance(value, ColumnSet):
-        return _cut_columns(value, indices, structure)
+        return value.select(indices)
     if isinstance(value, list):
         return [value[i] for i in indices]
-    if isinstance(indices, range):
-        return value[indices.start : indices.stop]  # without a copy
-    return value[torch.as_tensor(indices, dtype=torch.int64) if isinstance(value, Tensor) else np.asarray(indices, int)]
+    if not isinstance(value, ColumnSet):
+        if isinstance(indices, range):
+            return value[indices.start : indices.stop]  # without a copy
+        return value[_index(indices) if isinstance(value, Tensor) else np.asarray(indices, int)]
+    token: Mapping[str, Tensor] = {}
+    if value.token:
+        if structure is None or not structure.fits(value):
+            raise ValueError(
+                f"token columns {sorted(value.token)} can only be split beside the batch that they belong to"
+            )
+        token = replace(structure.table, token=value.token).select(indices).token
+    sequence = {name: values[_index(indices)] for name, values in value.sequence.items()}
+    return ColumnSet(tuple(value.ids[i] for i in indices), token, sequence)
 
 
-def _cut_columns(columns: ColumnSet, indices: Positions, structure: Structure | None) -> ColumnSet:
-    picked = torch.as_tensor(indices, dtype=torch.int64)
-    sequence = {name: values[picked] for name, values in columns.sequence.items()}
-    ids = tuple(columns.ids[i] for i in indices)
-    if not columns.token:
-        return ColumnSet(ids, {}, sequence)
-    if structure is None or not structure.fits(columns):
-        raise ValueError(
-            f"token columns {sorted(columns.token)} can only be split beside the batch that they belong to"
-        )
-    where: Sources = [(0, k) for k in structure.kept(indices)]
-    target = structure.select(indices)
-    token = {name: gather_tokens(name, target, where, [(structure, values)]) for name, values in columns.token.items()}
-    return ColumnSet(ids, token, sequence)
+def _index(indices: Positions) -> Tensor:
+    return torch.as_tensor(indices, dtype=torch.int64)
 
 
 # How large -----------------------------------------------------------------------------------------------
@@ -108,13 +100,11 @@ def num_bytes(value: Any, depth: int = _DEPTH) -> int:
         return int(value.nbytes)
     if isinstance(value, (bytes, bytearray, str)):
         return len(value)
-    if isinstance(value, RaggedBatch):
+    if isinstance(value, (RaggedBatch, ColumnSet)):
+        fields = [*value.token.values(), *value.sequence.values()]
         # Ids that are elsewhere are a view of one element.
-        fields = [value.input_ids if value.has_ids else value.input_ids[:1]]
-        fields += [*value.token.values(), *value.sequence.values()]
+        fields += [value.input_ids] if isinstance(value, RaggedBatch) and value.has_ids else []
         return sum(f.nbytes for f in fields)
-    if isinstance(value, ColumnSet):
-        return sum(f.nbytes for f in (*value.token.values(), *value.sequence.values()))
     if depth and isinstance(value, Mapping):
         value = list(value.values())
     if depth and isinstance(value, (list, tuple)):
@@ -126,19 +116,21 @@ def num_bytes(value: Any, depth: int = _DEPTH) -> int:
 # Back in order -------------------------------------------------------------------------------------------
 
 
-def placed(value: Any, given: Share) -> Share:
+def placed(value: Any, given: Share | None) -> Share:
     """Where the items of a result stand, and their table.
 
     A result holds its part's items in order, or equally many for each of them (the responses to a prompt).
 
     Args:
         value: items that a worker made of its part.
-        given: that part.
+        given: that part; None where there are no parts.
 
     Raises:
         ValueError: the number of items is no multiple of the part's.
     """
-    made, taken = num_items(value), len(given)
+    made = num_items(value)
+    given = Share(range(made)) if given is None else given
+    taken = len(given)
     times = made // taken if taken else 0
     if times * taken != made:
         raise ValueError(
@@ -156,15 +148,12 @@ def placed(value: Any, given: Share) -> Share:
     return Share(positions, table if fits else None)
 
 
-def arrange(
-    values: Sequence[Any], shares: Sequence[Share], target: Structure | None = None, origin: str | None = None
-) -> Any:
+def arrange(values: Sequence[Any], shares: Sequence[Share], target: Structure | None = None) -> Any:
     """One value of all values' items, in the order of their positions.
 
     Args:
         shares: of the values; together they hold every position once.
         target: the segment table that the result shall have; by default the one of all shares together.
-        origin: a name for that.
 
     Raises:
         ValueError: positions are missing or twice, or the values are of several kinds.
@@ -176,16 +165,29 @@ def arrange(
         raise ValueError(f"parts of one value are of several kinds: {sorted({type(v).__name__ for v in values})}")
     first = values[0]
     if isinstance(first, RaggedBatch):
-        return _arrange_batches(values, shares, order, target, origin)
+        if target is not None and len(target.table.segments_of(range(len(target)))) < len(target.names):
+            target = None  # a segment that no sequence needs has no tokens to put there
+        structures = [s.table if s.table is not None else Structure.of(v) for v, s in zip(values, shares, strict=True)]
+        return _regrouped(RaggedBatch.concat(values), Structure.concat(structures), order, target)
     if isinstance(first, ColumnSet):
-        return _arrange_columns(values, shares, order, target, origin)
+        columns = ColumnSet.concat(values)
+        if not columns.token:
+            return columns if order is None else cut(columns, order, None)
+        known = [share.table for share in shares if share.table is not None]
+        if len(known) < len(shares):
+            raise ValueError(f"token columns {sorted(columns.token)} came without the batch that they belong to")
+        own = Structure.concat(known)
+        batch = replace(own.table, token=columns.token, sequence=columns.sequence)
+        batch = _regrouped(batch, own, order, target)
+        return ColumnSet(batch.ids, batch.token, batch.sequence)
     if isinstance(first, list):
         joined = [item for value in values for item in value]
         return joined if order is None else [joined[i] for i in order]
     if isinstance(first, Tensor):
-        return _reordered(values, order)
-    whole = np.concatenate(values)
-    return whole if order is None else whole[order]
+        whole = torch.cat(list(values)) if len(values) > 1 else first
+        return whole if order is None else whole[_index(order).to(whole.device)]
+    array = np.concatenate(values)
+    return array if order is None else array[order]
 
 
 def _order(positions: Sequence[Positions]) -> list[int] | None:
@@ -201,91 +203,14 @@ def _order(positions: Sequence[Positions]) -> list[int] | None:
     return None if flat == list(range(len(flat))) else order
 
 
-def _reordered(values: Sequence[Tensor], order: Sequence[int] | None) -> Tensor:
-    joined = torch.cat(list(values)) if len(values) > 1 else values[0]
-    return joined if order is None else joined[torch.as_tensor(order, dtype=torch.int64, device=joined.device)]
-
-
-def _arrange_batches(
-    batches: Sequence[RaggedBatch],
-    shares: Sequence[Share],
-    order: Sequence[int] | None,
-    target: Structure | None,
-    origin: str | None,
+def _regrouped(
+    batch: RaggedBatch, own: Structure, order: Sequence[int] | None, target: Structure | None
 ) -> RaggedBatch:
-    known = [share.table for share in shares if share.table is not None]
-    tables = known if len(known) == len(shares) else [Structure.of(batch) for batch in batches]
-    positions = [share.positions for share in shares]
-    table = target if target is not None else combine_structures(tables, positions, origin)
-    where = sources(table, tables, positions)
-    if None in where:  # a segment that no sequence needs has no tokens to put there
-        table = combine_structures(tables, positions, origin)
-        where = sources(table, tables, positions)
-    return _assemble(batches, tables, table, where, order)
-
-
-def _assemble(
-    batches: Sequence[RaggedBatch],
-    tables: Sequence[Structure],
-    table: Structure,
-    where: Sources,
-    order: Sequence[int] | None,
-) -> RaggedBatch:
-    """A batch with the given table; everything that is no token field is joined and reordered by the batch itself."""
-
-    def tokens(name: str, fields: Sequence[Tensor]) -> Tensor:
-        return gather_tokens(name, table, where, list(zip(tables, fields, strict=True)))
-
-    bare = [_without_tokens(batch) for batch in batches]
-    rest = RaggedBatch.concat(bare)
-    if order is not None:
-        rest = rest.select(order)
-    return RaggedBatch(
-        input_ids=tokens("input_ids", [b.input_ids for b in batches]) if rest.has_ids else rest.input_ids,
-        segment_lengths=table.lengths,
-        parents=table.parents,
-        leaves=table.leaves,
-        ids=rest.ids,
-        token={name: tokens(name, [b.token[name] for b in batches]) for name in batches[0].token},
-        sequence=rest.sequence,
-        objects=rest.objects,
-        elsewhere=rest.elsewhere,
-    )
-
-
-def _without_tokens(batch: RaggedBatch) -> RaggedBatch:
-    """Its sequences with one token each and everything that belongs to sequences."""
-    return RaggedBatch(
-        input_ids=torch.zeros(len(batch), dtype=torch.int64),
-        segment_lengths=(1,) * len(batch),
-        parents=(-1,) * len(batch),
-        leaves=tuple(range(len(batch))),
-        ids=batch.ids,
-        sequence=batch.sequence,
-        objects=batch.objects,
-        elsewhere=batch.elsewhere,
-    )
-
-
-def _arrange_columns(
-    columns: Sequence[ColumnSet],
-    shares: Sequence[Share],
-    order: Sequence[int] | None,
-    target: Structure | None,
-    origin: str | None,
-) -> ColumnSet:
-    ids = [i for part in columns for i in part.ids]
-    sequence = {name: _reordered([part.sequence[name] for part in columns], order) for name in columns[0].sequence}
-    token = {}
-    if columns[0].token:
-        tables = [share.table for share in shares if share.table is not None]
-        if len(tables) < len(shares):
-            raise ValueError(f"token columns {sorted(columns[0].token)} came without the batch that they belong to")
-        positions = [share.positions for share in shares]
-        table = target if target is not None else combine_structures(tables, positions, origin)
-        where = sources(table, tables, positions)
-        token = {
-            name: gather_tokens(name, table, where, [(t, c.token[name]) for t, c in zip(tables, columns, strict=True)])
-            for name in columns[0].token
-        }
-    return ColumnSet(tuple(ids if order is None else (ids[i] for i in order)), token, sequence)
+    """A batch of parts one after the other, ``own`` its structure, in that order and over the target's segments."""
+    order = range(len(batch)) if order is None else order
+    table = (own.merged(order) if target is None else target).table
+    segments: list[int | None] = [None] * len(table.parents)
+    for s in reversed(range(len(order))):  # of a segment that several parts hold the first one's values count
+        for k, held in zip(table.chain(s), batch.chain(order[s]), strict=True):
+            segments[k] = held
+    return batch.regrouped(segments, table.segment_lengths, table.parents, table.leaves, order)

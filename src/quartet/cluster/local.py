@@ -93,21 +93,14 @@ class LocalBackend(Backend):
             if handle.target.is_stopped:
                 del _detached[name]
 
-    def call(self, handle: WorkerHandle, method: str, args: tuple[Any, ...]) -> LocalRef:
-        return LocalRef(self._run(handle, method, args))
-
-    def call_many(self, handle: WorkerHandle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[LocalRef]:
-        values = self._run(handle, method, args)
-        each = values if isinstance(values, tuple) and returns > 1 else (values,) * returns
-        return [LocalRef(value) for value in each]
-
-    def _run(self, handle: WorkerHandle, method: str, args: tuple[Any, ...]) -> Any:
+    def call(self, handle: WorkerHandle, method: str, args: tuple[Any, ...], returns: int = 1) -> Sequence[LocalRef]:
         host: LocalWorkerProcess = handle.target
         if host.is_stopped:
-            return Lost(handle.key, "it was stopped")
+            return [LocalRef(Lost(handle.key, "it was stopped"))] * returns
         _check_no_future_inside(args)
         with _environment(host.environment):
-            return getattr(host, method)(*(value.value if isinstance(value, LocalRef) else value for value in args))
+            found = getattr(host, method)(*(value.value if isinstance(value, LocalRef) else value for value in args))
+        return [LocalRef(value) for value in (found if returns > 1 else (found,))]
 
     def put(self, value: Any) -> LocalRef:
         return LocalRef(value)
@@ -126,11 +119,8 @@ class LocalBackend(Backend):
     def last_lines(self, info: ProcessInfo, count: int) -> list[str]:
         return []
 
-    def find(self, group: str) -> Sequence[WorkerHandle]:
-        return [_detached[group, 0]] if (group, 0) in _detached else []
-
-    def handle_of(self, group: str, rank: int) -> WorkerHandle:
-        return _detached[group, rank]
+    def find(self, group: str, rank: int) -> WorkerHandle | None:
+        return _detached.get((group, rank))
 
     def close(self) -> None:
         """Detached workers stay."""

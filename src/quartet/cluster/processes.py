@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from quartet.cluster.backend import Backend, Ref, WorkerHandle
-from quartet.cluster.dispatch import Call, CallPlan
-from quartet.cluster.errors import (
-    ClusterError,
-    Death,
-    Failure,
-    Lost,
-    WorkerDied,
-    WorkerError,
-    last_error,
-    raise_failure,
-    with_worker_name,
-)
+from quartet.cluster.dispatch import CallPlan
+from quartet.cluster.errors import ClusterError, Death, Failure, Lost, WorkerDied, WorkerError, last_error
+from quartet.cluster.futures import BatchFuture, Pending
+from quartet.cluster.items import is_large
 from quartet.cluster.layout import Layout
-from quartet.cluster.manifests import PartRefs
-from quartet.cluster.pending import Pending, Shared
+from quartet.cluster.manifests import Gather, PartRefs
 from quartet.cluster.pool import ResourcePool
 from quartet.cluster.worker import LOOPBACK, RankInfo
-from quartet.cluster.worker_process import ClassWithArgs, ProcessInfo
+from quartet.cluster.worker_process import CallHead, ClassWithArgs, ProcessInfo
 from quartet.config.errors import UserError
 
 LAST_LINES = 30
@@ -108,9 +100,7 @@ class ProcessManager:
                 # A process runs its calls in order, so this one need not be waited for.
                 self.backend.call(handle, "set_environment", (place.environment(),))
             # Stored once: arguments may be large, a state dictionary say.
-            self._all("build", "starting", None, self.backend.put(dict(spec.roles)))
-            if spec.detached:
-                self._all("remember", "starting", None, spec)
+            self._asked(self.handles, "build", self.backend.put(spec))
         except BaseException:
             self.stop()
             raise
@@ -135,27 +125,28 @@ class ProcessManager:
         Raises:
             TimeoutError: its first worker is busy for longer than the time.
         """
-        first = backend.find(name)
-        if not first:
+        first = backend.find(name, 0)
+        if first is None:
             return None
-        spec = backend.get([backend.call(first[0], "recall", ())], timeout_s)[0]
+        (spec,) = backend.get(backend.call(first, "recall", ()), timeout_s)
         if not isinstance(spec, GroupSpec):  # it died meanwhile, or is only being started
             return None
+        handles = [backend.find(name, rank) for rank in range(spec.layout.world_size)]
         processes = cls(backend, spec)
-        processes.handles = [*first, *(backend.handle_of(name, rank) for rank in range(1, spec.layout.world_size))]
+        processes.handles = [handle for handle in handles if handle is not None]
         processes._introduce()
-        return processes
+        return processes if len(processes.handles) == len(handles) else None
 
     def _introduce(self) -> None:
         for handle in self.handles:
             _known_processes[handle.key] = (self.spec.name, handle.rank, None)
-        self.infos = self._all("process_info", "starting", self.spec.start_timeout_s)
+        self.infos = self._asked(self.handles, "process_info", timeout_s=self.spec.start_timeout_s)
         for handle, info in zip(self.handles, self.infos, strict=True):
             _known_processes[handle.key] = (self.spec.name, handle.rank, info)
 
     def _places(self) -> list[RankInfo]:
         """Every rank's place; rank 0 names the port at which all meet, on its own node."""
-        port = self._outcomes([self.backend.call(self.handles[0], "rendezvous_port", ())], [0], "starting", None)[0]
+        (port,) = self._asked(self.handles[:1], "rendezvous_port")
         nodes = [info.node for info in self.infos]
         hosts = {info.host for info in self.infos}
         address = LOOPBACK if len(hosts) == 1 else self.infos[0].host
@@ -173,9 +164,12 @@ class ProcessManager:
             for rank in range(len(nodes))
         ]
 
-    def _all(self, method: str, during: str, timeout_s: float | None, *args: Any) -> list[Any]:
-        refs = [self.backend.call(handle, method, args) for handle in self.handles]
-        return self._outcomes(refs, range(len(refs)), during, timeout_s)
+    def _asked(
+        self, handles: Sequence[WorkerHandle], method: str, *args: Any, timeout_s: float | None = None
+    ) -> list[Any]:
+        """What a method of the host returns in each of these processes, which are being started."""
+        refs = {handle.rank: ref for handle in handles for ref in self.backend.call(handle, method, args)}
+        return Pending(self, refs, list(refs), "starting").wait(timeout_s)
 
     def stop(self) -> None:
         """Ends the processes, whatever they are doing. The pool stays granted, but for a detached group's."""
@@ -232,15 +226,8 @@ class ProcessManager:
         if self._gone is not None:
             return [self._gone]
         self._check_started()
-        for handle in self.handles:
-            if handle.rank not in self._pings:
-                self._pings[handle.rank] = self.backend.call(handle, "ping", ())
-        ranks = list(self._pings)
-        ready = self.backend.wait([self._pings[rank] for rank in ranks], timeout_s, fetch=True)
-        ended = [rank for rank, is_there in zip(ranks, ready, strict=True) if is_there]
-        values = self.backend.get([self._pings.pop(rank) for rank in ended])
-        lost = {rank: v for rank, v in zip(ended, values, strict=True) if isinstance(v, Lost)}
-        return [self._death(lost[rank], "a look at whether it lives") for rank in sorted(lost)]
+        lost = self._lost(self.handles, self._pings, timeout_s)
+        return [self._death(each, "a look at whether it lives") for each in lost]
 
     async def died(self, every_s: float) -> list[Death]:
         """Waits until workers are dead, whether they were busy or not: who they are.
@@ -249,54 +236,38 @@ class ProcessManager:
             ClusterError: the group was stopped.
         """
         watched: list[WorkerHandle] = []
-        coming: dict[int, asyncio.Future[Any]] = {}
+        pings: dict[int, Ref] = {}
         while True:
             if not self._is_restarting:
                 self._check_started()
             if watched is not self.handles:  # those that a restart ended do not count
-                watched, coming = self.handles, {}
-            for handle in watched:
-                if handle.rank not in coming:
-                    coming[handle.rank] = self.backend.soon(self.backend.call(handle, "ping", ()))
-            # A busy worker answers when it is idle again, and fails to at once when it dies.
+                watched, pings = self.handles, {}
+            lost = self._lost(watched, pings, 0.0) if watched else []
             await asyncio.sleep(every_s)
-            ended = {rank: coming.pop(rank).result() for rank in list(coming) if coming[rank].done()}
-            lost = [value for value in ended.values() if isinstance(value, Lost)]
             if lost and watched is self.handles:
                 return [await asyncio.to_thread(self._death, each, "a watch over whether it lives") for each in lost]
 
+    def _lost(self, handles: Sequence[WorkerHandle], pings: dict[int, Ref], timeout_s: float) -> list[Lost]:
+        """Of the workers that are asked whether they live those that never answer; a busy one does when it is idle.
+
+        Args:
+            pings: by rank, those that were not answered yet.
+        """
+        for handle in handles:
+            if handle.rank not in pings:
+                (pings[handle.rank],) = self.backend.call(handle, "ping", ())
+        ranks = sorted(pings)
+        ready = self.backend.wait([pings[rank] for rank in ranks], timeout_s, fetch=True)
+        ended = [pings.pop(rank) for rank, is_there in zip(ranks, ready, strict=True) if is_there]
+        return [value for value in self.backend.get(ended) if isinstance(value, Lost)]
+
     # Calls -----------------------------------------------------------------------------------------------
 
-    def call(self, role: str, method: str, plan: CallPlan) -> Any:
-        """Calls and waits; the plan's collected result. Raises as ``Pending.outcomes``."""
-        return plan.collect(self._called(role, method, plan).outcomes())
+    def submit(self, role: str, method: str, plan: CallPlan, chunks: int | None = None) -> BatchFuture:
+        """Calls a method of the role in every process that the plan names, without waiting.
 
-    async def ask(self, role: str, method: str, plan: CallPlan) -> Any:
-        """``call`` without blocking the event loop."""
-        return plan.collect(await self._called(role, method, plan).outcomes_soon())
-
-    def _called(self, role: str, method: str, plan: CallPlan) -> Pending:
-        """A call whose results come to the driver as they are made."""
-        refs = {}
-        for rank, handle, _, names, values in self._arguments(plan):
-            head = (role, method, rank in plan.answers, names)
-            refs[rank] = self.backend.call(handle, "call", (head, *values))
-        return Pending(self, refs, plan.answers, f"{role}.{method}")
-
-    def submit(self, role: str, method: str, plan: CallPlan, chunks: int) -> tuple[Pending, list[PartRefs]]:
-        """Calls without waiting: the call in flight, and the references to each answering rank's part."""
-        status: dict[int, Ref] = {}
-        parts: dict[int, PartRefs] = {}
-        for rank, handle, call, names, values in self._arguments(plan):
-            number = chunks if rank in plan.answers else 0
-            given = ((role, method, number, names), call.share, *values)
-            status[rank], *pieces = self.backend.call_many(handle, "call_parts", given, 1 + number)
-            parts[rank] = PartRefs(status[rank], tuple(pieces))
-        pending = Pending(self, status, plan.answers, f"{role}.{method}")
-        return pending, [parts[rank] for rank in plan.answers]
-
-    def _arguments(self, plan: CallPlan) -> Iterator[tuple[int, WorkerHandle, Call, tuple[str, ...], list[Any]]]:
-        """Of each rank that is called: its handle and call, the names of the keyword arguments, all arguments in a row.
+        Args:
+            chunks: of each part of the result so many stay where they are made; None: results come to the driver.
 
         Raises:
             WorkerDied: the group is being started anew, or could not be.
@@ -305,35 +276,55 @@ class ProcessManager:
         if self._gone is not None:  # another thread may start the group anew: calls meanwhile are of what died
             raise WorkerDied(self._gone)
         self._check_started()
-        shared = Shared(self.backend, plan.calls)
+        readers = Counter(id(value) for call in plan.calls if call is not None for value in call.values())
+        stored: dict[int, Ref] = {}
+
+        def sent(value: Any) -> Any:
+            """Of a future what its reader fetches; of a large value that several ranks get, the one that is stored."""
+            if isinstance(value, BatchFuture):
+                return Gather(value.parts)
+            if readers[id(value)] < 2 or isinstance(value, Gather) or not is_large(value):
+                return value
+            if id(value) not in stored:
+                stored[id(value)] = self.backend.put(value)
+            return stored[id(value)]
+
+        status: dict[int, Ref] = {}
+        parts: dict[int, PartRefs] = {}
         for rank, call in enumerate(plan.calls):
             if call is not None:
-                yield rank, handles[rank], call, *shared.flat(call)
+                number = chunks if rank in plan.answers else 0
+                head = CallHead(role, method, tuple(call.kwargs), number, None if chunks is None else call.share)
+                values = map(sent, call.values())
+                status[rank], *pieces = self.backend.call(handles[rank], "call", (head, *values), 1 + (number or 0))
+                parts[rank] = PartRefs(status[rank], tuple(pieces))
+        answers = [] if chunks is None else [parts[rank] for rank in plan.answers]
+        return BatchFuture(self, status, plan, answers, f"{role}.{method}")
 
     def _check_started(self) -> None:
         if not self.handles:
             raise ClusterError(f"group {self.spec.name!r} was stopped; restart it, or make a new one")
 
-    def _outcomes(self, refs: Sequence[Ref], ranks: Sequence[int], during: str, timeout_s: float | None) -> list[Any]:
-        return Pending(self, dict(zip(ranks, refs, strict=True)), ranks, during).outcomes(timeout_s)
-
     # Trouble ---------------------------------------------------------------------------------------------
 
     def raise_for(self, troubles: Mapping[int, Failure | Lost], during: str) -> None:
         """Raises the cause: a death before an exception, which is often only how the others noticed."""
-        lost = {rank: t for rank, t in troubles.items() if isinstance(t, Lost)}
-        failures = {
-            rank: with_worker_name(t, self.spec.name, rank) for rank, t in troubles.items() if isinstance(t, Failure)
-        }
-        self._last_failures.update({f.rank: f for f in failures.values() if f.group == self.spec.name})
-        others = list(dict.fromkeys(failure.brief() for failure in failures.values()))
+        name = self.spec.name
+        lost = [t for t in troubles.values() if isinstance(t, Lost)]
+        failures = [
+            t if t.rank >= 0 else replace(t, group=name, rank=rank)  # a sender that did not know its rank
+            for rank, t in troubles.items()
+            if isinstance(t, Failure)
+        ]
+        self._last_failures.update({failure.rank: failure for failure in failures if failure.group == name})
+        others = list(dict.fromkeys(failure.brief() for failure in failures))
         if lost:
-            deaths = {death.brief(): death for death in (self._death(t, during) for t in lost.values())}
+            deaths = {death.brief(): death for death in (self._death(t, during) for t in lost)}
             # Lost data says less than the process that was lost.
             first, *more = sorted(deaths.values(), key=lambda death: death.rank is None)
             raise WorkerDied(first, [*(death.brief() for death in more), *others])
-        first_failed = min(failures.values(), key=lambda failure: failure.is_echo)
-        raise_failure(first_failed, [line for line in others if line != first_failed.brief()])
+        first_failed = min(failures, key=lambda failure: failure.is_echo)
+        raise first_failed.error([line for line in others if line != first_failed.brief()])
 
     def _death(self, lost: Lost, during: str) -> Death:
         group, rank, info = _known_processes.get(lost.key or "", (self.spec.name, None, None))

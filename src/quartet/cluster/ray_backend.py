@@ -274,23 +274,19 @@ class RayBackend(Backend):
             self._handles.pop(handle.key, None)
             ray.kill(handle.target)
 
-    def find(self, group: str) -> Sequence[WorkerHandle]:
+    def find(self, group: str, rank: int) -> WorkerHandle | None:
         try:
-            return [self.handle_of(group, 0)]
+            return _handle(ray.get_actor(f"{group}:{rank}", namespace=NAMESPACE), rank)
         except ValueError:
-            return []
-
-    def handle_of(self, group: str, rank: int) -> WorkerHandle:
-        return _handle(ray.get_actor(f"{group}:{rank}", namespace=NAMESPACE), rank)
+            return None
 
     # Calls -----------------------------------------------------------------------------------------------
 
-    def call(self, handle: WorkerHandle, method: str, args: tuple[Any, ...]) -> Any:
-        return getattr(handle.target, method).remote(*args)
-
-    def call_many(self, handle: WorkerHandle, method: str, args: tuple[Any, ...], returns: int) -> Sequence[Any]:
-        refs = getattr(handle.target, method).options(num_returns=returns).remote(*args)
-        return [refs] if returns == 1 else list(refs)
+    def call(self, handle: WorkerHandle, method: str, args: tuple[Any, ...], returns: int = 1) -> Sequence[Any]:
+        called = getattr(handle.target, method)
+        if returns == 1:
+            return [called.remote(*args)]
+        return list(called.options(num_returns=returns).remote(*args))
 
     def put(self, value: Any) -> Any:
         return ray.put(value)

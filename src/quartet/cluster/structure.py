@@ -4,138 +4,80 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from uuid import uuid4
 
 import torch
-from torch import Tensor
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 
+_NOWHERE = ("",)  # an outline refers to something; nothing fills this one
+
 
 @dataclass(frozen=True)
 class Structure:
-    """Segments and sequences as in ``RaggedBatch``.
+    """Segments and sequences of a batch, and a name for each segment.
 
-    Segments of two structures are one and the same where ``origin`` and their ``keys`` are equal: both were cut from
-    one table. Without an origin a structure's segments are its own.
+    Segments of two structures that are named alike are one and the same: both were cut from one table.
+
+    Args:
+        table: an outline without any field.
     """
 
-    lengths: tuple[int, ...]
-    parents: tuple[int, ...]
-    leaves: tuple[int, ...]
-    ids: tuple[str, ...]
-    origin: str | None
-    keys: tuple[int, ...]
+    table: RaggedBatch
+    names: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, batch: RaggedBatch, origin: str | None = None) -> Structure:
-        keys = tuple(range(len(batch.segment_lengths)))
-        return cls(batch.segment_lengths, batch.parents, batch.leaves, batch.ids, origin, keys)
+    def of(cls, batch: RaggedBatch) -> Structure:
+        """The batch's own, whose segments are no others'."""
+        table = RaggedBatch(
+            torch.zeros(0, dtype=torch.int64),
+            batch.segment_lengths,
+            batch.parents,
+            batch.leaves,
+            batch.ids,
+            elsewhere=_NOWHERE,
+        )
+        origin = uuid4().hex
+        return cls(table, tuple((origin, k) for k in range(len(batch.parents))))
 
     def __len__(self) -> int:
-        return len(self.leaves)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
-
-    def chain(self, s: int) -> list[int]:
-        """Segments of sequence ``s`` from its root to its leaf."""
-        found = []
-        k = self.leaves[s]
-        while k >= 0:
-            found.append(k)
-            k = self.parents[k]
-        return found[::-1]
+        return len(self.table)
 
     def describes(self, batch: RaggedBatch) -> bool:
         """Whether ``batch`` has these sequences, and its token fields lie as this table says."""
-        ours = (self.ids, self.lengths, self.parents, self.leaves)
-        return ours == (batch.ids, batch.segment_lengths, batch.parents, batch.leaves)
+        parts = ("ids", "segment_lengths", "parents", "leaves")
+        return all(getattr(self.table, part) == getattr(batch, part) for part in parts)
 
     def fits(self, columns: ColumnSet) -> bool:
-        return columns.ids == self.ids and all(v.shape[0] == self.num_tokens for v in columns.token.values())
-
-    def kept(self, indices: Sequence[int]) -> list[int]:
-        """Segments that the sequences need, in the order in which ``RaggedBatch.select`` stores them."""
-        return list(dict.fromkeys(k for s in indices for k in self.chain(s)))
+        size = self.table.num_tokens
+        return columns.ids == self.table.ids and all(v.shape[0] == size for v in columns.token.values())
 
     def select(self, indices: Sequence[int]) -> Structure:
-        """The table of ``RaggedBatch.select(indices)``."""
-        kept = self.kept(indices)
-        new = {k: i for i, k in enumerate(kept)}
-        return Structure(
-            lengths=tuple(self.lengths[k] for k in kept),
-            parents=tuple(new.get(self.parents[k], -1) for k in kept),
-            leaves=tuple(new[self.leaves[s]] for s in indices),
-            ids=tuple(self.ids[s] for s in indices),
-            origin=self.origin,
-            keys=tuple(self.keys[k] for k in kept),
-        )
+        """The structure of ``RaggedBatch.select(indices)``."""
+        names = tuple(self.names[k] for k in self.table.segments_of(indices))
+        return Structure(self.table.select(indices), names)
 
-    def names(self, part: int) -> list[tuple[str | int, int]]:
-        """What each segment is called among several parts, of which this is number ``part``."""
-        home = self.origin if self.origin is not None else part
-        return [(home, key) for key in self.keys]
+    @classmethod
+    def concat(cls, parts: Sequence[Structure]) -> Structure:
+        """Of batches one after the other; segments that several of them hold stand there several times."""
+        return cls(RaggedBatch.concat([p.table for p in parts]), tuple(name for p in parts for name in p.names))
 
-
-def combine_structures(parts: Sequence[Structure], positions: Sequence[Sequence[int]], origin: str | None) -> Structure:
-    """The table of all parts' sequences in the order of their positions, a segment that several parts hold once.
-
-    Its segments keep their names where all parts were cut from one table, else they are named anew under ``origin``.
-    """
-    names = [part.names(p) for p, part in enumerate(parts)]
-    order = sorted((position, p, s) for p, at in enumerate(positions) for s, position in enumerate(at))
-    index: dict[tuple[str | int, int], int] = {}
-    lengths: list[int] = []
-    parents: list[int] = []
-    leaves: list[int] = []
-    for _, p, s in order:
-        parent = -1
-        for k in parts[p].chain(s):
-            name = names[p][k]
-            if name not in index:
-                index[name] = len(lengths)
-                lengths.append(parts[p].lengths[k])
-                parents.append(parent)
-            parent = index[name]
-        leaves.append(parent)
-    ids = tuple(parts[p].ids[s] for _, p, s in order)
-    keys = tuple(range(len(lengths)))
-    if len(homes := {part.origin for part in parts}) == 1 and None not in homes:
-        origin, keys = homes.pop(), tuple(key for _, key in index)
-    return Structure(tuple(lengths), tuple(parents), tuple(leaves), ids, origin, keys)
+    def merged(self, order: Sequence[int]) -> Structure:
+        """The sequences in that order, segments that are named alike stored once."""
+        table, names = self.table, self.names
+        first: dict[tuple[str, int], int] = {}
+        for k in (k for s in order for k in table.chain(s)):
+            first.setdefault(names[k], k)
+        place = {name: i for i, name in enumerate(first)}
+        kept = list(first.values())
+        parents = [-1 if table.parents[k] < 0 else place[names[table.parents[k]]] for k in kept]
+        leaves = [place[names[table.leaves[s]]] for s in order]
+        lengths = [table.segment_lengths[k] for k in kept]
+        return Structure(table.regrouped(kept, lengths, parents, leaves, order), tuple(first))
 
 
-Sources = list[tuple[int, int] | None]
-"""Per segment of a table the part that holds it and its place there; None where no part does."""
-
-
-def sources(target: Structure, parts: Sequence[Structure], positions: Sequence[Sequence[int]]) -> Sources:
-    """Where to take each segment of ``target``, the table of all parts' sequences in the order of their positions."""
-    places = {p: (i, s) for i, at in enumerate(positions) for s, p in enumerate(at)}
-    found: Sources = [None] * len(target.lengths)
-    for position in range(len(target)):
-        p, s = places[position]
-        for mine, theirs in zip(target.chain(position), parts[p].chain(s), strict=True):
-            if found[mine] is None:
-                found[mine] = (p, theirs)
-    return found
-
-
-def gather_tokens(name: str, target: Structure, where: Sources, parts: Sequence[tuple[Structure, Tensor]]) -> Tensor:
-    """A token field ``[T]`` of ``target`` from those of the parts; 0 in segments that no part holds.
-
-    Raises:
-        ValueError: a part's field has another length than its table.
-    """
-    for structure, values in parts:
-        if values.shape[0] != structure.num_tokens:
-            raise ValueError(f"token field {name!r} has {values.shape[0]} entries for {structure.num_tokens} tokens")
-    pieces = [values.split(structure.lengths) if structure.lengths else () for structure, values in parts]
-    like = parts[0][1]
-    chosen = [
-        pieces[at[0]][at[1]] if at is not None else like.new_zeros(length, *like.shape[1:])
-        for at, length in zip(where, target.lengths, strict=True)
-    ]
-    return torch.cat(chosen) if chosen else like[:0]
+def combine_structures(parts: Sequence[Structure], positions: Sequence[Sequence[int]]) -> Structure:
+    """That of all parts' sequences in the order of their positions, a segment that several parts hold once."""
+    flat = [position for at in positions for position in at]
+    return Structure.concat(parts).merged(sorted(range(len(flat)), key=flat.__getitem__))

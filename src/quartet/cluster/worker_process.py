@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quartet.cluster.errors import Failure, Lost
 from quartet.cluster.items import Share
-from quartet.cluster.manifests import (
-    Gather,
-    Upstream,
-    divide,
-    fetch_manifests,
-    fetch_part,
-    fetch_whole,
-    share_of,
-    with_ids,
-)
+from quartet.cluster.manifests import Gather, Upstream, divide, fetch_manifests, fetch_value, share_of, with_ids
 from quartet.cluster.worker import reserved_port
+
+if TYPE_CHECKING:
+    from quartet.cluster.processes import GroupSpec
 
 USERS_OWN = (Exception, SystemExit)
 """What a worker's class may raise: it is the user's code, so anything, and all of it is reported to the caller.
@@ -61,6 +54,23 @@ class ProcessInfo:
     logs: tuple[str, ...]
 
 
+class CallHead(NamedTuple):
+    """A call but for its arguments; one value, since every argument of a remote call costs time.
+
+    Args:
+        names: of the last arguments, which are passed by keyword.
+        chunks: into so many a result is divided, and comes as one tuple behind its manifest; 0: this rank does not
+            answer; None: the result comes as it is.
+        share: the items among the arguments; None where the call is not split, or fetches its items.
+    """
+
+    role: str
+    method: str
+    names: tuple[str, ...] = ()
+    chunks: int | None = None
+    share: Share | None = None
+
+
 class WorkerProcess:
     """The roles of one worker process; a back end gives it a way to fetch references.
 
@@ -75,8 +85,7 @@ class WorkerProcess:
         self._rank = rank
         self._fetch = fetch
         self._roles: dict[str, Any] = {}
-        self._results = itertools.count()
-        self._note: Any = None
+        self._spec: GroupSpec | None = None
         self._rendezvous: socket.socket | None = None
         self._host = socket.gethostname()
 
@@ -92,69 +101,45 @@ class WorkerProcess:
         """Comes before ``build``, whose arguments may import what looks at the environment."""
         os.environ.update(environment)
 
-    def build(self, roles: Mapping[str, ClassWithArgs]) -> Failure | None:
+    def build(self, spec: GroupSpec) -> Failure | None:
         """Makes the roles' objects, in order."""
-        for name, deferred in roles.items():
+        self._spec = spec if spec.detached else None  # arguments may be large: not kept for nothing
+        for name, deferred in spec.roles.items():
             made = self._caught(f"{name}.__init__", deferred)
             if isinstance(made, Failure):
                 return made
             self._roles[name] = made
         return None
 
-    def remember(self, note: Any) -> None:
-        """Keeps what another driver needs that finds the group by its name."""
-        self._note = note
-
-    def recall(self) -> Any:
-        return self._note
+    def recall(self) -> GroupSpec | None:
+        """What another driver needs that finds a detached group by its name; None while that is only being started."""
+        return self._spec
 
     def ping(self) -> int:
         return self._rank
 
     # Calls -----------------------------------------------------------------------------------------------
 
-    def call(self, head: tuple[str, str, bool, tuple[str, ...]], *values: Any) -> Any:
-        """A method's result, None where this rank does not answer; ``Failure`` or ``Lost`` where there is none.
+    def call(self, head: CallHead, *values: Any) -> Any:
+        """A method's result as ``head.chunks`` says; ``Failure`` or ``Lost`` in its place where there is none.
 
         Args:
-            head: role, method, whether this rank answers, and the names of the last arguments, which are passed by
-                keyword; one value, since every argument of a remote call costs time.
             values: arguments; each by itself, so that a back end can put a stored value in the place of its reference.
         """
-        role, method, answers, names = head
+        names, num = head.names, head.chunks or 0
 
         def called() -> Any:
-            given, _ = self._resolved(list(values))
-            result = self._invoke(role, method, names, given)
-            return result if answers else None
-
-        return self._caught(f"{role}.{method}", called)
-
-    def call_parts(
-        self,
-        head: tuple[str, str, int, tuple[str, ...]],
-        share: Share | None,
-        *values: Any,
-    ) -> Any:
-        """A method's result as a manifest and so many chunks, one tuple; without chunks None: others answer.
-
-        Args:
-            head: role, method, number of chunks, and the names of the last arguments.
-            share: the items among the arguments; None where the call is not split, or fetches its items.
-        """
-        role, method, chunks, names = head
-
-        def called() -> Any:
-            given, own = self._resolved(list(values), share)
-            result = self._invoke(role, method, names, given)
-            if not chunks:
-                return None
-            origin = f"{self._group}-{self._rank}-{os.getpid()}-{next(self._results)}"
-            manifest, pieces = divide(result, own, chunks, origin)
+            given, own = self._resolved(list(values), head.share)
+            last = len(given) - len(names)
+            method = getattr(self._roles[head.role], head.method)
+            result = method(*given[:last], **dict(zip(names, given[last:], strict=True)))
+            if not num:
+                return result if head.chunks is None else None
+            manifest, pieces = divide(result, own, num)
             return (manifest, *pieces)
 
-        outcome = self._caught(f"{role}.{method}", called)
-        return (outcome,) * (chunks + 1) if chunks and isinstance(outcome, Failure | Lost) else outcome
+        outcome = self._caught(f"{head.role}.{head.method}", called)
+        return (outcome,) * (num + 1) if num and isinstance(outcome, Failure | Lost) else outcome
 
     def _caught(self, where: str, work: Callable[[], Any]) -> Any:
         """What ``work`` returns, ``Failure`` or ``Lost`` where it raised."""
@@ -163,31 +148,20 @@ class WorkerProcess:
         except Upstream as error:
             return error.outcome
         except USERS_OWN as error:
-            return self._failure(error, where)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            return Failure.of(error, group=self._group, rank=self._rank, pid=os.getpid(), host=self._host, where=where)
 
-    def _invoke(self, role: str, method: str, names: tuple[str, ...], values: list[Any]) -> Any:
-        bound = getattr(self._roles[role], method)
-        if not names:
-            return bound(*values)
-        return bound(*values[: -len(names)], **dict(zip(names, values[-len(names) :], strict=True)))
-
-    def _resolved(self, values: list[Any], share: Share | None = None) -> tuple[list[Any], Share | None]:
+    def _resolved(self, values: list[Any], share: Share | None) -> tuple[list[Any], Share | None]:
         """Arguments with what they refer to, and this part's share of the items."""
         gathers = {i: value for i, value in enumerate(values) if isinstance(value, Gather)}
         manifests = fetch_manifests(self._fetch, list(gathers.values())) if gathers else []
+        pairs = list(zip(gathers.items(), manifests, strict=True))
         # The first that is split decides who gets what, the others follow.
-        for gather, of_gather in zip(gathers.values(), manifests, strict=True):
+        for (_, gather), of_gather in pairs:
             if gather.part is not None:
                 share = share_of(of_gather, gather)
                 break
-        for (i, gather), of_gather in zip(gathers.items(), manifests, strict=True):
-            if gather.part is None or share is None:
-                values[i] = fetch_whole(self._fetch, gather, of_gather)
-            else:
-                values[i] = fetch_part(self._fetch, gather, of_gather, share)
+        for (i, gather), of_gather in pairs:
+            values[i] = fetch_value(self._fetch, gather, of_gather, None if gather.part is None else share)
         return with_ids(self._fetch, values), share
-
-    def _failure(self, error: BaseException, where: str) -> Failure:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        return Failure.of(error, group=self._group, rank=self._rank, pid=os.getpid(), host=self._host, where=where)

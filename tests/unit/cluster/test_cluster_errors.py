@@ -6,7 +6,11 @@ import pickle
 
 import pytest
 
-from quartet.cluster.errors import Death, Failure, WorkerDied, WorkerError, last_error, raise_failure, with_worker_name
+from quartet.cluster import Layout, ResourcePool
+from quartet.cluster.errors import Death, Failure, WorkerDied, WorkerError, last_error
+from quartet.cluster.local import LocalBackend
+from quartet.cluster.processes import GroupSpec, ProcessManager
+from quartet.cluster.worker_process import ClassWithArgs
 from quartet.config.errors import UserError
 
 
@@ -19,7 +23,7 @@ def failure(error: Exception) -> Failure:
 
 def test_a_failure_keeps_the_traceback_once() -> None:
     with pytest.raises(WorkerError) as caught:
-        raise_failure(failure(ValueError("odd")), ["rank 0 of group 'actor': RuntimeError: peer left"])
+        raise failure(ValueError("odd")).error(["rank 0 of group 'actor': RuntimeError: peer left"])
     text = str(caught.value)
     assert text.count("Traceback (most recent call last)") == 1
     first, second, *_ = text.splitlines()
@@ -30,7 +34,7 @@ def test_a_failure_keeps_the_traceback_once() -> None:
 
 def test_a_user_error_stays_one_and_names_the_worker() -> None:
     with pytest.raises(UserError) as caught:
-        raise_failure(failure(UserError("no room", found="3 GB", remedy="ask for less")))
+        raise failure(UserError("no room", found="3 GB", remedy="ask for less")).error()
     assert caught.value.found == "3 GB (rank 2 of group 'actor')"
     assert (caught.value.problem, caught.value.remedy) == ("no room", "ask for less")
 
@@ -62,5 +66,9 @@ def test_a_death_says_who_what_and_its_last_words() -> None:
 
 def test_a_sender_that_is_not_known_is_filled_in() -> None:
     unknown = Failure("", -1, 5, "host", "call", "TypeError: no", "…")
-    assert with_worker_name(unknown, "critic", 3).brief() == "rank 3 of group 'critic': TypeError: no"
-    assert with_worker_name(failure(ValueError("x")), "critic", 3).group == "actor"
+    roles = {"critic": ClassWithArgs(object)}
+    group = ProcessManager(LocalBackend(), GroupSpec("critic", ResourcePool([4]), roles, Layout.fit(4)))
+    with pytest.raises(WorkerError, match="raised in rank 3 of group 'critic'"):
+        group.raise_for({3: unknown}, "critic.update")
+    with pytest.raises(WorkerError, match="raised in rank 2 of group 'actor'"):
+        group.raise_for({3: failure(ValueError("x"))}, "critic.update")

@@ -14,7 +14,7 @@ from quartet.batch import ColumnSet, RaggedBatch, join
 from quartet.cluster.balance import plan_parts
 from quartet.cluster.dispatch import merge_results, portion, survey
 from quartet.cluster.items import Positions, Share, Whole, arrange, cut, placed
-from quartet.cluster.manifests import Gather, ObjectManifest, PartRefs, fetch_part
+from quartet.cluster.manifests import Gather, ObjectManifest, PartRefs, fetch_value
 from quartet.cluster.structure import Structure, combine_structures
 
 
@@ -155,17 +155,20 @@ def test_empty_parts_vanish() -> None:
 
 def test_a_result_with_sequences_of_its_own_has_its_own_table() -> None:
     made = batch_of([[2], [3]])
-    assert placed(made, Share([4])) == Share([8, 9], Structure.of(made))
+    share = placed(made, Share([4]))
+    assert share.positions == [8, 9] and share.table is not None and share.table.describes(made)
 
 
 def test_segments_of_other_origins_are_not_merged() -> None:
-    a, b = Structure.of(batch_of([[1]]), "a"), Structure.of(batch_of([[1]]), "b")
-    assert len(combine_structures([a, b], [[0], [1]], None).lengths) == 4
-    assert len(combine_structures([a.select([0]), a], [[0], [1]], None).lengths) == 2
+    ones = batch_of([[1, 2]])
+    a, b = Structure.of(ones.select([0])), Structure.of(ones.select([1]))
+    assert len(combine_structures([a, b], [[0], [1]]).names) == 4
+    whole = Structure.of(ones)
+    assert len(combine_structures([whole.select([1]), whole.select([0])], [[0], [1]]).names) == 3
 
 
 def test_chunks_that_nobody_needs_are_not_fetched() -> None:
-    manifest = ObjectManifest((Share((0, 1)), Share((2, 3))), Share(()))
+    manifest = ObjectManifest((Share((0, 1)), Share((2, 3))), None)
     fetched: list[object] = []
 
     def fetch(refs: object) -> list[object]:
@@ -173,7 +176,7 @@ def test_chunks_that_nobody_needs_are_not_fetched() -> None:
         return [[20, 30] for _ in refs]  # type: ignore[attr-defined]
 
     gather = Gather((PartRefs("manifest", ("first", "second")),), 1, 2)
-    assert fetch_part(fetch, gather, [manifest], Share([2, 3])) == [20, 30]
+    assert fetch_value(fetch, gather, [manifest], Share([2, 3])) == [20, 30]
     assert fetched == ["second"]
 
 

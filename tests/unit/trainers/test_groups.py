@@ -187,7 +187,9 @@ def test_a_chunk_holds_each_sequence_once_with_what_is_known_of_its_tokens(make:
     members = [t for one in made for t in (*one.trajectories, *([one.greedy] if one.greedy is not None else []))]
     sequences = [sequence for trajectory in members for sequence in trajectory.sequences]
     assert len(batch) == len(sequences) and len(Trajectories.of(batch)) == len(members)
-    assert num_emitted(batch, Trajectories.of(batch)).tolist() == [t.num_emitted for t in members]
+    assert num_emitted(batch, Trajectories.of(batch)).tolist() == [
+        sum(sum(s.action_mask) for s in t.sequences) for t in members
+    ]
     for s, sequence in enumerate(sequences):
         leaf = slice(*batch.leaf_span(s))
         assert batch.token_ids(s) == [*sequence.prompt_ids, *sequence.token_ids]
