@@ -8,12 +8,10 @@ lease, so that nothing is held meanwhile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
-from quartet.batch.columns import ColumnSet
 from quartet.schedule.clock import News
 from quartet.schedule.groups import Chunk, Group
 from quartet.schedule.iteration import Collect, Scorer, StepLearner
@@ -29,7 +27,7 @@ class Barriers:
     """
 
     def __init__(self, after: Mapping[str, Sequence[str]], *, num_chunks: int) -> None:
-        self._after = {stage: tuple(earlier) for stage, earlier in after.items()}
+        self._after = after
         self._num_chunks = num_chunks
         self._parts: Counter[str] = Counter()  # in every step
         self._ended: dict[int, Counter[str]] = {}  # by step
@@ -43,55 +41,50 @@ class Barriers:
             if index == 0:
                 self._begin(step)
             chunk = collect(step, index, groups)
-            self.part_ended("generate", step)
+            self._part_ended("generate", step)
             return chunk
 
         return collected
 
     def scorer(self, stage: str, scorer: Scorer) -> Scorer:
         """The scorer, with its waits where the stage has edges; several scorers may make up one stage."""
-        if not self._has_edges(stage):
-            return scorer
-        self._parts[stage] += self._num_chunks
-        return _Held(self, stage, scorer)
+        return cast(Scorer, self._held(stage, scorer, self._num_chunks))
 
     def learner(self, stage: str, learner: StepLearner) -> StepLearner:
-        if not self._has_edges(stage):
-            return learner
-        self._parts[stage] += 1
-        return _Held(self, stage, learner)
+        return cast(StepLearner, self._held(stage, learner, 1))
 
-    def _has_edges(self, stage: str) -> bool:
-        return stage in self._after or any(stage in earlier for earlier in self._after.values())
+    def _held(self, stage: str, inner: Any, num_parts: int) -> Any:
+        if stage not in self._after and not any(stage in earlier for earlier in self._after.values()):
+            return inner
+        self._parts[stage] += num_parts
+        return _Held(self, stage, inner)
 
-    async def wait(self, stage: str, step: int) -> None:
-        """Until everything that ``stage`` comes after has ended in the step."""
-        while any(self._is_missing(earlier, step) for earlier in self._after.get(stage, ())):
-            await self._news.wait(lambda: self._describe(stage, step))
+    async def run(self, stage: str, step: int, work: Callable[[], Awaitable[Any]]) -> Any:
+        """A part of the stage, once everything that the stage comes after has ended in the step."""
+        while any(self._missing(stage, step)):
+            await self._news.wait(lambda: f"{stage} of step {step} waits for {', '.join(self._missing(stage, step))}")
+        result = await work()
+        self._part_ended(stage, step)
+        return result
 
-    def part_ended(self, stage: str, step: int) -> None:
+    def _missing(self, stage: str, step: int) -> Iterator[str]:
+        ended = self._ended[step]
+        for earlier in self._after.get(stage, ()):
+            if ended[earlier] < self._parts[earlier]:
+                yield f"{earlier} ({ended[earlier]} of {self._parts[earlier]})"
+
+    def _part_ended(self, stage: str, step: int) -> None:
         self._ended[step][stage] += 1
-        if not self._is_missing(stage, step):
+        if self._ended[step][stage] >= self._parts[stage]:
             self._news.tell()
 
     def _begin(self, step: int) -> None:
         if step in self._ended:
             raise RuntimeError(f"step {step} begins twice")
-        done = [of for of in self._ended if not any(self._is_missing(stage, of) for stage in self._parts)]
-        for of in done[:-1]:
-            del self._ended[of]
+        over = [earlier for earlier, ended in self._ended.items() if ended >= self._parts]
+        for earlier in over[:-1]:
+            del self._ended[earlier]
         self._ended[step] = Counter()
-
-    def _is_missing(self, stage: str, step: int) -> bool:
-        return self._ended[step][stage] < self._parts[stage]
-
-    def _describe(self, stage: str, step: int) -> str:
-        missing = [
-            f"{earlier} ({self._ended[step][earlier]} of {self._parts[earlier]})"
-            for earlier in self._after[stage]
-            if self._is_missing(earlier, step)
-        ]
-        return f"{stage} of step {step} waits for {', '.join(missing)}"
 
 
 @dataclass(frozen=True)
@@ -102,14 +95,8 @@ class _Held:
     stage: str
     inner: Any
 
-    async def score(self, chunk: Chunk) -> ColumnSet:
-        return cast(ColumnSet, await self._in_order(chunk.step, partial(self.inner.score, chunk)))
+    async def score(self, chunk: Chunk) -> Any:
+        return await self.barriers.run(self.stage, chunk.step, lambda: self.inner.score(chunk))
 
-    async def train(self, experience: Any, step: int) -> Mapping[str, float]:
-        return cast(Mapping[str, float], await self._in_order(step, partial(self.inner.train, experience, step)))
-
-    async def _in_order(self, step: int, work: Callable[[], Awaitable[Any]]) -> Any:
-        await self.barriers.wait(self.stage, step)
-        result = await work()
-        self.barriers.part_ended(self.stage, step)
-        return result
+    async def train(self, experience: Any, step: int) -> Any:
+        return await self.barriers.run(self.stage, step, lambda: self.inner.train(experience, step))

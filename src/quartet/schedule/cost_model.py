@@ -85,7 +85,7 @@ class CostModel:
         modes: list[tuple[str, LeaseMode]] = [
             ("rollout", "generate"),
             ("actor", "forward"),
-        ]  # the canary asks the actor
+        ]
         modes += [(stage.role, "forward") for stage in self.scoring]
         modes += [(stage.role, "train") for stage in self.learning]
         found: dict[str, dict[LeaseMode, int]] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quartet.batch.ragged import RaggedBatch
@@ -17,7 +16,7 @@ from quartet.rollout.protocol import EngineStats
 from quartet.schedule.clock import drained
 from quartet.schedule.journal import Diverged
 from quartet.schedule.leases import MissedVersion
-from quartet.schedule.request_store import FinishedRequest, PromptRequest, TurnRequest
+from quartet.schedule.request_store import AnyRequest, FinishedRequest, PromptRequest
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import CanaryProbe, EngineOutputs, RolloutWorker
 
@@ -25,30 +24,18 @@ if TYPE_CHECKING:
     from quartet.schedule.rollout import Rollout
 
 
-@dataclass(eq=False)
-class _Submission:
-    """What is submitted together, for the group ``index``."""
-
-    asked: PromptRequest | TurnRequest
-    index: int
-
-    @property
-    def request_ids(self) -> tuple[str, ...]:
-        return self.asked.request_ids
-
-
 class EngineClient:
     """
     Args:
-        rollout: what the pumps of a run's engines share: versions, pauses, the journal.
+        rollout: what the clients of a run's engines share: versions, pauses, the journal.
     """
 
     def __init__(self, engine: RoleGroup[RolloutWorker], rollout: Rollout) -> None:
         self.engine = engine
         self._rollout = rollout
         self._waiting: dict[str, asyncio.Future[FinishedRequest]] = {}
-        self._queue: list[_Submission] = []  # not admitted
-        self._to_send: list[_Submission] = []  # admitted, not sent
+        self._queue: dict[tuple[str, ...], tuple[AnyRequest, int]] = {}  # by their ids: not admitted, and their groups
+        self._to_send: dict[tuple[str, ...], AnyRequest] = {}  # admitted, not sent
         self._running: set[str] = set()  # admitted, not ended
         self._cancelled: list[str] = []  # sent, not waited for any more: the engine does not know yet
         self._task: asyncio.Task[None] | None = None
@@ -63,7 +50,7 @@ class EngineClient:
         """Takes the engine over, which may have worked for another driver before."""
         self.stats = await self.engine.call(RolloutWorker.begin)
 
-    async def complete(self, asked: PromptRequest | TurnRequest, index: int) -> list[FinishedRequest]:
+    async def complete(self, asked: AnyRequest, index: int) -> list[FinishedRequest]:
         """Returns when all of the requests have ended, in their order.
 
         Args:
@@ -79,8 +66,7 @@ class EngineClient:
             raise ValueError(f"requests {ids} are waited for already, or named alike")
         futures: list[asyncio.Future[FinishedRequest]] = [loop.create_future() for _ in ids]
         self._waiting.update(zip(ids, futures, strict=True))
-        submission = _Submission(asked, index)
-        self._queue.append(submission)
+        self._queue[ids] = asked, index
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._run(), name="engine")
             self._task.add_done_callback(self._task_ended)
@@ -89,7 +75,7 @@ class EngineClient:
             # Not one after the other: what failed behind the first failure would be reported as never retrieved.
             return await asyncio.gather(*futures)
         except BaseException:
-            self._abandon(submission)
+            self._abandon(ids)
             raise
 
     async def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
@@ -131,20 +117,20 @@ class EngineClient:
         goes_on = True
         while goes_on:
             goes_on = False
-            for submission in list(self._queue):
-                if rollout.num_pauses and submission.index >= 0:
+            for ids, (asked, index) in list(self._queue.items()):
+                if rollout.num_pauses and index >= 0:
                     continue
-                if not self._has_room(submission):
+                if not self._has_room(len(ids)):
                     break  # nor may smaller ones go before it, again and again
-                if journal is None or journal.admit(submission.index):
-                    self._queue.remove(submission)
-                    self._to_send.append(submission)
-                    self._running.update(submission.request_ids)
+                if journal is None or journal.admit(index):
+                    del self._queue[ids]
+                    self._to_send[ids] = asked
+                    self._running.update(ids)
                     goes_on = True
 
-    def _has_room(self, submission: _Submission) -> bool:
+    def _has_room(self, num: int) -> bool:
         most = self._rollout.max_running
-        return most is None or not self._running or len(self._running) + len(submission.request_ids) < most
+        return most is None or not self._running or len(self._running) + num < most
 
     async def _run_steps(self) -> None:
         rollout = self._rollout
@@ -170,7 +156,7 @@ class EngineClient:
         Completed groups are handed out as soon as they are there. What is asked for meanwhile waits for the last step:
         which requests decode together is a matter of step counts, never of time.
         """
-        submit, self._to_send = [submission.asked for submission in self._to_send], []
+        submit, self._to_send = list(self._to_send.values()), {}
         cancel, self._cancelled = self._cancelled, []
         sampled = 0
         while True:
@@ -207,17 +193,13 @@ class EngineClient:
         future = self._waiting.pop(request_id, None)
         return None if future is None or future.done() else future
 
-    def _abandon(self, submission: _Submission) -> None:
+    def _abandon(self, ids: tuple[str, ...]) -> None:
         """These are not waited for any more."""
-        for request_id in submission.request_ids:
+        for request_id in ids:
             self._waiting.pop(request_id, None)
             self._running.discard(request_id)
-        if submission in self._queue:
-            self._queue.remove(submission)
-        elif submission in self._to_send:
-            self._to_send.remove(submission)
-        else:
-            self._cancelled += submission.request_ids
+        if self._queue.pop(ids, None) is None and self._to_send.pop(ids, None) is None:
+            self._cancelled += ids
         self._rollout.tell()
 
     async def _forget_cancelled(self) -> None:
@@ -226,11 +208,11 @@ class EngineClient:
             await self.engine.call(RolloutWorker.run_steps, (), cancel, 0)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """What ended the pump early is raised in all that wait for it."""
+        """What ended the client early is raised in all that wait for it."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return
-        unsent = {request_id for submission in self._to_send for request_id in submission.request_ids}
+        unsent = {request_id for ids in self._to_send for request_id in ids}
         self._cancelled += sorted(self._running - unsent)
         self._queue.clear()
         self._to_send.clear()

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch, Segments
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectory, TrajectorySequence
@@ -93,12 +94,17 @@ def chunk_of(step: int, index: int, groups: Sequence[Group]) -> Chunk:
     return Chunk(step, index, RaggedBatch.concat([group.batch for group in groups]))
 
 
-def by_group(batch: RaggedBatch) -> dict[int, RaggedBatch]:
-    """The batch of each group among several, by its index; of groups that were joined, as each was before."""
+def group_members(batch: RaggedBatch) -> dict[int, list[int]]:
+    """Sequences of each group among several, by its index."""
     members: dict[int, list[int]] = {}
     for s, group in enumerate(batch.sequence["group"].tolist()):
         members.setdefault(group, []).append(s)
-    return {group: batch.select(sequences, keep_order=True) for group, sequences in members.items()}
+    return members
+
+
+def by_group(batch: RaggedBatch) -> dict[int, RaggedBatch]:
+    """The batch of each group, by its index; of groups that were joined, as each was before."""
+    return {group: batch.select(picked, keep_order=True) for group, picked in group_members(batch).items()}
 
 
 def without_texts(batch: RaggedBatch) -> RaggedBatch:
@@ -152,16 +158,52 @@ def group_batch(index: int, trajectories: Sequence[Trajectory], greedy: Trajecto
         for response, trajectory in enumerate(members)
         for part in range(len(trajectory.sequences))
     ]
+    sequences = [row.sequence for row in rows]
     segments = Segments()
-    ends = segments.add_prompts(row.sequence.prompt_ids for row in rows)
-    leaves = [segments.add(row.sequence.token_ids, ends[row.sequence.prompt_ids]) for row in rows]
+    ends = segments.add_prompts(s.prompt_ids for s in sequences)
+    leaves = [segments.add(s.token_ids, ends[s.prompt_ids]) for s in sequences]
     batch = segments.batch(leaves, [f"{index}.{row.name}" for row in rows])
-    batch = batch.with_sequence(group=torch.full((len(rows),), index))
-    return _with_columns(batch, rows).with_objects(
-        state=[row.sequence.state for row in rows],
-        completion=[row.sequence.completion for row in rows],
-        finish_reason=[row.finish_reason for row in rows],
-    )
+    is_leaf = batch.sequence_index() >= 0
+
+    def on_leaves(values: Iterable[Sequence[float]], elsewhere: float, dtype: torch.dtype) -> Tensor:
+        column = torch.full((batch.num_tokens,), elsewhere, dtype=dtype)
+        # Leaves are stored in the order of the rows.
+        column[is_leaf] = torch.tensor([value for of_row in values for value in of_row], dtype=dtype)
+        return column
+
+    actions = on_leaves([s.action_mask for s in sequences], False, torch.bool)
+    token = {
+        "action_mask": actions,
+        "loss_mask": actions,
+        "rollout_logprobs": on_leaves([s.logprobs for s in sequences], 0.0, torch.float32),
+        "policy_version": on_leaves([s.versions for s in sequences], NO_VERSION, torch.int64),
+    }
+    for name in _column_names(sequences, token):
+        own = [s.columns[name] for s in sequences]
+        whole = all(type(value) is int for column in own for value in column)
+        token[name] = on_leaves(own, 0, torch.int64 if whole else torch.float32)
+    sequence = {
+        "group": torch.full((len(rows),), index),
+        "response": torch.tensor([row.response for row in rows]),
+        "ended": torch.tensor([row.finish_reason in _ENDED for row in rows]),
+        "version": torch.tensor([s.versions[0] for s in sequences]),
+        TEXT_END: torch.tensor([-1 if s.text_end is None else s.text_end for s in sequences]),
+    }
+    if greedy is not None:
+        sequence[GREEDY] = torch.tensor([row.is_greedy for row in rows])
+    if sources := rows[0].trajectory.scores:
+        token["observation_mask"] = is_leaf & ~actions
+        sequence["part"] = torch.tensor([row.part for row in rows])
+        sequence["num_turns"] = torch.tensor([s.num_turns for s in sequences])
+        for name in sources:
+            scores = [row.trajectory.scores[name] if row.is_final else math.nan for row in rows]
+            sequence[REWARD_PREFIX + name] = torch.tensor(scores)
+    objects = {
+        STATE: [s.state for s in sequences],
+        "completion": [s.completion for s in sequences],
+        "finish_reason": [row.finish_reason for row in rows],
+    }
+    return replace(batch, token=token, sequence=sequence).with_objects(**objects)
 
 
 @dataclass(frozen=True)
@@ -192,49 +234,6 @@ class _Row:
         return self.trajectory.finish_reason if self.is_final else "rewritten"
 
 
-def _with_columns(batch: RaggedBatch, rows: Sequence[_Row]) -> RaggedBatch:
-    is_leaf = batch.sequence_index() >= 0
-    sequences = [row.sequence for row in rows]
-
-    def on_leaves(values: Iterable[Sequence[float]], empty: torch.Tensor) -> torch.Tensor:
-        # Leaves are stored in the order of the rows.
-        empty[is_leaf] = torch.tensor([value for of_row in values for value in of_row], dtype=empty.dtype)
-        return empty
-
-    num = batch.num_tokens
-    actions = on_leaves([s.action_mask for s in sequences], torch.zeros(num, dtype=torch.bool))
-    batch = batch.with_token(
-        action_mask=actions,
-        loss_mask=actions,
-        rollout_logprobs=on_leaves([s.logprobs for s in sequences], torch.zeros(num)),
-        policy_version=on_leaves([s.versions for s in sequences], torch.full((num,), NO_VERSION)),
-    )
-    names = _column_names(sequences, batch.token)
-    columns = {name: [s.columns[name] for s in sequences] for name in names}
-    batch = batch.with_token(
-        **{name: on_leaves(own, torch.zeros(num, dtype=_dtype(own))) for name, own in columns.items()}
-    ).with_sequence(
-        response=torch.tensor([row.response for row in rows]),
-        ended=torch.tensor([row.finish_reason in _ENDED for row in rows]),
-        version=torch.tensor([s.versions[0] for s in sequences]),
-        **{TEXT_END: torch.tensor([-1 if s.text_end is None else s.text_end for s in sequences])},
-    )
-    if any(row.is_greedy for row in rows):
-        batch = batch.with_sequence(**{GREEDY: torch.tensor([row.is_greedy for row in rows])})
-    sources = rows[0].trajectory.scores
-    if not sources:
-        return batch
-    scores = {
-        REWARD_PREFIX + name: torch.tensor([row.trajectory.scores[name] if row.is_final else math.nan for row in rows])
-        for name in sources
-    }
-    return batch.with_token(observation_mask=is_leaf & ~actions).with_sequence(
-        part=torch.tensor([row.part for row in rows]),
-        num_turns=torch.tensor([s.num_turns for s in sequences]),
-        **scores,
-    )
-
-
 def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str]) -> tuple[str, ...]:
     """Of the sequences' own columns."""
     names = sequences[0].columns.keys()
@@ -246,8 +245,3 @@ def _column_names(sequences: Sequence[TrajectorySequence], taken: Iterable[str])
             remedy="give every completion of a run columns of the same names, other than those of the batch",
         )
     return tuple(names)
-
-
-def _dtype(columns: Iterable[Sequence[float]]) -> torch.dtype:
-    whole = all(type(value) is int for column in columns for value in column)
-    return torch.int64 if whole else torch.float32

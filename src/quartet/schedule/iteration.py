@@ -51,14 +51,11 @@ class IterationStages:
     prefetch: ScorePrefetcher | None = None
 
 
-@dataclass(frozen=True)
-class IterationResult:
-    experience: Any
-    metrics: Mapping[str, float]
+async def run_iteration(step: int, stages: IterationStages) -> tuple[Any, dict[str, float]]:
+    """Generates, scores, learns, publishes; returns the experience, and metrics of learning and publishing.
 
-
-async def run_iteration(step: int, stages: IterationStages) -> IterationResult:
-    """Generates, scores, learns, publishes. A failing part cancels the others and its error comes out as it is."""
+    A failing part cancels the others and its error comes out as it is.
+    """
     try:
         if stages.prefetch is not None:
             await stages.prefetch.pause()
@@ -71,7 +68,7 @@ async def run_iteration(step: int, stages: IterationStages) -> IterationResult:
         metrics = {name: value for task in updates for name, value in task.result().items()}
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
-    return IterationResult(experience, metrics)
+    return experience, metrics
 
 
 async def _scored_chunks(step: int, stages: IterationStages) -> list[tuple[Chunk, list[ColumnSet]]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.schedule.groups import group_members
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import TrainWorker, Update
 from quartet.schedule.role_group import RoleGroup
@@ -36,26 +37,18 @@ class UpdatePlan:
 
     def selections(self, experience: RaggedBatch, step: int) -> list[tuple[int, ...]]:
         """Sequences of each mini-batch, in the order of the updates; those without a trained token are left out."""
-        members: dict[int, list[int]] = {}
-        for s, group in enumerate(experience.sequence["group"].tolist()):
-            members.setdefault(group, []).append(s)
-        groups = list(members)
+        groups = list(group_members(experience).values())
+        size = -(-len(groups) // self.minibatches)
         found: list[tuple[int, ...]] = []
         for epoch in range(self.epochs):
             order = list(range(len(groups)))
             if epoch:
                 generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * 1_009 + epoch)
                 order = torch.randperm(len(groups), generator=generator).tolist()
-            size = -(-len(order) // self.minibatches)
             for start in range(0, len(order), size):
-                found.append(tuple(s for g in order[start : start + size] for s in members[groups[g]]))
-        trained = _trained_sequences(experience)
+                found.append(tuple(s for g in order[start : start + size] for s in groups[g]))
+        trained = set(experience.sequence_index()[experience.token["loss_mask"]].tolist())
         return [picked for picked in found if trained.intersection(picked)]
-
-
-def _trained_sequences(batch: RaggedBatch) -> set[int]:
-    """Sequences with a token in the loss."""
-    return set(batch.sequence_index()[batch.token["loss_mask"]].tolist())
 
 
 def _whole(experience: RaggedBatch) -> RaggedBatch:

@@ -25,7 +25,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 from quartet.config.errors import UserError
@@ -38,27 +40,26 @@ class NestedLease(RuntimeError):
     """A task asked for a lease while it holds one: two tasks doing so could wait for each other for ever."""
 
 
+@dataclass(eq=False)
 class Lease:
     """A lease from its request to its end.
 
     `ticket` counts requests and `grant_index` grants, both in order from 0. Once granted, `versions` holds the
     version of every state read; `passed_over` counts the later requests that hindered it (at most `patience`).
+    `move` is to be carried out before the role may work.
     """
 
-    def __init__(
-        self, task: asyncio.Task[Any] | None, role: RoleSpec, mode: LeaseMode, access: Access, ticket: int
-    ) -> None:
-        self.task = task
-        self.role = role
-        self.mode: LeaseMode = mode
-        self.access = access
-        self.ticket = ticket
-        self.passed_over = 0
-        self.grant_index = -1
-        self.move: Move | None = None  # to be carried out before the role may work; set by the grant
-        self.versions: dict[str, int] = {}
-        self.missed: MissedVersion | None = None
-        self.wake: Waiting[None]
+    task: asyncio.Task[Any] | None
+    role: RoleSpec
+    mode: LeaseMode
+    access: Access
+    ticket: int
+    passed_over: int = 0
+    grant_index: int = -1
+    move: Move | None = None
+    versions: dict[str, int] = field(default_factory=dict)
+    missed: MissedVersion | None = None
+    wake: Waiting[None] = field(init=False)
 
     @property
     def is_held(self) -> bool:
@@ -97,8 +98,8 @@ class Arbiter:
         self._queue: list[Lease] = []
         self._held: list[Lease] = []
         self._tasks: dict[asyncio.Task[Any] | None, Lease] = {}
-        self._num_tickets = 0
-        self._num_grants = 0
+        self._tickets = count()
+        self._grants = count()
 
     @asynccontextmanager
     async def lease(
@@ -188,9 +189,8 @@ class Arbiter:
         self.check_possible(role_name, mode)
         if missed := self._versions.missed(access):
             raise missed
-        request = Lease(task, self._roles[role_name], mode, access, self._num_tickets)
+        request = Lease(task, self._roles[role_name], mode, access, next(self._tickets))
         request.wake = Waiting(partial(self._describe_wait, request))
-        self._num_tickets += 1
         self._tasks[task] = request
         self._queue.append(request)
         self._dispatch()
@@ -215,20 +215,19 @@ class Arbiter:
             return (True, not resident, request.ticket)
 
         for request in sorted(open_requests, key=preference):
-            if self._fits(request) and self._spares(request, urgent):
+            before = [other for other in urgent if other.ticket < request.ticket]
+            if self._fits(request) and not self._hinders(request, before):  # what the urgent ones need is left to them
                 return request
         return None
 
     def _is_open(self, request: Lease) -> bool:
         """Its version window is open: see the module's docstring."""
         versions, access = self._versions, request.access
-        if not versions.reads_are_current(access):
-            return False
-        if access.writes is None:
-            return True
-        if versions.is_reserved_against(request.role.name, access):
-            return False
-        return not any(self._is_promised(reader, request) for reader in self._queue)
+        return (
+            versions.reads_are_current(access)
+            and not versions.is_reserved_against(request.role.name, access)
+            and not any(self._is_promised(reader, request) for reader in self._queue)
+        )
 
     def _is_promised(self, reader: Lease, writer: Lease) -> bool:
         """True when queued `reader` names the version that `writer` would replace, and is to have it first.
@@ -253,11 +252,6 @@ class Arbiter:
             and self._versions.is_free(request.access)
             and pool.plan(role, request.mode) is not None
         )
-
-    def _spares(self, request: Lease, urgent: Iterable[Lease]) -> bool:
-        """Granting it leaves every urgent request that came before what that one needs."""
-        before = [other for other in urgent if other.ticket < request.ticket]
-        return not before or not self._hinders(request, before)
 
     def _hinders(self, request: Lease, others: list[Lease]) -> bool:
         claims = {request.role.name: request.needed_bytes}
@@ -284,8 +278,7 @@ class Arbiter:
         assert move is not None, "a request is granted only after its move was found possible"
         request.move = move if pool.take(move) else None
         request.versions = self._versions.begin(request.role.name, request.access)
-        request.grant_index = self._num_grants
-        self._num_grants += 1
+        request.grant_index = next(self._grants)
         self._queue.remove(request)
         self._held.append(request)
         request.wake.set_result(None)

@@ -1,4 +1,4 @@
-"""From a resolved placement to the arbiter that grants its leases and the rule that admits its groups."""
+"""From a resolved placement to the arbiter that grants its leases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from quartet.config.placement import ResolvedPlacement, ResolvedPool
 from quartet.schedule.leases import Arbiter, LeaseMode, Offloader, PoolSpec, RoleSpec
-from quartet.schedule.stream import AdmissionRule
 
 LOCAL_POOL = "local"
 
@@ -53,7 +52,3 @@ def placed_arbiter(
 def local_arbiter(sizes: Mapping[str, Mapping[LeaseMode, int]], *, version: int) -> Arbiter:
     """The arbiter of ``local_placement``; ``sizes``: role → mode → bytes."""
     return placed_arbiter(local_placement(sizes), sizes, version=version)
-
-
-def admission_rule(placement: ResolvedPlacement, prompts_per_step: int) -> AdmissionRule:
-    return AdmissionRule(prompts_per_step, placement.max_staleness)

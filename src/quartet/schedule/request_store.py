@@ -55,6 +55,9 @@ class TurnRequest:
         return (self.request_id,)
 
 
+AnyRequest = PromptRequest | TurnRequest
+
+
 @dataclass(frozen=True)
 class FinishedRequest:
     """What the driver is told of a request that has ended.
@@ -85,7 +88,7 @@ class RequestStore:
         self._episodes: dict[str, str] = {}  # by request
         self._transcripts: dict[str, Transcript] = {}
 
-    def engine_requests(self, asked: PromptRequest | TurnRequest) -> list[Request] | FinishedRequest:
+    def engine_requests(self, asked: AnyRequest) -> list[Request] | FinishedRequest:
         """What the engine is to do; at once an end where the state leaves no room for an action.
 
         Raises:

@@ -8,9 +8,9 @@ two such leases.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import fields
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -34,6 +34,7 @@ from quartet.train.engine import Needs
 _T = TypeVar("_T")
 
 
+@dataclass(eq=False)
 class Rollout:
     """Drives the engines for the group stream.
 
@@ -62,53 +63,40 @@ class Rollout:
         UserError: a journal with several engines.
     """
 
-    def __init__(
-        self,
-        leases: LeaseContext,
-        engines: Sequence[RoleGroup[RolloutWorker]],
-        requests: Callable[[int], tuple[Any, PromptRequest]],
-        *,
-        steps_per_lease: int,
-        version: int,
-        canary: CanaryProbe,
-        trainer: RoleGroup[ModelWorker],
-        update_engine_weights: Callable[[int], Awaitable[int]],
-        shares_actor: bool,
-        in_flight: InFlight = "pick_up",
-        max_running: int | None = None,
-        journal: Journal | None = None,
-        on_finished: Callable[[int], None] | None = None,
-    ) -> None:
-        if journal is not None and len(engines) != 1:
-            raise _no_journal(f"{len(engines)} rollout engines", "give the rollout role one process")
-        self.leases = leases
-        self.steps_per_lease = steps_per_lease
-        self.version = version
-        self.max_running = max_running
-        self.journal = journal
-        self.on_finished = on_finished
-        self.num_pauses = 0
-        self.num_publishing = 0
-        self._shares_actor = shares_actor
+    leases: LeaseContext
+    engines: Sequence[RoleGroup[RolloutWorker]]
+    requests: Callable[[int], tuple[Any, PromptRequest]]
+    _: KW_ONLY
+    steps_per_lease: int
+    version: int
+    canary: CanaryProbe
+    trainer: RoleGroup[ModelWorker]
+    update_engine_weights: Callable[[int], Awaitable[int]]
+    shares_actor: bool
+    in_flight: InFlight = "pick_up"
+    max_running: int | None = None
+    journal: Journal | None = None
+    on_finished: Callable[[int], None] | None = None
+    num_pauses: int = field(default=0, init=False)
+    num_publishing: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.journal is not None and len(self.engines) != 1:
+            raise _no_journal(f"{len(self.engines)} rollout engines", "give the rollout role one process")
         self._news = News()
-        self._clients = [EngineClient(engine, self) for engine in engines]
-        self._requests = requests
-        self._canary = canary
-        self._trainer = trainer
-        self._update_engine_weights = update_engine_weights
-        self._in_flight: InFlight = in_flight
+        self._clients = [EngineClient(engine, self) for engine in self.engines]
         self._weights_stay = asyncio.Lock()
 
     def reads(self) -> dict[str, int | None]:
         """Whatever weights the engines have; where they are the actor's own tensors, those of the same version."""
-        return {"rollout": None, **({"actor": self.version} if self._shares_actor else {})}
+        return {"rollout": None, **({"actor": self.version} if self.shares_actor else {})}
 
     async def change(self, reason: str) -> None:
         """Waits until something was told."""
         await self._news.wait(lambda: f"the rollout waits for {reason}")
 
     def tell(self) -> None:
-        """Something changed that a pump or a pause may wait for."""
+        """Something changed that a client or a pause may wait for."""
         self._news.tell()
         if self.journal is not None:
             self.journal.tell()
@@ -117,7 +105,7 @@ class Rollout:
         """Sums over the engines, after their last calls."""
         of = [client.stats for client in self._clients]
         total = EngineStats(
-            **{field.name: sum(getattr(stats, field.name) for stats in of) for field in fields(EngineStats)}
+            **{count.name: sum(getattr(stats, count.name) for stats in of) for count in fields(EngineStats)}
         )
         total.policy_version = self.version
         return total
@@ -131,7 +119,7 @@ class Rollout:
 
     async def generate(self, index: int) -> Group:
         """The group at ``index`` of the stream."""
-        prompt, request = self._requests(index)
+        prompt, request = self.requests(index)
         client = self._client_of(index)
         await client.complete(request, index)
         sampled = [sample.request_id for sample in request.samples if not sample.sampling.greedy]
@@ -162,7 +150,7 @@ class Rollout:
 
     # Evaluation ------------------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
         """Nothing is generated meanwhile but for evaluations: for figures of the present weights.
 
@@ -176,23 +164,15 @@ class Rollout:
         if any(client.is_running for client in self._clients):
             raise RuntimeError("groups are being generated: evaluate inside of quiet()")
         num = len(self._clients)
-        shares = [[(i, request) for i, (_, request) in enumerate(prompts) if i % num == p] for p in range(num)]
-        made = await _each(
-            [
-                self._evaluate_on(client, share, step)
-                for client, share in zip(self._clients, shares, strict=True)
-                if share
-            ]
-        )
+        shares = [{i: prompts[i][1] for i in range(p, len(prompts), num)} for p in range(num)]
+        pairs = zip(self._clients, shares, strict=True)
+        made = await _each([self._evaluate_on(client, share, step) for client, share in pairs if share])
         batches = {i: one for batch in made for i, one in by_group(batch).items()}
         return [Group.of(i, item, batches[i]) for i, (item, _) in enumerate(prompts)]
 
-    async def _evaluate_on(
-        self, client: EngineClient, share: Sequence[tuple[int, PromptRequest]], step: int
-    ) -> RaggedBatch:
-        indices, requests = zip(*share, strict=True)
+    async def _evaluate_on(self, client: EngineClient, share: Mapping[int, PromptRequest], step: int) -> RaggedBatch:
         async with self.leases.turn("rollout", "generate", "evaluate", step=step, reads=self.reads()):
-            return await client.answers(requests, indices)
+            return await client.answers(list(share.values()), list(share))
 
     # Weights ---------------------------------------------------------------------------------------------
 
@@ -208,26 +188,23 @@ class Rollout:
             # The actor trains on no sooner than its weights were handed over and compared.
             with arbiter.reserve("actor", version, "rollout"), arbiter.reserve("actor", version, "actor"):
                 await arbiter.until("actor", version)
-                async with self._weights_stay:
-                    probed = await self._swapped_in(version)
+                pause: AbstractAsyncContextManager[None] = nullcontext()
+                if self.in_flight == "finish_old":
+                    pause = self._paused(version)
+                async with self._weights_stay, pause:
+                    probed = await self._swap(version)
                 difference = await self._difference(probed, version)
         finally:
             self.num_publishing -= 1
-        if not difference <= self._canary.tolerance:
+        if not difference <= self.canary.tolerance:
             raise UserError(
                 f"after weight update {version} the rollout engine computes with other weights than the trainer",
                 found=f"log-probabilities of the canary prompt differ by {difference:.3g}, "
-                f"more than {self._canary.tolerance:.3g}",
+                f"more than {self.canary.tolerance:.3g}",
                 remedy="if both are meant to differ by that much (another precision), raise canary_tolerance; "
                 "otherwise the engine kept old or other weights",
             )
         return {"agreement/canary_diff": difference, "policy_version": float(version)}
-
-    async def _swapped_in(self, version: int) -> list[RaggedBatch]:
-        if self._in_flight == "pick_up":
-            return await self._swap(version)
-        async with self._paused(version):
-            return await self._swap(version)
 
     async def _swap(self, version: int) -> list[RaggedBatch]:
         """Updates the weights between two leases; returns each engine's log-probabilities of the canary prompt."""
@@ -238,17 +215,16 @@ class Rollout:
             "rollout", "generate", "publish", step=version - 1, reads={"actor": version}, writes="rollout"
         )
         async with turn as (_, span):
-            span.nbytes = await self._update_engine_weights(version)
+            span.nbytes = await self.update_engine_weights(version)
             if journal is not None:
                 journal.note("swap", version)
-            names = [f"canary.{i}" for i in range(len(self._clients))]
-            works = [client.canary(self._canary, name) for client, name in zip(self._clients, names, strict=True)]
+            works = [client.canary(self.canary, f"canary.{i}") for i, client in enumerate(self._clients)]
             probed = await _each(works)
             self.version = version
         self.tell()
         return probed
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def _paused(self, version: int) -> AsyncIterator[None]:
         """Admits nothing meanwhile, and begins when what runs has ended."""
         journal = self.journal
@@ -270,7 +246,7 @@ class Rollout:
         batch = RaggedBatch.concat(probed)
         turn = self.leases.turn("actor", "forward", "canary", step=version - 1, reads={"actor": version})
         async with turn:
-            columns = await self._trainer.call(ModelWorker.forward, batch, Needs(logprobs=True))
+            columns = await self.trainer.call(ModelWorker.forward, batch, Needs(logprobs=True))
         mask = batch.token["loss_mask"]
         expected: Tensor = columns.token["logprobs"][mask]
         return float((batch.token["rollout_logprobs"][mask] - expected.double()).abs().max())

@@ -27,7 +27,7 @@ from quartet.rollout.protocol import (
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import model_bytes
 from quartet.schedule.offloadable import Offloadable
-from quartet.schedule.request_store import FinishedRequest, PromptRequest, RequestStore, TurnRequest
+from quartet.schedule.request_store import AnyRequest, FinishedRequest, PromptRequest, RequestStore
 from quartet.schedule.weight_sync import WeightReceiverMixin
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
@@ -80,9 +80,7 @@ class RolloutWorker(WeightReceiverMixin):
         self._requests.clear()
         return self.engine.stats()
 
-    def run_steps(
-        self, submit: Sequence[PromptRequest | TurnRequest], cancel: Sequence[str], num_steps: int
-    ) -> EngineOutputs:
+    def run_steps(self, submit: Sequence[AnyRequest], cancel: Sequence[str], num_steps: int) -> EngineOutputs:
         """Cancels, submits, then at most ``num_steps`` engine steps, as long as there is work.
 
         It returns early when the last request of a group has ended, so that the group is scored at once.
@@ -119,7 +117,7 @@ class RolloutWorker(WeightReceiverMixin):
         steps_left = steps_left if self.engine.has_work else 0
         return EngineOutputs(tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(failed))
 
-    def _submit(self, asked: PromptRequest | TurnRequest) -> list[FinishedRequest]:
+    def _submit(self, asked: AnyRequest) -> list[FinishedRequest]:
         """Returns what has ended at once: an action that its episode leaves no room for."""
         requests = self._requests.engine_requests(asked)
         if isinstance(requests, FinishedRequest):

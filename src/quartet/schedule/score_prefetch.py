@@ -36,6 +36,7 @@ class PrefetchedChunk:
         return next((task for known, task in self.columns if known is scorer), None)
 
 
+@dataclass(eq=False)
 class ScorePrefetcher:
     """Begins the scoring of coming steps' chunks, and hands it over when their step has come.
 
@@ -46,17 +47,12 @@ class ScorePrefetcher:
         num_steps: of the run, behind which nothing is scored, however far generation goes.
     """
 
-    def __init__(
-        self,
-        stream: GroupStream[Group],
-        collect: Collect,
-        scorers: Sequence[Scorer],
-        num_steps: int | None = None,
-    ) -> None:
-        self._stream = stream
-        self._collect = collect
-        self._scorers = scorers
-        self.num_steps = num_steps
+    stream: GroupStream[Group]
+    collect: Collect
+    scorers: Sequence[Scorer]
+    num_steps: int | None = None
+
+    def __post_init__(self) -> None:
         self._begun: dict[tuple[int, int], PrefetchedChunk] = {}
         self._next = (0, 0)  # no chunk before it is begun any more
         self._watch: asyncio.Task[None] | None = None
@@ -94,15 +90,15 @@ class ScorePrefetcher:
 
     async def _look(self) -> None:
         while True:
-            for step, index, groups in self._stream.buffered_chunks():
+            for step, index, groups in self.stream.buffered_chunks():
                 is_of_run = self.num_steps is None or step < self.num_steps
                 if is_of_run and (step, index) >= self._next:
                     self._begin(step, index, groups)
-            await self._stream.change()
+            await self.stream.change()
 
     def _begin(self, step: int, index: int, groups: list[Group]) -> None:
         self._next = (step, index + 1)
-        chunk = self._collect(step, index, groups)
+        chunk = self.collect(step, index, groups)
         loop = asyncio.get_running_loop()
-        tasks = [(scorer, loop.create_task(scorer.score(chunk))) for scorer in self._scorers]
+        tasks = [(scorer, loop.create_task(scorer.score(chunk))) for scorer in self.scorers]
         self._begun[step, index] = PrefetchedChunk(chunk, tasks)

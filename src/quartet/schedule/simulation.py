@@ -30,13 +30,13 @@ from quartet.schedule.journal import Consumed, Event, Journal
 from quartet.schedule.learners import ModelLearner, UpdatePlan
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.leases import Offloader
-from quartet.schedule.placement import admission_rule, placed_arbiter
+from quartet.schedule.placement import placed_arbiter
 from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.score_prefetch import ScorePrefetcher
 from quartet.schedule.scorers import ModelScorer
-from quartet.schedule.stream import GroupStream
+from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedGroup, TimedModel, TimedOffloader, TimedWeights
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import Needs
@@ -113,7 +113,7 @@ class Simulation:
         self.rollout = self._rollout(placement)
         self.stream: GroupStream[Group] = GroupStream(
             self.rollout.generate,
-            admission_rule(placement, prompts_per_step),
+            AdmissionRule(prompts_per_step, placement.max_staleness),
             chunk_size=chunk_size,
             accept=None if accept is None else lambda group: accept(group.index),
         )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -45,14 +45,6 @@ class AdmissionRule:
     prompts_per_step: int
     max_staleness: int | None = None
 
-    def capacity(self, *, open_steps: int, versions_published: int, accepted: int, running: int) -> int:
-        """Groups that may be started now; counts are since the first step of the run.
-
-        `open_steps`: steps whose consumption has begun, the finished ones included.
-        """
-        steps = open_steps if self.max_staleness is None else self.max_staleness + versions_published + 1
-        return steps * self.prompts_per_step - accepted - running
-
 
 @dataclass(frozen=True)
 class BufferedGroups(Generic[G]):
@@ -72,6 +64,7 @@ class TooFewGroups:
     attempts: int
 
 
+@dataclass(eq=False)
 class GroupStream(Generic[G]):
     """Produces groups ahead of their consumption and hands them out step by step.
 
@@ -81,30 +74,21 @@ class GroupStream(Generic[G]):
     stream`, or call `close()`.
     """
 
-    def __init__(
-        self,
-        produce: Callable[[int], Awaitable[G]],
-        rule: AdmissionRule,
-        *,
-        chunk_size: int,
-        accept: Callable[[G], bool] | None = None,
-        max_attempts: int | None = None,
-        shortage: Callable[[TooFewGroups], Exception] = RuntimeError,
-    ) -> None:
-        self._produce = produce
-        self._rule = rule
-        self._chunk_size = chunk_size
-        self._accept = accept
-        self._max_attempts = max_attempts
-        self._too_few_error = shortage
+    produce: Callable[[int], Awaitable[G]]
+    rule: AdmissionRule
+    _: KW_ONLY
+    chunk_size: int
+    accept: Callable[[G], bool] | None = None
+    max_attempts: int | None = None
+    shortage: Callable[[TooFewGroups], Exception] = RuntimeError
+
+    def __post_init__(self) -> None:
         self._running: dict[int, asyncio.Task[G | None]] = {}
         self._decided: dict[int, G | None] = {}  # produced, but not yet passed by the cursor; None where rejected
         self._passed: dict[int, G | None] = {}  # passed by it since the last whole step
         self._cursor = 0  # every index below it is consumed or rejected
         self._next_launch = 0
         self._consumed = 0
-        self._rejected = 0  # below the cursor
-        self._buffered = 0  # accepted, at or beyond the cursor
         self._open_steps = 0
         self._versions_published = 0
         self._boundary = self._snapshot()  # where the last whole step ended
@@ -120,7 +104,7 @@ class GroupStream(Generic[G]):
     @property
     def num_accepted(self) -> int:
         """Groups accepted since the start of the run, those not consumed yet included."""
-        return self._consumed + self._buffered
+        return self._consumed + sum(group is not None for group in self._decided.values())
 
     async def chunks(self, step: int) -> AsyncIterator[list[G]]:
         """The next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
@@ -130,14 +114,14 @@ class GroupStream(Generic[G]):
         short, and once whatever `produce` or `accept` raised, after everything in flight has been stopped.
         """
         self._begin(step)
-        first_index, size = self._cursor, self._rule.prompts_per_step
+        first_index, size = self._cursor, self.rule.prompts_per_step
         chunk: list[G] = []
         for taken in range(1, size + 1):
             chunk.append(await self._take(step, first_index, taken))
             if taken == size:  # before the last yield: a consumer need not come back after it
                 self._boundary = self._snapshot()
                 self._passed.clear()
-            if len(chunk) == self._chunk_size or taken == size:
+            if len(chunk) == self.chunk_size or taken == size:
                 full, chunk = chunk, []
                 yield full
 
@@ -146,7 +130,7 @@ class GroupStream(Generic[G]):
 
         They are what `chunks` will give.
         """
-        size, place = self._rule.prompts_per_step, self._consumed
+        size, place = self.rule.prompts_per_step, self._consumed
         chunk: list[G] = []
         index = self._cursor
         while index in self._decided:
@@ -159,8 +143,8 @@ class GroupStream(Generic[G]):
             if step < self._open_steps:
                 continue
             chunk.append(group)
-            if len(chunk) == self._chunk_size or place % size == 0:
-                yield step, place_in_step // self._chunk_size, chunk
+            if len(chunk) == self.chunk_size or place % size == 0:
+                yield step, place_in_step // self.chunk_size, chunk
                 chunk = []
 
     async def change(self) -> None:
@@ -197,7 +181,7 @@ class GroupStream(Generic[G]):
         Raises:
             UserError: the rule differs, so that the steps would be others or these groups too old in theirs.
         """
-        size = self._rule.prompts_per_step
+        size = self.rule.prompts_per_step
         if state["accepted"] != state["steps"] * size:
             raise UserError(
                 "the number of prompts per step differs from that of the saved run",
@@ -206,27 +190,25 @@ class GroupStream(Generic[G]):
             )
         self._cursor = self._next_launch = state["next_index"]
         self._consumed = state["accepted"]
-        self._rejected = state["rejected"]
         self._open_steps = state["steps"]
         self._versions_published = state["versions_published"]
         self._boundary = self._snapshot()
         if buffered is not None:
             self._check_age(buffered)
             self._decided = {**buffered.groups, **dict.fromkeys(buffered.rejected)}
-            self._buffered = len(buffered.groups)
 
     def _check_age(self, buffered: BufferedGroups[G]) -> None:
         """A group's step is at the latest the one that it comes into when all before it are accepted."""
-        oldest, rejected = self._rule.max_staleness or 0, sorted(buffered.rejected)
+        oldest, rejected = self.rule.max_staleness or 0, sorted(buffered.rejected)
         for index, group in buffered.groups.items():
             before = index - self._cursor - bisect_left(rejected, index)
-            lead = before // self._rule.prompts_per_step
+            lead = before // self.rule.prompts_per_step
             age = self._open_steps + lead - group.first_version
             if max(lead, age) > oldest:
                 raise UserError(
                     "the checkpoint holds groups that were generated further ahead than this run may",
                     found=f"group {index} is for step {self._open_steps + lead}, made with weights of version "
-                    f"{group.first_version}; max_staleness={self._rule.max_staleness}",
+                    f"{group.first_version}; max_staleness={self.rule.max_staleness}",
                     remedy=f"resume with max_staleness of at least {max(lead, age)}",
                 )
 
@@ -250,10 +232,10 @@ class GroupStream(Generic[G]):
     def _begin(self, step: int) -> None:
         if self._closed and self._failure is None:
             raise RuntimeError("the stream is closed")
-        if self._consumed != step * self._rule.prompts_per_step:
+        if self._consumed != step * self.rule.prompts_per_step:
             raise RuntimeError(
                 f"step {step} asked for after {self._consumed} groups of "
-                f"{self._rule.prompts_per_step} per step: steps are consumed whole and in order"
+                f"{self.rule.prompts_per_step} per step: steps are consumed whole and in order"
             )
         self._open_steps = step + 1
         if self._failure is None:
@@ -267,17 +249,15 @@ class GroupStream(Generic[G]):
                 failure, self._failure = self._failure, None
                 raise failure
             attempts = self._cursor - first_index
-            if self._max_attempts is not None and attempts >= self._max_attempts:
+            if self.max_attempts is not None and attempts >= self.max_attempts:
                 await self.close()
-                raise self._too_few_error(TooFewGroups(step, self._rule.prompts_per_step, wanted - 1, attempts))
+                raise self.shortage(TooFewGroups(step, self.rule.prompts_per_step, wanted - 1, attempts))
             if self._cursor in self._decided:
                 group = self._passed[self._cursor] = self._decided.pop(self._cursor)
                 self._cursor += 1
                 if group is not None:
                     self._consumed += 1
-                    self._buffered -= 1
                     return group
-                self._rejected += 1
                 continue
             if self._closed:
                 raise RuntimeError("the stream was closed while a step was being consumed")
@@ -299,23 +279,20 @@ class GroupStream(Generic[G]):
             self._next_launch += 1
 
     def _admits_another(self) -> bool:
-        capacity = self._rule.capacity(
-            open_steps=self._open_steps,
-            versions_published=self._versions_published,
-            accepted=self.num_accepted,
-            running=len(self._running),
-        )
-        if capacity <= 0:
+        """By the admission rule; counts are since the first step of the run."""
+        rule = self.rule
+        steps = self._open_steps if rule.max_staleness is None else rule.max_staleness + self._versions_published + 1
+        if self.num_accepted + len(self._running) >= steps * rule.prompts_per_step:
             return False
-        if self._max_attempts is None:
+        if self.max_attempts is None:
             return True
         # Without this a filter that rejects everything would keep an idle consumer's producer busy for ever.
-        steps_ahead = 1 + (self._rule.max_staleness or 0)
-        return self._next_launch < self._boundary["next_index"] + steps_ahead * self._max_attempts
+        steps_ahead = 1 + (rule.max_staleness or 0)
+        return self._next_launch < self._boundary["next_index"] + steps_ahead * self.max_attempts
 
     async def _attempt(self, index: int) -> G | None:
-        group = await self._produce(index)
-        return group if self._accept is None or self._accept(group) else None
+        group = await self.produce(index)
+        return group if self.accept is None or self.accept(group) else None
 
     def _settle(self, index: int, task: asyncio.Task[G | None]) -> None:
         """A producer has ended: books its group, or stops the stream."""
@@ -333,7 +310,6 @@ class GroupStream(Generic[G]):
                 other.cancel()
         else:
             self._decided[index] = task.result()
-            self._buffered += task.result() is not None
             if not self._running:
                 self._launch()
         self._news.tell()
@@ -343,5 +319,5 @@ class GroupStream(Generic[G]):
             "next_index": self._cursor,
             "steps": self._open_steps,
             "accepted": self._consumed,
-            "rejected": self._rejected,
+            "rejected": self._cursor - self._consumed,
         }

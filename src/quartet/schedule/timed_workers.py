@@ -131,6 +131,7 @@ class TimedCodec:
         return ""
 
 
+@dataclass(eq=False)
 class TimedGroup(RoleGroup[Any]):
     """A worker in this process; what a call gives comes when the call's seconds have passed.
 
@@ -139,18 +140,15 @@ class TimedGroup(RoleGroup[Any]):
         sleep: lets so many seconds pass.
     """
 
-    def __init__(
-        self, worker: Any, seconds: Callable[..., float], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ) -> None:
-        self.worker = worker
-        self._seconds = seconds
-        self._sleep = sleep
+    worker: Any
+    seconds: Callable[..., float]
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = getattr(self.worker, method.__name__)(*args, **kwargs)
-        seconds = self._seconds(*args)
+        seconds = self.seconds(*args)
         if seconds > 0:
-            await drained(self._sleep(seconds))
+            await drained(self.sleep(seconds))
         return found
 
 

@@ -21,11 +21,11 @@ from quartet.schedule.iteration import StepLearner as AnyLearner
 from quartet.schedule.journal import Journal
 from quartet.schedule.learners import ModelLearner, UpdatePlan
 from quartet.schedule.lease_context import LeaseContext
-from quartet.schedule.placement import admission_rule, placed_arbiter
+from quartet.schedule.placement import placed_arbiter
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.score_prefetch import ScorePrefetcher
 from quartet.schedule.scorers import PartScorer
-from quartet.schedule.stream import GroupStream
+from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.train.engine import Objective
 from quartet.train.objectives import PolicyObjective, ValueObjective
 from quartet.train.preference_objectives import BestOfNObjective, PreferenceObjective
@@ -84,7 +84,8 @@ class RunAttempt:
             max_new_tokens=self.recipe.rollout.sampling.max_new_tokens,
         )
         source = self.roles.source(self.rollout, context.on_finished)
-        rule, chunk_size = admission_rule(placement, self.recipe.prompts_per_step), self.recipe.chunk_size
+        rule = AdmissionRule(self.recipe.prompts_per_step, placement.max_staleness)
+        chunk_size = self.recipe.chunk_size
         algorithm = self.recipe.algorithm
         self._sampling: DynamicSampling | None = None
         if isinstance(algorithm, GroupAlgorithm) and algorithm.dynamic_sampling is not None:

@@ -238,10 +238,9 @@ class RLTrainer:
         watch, done = Stopwatch(), step + 1
         async with self._saved_if_clean(attempt):
             with self._rollout_progress(step):
-                result = await run_iteration(step, attempt.stages)
-        experience = result.experience
+                experience, learned = await run_iteration(step, attempt.stages)
         # Agreement over the whole step, where it was measured, wins over the first mini-batch's.
-        metrics = {**result.metrics, **experience.metrics, **await attempt.metrics(step, experience, watch)}
+        metrics = {**learned, **experience.metrics, **await attempt.metrics(step, experience, watch)}
         self.kl.adapt(experience.batch, step)
         if step % self.recipe.log.rollouts_every == 0 or done == self.recipe.steps:
             await write_rollouts(self.run, self.workers.writer, done, experience)

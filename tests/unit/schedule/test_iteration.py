@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.iteration import Chunk, IterationResult, IterationStages, run_iteration
+from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.leases import Arbiter, LeaseMode, PoolSpec, RoleSpec
 from quartet.schedule.stream import AdmissionRule, GroupStream
 
@@ -80,8 +80,8 @@ class Simulation:
         await self.work("rollout", "generate", version, 0.1, reads={"actor": version}, writes="rollout")
         return {"policy_version": float(version)}
 
-    def run(self, steps: int = 1) -> list[IterationResult]:
-        async def main() -> list[IterationResult]:
+    def run(self, steps: int = 1) -> list[tuple[Any, dict[str, float]]]:
+        async def main() -> list[tuple[Any, dict[str, float]]]:
             rule = AdmissionRule(self.prompts_per_step)
             async with GroupStream(self.produce, rule, chunk_size=self.chunk_size) as stream:
                 roles = self.roles(stream)
@@ -138,9 +138,9 @@ def test_scoring_beside_generation_costs_no_wall_time() -> None:
 
 def test_results_come_in_prompt_order_and_scorer_order_whatever_finishes_first() -> None:
     slow_first = Simulation(chunk_size=2, score_s={"reward": 2.0, "reference": 0.01})
-    (result,) = slow_first.run()
-    assert [chunk.data for chunk, _ in result.experience] == [[0, 1], [2, 3]]
-    assert [columns for _, columns in result.experience] == [
+    ((experience, _),) = slow_first.run()
+    assert [chunk.data for chunk, _ in experience] == [[0, 1], [2, 3]]
+    assert [columns for _, columns in experience] == [
         [f"reward of {groups}", f"reference of {groups}"] for groups in ([0, 1], [2, 3])
     ]
 
@@ -154,11 +154,11 @@ def test_scorers_of_one_chunk_ask_in_their_order() -> None:
 
 def test_learners_start_after_every_score_and_publishing_after_every_update() -> None:
     simulation = Simulation()
-    (result,) = simulation.run()
+    ((_, metrics),) = simulation.run()
     scored = max(end for *_, end in simulation.of("reward", "reference"))
     trained = simulation.of("critic", "actor")
     assert min(start for *_, start, _ in trained) >= scored
-    assert result.metrics == {"critic/trained": 0.0, "actor/trained": 0.0, "policy_version": 1.0}
+    assert metrics == {"critic/trained": 0.0, "actor/trained": 0.0, "policy_version": 1.0}
     published = [start for _, which, start, end in simulation.of("rollout") if end - start == pytest.approx(0.1)]
     assert published and published[0] >= max(end for *_, end in trained)
 

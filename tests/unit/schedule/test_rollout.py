@@ -268,8 +268,8 @@ class World:
         try:
             async with self.stream:
                 for step in range(num_steps):
-                    result = await run_iteration(step, roles)
-                    assert result.metrics == {"agreement/canary_diff": 0.0, "policy_version": step + 1.0}
+                    _, metrics = await run_iteration(step, roles)
+                    assert metrics == {"agreement/canary_diff": 0.0, "policy_version": step + 1.0}
                     if after is not None:
                         await after(step + 1)
         finally:
@@ -524,7 +524,7 @@ def test_a_canary_that_sings_otherwise_stops_the_run() -> None:
             world.engines[0].update_weights(None, version)
             return 5
 
-        world.rollout._update_engine_weights = half
+        world.rollout.update_engine_weights = half
         with pytest.raises(UserError, match="computes with other weights") as caught:
             await world.collected(1)
         assert "0.0156" in caught.value.found
