@@ -29,17 +29,13 @@ import torch
 from common import arguments, markdown, write_results
 from torch import Tensor
 
-from quartet.weights import (
-    NamedSource,
-    TensorSink,
-    WeightReceiver,
-    WeightSender,
-    control,
-    sync_in_process,
-)
-from quartet.weights.digest import BLOCK_BYTES, Hasher
+from quartet.weights import control
+from quartet.weights.digest import BLOCK_BYTES, piece_digest
 from quartet.weights.disk import DiskReceive, DiskSend
-from quartet.weights.endpoint import TRANSPORTS
+from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
+from quartet.weights.shared import sync_in_process
+from quartet.weights.sink import TensorSink
+from quartet.weights.source import NamedSource
 from quartet.weights.transport import ReceiveTransport, SendTransport
 
 HIDDEN, INNER = 1024, 2816
@@ -94,7 +90,6 @@ class Memcpy:
 
 def parts(num_bytes: int, repeats: int) -> dict[str, float]:
     """Seconds of what each end does with as many bytes, alone."""
-    hasher = Hasher()
     source, target = (torch.full((num_bytes,), n, dtype=torch.uint8) for n in (1, 2))
     whole = num_bytes // BLOCK_BYTES * BLOCK_BYTES // 8
     read, written = (tensor.numpy()[: 8 * whole].view(np.uint64) for tensor in (source, target))
@@ -105,8 +100,8 @@ def parts(num_bytes: int, repeats: int) -> dict[str, float]:
 
     works: dict[str, Callable[[], Any]] = {
         "copy, block by block": copy,
-        "copy with the sender's digest": lambda: hasher.piece(source, 0, target),
-        "the receiver's digest": lambda: hasher.piece(source),
+        "copy with the sender's digest": lambda: piece_digest(source, 0, target),
+        "the receiver's digest": lambda: piece_digest(source),
     }
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,21 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import forkserver
-from quartet.weights import (
-    GATE_UP,
-    GatherWatchdog,
-    NamedSource,
-    TensorSink,
-    WeightReceiver,
-    WeightSender,
-    WeightSyncError,
-    qkv,
-)
 from quartet.weights.cuda_ipc import CudaHandles
-from quartet.weights.digest import Hasher
+from quartet.weights.digest import tensor_digest
 from quartet.weights.disk import DiskReceive, DiskSend
-from quartet.weights.endpoint import TRANSPORTS
+from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
+from quartet.weights.fusion import GATE_UP, qkv
 from quartet.weights.shared_memory import Segment
+from quartet.weights.sink import TensorSink
+from quartet.weights.source import NamedSource
 from quartet.weights.transport import ReceiveTransport, SendTransport
 
 BETWEEN_PROCESSES = ("shared_memory", "cuda_ipc", "collective", "disk")
@@ -177,9 +169,9 @@ class Engine:
     def __init__(self) -> None:
         self.receiver: WeightReceiver | None = None
 
-    def hold(self, staged: bool = False, adopts: bool = False) -> None:
+    def hold(self, adopts: bool = False) -> None:
         self.weights = empty_like(fused_weights())
-        self.sink = TensorSink(self.weights.items(), staged=staged, adopts=adopts)
+        self.sink = TensorSink(self.weights.items(), adopts=adopts)
         if self.receiver is not None:
             self.receiver.disconnect()
         self.receiver = WeightReceiver(self.sink)
@@ -193,7 +185,7 @@ class Engine:
         return self.receiver.answer(request, *args)
 
     def state(self) -> dict[str, Any]:
-        digests = [Hasher().digest(tensor) for tensor in self.weights.values()]
+        digests = [tensor_digest(tensor) for tensor in self.weights.values()]
         return {"version": self.sink.version, "status": str(self.sink.status), "digests": digests}
 
 
@@ -217,15 +209,3 @@ class Trainer:
 
     def answer(self, request: str, *args: Any) -> Any:
         return self.sender.answer(request, *args)
-
-    def gather(self) -> WeightSyncError:
-        """Rank 1 stops before its second tensor; returns what the others say then."""
-        progress = dist.FileStore(self.store + ".progress", self.world)
-        watch = GatherWatchdog(progress, self.rank, self.world, timeout_s=2.0)
-        try:
-            for n, _ in enumerate(NamedSource(self.weights.items, watch=watch).tensors()):
-                if self.rank == 1 and n == 0:
-                    time.sleep(300)
-        except WeightSyncError as error:
-            return error
-        raise AssertionError("no rank is missing")

@@ -201,7 +201,8 @@ def best_of_groups(scores_N: Tensor, group_N: Tensor, keep: int) -> Tensor:
         scores_N: ``[N]`` finite.
         group_N: ``[N]`` int64 labels.
     """
-    return (_ranks(scores_N, group_N) < keep) & ~_is_constant(scores_N, group_N)
+    ranks_N, _, is_constant_N = _ranked(scores_N, group_N)
+    return (ranks_N < keep) & ~is_constant_N
 
 
 def best_and_worst(scores_N: Tensor, group_N: Tensor) -> Tensor:
@@ -209,27 +210,22 @@ def best_and_worst(scores_N: Tensor, group_N: Tensor) -> Tensor:
 
     Of equally good ones the first is taken, of equally bad ones the last.
     """
-    ranks = _ranks(scores_N, group_N)
-    labels = torch.unique(group_N, return_inverse=True)[1]
-    last = torch.bincount(labels)[labels] - 1
-    return torch.where(_is_constant(scores_N, group_N), 0, (ranks == 0).long() - (ranks == last).long())
+    ranks_N, sizes_N, is_constant_N = _ranked(scores_N, group_N)
+    return torch.where(is_constant_N, 0, (ranks_N == 0).long() - (ranks_N == sizes_N - 1).long())
 
 
-def _ranks(scores_N: Tensor, group_N: Tensor) -> Tensor:
-    """``[N]`` place of each score within its group, from the highest, 0."""
+def _ranked(scores_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``[N]`` each: a score's place within its group, from the highest, 0; the group's size; bool, whether all its
+    scores are equal.
+    """
     labels = torch.unique(group_N, return_inverse=True)[1]
     falling = scores_N.argsort(descending=True, stable=True)
     order = falling[labels[falling].argsort(stable=True)]
     sizes = torch.bincount(labels)
     starts = (sizes.cumsum(0) - sizes)[labels[order]]
     places = torch.arange(len(order), device=order.device) - starts
-    return torch.empty_like(places).index_copy(0, order, places)
-
-
-def _is_constant(scores_N: Tensor, group_N: Tensor) -> Tensor:
-    """``[N]`` bool: all scores of the member's group are equal."""
-    labels = torch.unique(group_N, return_inverse=True)[1]
-    return segment_is_constant(scores_N, labels, int(labels.max()) + 1)[labels]
+    is_constant = segment_is_constant(scores_N, labels, len(sizes))
+    return torch.empty_like(places).index_copy(0, order, places), sizes[labels], is_constant[labels]
 
 
 # Details -------------------------------------------------------------------------------------------------

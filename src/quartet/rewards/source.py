@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from quartet.config.errors import UserError
@@ -85,6 +83,7 @@ class Outcome:
     reasons: tuple[RewardError, ...] = ()
 
 
+@dataclass(eq=False)
 class GuardedReward:
     """A source under its recipe's rules.
 
@@ -95,24 +94,16 @@ class GuardedReward:
         concurrency: most calls under way at a time, over all chunks; None: no limit.
     """
 
-    def __init__(
-        self,
-        source: RewardSource,
-        *,
-        on_error: OnError = "stop",
-        deadline_s: float | None = None,
-        batch_size: int | None = None,
-        concurrency: int | None = None,
-    ) -> None:
-        self.source, self.name = source, source.name
-        self._on_error = on_error
-        self._deadline_s = deadline_s
-        self._batch_size = batch_size
-        self._concurrency = concurrency
-        self.has_scored = False
-        self._num_left_out = 0
-        self._first_reason: RewardError | None = None
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+    source: RewardSource
+    _: KW_ONLY
+    on_error: OnError = "stop"
+    deadline_s: float | None = None
+    batch_size: int | None = None
+    concurrency: int | None = None
+    has_scored: bool = field(default=False, init=False)
+    _num_left_out: int = field(default=0, init=False)
+    _first_reason: RewardError | None = field(default=None, init=False)
+    _places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(default=None, init=False)
 
     @classmethod
     def of(
@@ -128,8 +119,12 @@ class GuardedReward:
         )
 
     @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
     def may_leave_out(self) -> bool:
-        return self._on_error == "leave_out"
+        return self.on_error == "leave_out"
 
     def check_columns(self, columns: Sequence[str]) -> None:
         self.source.check_columns(columns)
@@ -164,12 +159,12 @@ class GuardedReward:
         num = len(completions)
         if not num:
             return Outcome([], [])
-        size = self._batch_size or num
+        size = self.batch_size or num
         await self.source.ready()
         parts = [slice(start, min(start + size, num)) for start in range(0, num, size)]
         tasks = [asyncio.create_task(marked_call(part)) for part in parts]
         try:
-            _, waiting = await asyncio.wait(tasks, timeout=self._deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+            _, waiting = await asyncio.wait(tasks, timeout=self.deadline_s, return_when=asyncio.FIRST_EXCEPTION)
             for _ in range(_LAST_LOOK if waiting else 0):
                 # The loop may have been busy with generation: what was done in time must not count as late.
                 await asyncio.sleep(0)
@@ -222,7 +217,7 @@ class GuardedReward:
         loop = asyncio.get_running_loop()
         if self._places is None or self._places[0] is not loop:
             # One per event loop: training and a later evaluation may each have their own.
-            self._places = (loop, asyncio.Semaphore(self._concurrency or sys.maxsize))
+            self._places = (loop, asyncio.Semaphore(self.concurrency or sys.maxsize))
         return self._places[1]
 
     def _result(self, task: asyncio.Task[list[Score]], part: slice) -> list[Score]:
@@ -230,7 +225,7 @@ class GuardedReward:
             return task.result()
         late = RewardError(
             f"the reward {self.name!r} is late",
-            found=f"no answer within deadline_s={self._deadline_s} for a chunk",
+            found=f"no answer within deadline_s={self.deadline_s} for a chunk",
             remedy="raise deadline_s or concurrency, or set on_error: leave_out, and resume the run",
         )
         if not self.may_leave_out:
@@ -239,42 +234,32 @@ class GuardedReward:
 
 
 class Threads:
-    """A few threads in which calls wait or compute beside the event loop.
+    """Calls that wait or compute beside the event loop, each in a thread of its own, so many at a time.
 
     They keep no process alive: the end of a run does not wait for a call that never comes back.
     """
 
     def __init__(self, concurrency: int, name: str) -> None:
-        self._most, self._name = concurrency, f"reward-{name}"
-        self._started: list[threading.Thread] = []
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._places, self._name = threading.Semaphore(concurrency), f"reward-{name}"
         self._is_closed = False
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         result: Future[T] = Future()
-        self._calls.put((result, partial(function, *arguments, **keywords)))
-        with self._lock:
-            if len(self._started) < self._most:
-                name = f"{self._name}_{len(self._started)}"
-                self._started.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._started[-1].start()
+
+        def work() -> None:
+            with self._places:
+                if self._is_closed or not result.set_running_or_notify_cancel():
+                    return  # not waited for any more
+                try:
+                    result.set_result(function(*arguments, **keywords))
+                except StopIteration as error:  # which no future of asyncio takes
+                    result.set_exception(RuntimeError(f"it raised {error!r}"))
+                except BaseException as error:  # Whatever it is, it is raised where the call is waited for.
+                    result.set_exception(error)
+
+        threading.Thread(target=work, name=self._name, daemon=True).start()
         return await asyncio.wrap_future(result)
 
     def close(self) -> None:
         """Calls that are under way end by themselves, those that have not begun never begin."""
         self._is_closed = True
-        for _ in self._started:
-            self._calls.put(None)
-
-    def _work(self) -> None:
-        while (asked := self._calls.get()) is not None and not self._is_closed:
-            result, call = asked
-            if not result.set_running_or_notify_cancel():
-                continue  # not waited for any more
-            try:
-                result.set_result(call())
-            except StopIteration as error:  # which no future of asyncio takes
-                result.set_exception(RuntimeError(f"it raised {error!r}"))
-            except BaseException as error:  # Whatever it is, it is raised where the call is waited for.
-                result.set_exception(error)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,14 @@ from quartet.text.examples import PromptText
 _WORKER = "quartet.rewards.function_worker"
 
 
+@dataclass
+class _Call:
+    """One call: where it is under way, and whether its caller was cancelled, which another thread says."""
+
+    process: Subprocess | None = None
+    is_abandoned: bool = False
+
+
 class SubprocessFunction(FunctionSource):
     """A function in processes of its own, beside generation.
 
@@ -35,16 +43,17 @@ class SubprocessFunction(FunctionSource):
     """
 
     def __init__(self, config: FunctionReward) -> None:
-        said: dict[str, Any] = {}
-        start = partial(_start, config.target, config.concurrency if config.thread else 0, said)
+        start = partial(_start, config.target, config.concurrency if config.thread else 0)
         self._pool = SubprocessPool(start, config.processes)
         try:
             self._pool.fill()
+            with self._pool.taken() as process:
+                said = process.greeting
         except BaseException:
             self._pool.close()
             raise
         # A lambda is called "<lambda>", which no metric may be.
-        self.name = config.name or str(said.get("name"))[:100].strip("<>")
+        self.name = config.name or str(said["name"])[:100].strip("<>")
         self._parameters = Parameters(dict(said["named"]), bool(said["takes_all"]))
         # A plain function has one call per process, and the others wait here.
         num_calls = config.concurrency if config.thread or said["is_async"] else config.processes
@@ -72,7 +81,9 @@ class SubprocessFunction(FunctionSource):
             answer = await self._threads.run(self._ask, arguments, call)
             return self._read(answer, len(completions))
         except asyncio.CancelledError:
-            call.abandon()
+            call.is_abandoned = True
+            if (process := call.process) is not None:
+                process.kill()  # What has begun cannot be interrupted otherwise.
             raise
         except SubprocessDied as error:
             what = f"lost its process: {error} (os._exit, a crash in native code, too much memory)"
@@ -88,8 +99,11 @@ class SubprocessFunction(FunctionSource):
         """In a thread of its own."""
         while True:
             try:
-                with self._pool.taken() as process, call.under_way(process):
-                    return process.ask(arguments)
+                with self._pool.taken() as call.process:
+                    # Looked at after the process is known, so that one of the two threads ends what begins here.
+                    if call.is_abandoned:
+                        raise SubprocessDied("its caller was cancelled")
+                    return call.process.ask(arguments)
             except SubprocessDied as error:
                 if call.is_abandoned:
                     # The next call's time is not to be spent on a start.
@@ -103,6 +117,8 @@ class SubprocessFunction(FunctionSource):
                 raise
             except Exception as error:  # What pickling the user's objects raises.
                 raise self._not_plain(described(error)) from error
+            finally:
+                call.process = None
 
     def _read(self, answer: Any, num: int) -> list[float | None]:
         """The scores in an answer, of which nothing is certain but that it came as JSON."""
@@ -123,34 +139,6 @@ class SubprocessFunction(FunctionSource):
         )
 
 
-class _Call:
-    """One call, which may be given up by another thread than its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: Subprocess | None = None
-        self.is_abandoned = False
-
-    @contextlib.contextmanager
-    def under_way(self, process: Subprocess) -> Any:
-        with self._lock:
-            if self.is_abandoned:
-                raise SubprocessDied("its caller was cancelled")
-            self._process = process
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._process = None
-
-    def abandon(self) -> None:
-        """Its caller was cancelled. What has begun is ended with its process, which cannot be interrupted otherwise."""
-        with self._lock:
-            self.is_abandoned = True
-            if self._process is not None:
-                self._process.kill()
-
-
 class _Traceback(Exception):
     """The traceback of another process, as the cause of an error in this one."""
 
@@ -158,31 +146,25 @@ class _Traceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def _start(target: str, num_threads: int, said: dict[str, Any]) -> Subprocess:
-    """A process that has loaded the function; ``said`` becomes what it says of it."""
+def _start(target: str, num_threads: int) -> Subprocess:
+    """A process that has loaded the function, and greets with what it is."""
+    problem = f"the process of the function {target!r} does not start"
+    remedy = "correct what its module does while it is imported"
     torch = sys.modules.get("torch")
     settings = {"target": target, "threads": num_threads}
     try:
         process = Subprocess(_WORKER, settings, threads=None if torch is None else torch.get_num_threads())
     except SubprocessDied as error:
-        raise UserError(
-            f"the process of the function {target!r} does not start",
-            found=str(error),
-            remedy="see what it printed; correct what its module does while it is imported",
-        ) from error
+        raise UserError(problem, found=str(error), remedy=f"see what it printed; {remedy}") from error
     match process.greeting:
         case {"name": _, "named": dict(), "takes_all": _, "is_async": _}:
-            said.update(process.greeting)
             return process
-    process.end()
-    match process.greeting:
         case {"error": [str() as problem, str() as found, str() as remedy]}:
-            raise UserError(problem, found=found, remedy=remedy)
-    raise UserError(
-        f"the process of the function {target!r} does not start",
-        found=f"it said {process.greeting!r}"[:400],
-        remedy="correct what its module does while it is imported",
-    )
+            pass
+        case said:
+            found = f"it said {said!r}"[:400]
+    process.end()
+    raise UserError(problem, found=found, remedy=remedy)
 
 
 def _close(pool: SubprocessPool, *threads: Threads) -> None:

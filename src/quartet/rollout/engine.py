@@ -29,7 +29,9 @@ from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler, check_proposals, check_request
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
-from quartet.weights import NamedSource, TensorSink, sync_in_process
+from quartet.weights.shared import sync_in_process
+from quartet.weights.sink import TensorSink
+from quartet.weights.source import NamedSource
 
 
 def own_copy(packed: PackedCausalLM) -> PackedCausalLM:

@@ -17,7 +17,7 @@ from quartet.config import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quartet.weights import TensorSink
+    from quartet.weights.sink import TensorSink
 
 _SEED_LIMIT = 1 << 64
 

@@ -21,8 +21,8 @@ from quartet.rollout.protocol import RolloutEngine
 from quartet.schedule.clock import drained
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.train.engine import TrainEngine
-from quartet.weights import Ask, Transport, WeightReceiver, WeightSender, connect_endpoints, sync
-from quartet.weights.control import TIMEOUT_S
+from quartet.weights.control import TIMEOUT_S, Ask, connect_endpoints, sync
+from quartet.weights.endpoint import Transport, WeightReceiver, WeightSender
 
 W = TypeVar("W")
 

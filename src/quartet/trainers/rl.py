@@ -49,7 +49,7 @@ from quartet.trainers.sources import (
     with_path,
 )
 from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, placement_of, shares_reference
-from quartet.weights import WeightSyncError
+from quartet.weights.errors import WeightSyncError
 
 EXPORTED = {"actor": "model", "critic": "critic"}
 """Where in a run's directory the models that train are written to, by role."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quartet.weights.digest import tensor_digest
 from quartet.weights.manifest import TensorSpec
 from quartet.weights.progress import SyncProgress
 from quartet.weights.sink import TensorSink
@@ -58,7 +59,6 @@ class Bucket:
         for span in self.spans:
             progress.note(tensor=span.spec.name)
             sink.write(span.spec.name, span.start, span.view(buffer))
-            sink.arrived(span.spec.name, span.start + span.count)
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -109,7 +109,7 @@ class BucketSend(SendTransport):
                 if span is bucket.spans[-1]:
                     self._ship(bucket, buffer[: bucket.num_bytes])
                 left -= span.count
-            digests.append(self._hasher.digest(tensor))
+            digests.append(tensor_digest(tensor))
         self._finish()
         self.progress.wait(len(buckets))
         return digests

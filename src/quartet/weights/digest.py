@@ -94,27 +94,14 @@ def _sums_of_blocks(data: Bytes, copy: Bytes | None) -> Words:
 
 
 def _sums_of_rest(data: Bytes) -> Words:
-    """``f`` of what is less than a block, ``[1, 1088]``."""
-    words = _words_of(data)
+    """``f`` of what is less than a block, ``[1, 1088]``: of whole rows, the last one filled up with zeros."""
+    rows = -(-len(data) // (8 * COLUMNS))
+    block = np.zeros((rows, COLUMNS), dtype=np.uint64)
+    block.view(np.uint8).reshape(-1)[: len(data)] = data
     sums = np.zeros((1, _NUM_SUMS), dtype=np.uint64)
-    (out,) = sums
-    rows, rest = divmod(len(words), COLUMNS)
-    block = words[: rows * COLUMNS].reshape(rows, COLUMNS)
-    np.add.reduce(block, axis=0, out=out[:COLUMNS])
-    np.add.reduce(block, axis=1, out=out[COLUMNS : COLUMNS + rows])
-    if rest:
-        out[:rest] += words[rows * COLUMNS :]
-        out[COLUMNS + rows] = np.add.reduce(words[rows * COLUMNS :])
+    np.add.reduce(block, axis=0, out=sums[0, :COLUMNS])
+    np.add.reduce(block, axis=1, out=sums[0, COLUMNS : COLUMNS + rows])
     return sums
-
-
-def _words_of(data: Bytes) -> Words:
-    whole, rest = divmod(len(data), 8)
-    if not rest:
-        return data.view(np.uint64)
-    filled = np.zeros(whole + 1, dtype=np.uint64)
-    filled.view(np.uint8)[: len(data)] = data
-    return filled
 
 
 def _combine(sums: Words, first_block: int) -> int:
@@ -148,45 +135,36 @@ def as_text(total: int) -> str:
     return f"{total & _MASK:016x}"
 
 
-class Hasher:
-    """Digests and copies over some threads.
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "digest")
+
+
+def tensor_digest(tensor: Tensor, threads: int | None = None) -> str:
+    """16 hex digits. A strided tensor is copied first."""
+    return as_text(piece_digest(bytes_of(tensor.contiguous()), threads=threads))
+
+
+def piece_digest(data: Tensor, first_block: int = 0, target: Tensor | None = None, threads: int | None = None) -> int:
+    """The part of a tensor's sum that a piece gives; the sum of all its pieces is its digest.
 
     Args:
+        data: flat uint8; begins at block ``first_block`` and ends with a block or with the tensor.
+        target: takes a copy of the bytes, block by block while they are in the cache (flat uint8 on the CPU).
         threads: as many as torch uses when left out.
     """
+    if data.device.type != "cpu":
+        if target is not None:
+            target.copy_(data)
+        return _device_digest(data, first_block)
+    read, written = data.numpy(), None if target is None else target.numpy()
 
-    def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads or torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(self.threads, "digest") if self.threads > 1 else None
+    def part(at: int) -> int:
+        end = at + _THREAD_BYTES
+        copy = None if written is None else written[at:end]
+        return partial_digest(read[at:end], first_block + at // BLOCK_BYTES, copy)
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def digest(self, tensor: Tensor) -> str:
-        """16 hex digits. A strided tensor is copied first."""
-        return as_text(self.piece(bytes_of(tensor.contiguous())))
-
-    def piece(self, data: Tensor, first_block: int = 0, target: Tensor | None = None) -> int:
-        """The part of a tensor's sum that a piece gives; the sum of all its pieces is its digest.
-
-        Args:
-            data: flat uint8; begins at block ``first_block`` and ends with a block or with the tensor.
-            target: takes a copy of the bytes, block by block while they are in the cache (flat uint8 on the CPU).
-        """
-        if data.device.type != "cpu":
-            if target is not None:
-                target.copy_(data)
-            return _device_digest(data, first_block)
-        read, written = data.numpy(), None if target is None else target.numpy()
-
-        def part(at: int) -> int:
-            end = at + _THREAD_BYTES
-            return partial_digest(
-                read[at:end], first_block + at // BLOCK_BYTES, None if written is None else written[at:end]
-            )
-
-        starts = range(0, len(read), _THREAD_BYTES)
-        if self._pool is None or len(starts) < 2:
-            return sum(map(part, starts))
-        return sum(self._pool.map(part, starts))
+    starts, threads = range(0, len(read), _THREAD_BYTES), threads or torch.get_num_threads()
+    if threads == 1 or len(starts) < 2:
+        return sum(map(part, starts))
+    return sum(_pool(threads).map(part, starts))

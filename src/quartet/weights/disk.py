@@ -7,6 +7,7 @@ version is never seen. ``publish`` needs no receivers: ``load_published`` brings
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,7 +18,8 @@ from typing import BinaryIO
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from quartet.weights.digest import bytes_of
+from quartet.observe.digests import sync_directory
+from quartet.weights.digest import bytes_of, tensor_digest
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec, WeightManifest
 from quartet.weights.sink import TensorSink
@@ -40,6 +42,7 @@ class DiskSend(SendTransport):
     """
 
     kind = "disk"
+    _version: int
 
     def __init__(self, folder: Path, *, template: Path | None = None, keep: int = 2) -> None:
         super().__init__()
@@ -48,61 +51,53 @@ class DiskSend(SendTransport):
         self._folder = folder.resolve()
         self._template = template
         self._keep = keep
-        self._draft: Path | None = None
-        self._file: BinaryIO | None = None
-        self._offsets: dict[str, int] = {}
 
     def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
-        self._drop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for draft in self._folder.glob(_DRAFT + "*"):
-            shutil.rmtree(draft)  # of a process that was killed
-        draft = self._folder / f"{_DRAFT}{version:08d}"
-        draft.mkdir()
-        header, self._offsets = _safetensors_header(specs)
-        self._draft, self._file = draft, open(draft / WEIGHTS, "wb")  # noqa: SIM115 (open until ``finish``)
-        self._file.write(header)
         self._version = version
         return {"path": str(self._folder / f"{_PREFIX}{version:08d}")}
 
     def send(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
-        assert self._file is not None
-        digests = []
-        for spec, tensor in zip(specs, tensors, strict=True):
-            here = tensor.cpu()
-            self._file.seek(self._offsets[spec.name])
-            self._file.write(bytes_of(here).numpy().data)
-            digests.append(self._hasher.digest(here))
-        self._publish(WeightManifest(self._version, tuple(specs), tuple(digests)))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for draft in self._folder.glob(_DRAFT + "*"):
+            shutil.rmtree(draft)  # of a process that was killed
+        draft = self._folder / f"{_DRAFT}{self._version:08d}"
+        draft.mkdir()
+        try:
+            digests = self._write(draft, specs, tensors)
+            self._publish(draft)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         return digests
 
-    def _publish(self, manifest: WeightManifest) -> None:
-        """All tensors are there: the version gets its name."""
-        assert self._file is not None and self._draft is not None
-        _sync_and_close(self._file)
-        with open(self._draft / MANIFEST, "wb") as file:
+    def _write(self, draft: Path, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
+        header, offsets = _safetensors_header(specs)
+        digests = []
+        with _synced(draft / WEIGHTS) as file:
+            file.write(header)
+            for spec, tensor in zip(specs, tensors, strict=True):
+                here = tensor.cpu()
+                file.seek(offsets[spec.name])
+                file.write(bytes_of(here).numpy().data)
+                digests.append(tensor_digest(here))
+        manifest = WeightManifest(self._version, tuple(specs), tuple(digests))
+        with _synced(draft / MANIFEST) as file:
             file.write(json.dumps(manifest.to_json(), indent=1).encode())
-            _sync_and_close(file)
-        if self._template is not None:
-            for path in self._template.iterdir():
-                if path.is_file() and not path.name.endswith(_NOT_COPIED):
-                    shutil.copy2(path, self._draft / path.name)
-        target = self._folder / f"{_PREFIX}{manifest.version:08d}"
+        for path in self._template.iterdir() if self._template is not None else ():
+            if path.is_file() and not path.name.endswith(_NOT_COPIED):
+                shutil.copy2(path, draft / path.name)
+        return digests
+
+    def _publish(self, draft: Path) -> None:
+        """The version gets its name, and old ones go."""
+        target, replaced = self._folder / f"{_PREFIX}{self._version:08d}", self._folder / f"{_DRAFT}replaced"
         if target.exists():  # the same version once more
-            os.rename(target, self._folder / f"{_DRAFT}replaced")
-        os.rename(self._draft, target)
-        self._draft = None
-        _sync_folder(self._folder)
-        shutil.rmtree(self._folder / f"{_DRAFT}replaced", ignore_errors=True)
+            os.rename(target, replaced)
+        os.rename(draft, target)
+        sync_directory(self._folder)  # the rename itself must survive a crash of the machine
+        shutil.rmtree(replaced, ignore_errors=True)
         for old in published(self._folder)[: -self._keep]:
             shutil.rmtree(old)
-
-    def _drop(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._draft is not None:
-            shutil.rmtree(self._draft)
-            self._draft = None
 
 
 class DiskReceive(ReceiveTransport):
@@ -158,7 +153,6 @@ def _bring(path: Path, specs: Sequence[TensorSpec], sink: TensorSink) -> None:
         with safe_open(path / WEIGHTS, framework="pt") as file:
             for spec in specs:
                 sink.write(spec.name, 0, file.get_tensor(spec.name).reshape(-1))
-                sink.arrived(spec.name, spec.num_elements)
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from error
 
@@ -186,15 +180,9 @@ def _safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, i
     return header, {name: len(header) + offset for name, offset in offsets.items()}
 
 
-def _sync_and_close(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # the rename itself must survive a crash of the machine
-    finally:
-        os.close(descriptor)
+@contextlib.contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

@@ -110,6 +110,11 @@ class _End(Generic[HalfT]):
     _transport: HalfT | None = None
     _announced: Announcement | None = None
 
+    def use(self, transport: HalfT) -> None:
+        """Moves weights over ``transport`` from now on."""
+        self.disconnect()
+        self._transport = transport
+
     def answer(self, request: str, *args: Any) -> Any:
         """What the method of that name returns; a ``WeightSyncError`` where the sync cannot go on.
 
@@ -161,8 +166,7 @@ class WeightSender(_End[SendTransport]):
 
     def use(self, transport: SendTransport, source: NamedSource | None = None) -> None:
         """Sends over ``transport`` from now on, and from ``source`` where one is given."""
-        self.disconnect()
-        self._transport = transport
+        super().use(transport)
         self._source = source or self._source
 
     def describe(self) -> Endpoint:
@@ -227,11 +231,6 @@ class WeightReceiver(_End[ReceiveTransport]):
 
     def __init__(self, sink: TensorSink) -> None:
         self._sink = sink
-
-    def use(self, transport: ReceiveTransport) -> None:
-        """Receives over ``transport`` from now on."""
-        self.disconnect()
-        self._transport = transport
 
     def describe(self) -> Endpoint:
         return _endpoint(self._sink.device, self._sink.dtypes())

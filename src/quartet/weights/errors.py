@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from copy import copy
 
 from quartet.config import UserError
 
@@ -23,27 +22,16 @@ class WeightSyncError(UserError):
         self.tensor = tensor
         super().__init__(problem, found=found, remedy=remedy)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """So that it can be sent from a worker as it is."""
-        return _rebuilt, (type(self), dict(vars(self)))
-
 
 def at_rank(error: WeightSyncError, rank: int | None) -> WeightSyncError:
     """The error as one of the receiver of this rank, which reported it, where it names no rank; None: the sender."""
     if rank is None or error.rank is not None:
         return error
-    fields = {**vars(error), "rank": rank}
+    named = copy(error)
+    named.rank = rank
     if f"rank {rank}" not in f"{error.problem} {error.found}":
-        fields["found"] += f" (at rank {rank})"
-    return _rebuilt(type(error), fields)
-
-
-def _rebuilt(kind: type[WeightSyncError], fields: Mapping[str, Any]) -> WeightSyncError:
-    """An error of this kind with these attributes."""
-    error = kind.__new__(kind)
-    UserError.__init__(error, fields["problem"], found=fields["found"], remedy=fields["remedy"])
-    vars(error).update(fields)
-    return error
+        UserError.__init__(named, error.problem, found=f"{error.found} (at rank {rank})", remedy=error.remedy)
+    return named
 
 
 class WeightSyncTimeout(WeightSyncError):

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quartet.weights.digest import Hasher
+from quartet.weights.digest import tensor_digest
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec, WeightManifest
 from quartet.weights.sink import TensorSink
@@ -52,7 +52,7 @@ class SharedSend(SendTransport):
                 remedy="announce the weights to all engines before they are sent",
                 rank=self._sinks.index(None),
             )
-        return move([sink for sink in self._sinks if sink is not None], specs, tensors, self._hasher)
+        return move([sink for sink in self._sinks if sink is not None], specs, tensors)
 
     def _drop(self) -> None:
         _open.pop(self._key, None)
@@ -75,30 +75,23 @@ class SharedReceive(ReceiveTransport):
         pass  # the sender has brought everything
 
 
-def move(
-    sinks: Sequence[TensorSink], specs: Sequence[TensorSpec], tensors: Iterator[Tensor], hasher: Hasher
-) -> list[str]:
+def move(sinks: Sequence[TensorSink], specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
     """Brings all tensors to sinks that have begun; returns their digests."""
     adopting = [sink for sink in sinks if sink.adopts]
     copying = [sink for sink in sinks if not sink.adopts]
     held: dict[str, Tensor] = {}
     digests = []
     for spec, tensor in zip(specs, tensors, strict=True):
-        digests.append(hasher.digest(tensor))
+        digests.append(tensor_digest(tensor))
         for sink in copying:
-            _write(sink, spec.name, tensor)
+            sink.write(spec.name, 0, tensor.view(-1))
         if adopting:
             held[spec.name] = tensor
     for sink in adopting:
         if not sink.adopt(held):
             for name, tensor in held.items():
-                _write(sink, name, tensor)
+                sink.write(name, 0, tensor.view(-1))
     return digests
-
-
-def _write(sink: TensorSink, name: str, tensor: Tensor) -> None:
-    sink.write(name, 0, tensor.view(-1))
-    sink.arrived(name, tensor.numel())
 
 
 def sync_in_process(source: NamedSource, sinks: Sequence[TensorSink], version: int) -> WeightManifest:
@@ -107,12 +100,12 @@ def sync_in_process(source: NamedSource, sinks: Sequence[TensorSink], version: i
     Raises:
         WeightSyncError: names the tensor; no sink serves a mixture.
     """
-    hasher, tensors = Hasher(), source.tensors()
+    tensors = source.tensors()
     try:
         specs = source.specs()
         for sink in sinks:
             sink.begin(specs, version)
-        manifest = WeightManifest(version, specs, tuple(move(sinks, specs, tensors, hasher)))
+        manifest = WeightManifest(version, specs, tuple(move(sinks, specs, tensors)))
         for sink in sinks:
             sink.verify(manifest)
         for sink in sinks:
@@ -123,6 +116,4 @@ def sync_in_process(source: NamedSource, sinks: Sequence[TensorSink], version: i
         if isinstance(error, Exception):
             deque(tensors, maxlen=0)  # the other ranks wait in their gathers for this one, to the last tensor
         raise
-    finally:
-        hasher.close()
     return manifest

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quartet.observe.memory import available_bytes
-from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of
+from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of, piece_digest
 from quartet.weights.errors import WeightSyncError
 from quartet.weights.manifest import TensorSpec
 from quartet.weights.progress import SharedMemoryBoard, open_shared, path_of
@@ -130,10 +130,10 @@ class SharedMemorySend(SendTransport):
             read, total = bytes_of(next(tensors)), 0
             written = self._segment.bytes[self._offsets[spec.name] :][: spec.num_bytes]
             # A step for each thread at once; from a GPU the whole tensor.
-            size = self._hasher.threads * STEP_BYTES if read.device.type == "cpu" else max(STEP_BYTES, len(read))
+            size = torch.get_num_threads() * STEP_BYTES if read.device.type == "cpu" else max(STEP_BYTES, len(read))
             for at in range(0, spec.num_bytes, size):
                 piece = slice(at, at + size)
-                total += self._hasher.piece(read[piece], at // BLOCK_BYTES, written[piece])
+                total += piece_digest(read[piece], at // BLOCK_BYTES, written[piece])
                 number += num_steps(len(read[piece]))
                 self.progress.note(step=number)
             digests.append(as_text(total))
@@ -177,9 +177,10 @@ class SharedMemoryReceive(ReceiveTransport):
                 start, number = number - first, min(ready, last)
                 begin, end = (step * STEP_BYTES // spec.torch_dtype.itemsize for step in (start, number - first))
                 end = min(end, spec.num_elements)
-                if not is_adopted:
+                if is_adopted:
+                    sink.arrived(spec.name, end)
+                else:
                     sink.write(spec.name, begin, tensors[spec.name].view(-1)[begin:end])
-                sink.arrived(spec.name, end)
         self.progress.note(step=number)
 
     def _drop(self) -> None:

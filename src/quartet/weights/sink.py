@@ -8,7 +8,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from quartet.weights.digest import BLOCK_BYTES, Hasher, as_text, bytes_of
+from quartet.weights.digest import BLOCK_BYTES, as_text, bytes_of, piece_digest, tensor_digest
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
 from quartet.weights.fusion import FusedProjection, split_fused
 from quartet.weights.manifest import TensorSpec, WeightManifest
@@ -19,22 +19,20 @@ class Status(StrEnum):
     """No version yet."""
     READY = "ready"
     RECEIVING = "receiving"
-    """Within a sync that changes what stands here."""
+    """Within a sync, which changes what stands here."""
     UNUSABLE = "unusable"
 
 
 class TensorSink:
     """Tensors that are refreshed in place: the parameters of an engine's model.
 
-    A sync calls ``begin``, ``adopt`` or ``write`` and ``arrived``, ``verify``, ``commit``; ``abort`` at any point.
+    A sync calls ``begin``, ``write`` (or ``adopt`` and ``arrived``), ``verify``, ``commit``; ``abort`` at any point.
+    One that fails after the first byte leaves the sink unusable.
 
     Args:
         destinations: by name; two names of one tensor are tied, and one of them is enough. May be strided.
         fused: destinations that hold several of the tensors that are sent.
-        staged: keeps a second copy and takes a sync over only when all of it is verified; a failing one leaves the
-            old version in service. Otherwise a sync that fails halfway leaves the sink unusable.
         adopts: takes over memory that a transport offers in place of the destinations' own, zero copies.
-        on_begin: called before a sync looks at the destinations; may refuse it with ``WeightsRefused``.
         on_commit: called with the new version: forget what was computed from the old weights.
         version: what stands in the destinations already; None: nothing that may be served.
     """
@@ -44,35 +42,32 @@ class TensorSink:
         destinations: Iterable[tuple[str, Tensor]],
         *,
         fused: Sequence[FusedProjection] = (),
-        staged: bool = False,
         adopts: bool = False,
-        on_begin: Callable[[], None] | None = None,
-        on_commit: Callable[[int], None] | None = None,
+        on_commit: Callable[[int], None] = lambda version: None,
         version: int | None = None,
     ) -> None:
         # Not their memory: an engine that sleeps gives it back, and gets other memory when it wakes.
         self._owners = dict(destinations)
         self._fused = tuple(fused)
-        if adopts and (staged or self._views().keys() != self._owners.keys()):
-            raise ValueError("memory can be adopted only where nothing is staged and nothing is fused")
-        self._staged = staged
+        if adopts and self._views().keys() != self._owners.keys():
+            raise ValueError("memory can be adopted only where nothing is fused")
         self.adopts = adopts
-        self._staging: dict[int, Tensor] = {}
+        self._on_commit = on_commit
+        self._reason: str | None = None
+        self.version = version
+        """What was committed last; served only while ``status`` is ready."""
+        self._end()
+
+    def _end(self) -> None:
+        """No sync is under way."""
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._incoming: int | None = None
+        self._touched = self._overtaken = False
         self._targets: dict[str, Tensor] = {}
         self._ties: dict[str, int] = {}
         self._found: dict[int, str] = {}
         self._sums: dict[str, tuple[int, int]] = {}
         self._whole: dict[str, Tensor] = {}
-        self._on_begin = on_begin
-        self._on_commit = on_commit
-        self._hasher = Hasher()
-        self._specs: tuple[TensorSpec, ...] = ()
-        self._incoming: int | None = None
-        self._touched = False
-        self._reason: str | None = None
-        self._overtaken = False
-        self.version = version
-        """What was committed last; served only while ``status`` is ready."""
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +80,7 @@ class TensorSink:
     def status(self) -> Status:
         if self._reason is not None:
             return Status.UNUSABLE
-        if self._incoming is not None and not self._staged:
+        if self._incoming is not None:
             return Status.RECEIVING
         return Status.EMPTY if self.version is None else Status.READY
 
@@ -129,21 +124,13 @@ class TensorSink:
         Raises:
             WeightsRefused: they do not fit; nothing has changed.
         """
-        if self._on_begin is not None:
-            self._on_begin()
         if self.version is not None and version < self.version:
             raise _refused(f"version {version} after {self.version}", "send the newest version; start a new engine")
         views = self._views()
-        self._ties = _ties(views)
-        _check_fit(specs, views, self._ties)
-        self._specs, self._incoming, self._touched = tuple(specs), version, False
-        self._targets = {spec.name: self._staged_copy(views, spec.name) for spec in specs} if self._staged else views
-
-    def _staged_copy(self, views: Mapping[str, Tensor], name: str) -> Tensor:
-        number = self._ties[name]
-        if number not in self._staging:
-            self._staging[number] = torch.empty_like(views[name], memory_format=torch.contiguous_format)
-        return self._staging[number]
+        ties = _ties(views)
+        _check_fit(specs, views, ties)
+        self._end()
+        self._specs, self._incoming, self._targets, self._ties = tuple(specs), version, views, ties
 
     def _views(self) -> dict[str, Tensor]:
         """The destinations under the names that are sent, in the memory that they have now."""
@@ -167,28 +154,33 @@ class TensorSink:
         return True
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Takes elements ``start …`` of a flattened tensor. ``values`` is flat, of its dtype, and reused afterwards."""
+        """Takes the next elements, from ``start`` on, of a flattened tensor. ``values`` is flat, of its dtype, and
+        reused afterwards.
+        """
         self._touched = True
         target = self._targets[name]
         if not target.is_contiguous():
             # Elements in row-major order do not lie in a row there: it is filled when all of them have come.
             target = self._whole.setdefault(name, torch.empty_like(target, memory_format=torch.contiguous_format))
         target.view(-1)[start : start + values.numel()].copy_(values)
+        self.arrived(name, start + values.numel())
 
     def arrived(self, name: str, stop: int) -> None:
-        """All elements of the flattened tensor before ``stop`` are there: they are digested while others come."""
+        """All elements of the flattened tensor before ``stop`` are there, written or in adopted memory: they are
+        digested while others come.
+        """
         target = self._targets[name]
         if not target.is_contiguous():
             if stop == target.numel():
                 target.copy_(self._whole.pop(name))
-                self._found[self._ties[name]] = self._hasher.digest(target)
+                self._found[self._ties[name]] = tensor_digest(target)
             return
         done, total = self._sums.get(name, (0, 0))
         data, end = bytes_of(target), stop * target.element_size()
         if end < len(data):
             end -= end % BLOCK_BYTES
         if end > done:
-            total += self._hasher.piece(data[done:end], done // BLOCK_BYTES)
+            total += piece_digest(data[done:end], done // BLOCK_BYTES)
             self._sums[name] = end, total
         if end == len(data):
             # Of tied names the last one counts: it is what stands there in the end.
@@ -210,7 +202,7 @@ class TensorSink:
         for spec, sent in zip(manifest.tensors, manifest.digests, strict=True):
             number = self._ties[spec.name]
             if number not in self._found:
-                self._found[number] = self._hasher.digest(self._targets[spec.name])
+                self._found[number] = tensor_digest(self._targets[spec.name])
             if sent != (arrived := self._found[number]):
                 raise WeightMismatch(spec.name, sent=sent, arrived=arrived, version=manifest.version)
 
@@ -225,15 +217,8 @@ class TensorSink:
                 found=self._reason or "",
                 remedy="let an engine sleep before or after a weight sync, not in it",
             )
-        if self._staged:
-            # A failure in here would be one of this process's memory, so nothing is served after it anyway.
-            self._reason = f"taking over version {version} failed"
-            views = self._views()
-            for spec in self._specs:
-                views[spec.name].copy_(self._targets[spec.name])
-        if self._on_commit is not None:
-            self._reason = f"the engine failed to take over version {version}"
-            self._on_commit(version)
+        self._reason = f"the engine failed to take over version {version}"
+        self._on_commit(version)
         self.version, self._reason = version, None
         self._end()
 
@@ -243,13 +228,9 @@ class TensorSink:
         Args:
             is_overwritten: the memory that this sink adopted earlier may have been written to.
         """
-        if (self._touched or is_overwritten) and not self._staged and self._reason is None:
+        if (self._touched or is_overwritten) and self._reason is None:
             self._reason = f"the sync of version {self._incoming} broke off halfway: {reason}"
         self._end()
-
-    def _end(self) -> None:
-        self._incoming, self._touched, self._overtaken = None, False, False
-        self._targets, self._found, self._sums, self._whole = {}, {}, {}, {}
 
 
 def _check_fit(specs: Sequence[TensorSpec], own: Mapping[str, Tensor], ties: Mapping[str, int]) -> None:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from quartet.weights.digest import Hasher
 from quartet.weights.manifest import TensorSpec
 from quartet.weights.progress import SENDER, ProgressBoard, SyncProgress
 from quartet.weights.sink import TensorSink
@@ -99,7 +98,6 @@ class SendTransport(_Half):
         super().__init__(timeout_s, device)
         self._num_receivers = num_receivers
         self._host = host
-        self._hasher = Hasher()
 
     @abstractmethod
     def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
@@ -115,10 +113,6 @@ class SendTransport(_Half):
         Raises:
             WeightSyncError: a receiver failed, is gone or is late; it is named.
         """
-
-    def close(self) -> None:
-        super().close()
-        self._hasher.close()
 
     def _watch_receivers(self, board: ProgressBoard, specs: Sequence[TensorSpec]) -> None:
         self._watch(board, SENDER, range(1, 1 + self._num_receivers), specs)

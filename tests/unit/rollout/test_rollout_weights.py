@@ -16,7 +16,9 @@ from quartet.models.packed import PackedCausalLM
 from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.rollout.protocol import Completion, Request
 from quartet.rollout.weight_copies import MIN_PACKED
-from quartet.weights import NamedSource, WeightMismatch, WeightsRefused, WeightsUnusable, sync_in_process
+from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
+from quartet.weights.shared import sync_in_process
+from quartet.weights.source import NamedSource
 
 Build = Callable[..., Any]
 Make = Callable[..., Request]

@@ -30,15 +30,9 @@ from quartet.schedule.weight_sync import (
     sync_weights,
 )
 from quartet.train.engine import TrainEngine
-from quartet.weights import (
-    WeightMismatch,
-    WeightsRefused,
-    WeightsUnusable,
-    WeightSyncError,
-    WeightSyncTimeout,
-)
 from quartet.weights.control import choose_transport
 from quartet.weights.endpoint import Endpoint
+from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable, WeightSyncError, WeightSyncTimeout
 
 LORA = LoRAConfig(rank=2, alpha=4)
 

@@ -12,11 +12,10 @@ from hypothesis import given
 from torch import Tensor
 from torch.distributed import HashStore
 
-from quartet.weights import TensorSpec
 from quartet.weights.buckets import ALIGNMENT, Bucket, BucketSend, plan_buckets
 from quartet.weights.cuda_ipc import CudaHandles, CudaIpcSend
 from quartet.weights.digest import bytes_of
-from quartet.weights.manifest import DTYPES
+from quartet.weights.manifest import DTYPES, TensorSpec
 from quartet.weights.progress import StoreBoard
 from quartet.weights.transport import Offer
 

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from quartet.weights import digest
-from quartet.weights.digest import BLOCK_BYTES, BLOCK_WORDS, COLUMNS, Hasher, as_text, bytes_of, partial_digest
+from quartet.weights.digest import (
+    BLOCK_BYTES,
+    BLOCK_WORDS,
+    COLUMNS,
+    as_text,
+    bytes_of,
+    partial_digest,
+    piece_digest,
+    tensor_digest,
+)
 
 MASK = 2**64 - 1
 
@@ -49,14 +58,14 @@ def defined(data: bytes) -> str:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_it_is_what_its_definition_says(num_bytes: int, threads: int) -> None:
     data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num_bytes))
-    assert Hasher(threads).digest(data) == defined(data.numpy().tobytes())
+    assert tensor_digest(data, threads) == defined(data.numpy().tobytes())
 
 
 def test_a_known_value_never_changes() -> None:
     """Digests travel between releases: another value means another wire format."""
     assert splitmix64(1) == [0xE220A8397B1DCDAF]  # the generator's published first number
     numbers = torch.arange(5, dtype=torch.int64)
-    assert Hasher(1).digest(numbers) == defined(numbers.numpy().tobytes()) == "e3382c86b197571a"
+    assert tensor_digest(numbers) == defined(numbers.numpy().tobytes()) == "e3382c86b197571a"
 
 
 def test_pieces_add_up_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,13 +73,12 @@ def test_pieces_add_up_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = bytes_of(data).numpy()
     starts = range(0, len(flat), 2 * BLOCK_BYTES)
     parts = [partial_digest(flat[at : at + 2 * BLOCK_BYTES], at // BLOCK_BYTES) for at in reversed(starts)]
-    assert f"{sum(parts) & MASK:016x}" == Hasher(1).digest(data)
-    hasher = Hasher(1)
+    assert f"{sum(parts) & MASK:016x}" == tensor_digest(data)
     on_device = [digest._device_digest(bytes_of(data)[at : at + 2 * BLOCK_BYTES], at // BLOCK_BYTES) for at in starts]
-    on_threads = [hasher.piece(bytes_of(data)[at : at + 2 * BLOCK_BYTES], at // BLOCK_BYTES) for at in starts]
-    assert as_text(sum(on_device)) == as_text(sum(on_threads)) == hasher.digest(data)
+    on_threads = [piece_digest(bytes_of(data)[at : at + 2 * BLOCK_BYTES], at // BLOCK_BYTES) for at in starts]
+    assert as_text(sum(on_device)) == as_text(sum(on_threads)) == tensor_digest(data)
     monkeypatch.setattr(digest, "_THREAD_BYTES", BLOCK_BYTES)
-    assert Hasher(4).digest(data) == defined(flat.tobytes())
+    assert tensor_digest(data, 4) == defined(flat.tobytes())
 
 
 def test_the_devices_arithmetic_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +96,11 @@ def test_dtypes_and_strides_do_not_matter_only_bytes_do(dtype: torch.dtype) -> N
     expected = defined(tensor.view(torch.uint8).numpy().tobytes())
     strided = tensor.t().contiguous().t()
     assert not strided.is_contiguous()
-    assert [Hasher(1).digest(tensor), Hasher(1).digest(strided)] == [expected, expected]
+    assert [tensor_digest(tensor), tensor_digest(strided)] == [expected, expected]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    hasher = Hasher(1)
-    return hasher.digest(a) == hasher.digest(b)
+    return tensor_digest(a) == tensor_digest(b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -152,5 +159,5 @@ def test_every_single_bit_counts() -> None:
 def test_copying_gives_the_bytes_and_their_digest(threads: int, num_bytes: int) -> None:
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     target = torch.full((num_bytes,), 7, dtype=torch.uint8)
-    assert as_text(Hasher(threads).piece(source, 0, target)) == Hasher(1).digest(source)
+    assert as_text(piece_digest(source, 0, target, threads)) == tensor_digest(source)
     assert torch.equal(source, target)

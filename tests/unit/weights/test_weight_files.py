@@ -11,16 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quartet.weights import (
-    NamedSource,
-    TensorSink,
-    WeightMismatch,
-    WeightSyncError,
-    load_published,
-    publish,
-    published,
-)
+from quartet.weights.disk import load_published, publish, published
+from quartet.weights.errors import WeightMismatch, WeightSyncError
 from quartet.weights.shared_memory import Segment, layout
+from quartet.weights.sink import TensorSink
+from quartet.weights.source import NamedSource
 
 WEIGHTS = {
     "w": torch.arange(6.0).view(2, 3),

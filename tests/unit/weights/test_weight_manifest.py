@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.weights import TensorSpec, WeightManifest, WeightSyncError
-from quartet.weights.manifest import WIRE_FORMAT
+from quartet.weights.errors import WeightSyncError
+from quartet.weights.manifest import WIRE_FORMAT, TensorSpec, WeightManifest
 
 SPECS = (TensorSpec("a", "F32", (2, 3)), TensorSpec("b", "BF16", ()), TensorSpec("c", "BOOL", (0, 4)))
 MANIFEST = WeightManifest(3, SPECS, ("0" * 16, "1" * 16, "2" * 16))

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from quartet.weights import TensorSpec, WeightSyncError, WeightSyncTimeout
-from quartet.weights.errors import OtherEndFailed
+from quartet.weights.errors import OtherEndFailed, WeightSyncError, WeightSyncTimeout
+from quartet.weights.manifest import TensorSpec
 from quartet.weights.progress import SENDER, Position, ProgressBoard, SharedMemoryBoard, State, StoreBoard, SyncProgress
 
 SPECS = [TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (3,))]

@@ -11,19 +11,13 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
-from quartet.weights import (
-    GATE_UP,
-    NamedSource,
-    Status,
-    TensorSink,
-    TensorSpec,
-    WeightManifest,
-    WeightMismatch,
-    WeightsRefused,
-    WeightsUnusable,
-    sync_in_process,
-)
-from quartet.weights.digest import BLOCK_BYTES, Hasher
+from quartet.weights.digest import BLOCK_BYTES, tensor_digest
+from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
+from quartet.weights.fusion import GATE_UP
+from quartet.weights.manifest import TensorSpec, WeightManifest
+from quartet.weights.shared import sync_in_process
+from quartet.weights.sink import Status, TensorSink
+from quartet.weights.source import NamedSource
 
 
 def send(sink: TensorSink, tensors: dict[str, Tensor], version: int) -> None:
@@ -44,7 +38,6 @@ def test_pieces_land_where_they_belong_whatever_the_strides(
     sink.begin([TensorSpec.of("w", destination)], 1)
     for start, end in itertools.pairwise(cuts):
         sink.write("w", start, expected[start:end])
-        sink.arrived("w", end)
     assert torch.equal(destination.reshape(-1), expected)
 
 
@@ -92,19 +85,15 @@ def test_an_engine_asks_for_the_version_it_was_told() -> None:
 
 def test_half_a_sync_is_not_served() -> None:
     spec = TensorSpec("w", "F32", (2,))
-    in_place, staged = (TensorSink([("w", torch.zeros(2))], staged=staged) for staged in (False, True))
-    for sink in (in_place, staged):
-        send(sink, {"w": torch.ones(2)}, 1)
-        sink.begin([spec], 2)
-        sink.write("w", 0, torch.zeros(1))
-    staged.require(1)
+    sink = TensorSink([("w", torch.zeros(2))])
+    send(sink, {"w": torch.ones(2)}, 1)
+    sink.begin([spec], 2)
+    sink.write("w", 0, torch.zeros(1))
     with pytest.raises(WeightsUnusable, match="a sync of version 2 under way"):
-        in_place.require()
-    for sink in (in_place, staged):
-        sink.abort("the trainer stopped")
-    staged.require(1)
+        sink.require()
+    sink.abort("the trainer stopped")
     with pytest.raises(WeightsUnusable, match="version 2 broke off halfway: the trainer stopped"):
-        in_place.require()
+        sink.require()
 
 
 def test_an_engine_that_cannot_take_over_is_unusable() -> None:
@@ -118,13 +107,12 @@ def test_an_engine_that_cannot_take_over_is_unusable() -> None:
         sink.require()
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_ties_that_differ_are_found(staged: bool) -> None:
+def test_ties_that_differ_are_found() -> None:
     weight = torch.zeros(2)
-    sink = TensorSink([("embed", weight), ("head", weight)], staged=staged)
+    sink = TensorSink([("embed", weight), ("head", weight)])
     with pytest.raises(WeightMismatch, match="'embed'"):
         send(sink, {"embed": torch.ones(2), "head": torch.zeros(2)}, 1)
-    assert sink.status is (Status.EMPTY if staged else Status.UNUSABLE)
+    assert sink.status is Status.UNUSABLE
 
 
 def test_a_name_twice_is_refused() -> None:
@@ -133,10 +121,9 @@ def test_a_name_twice_is_refused() -> None:
         sink.begin([TensorSpec("w", "F32", (2,))] * 2, 1)
 
 
-@pytest.mark.parametrize("options", [{"staged": True}, {"fused": (GATE_UP,)}])
-def test_memory_is_adopted_only_where_it_can_be(options: dict[str, object]) -> None:
+def test_memory_is_adopted_only_where_it_can_be() -> None:
     with pytest.raises(ValueError, match="adopted only where"):
-        TensorSink([("mlp.gate_up_proj.weight", torch.zeros(4, 2))], adopts=True, **options)  # type: ignore[arg-type]
+        TensorSink([("mlp.gate_up_proj.weight", torch.zeros(4, 2))], adopts=True, fused=(GATE_UP,))
 
 
 def test_an_engine_that_sleeps_in_a_sync_serves_nothing_after_it() -> None:
@@ -157,18 +144,10 @@ def test_an_engine_that_sleeps_in_a_sync_serves_nothing_after_it() -> None:
     sink.require(1)
 
 
-def test_a_sink_may_begin_with_a_version_or_refuse_to_begin() -> None:
-    def refuse() -> None:
-        raise WeightsRefused("not now", found="a busy engine", remedy="later")
-
-    held = torch.zeros(3)
-    sink = TensorSink([("w", held)], version=4, on_begin=refuse)
+def test_a_sink_may_begin_with_a_version() -> None:
+    sink = TensorSink([("w", torch.zeros(3))], version=4)
     sink.require(4)
     assert sink.dtypes() == {"w": torch.float32}
-    with pytest.raises(WeightsRefused, match="not now"):
-        send(sink, {"w": torch.ones(3)}, 5)
-    sink.require(4)
-    assert not held.any()
 
 
 @pytest.mark.parametrize("cuts", [[], [BLOCK_BYTES // 4], [3, 5 * BLOCK_BYTES // 16, BLOCK_BYTES // 2]])
@@ -180,7 +159,6 @@ def test_what_has_arrived_is_digested_in_pieces(cuts: list[int]) -> None:
     edges = sorted({0, *cuts, values.numel()})
     for start, stop in itertools.pairwise(edges):
         sink.write("w", start, values[start:stop])
-        sink.arrived("w", stop)
-    sink.verify(WeightManifest(1, (spec,), (Hasher(1).digest(values),)))
+    sink.verify(WeightManifest(1, (spec,), (tensor_digest(values),)))
     with pytest.raises(WeightMismatch):
-        sink.verify(WeightManifest(1, (spec,), (Hasher(1).digest(values + 1),)))
+        sink.verify(WeightManifest(1, (spec,), (tensor_digest(values + 1),)))
