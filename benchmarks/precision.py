@@ -38,7 +38,7 @@ from quartet.rollout.protocol import Request, SamplingParams
 from quartet.schedule.model_worker import model_bytes
 from quartet.train.engine import Needs, TrainEngine, forward_only
 from quartet.train.objectives import PolicyObjective
-from quartet.trainers.generate import run_to_end
+from quartet.trainers.evaluation import run_to_end
 
 GROUP_SIZE = 4
 CLIP = 0.2

@@ -49,7 +49,7 @@ from quartet.rollout.protocol import SamplingParams
 from quartet.text.steps import split_steps
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import TrainEngine
-from quartet.trainers.generate import generate
+from quartet.trainers.evaluation import generate
 from quartet.trainers.process_reward import ProcessRewardTrainer, score_steps
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer

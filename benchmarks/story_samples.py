@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.generate import Generated, generate
+from quartet.trainers.evaluation import Generated, generate
 
 MAX_NEW_TOKENS = 256
 FIRST_WORDS = 60

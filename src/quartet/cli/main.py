@@ -106,7 +106,7 @@ def generate(
     from quartet.text.loading import check_vocabulary, local_or_hub
     from quartet.text.tokenizer import TextCodec
     from quartet.trainers.devices import FrozenModels, find_device, precision_on
-    from quartet.trainers.generate import generate as run
+    from quartet.trainers.evaluation import generate as run
     from quartet.trainers.sources import context_length, cut_short
 
     sampling = SamplingParams(

@@ -102,8 +102,11 @@ def begins_with(path: Path, written: FileDigest) -> bool:
 
 
 def replace_atomically(path: Path, data: bytes) -> None:
-    """Writes ``data`` to ``path``; a kill or a full disk leaves the old content or the new, no mixture."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    """Writes ``data`` to ``path``; a kill or a full disk leaves the old content or the new, no mixture.
+
+    Several processes may write one file at a time.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)

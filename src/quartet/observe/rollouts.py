@@ -172,6 +172,6 @@ def truncate_rollouts_after(directory: Path, step: int) -> list[int]:
     if not directory.is_dir():
         return []
     dropped = [s for s in list_steps(directory) if s > step]
-    for path in [*directory.glob("step_*.jsonl.gz.tmp"), *(rollouts_path(directory, s) for s in dropped)]:
+    for path in [*directory.glob("*.tmp"), *(rollouts_path(directory, s) for s in dropped)]:
         path.unlink()
     return dropped

@@ -13,15 +13,16 @@ through chunks and named steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from quartet.batch.columns import ColumnSet
 from quartet.schedule.groups import Chunk, Group
 from quartet.schedule.score_prefetch import PrefetchedChunk, ScorePrefetcher
 from quartet.schedule.stream import GroupStream
 
+T = TypeVar("T")
 Collect = Callable[[int, int, Sequence[Group]], Chunk]
 """``(step, index, groups) → chunk``."""
 
@@ -83,13 +84,18 @@ async def _scored_chunks(step: int, stages: IterationStages) -> list[tuple[Chunk
 
 
 async def score_all(scorers: Sequence[Scorer], chunk: Chunk) -> list[ColumnSet]:
-    """Every scorer's columns of one chunk, computed side by side; the error that came first comes out as it is."""
+    """Every scorer's columns of one chunk, computed side by side; errors as of ``side_by_side``."""
+    return await side_by_side([_score(scorer, chunk) for scorer in scorers])
+
+
+async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order. When one fails the others are cancelled; the error that came first comes out as it is."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            scores = [tasks.create_task(_score(scorer, chunk)) for scorer in scorers]
+            begun = [tasks.create_task(work) for work in works]
     except BaseExceptionGroup as failures:
         raise _first(failures) from None
-    return [task.result() for task in scores]
+    return [task.result() for task in begun]
 
 
 async def _score(scorer: Scorer, chunk: Chunk, begun: PrefetchedChunk | None = None) -> ColumnSet:

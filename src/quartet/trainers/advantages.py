@@ -20,11 +20,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quartet.algorithms.process import mean_gap, right_answers
 from quartet.algorithms.kl import adaptive_kl_coef, kl_estimate
 from quartet.algorithms.segments import masked_mean, masked_owner, segment_count, segment_is_constant
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
-from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, Trajectories
+from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX, Trajectories
 from quartet.config.algorithms import (
     Distillation,
     GroupAlgorithm,
@@ -47,7 +48,6 @@ from quartet.trainers.estimators import (
     sampled_logprobs,
     shaped_scores,
 )
-from quartet.trainers.step_metrics import process_metrics
 
 
 @dataclass(frozen=True)
@@ -297,3 +297,49 @@ def sampled_only(batch: RaggedBatch) -> list[list[int]]:
 
 def _dense(labels_N: Tensor) -> Tensor:
     return torch.unique(labels_N, return_inverse=True)[1]
+
+
+# Process rewards -----------------------------------------------------------------------------------------
+
+
+def process_metrics(
+    batch: RaggedBatch, rewards: Mapping[str, Tensor], weights: Mapping[str, float]
+) -> dict[str, float]:
+    """Figures of the process reward models among the sources; none without such a model.
+
+    The gaps compare mean rewards of right and wrong answers, under the outcome sources and under the process reward
+    models; several sources of a kind are added up with their weights (without, where all of these are 0). An answer is
+    right where its outcome lies above the middle of the smallest and the largest of the step.
+
+    Args:
+        rewards: ``[N]`` by source, NaN where it does not apply.
+        weights: of every source.
+    """
+    process = [name for name in rewards if STEP_SCORE_PREFIX + name in batch.token]
+    if not process:
+        return {}
+    num = len(rewards[process[0]])
+    scores = [batch.token[STEP_SCORE_PREFIX + name] for name in process]
+    found = {
+        "process/steps_mean": sum(float((~values.isnan()).sum()) for values in scores) / (num * len(process)),
+        "process/unscored": float(sum(rewards[name].isnan().sum() for name in process)),
+    }
+    outcome_N, judged_N = _combined(rewards, weights, [name for name in rewards if name not in process])
+    process_N, scored_N = _combined(rewards, weights, process)
+    both_N = judged_N & scored_N
+    right_N = right_answers(outcome_N, both_N)
+    if right_N is not None:
+        found["process/gap_outcome"] = float(mean_gap(outcome_N, right_N, both_N))
+        found["process/gap_process"] = float(mean_gap(process_N, right_N, both_N))
+    return found
+
+
+def _combined(
+    rewards: Mapping[str, Tensor], weights: Mapping[str, float], names: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """``[N]`` weighted sum of the sources that apply, and whether any does."""
+    if not names:
+        num = len(next(iter(rewards.values())))
+        return torch.zeros(num, dtype=torch.float64), torch.zeros(num, dtype=torch.bool)
+    only_logged = not any(weights[name] for name in names)
+    return combine(rewards, {name: 1.0 if only_logged else weights[name] for name in names})

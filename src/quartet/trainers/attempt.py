@@ -1,19 +1,23 @@
-"""Arbiter, stream, scorers and learners of an RL run from one step on; made anew after a worker's death."""
+"""Arbiter, stream, scorers and learners of an RL run from one step on, made anew after a worker's death; and what a
+step says about itself beside its losses: seconds, lengths, episodes, baselines, what memory did."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import CUT_OFF, Trajectories, num_emitted
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, GroupAlgorithm, OnlineDPO, Selection
 from quartet.config.placement import AsynchronousPlacement
+from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.schedule.barriers import Barriers
 from quartet.schedule.groups import Group, chunk_of, staleness_metrics, without_texts
 from quartet.schedule.iteration import Chunk, IterationStages, Scorer
@@ -21,6 +25,7 @@ from quartet.schedule.iteration import StepLearner as AnyLearner
 from quartet.schedule.journal import Journal
 from quartet.schedule.learners import ModelLearner, UpdatePlan
 from quartet.schedule.lease_context import LeaseContext
+from quartet.schedule.model_worker import ModelStats
 from quartet.schedule.placement import placed_arbiter
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.score_prefetch import ScorePrefetcher
@@ -31,10 +36,9 @@ from quartet.train.objectives import PolicyObjective, ValueObjective
 from quartet.train.preference_objectives import BestOfNObjective, PreferenceObjective
 from quartet.trainers.advantages import Assembler, Experience, KLCoefficient, sampled_and_greedy, sampled_only
 from quartet.trainers.dynamic_sampling import DynamicSampling
-from quartet.trainers.estimators import learned_from
+from quartet.trainers.estimators import BASELINE, learned_from
 from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import RunDirectory, Stopwatch, resident_bytes, writing
-from quartet.trainers.step_metrics import batch_metrics, model_stats, timing
 from quartet.trainers.workers import RoleOffloader, RunWorkers, Sizes
 
 
@@ -78,7 +82,7 @@ class RunAttempt:
         self.rollout = self._rollout(step, context.on_finished)
         self._assembler = Assembler(
             self.recipe.algorithm,
-            self.roles.reward_weights,
+            self.roles.rewards.weights,
             lambda: self._kl.value,
             context.shuffle,
             max_new_tokens=self.recipe.rollout.sampling.max_new_tokens,
@@ -225,30 +229,26 @@ class RunAttempt:
     def _learners(self) -> list[tuple[str, AnyLearner]]:
         recipe, roles = self.recipe, self.roles
         plan = UpdatePlan(recipe.minibatches, recipe.epochs, recipe.seed)
-        learners: list[tuple[str, AnyLearner]] = []
-        if roles.critic is not None:
-            critic = roles.train_group("critic")
-            learner = ModelLearner(self.leases, "critic", critic, plan, self._value, "critic", learned=self._learned)
-            learners.append(("critic", learner))
-        actor, rests = roles.train_group("actor"), roles.warmup_steps
-        learner = ModelLearner(self.leases, "actor", actor, plan, self._policy, "policy", rests, self._learned)
-        return [*learners, ("actor", learner)]
+
+        def learner(role: str, objective: Callable[[bool], Objective], prefix: str, rests: int) -> AnyLearner:
+            group = roles.train_group(role)
+            return ModelLearner(self.leases, role, group, plan, objective, prefix, rests, self._learned)
+
+        critic = [("critic", learner("critic", self._value, "critic", 0))] if roles.critic is not None else []
+        return [*critic, ("actor", learner("actor", self._policy, "policy", roles.warmup_steps))]
 
     def _learned(self, experience: Experience) -> RaggedBatch:
         algorithm = self.recipe.algorithm
         return learned_from(algorithm, experience.batch) if isinstance(algorithm, Selection) else experience.batch
 
-    @property
-    def _num_trajectories(self) -> int:
-        return self.recipe.prompts_per_step * self.recipe.responses_per_prompt
-
     def _value(self, is_first: bool) -> Objective:
         algorithm = self.recipe.algorithm
         assert algorithm.name == "ppo", "only PPO has a critic"
-        return ValueObjective(algorithm, self._num_trajectories)
+        return ValueObjective(algorithm, self.recipe.prompts_per_step * self.recipe.responses_per_prompt)
 
     def _policy(self, is_first: bool) -> Objective:
-        recipe, algorithm, num = self.recipe, self.recipe.algorithm, self._num_trajectories
+        recipe, algorithm = self.recipe, self.recipe.algorithm
+        num = recipe.prompts_per_step * recipe.responses_per_prompt
         turns = recipe.environment.max_turns if recipe.environment is not None else 1
         longest, temperature = recipe.rollout.sampling.max_new_tokens * turns, recipe.rollout.sampling.temperature
         if isinstance(algorithm, BestOfN):
@@ -265,3 +265,69 @@ class RunAttempt:
         await self.rollout.close()
         if self._journal is not None:
             self._journal.close()
+
+
+# Metrics of a step ----------------------------------------------------------------------------------------
+
+
+def timing(spans: Sequence[Span], wall_s: float, generated: int) -> dict[str, float]:
+    """Seconds of each stage and of the step; ``generated`` tokens were sampled in it."""
+    seconds = seconds_by_name(spans)
+    found = {f"time/{name}_s": value for name, value in seconds.items()}
+    found["time/step_s"] = wall_s
+    found["rollout/tokens"] = float(generated)
+    bursts = [span for span in spans if span.name == "generate"]
+    if seconds.get("generate"):
+        # Of the engine's leases: an engine that is ahead has sampled some of the step's tokens earlier.
+        found["rollout/tokens_per_s"] = sum(span.tokens or 0 for span in bursts) / seconds["generate"]
+    compared = [Span("scoring", s.start_s, s.end_s) for s in spans if s.chunk is not None]
+    if bursts:  # from the first to the last one, as one
+        compared.append(Span("generation", min(s.start_s for s in bursts), max(s.end_s for s in bursts)))
+    found["overlap/score_generate_s"] = overlap_seconds(compared, "generation", "scoring")
+    return found
+
+
+def batch_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """Lengths, and what episodes and the greedy baseline add where there are any."""
+    trajectories = Trajectories.of(batch)
+    emitted = num_emitted(batch, trajectories)
+    return {
+        "rollout/length_mean": float(emitted.mean()),
+        "rollout/length_max": float(emitted.max()),
+        "rollout/truncated_frac": float((~batch.sequence["ended"][trajectories.final_N]).float().mean()),
+        "tokens/useful": float(batch.num_tokens),
+        **episode_metrics(batch),
+        **greedy_metrics(batch),
+    }
+
+
+def episode_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """How the episodes of a step went; nothing where there are none."""
+    if "observation_mask" not in batch.token:
+        return {}
+    num = len(Trajectories.of(batch))
+    cut_off = sum(reason in CUT_OFF for reason in batch.objects["finish_reason"])
+    return {
+        "episode/turns_mean": float(batch.sequence["num_turns"].sum()) / num,
+        "episode/sequences_mean": len(batch) / num,
+        "episode/observation_tokens": float(batch.token["observation_mask"].sum()) / num,
+        "episode/done_frac": 1.0 - cut_off / num,
+    }
+
+
+def greedy_metrics(batch: RaggedBatch) -> dict[str, float]:
+    """Mean baseline over the prompts of a step that have one; nothing where the method has none."""
+    if BASELINE not in batch.sequence:
+        return {}
+    by_group = dict(zip(batch.sequence["group"].tolist(), batch.sequence[BASELINE].tolist(), strict=True))
+    found = torch.tensor(list(by_group.values())).nanmean()
+    return {} if bool(found.isnan()) else {"reward/greedy_mean": float(found)}
+
+
+def model_stats(stats: Mapping[str, ModelStats]) -> dict[str, float]:
+    """Of all roles' hosts."""
+    return {
+        "optim/skipped_steps": float(sum(of.num_skipped for of in stats.values())),
+        "train/token_budget": float(min(of.token_budget for of in stats.values() if of.token_budget)),
+        "train/num_oom": float(sum(of.num_oom for of in stats.values())),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from quartet.config.common import DEVICES, PrecisionChoice
 from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed import Numerics, PackedCausalLM, PackedScalarModel, Precision
+from quartet.schedule.role_group import RolesWorker
+from quartet.train.data_parallel import DataParallelGroup
 from quartet.trainers.run_files import flatten
 
 CPU = torch.device("cpu")
@@ -98,6 +101,34 @@ def worker_device(seen: torch.device, recipe: RLRecipe | SupervisedRecipe) -> to
             remedy=f"set {' and '.join(asked)}: fp32",
         )
     return seen
+
+
+def use_threads(recipe: Recipe) -> None:
+    """As many as the recipe allows; exact numerics compute with one."""
+    threads = 1 if getattr(recipe, "numerics", None) == "exact" else recipe.threads
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def enter_process(
+    process: RolesWorker, recipe: Recipe, directory: str, *, is_group: bool
+) -> DataParallelGroup | None:
+    """Makes a worker's process ready to load what a recipe names.
+
+    Args:
+        directory: of the driver; paths of the recipe begin there, where a node has it.
+        is_group: the processes of the worker's group train one model together.
+
+    Returns:
+        Those processes; None where this one is on its own.
+    """
+    if os.path.isdir(directory):
+        os.chdir(directory)
+    use_threads(recipe)
+    if not is_group:
+        return None
+    process.init_process_group()
+    return DataParallelGroup.of_world()
 
 
 # Precision -----------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ state.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
 
 from quartet.config.recipe import EnvironmentConfig
 from quartet.data.datasets import PromptItem
@@ -19,17 +18,9 @@ from quartet.envs.transcript import SOURCE, EpisodeLimits, Seen
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group
-from quartet.schedule.request_store import FinishedRequest, TurnRequest
-
-_T = TypeVar("_T")
-
-
-class Policy(Protocol):
-    """Acts in episodes and keeps their tokens: the rollout."""
-
-    async def act(self, index: int, request: TurnRequest) -> FinishedRequest: ...
-
-    async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group: ...
+from quartet.schedule.iteration import side_by_side
+from quartet.schedule.request_store import TurnRequest
+from quartet.schedule.rollout import Rollout
 
 
 class EpisodeRunner:
@@ -37,7 +28,7 @@ class EpisodeRunner:
 
     Args:
         make: a fresh environment.
-        policy: generates each turn's action.
+        policy: generates each turn's action, and keeps the episodes' tokens.
         limits: how far an episode may go.
     """
 
@@ -45,7 +36,7 @@ class EpisodeRunner:
         self,
         make: EnvironmentFactory,
         config: EnvironmentConfig,
-        policy: Policy,
+        policy: Rollout,
         limits: EpisodeLimits,
         *,
         run_seed: int,
@@ -69,7 +60,7 @@ class EpisodeRunner:
             draw: what is sampled depends on it, the prompt's id, the episode and the turn; ``index`` when left out.
         """
         drawn = index if draw is None else draw
-        endings = await gather_or_cancel([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
+        endings = await side_by_side([self._episode(index, drawn, item, r, sampling) for r in range(num_episodes)])
         return await self._policy.episodes(index, item, endings)
 
     async def _episode(
@@ -91,15 +82,3 @@ class EpisodeRunner:
         if self._on_episode_end is not None:
             self._on_episode_end(1)
         return ending
-
-
-async def gather_or_cancel(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Results in order. When one fails the others are cancelled, and its error goes on when they have ended."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from quartet.observe.spans import SpanRecorder
 from quartet.rewards.judge import Comparer
 from quartet.text.loading import load_tokenizer, local_or_hub
 from quartet.trainers.answers import Answer, EvaluationCache, matched, read_answers, write_answers, write_rows
-from quartet.trainers.devices import FrozenModels, compute_device, precision_on, resolved
+from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_metrics import (
     AnswerJudge,
@@ -34,8 +35,8 @@ from quartet.trainers.evaluation_metrics import (
     win_rate,
 )
 from quartet.trainers.event_loop import run_async
-from quartet.trainers.run import RunDirectory, Stopwatch, use_threads, writing
-from quartet.trainers.run_files import Resume, output_path
+from quartet.trainers.run import Stopwatch, open_run, writing
+from quartet.trainers.run_files import Resume
 from quartet.trainers.signals import number_of, stop_signals
 from quartet.trainers.sources import (
     ModelLike,
@@ -90,46 +91,44 @@ class Evaluator:
         progress: Progress | None = None,
     ) -> None:
         check_recipe(recipe, EvalRecipe)
-        use_threads(recipe.threads)
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer)
         self.recipe = recipe
-        self.progress = progress if progress is not None else Progress()
         self.judge: AnswerJudge | None = BothOrders(judge) if judge is not None else None
         if judge is None and recipe.compare is not None and recipe.compare.judge is not None:
             self.judge = Comparer(recipe.compare.judge)
-        self.path = output_path(recipe.output_dir, "eval", resume)
-        device = compute_device(recipe, own_model)
-        record = resolved(recipe, device)
-        self.run_directory = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print, resolved=record)
-        self._objects: dict[str, Any] = {
-            "rewards": as_rewards(rewards),
-            "prompts": prompts,
-            "frozen": FrozenModels(device, precision_on(device, recipe.precision), recipe.device != "auto"),
-        }
+        self.run_directory, self.progress, device = open_run(recipe, resume, progress, own_model)
+        self.path = self.run_directory.path
         if recipe.data is not None:
             check_unweighted(recipe.data, "data")
-        self._evaluation_model: EvaluationModel | None = EvaluationModel(
-            recipe.model, recipe.data, recipe.rewards, model=own_model, tokenizer=own_tokenizer, **self._objects
+        self._open_model = partial(
+            EvaluationModel,
+            data=recipe.data,
+            reward_configs=recipe.rewards,
+            frozen=FrozenModels(device, precision_on(device, recipe.precision), recipe.device != "auto"),
+            rewards=as_rewards(rewards),
+            prompts=prompts,
         )
-        self.prompts, self.weights = self._evaluation_model.prompts, self._evaluation_model.weights
+        opened = self._open_model(recipe.model, model=own_model, tokenizer=own_tokenizer)
+        self._evaluation_model: EvaluationModel | None = opened
+        self.prompts, self.weights = opened.prompts, opened.rewards.weights
         with contextlib.ExitStack() as taken:
             # When the rest does not fit, the model is given back as it was.
-            taken.callback(self._evaluation_model.close)
-            models = [role.name for role in self._evaluation_model.models]
+            taken.callback(opened.close)
+            models = [role.name for role in opened.rewards.models]
             self.graded = check_graded(recipe.grading, list(self.weights), models)
             self._stored = self._check_comparison(recipe.compare)
             taken.pop_all()
         self._notes: list[str] = []
 
     def _check_comparison(self, config: ComparisonConfig | None) -> list[Answer]:
-        """Everything about the comparison that can be known before the first answer."""
-        if config is None and self.judge is not None:
-            raise UserError(
-                "there is nothing for the judge to compare with",
-                found="compare is missing",
-                remedy="set compare.model, or pass no judge",
-            )
+        """Everything about the comparison that can be known before the first answer; returns the answers of a file."""
         if config is None:
+            if self.judge is not None:
+                raise UserError(
+                    "there is nothing for the judge to compare with",
+                    found="compare is missing",
+                    remedy="set compare.model, or pass no judge",
+                )
             return []
         if self.judge is None and not self.weights:
             raise UserError(
@@ -168,13 +167,16 @@ class Evaluator:
                 write_answers(self.path / "answers.jsonl", answers)
                 if others:
                     write_answers(self.path / "against.jsonl", others)
-            compared = self._compare(answers, others) if others else None
+            compared, common = (self._compare(answers, others), pairs(answers, others)) if others else (None, [])
+            if others and not len(common) == len(answers) == len(others):
+                found = f"{len(answers)} answers here, {len(others)} there"
+                self._notes.append(f"{len(common)} pairs of answers compared: {found}")
             figures, against = self._figures(answers), self._figures(others) if others else []
             result = EvaluationResult(
                 path=self.path,
                 num_prompts=len({answer.prompt_id for answer in answers}),
                 metrics=metrics_of(figures) | (compared.metrics() if compared is not None else {}),
-                notes=(*self._notes, *(_unmatched(answers, others) if others else [])),
+                notes=tuple(self._notes),
                 figures=tuple(figures),
                 against=tuple(against),
                 comparison=compared,
@@ -203,39 +205,31 @@ class Evaluator:
         evaluation_model, self._evaluation_model = self._evaluation_model, None
         if evaluation_model is None:
             raise RuntimeError("an evaluation runs once; make another Evaluator")
-        compare = self.recipe.compare
+        compare, others = self.recipe.compare, list[Answer]()
         with contextlib.closing(evaluation_model):
             answers = self._of(evaluation_model, recorder, "answers", "answers")
-            others: list[Answer] = []
             if compare is not None and compare.is_file:
                 with self._cache("against", _identity(self._stored)) as cache:
                     others = evaluation_model.score_stored(self._stored, recorder, cache)
         self._notes += evaluation_model.warnings()
         del evaluation_model
-        if compare is None or compare.is_file:
-            return answers, others
-        other = EvaluationModel(
-            ModelConfig(path=compare.model, tokenizer=compare.tokenizer),
-            self.recipe.data,
-            self.recipe.rewards,
-            **self._objects,
-        )
-        self._notes += load_warnings(other.packed.model)
-        with contextlib.closing(other):
-            return answers, self._of(other, recorder, "against", f"answers of {compare.model}")
+        if compare is not None and not compare.is_file:
+            other = self._open_model(ModelConfig(path=compare.model, tokenizer=compare.tokenizer))
+            self._notes += load_warnings(other.packed.model)
+            with contextlib.closing(other):
+                others = self._of(other, recorder, "against", f"answers of {compare.model}")
+        return answers, others
 
     def _cache(self, name: str, about: Any) -> contextlib.closing[EvaluationCache]:
         return contextlib.closing(EvaluationCache(self.path / "finished" / f"{name}.jsonl", about))
 
     def _of(self, evaluation_model: EvaluationModel, recorder: SpanRecorder, name: str, title: str) -> list[Answer]:
-        recipe = self.recipe
-        about = [
-            [item.prompt_id, evaluation_model.codec.encode_prompt(item.prompt)] for item in evaluation_model.prompts
-        ]
-        total = len(about) * recipe.samples_per_prompt
+        recipe, codec = self.recipe, evaluation_model.codec
+        about = [[item.prompt_id, codec.encode_prompt(item.prompt)] for item in evaluation_model.prompts]
         for warning in evaluation_model.cut_short(recipe.sampling, "sampling.max_new_tokens"):
             self.progress.print(f"{title}: {warning}")
             self._notes.append(f"{title}: {warning}")
+        total = len(about) * recipe.samples_per_prompt
         with self._cache(name, about) as cache, self.progress.stage(title, total) as bar:
             return evaluation_model.answers(recipe, recorder, bar, seed=recipe.seed, cache=cache)
 
@@ -266,20 +260,7 @@ def _identity(answers: Sequence[Answer]) -> list[list[Any]]:
     return [[answer.prompt_id, answer.sample, answer.completion] for answer in answers]
 
 
-def _unmatched(answers: Sequence[Answer], others: Sequence[Answer]) -> list[str]:
-    common = len(pairs(answers, others))
-    if common == len(answers) == len(others):
-        return []
-    return [f"{common} pairs of answers compared: {len(answers)} answers here, {len(others)} there"]
-
-
 def _figure_row(figure: EvaluationMetric) -> dict[str, Any]:
     """A row of the summary's table."""
-    return {
-        "figure": figure.name,
-        "value": figure.value,
-        "low": figure.low,
-        "high": figure.high,
-        "interval": figure.interval,
-        "prompts": figure.num_prompts,
-    }
+    middle = {name: getattr(figure, name) for name in ("value", "low", "high", "interval")}
+    return {"figure": figure.name, **middle, "prompts": figure.num_prompts}

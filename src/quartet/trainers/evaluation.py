@@ -4,15 +4,16 @@
 
     prompt_requests ──► completions, or episodes ──► groups ──► score_groups ──► answers with scores
 
-``quartet eval`` and the iterated reward model generate with a ``EvaluationModel``, which has the process to itself; an
-RL run with its own rollout (``periodic_evaluation.py``). What answers are worth is measured in
-``evaluation_metrics.py``.
+``quartet eval`` and the iterated reward model generate with an ``EvaluationModel``, which has the process to itself; an
+RL run with its own rollout (``periodic_evaluation.py``); ``quartet generate`` answers without scores (``generate``).
+What answers are worth is measured in ``evaluation_metrics.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from quartet.config.rewards import RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm
+from quartet.models.packed import PackedCausalLM
 from quartet.observe.progress import ProgressBar
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.combine import LEFT_OUT_PREFIX
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams
+from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, Scorer, score_all
@@ -39,21 +41,20 @@ from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.placement import local_arbiter
 from quartet.schedule.request_store import PromptRequest, SampleRequest, completion_text
 from quartet.schedule.role_group import LocalGroup
+from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.answers import Answer, EvaluationCache, matched
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.event_loop import run_async
-from quartet.trainers.generate import run_to_end
-from quartet.trainers.process_roles import process_models
-from quartet.trainers.reward_roles import (
-    RewardModelRole,
-    encode_answer,
-    reward_functions,
-    reward_models,
-    reward_scorers,
-    reward_weights,
+from quartet.trainers.reward_roles import Rewards, RewardSources, check_columns, encode_answer, reward_functions, reward_models
+from quartet.trainers.sources import (
+    context_length,
+    cut_short,
+    prompt_data,
+    resolve_model,
+    resolve_tokenizer,
+    vocabulary_size,
 )
-from quartet.trainers.sources import context_length, cut_short, prompt_data, resolve_model, resolve_tokenizer
 
 CHUNK = 64
 """Answers that are scored together."""
@@ -67,26 +68,22 @@ def sampling_params(config: SamplingConfig, codec: TextCodec) -> SamplingParams:
     return SamplingParams(**config.model_dump(), stop_token_ids=tuple(sorted(codec.eos_ids)))
 
 
+def prompt_request(
+    name: str, item: PromptItem, params: SamplingParams, *, seed: int, draw: int, samples: int
+) -> PromptRequest:
+    """So many samples of a prompt. Each depends on ``seed``, ``draw``, the prompt's id and its place alone, so two models
+    get the same random numbers."""
+    seeds = [sample_seed(seed, draw, item.prompt_id, r) for r in range(samples)]
+    requests = [SampleRequest(f"{name}.{r}", replace(params, seed=one)) for r, one in enumerate(seeds)]
+    return PromptRequest(name, item.prompt, tuple(requests))
+
+
 def prompt_requests(
     prompts: PromptData, codec: TextCodec, sampling: SamplingConfig, *, seed: int, samples: int
 ) -> list[tuple[PromptItem, PromptRequest]]:
-    """What is asked for each prompt. A sample depends on ``seed``, its prompt's id and its place alone, so two models
-    get the same random numbers."""
-    params = sampling_params(sampling, codec)
-    return [
-        (
-            item,
-            PromptRequest(
-                f"eval.{i}",
-                item.prompt,
-                tuple(
-                    SampleRequest(_name(i, r), replace(params, seed=sample_seed(seed, -1, item.prompt_id, r)))
-                    for r in range(samples)
-                ),
-            ),
-        )
-        for i, item in enumerate(prompts)
-    ]
+    """What an evaluation asks for each prompt."""
+    params, options = sampling_params(sampling, codec), {"seed": seed, "draw": -1, "samples": samples}
+    return [(item, prompt_request(f"eval.{i}", item, params, **options)) for i, item in enumerate(prompts)]
 
 
 def _name(place: int, sample: int) -> str:
@@ -155,6 +152,75 @@ def _answers(place: int, group: Group, rewards: dict[str, dict[str, float]]) -> 
         yield Answer(item.prompt_id, r, item.prompt, text, reason, int(length), rewards[_name(place, r)])
 
 
+# Plain generation ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One completion: its text (without end-of-text or stop string), why it ended, and the raw completion."""
+
+    text: str
+    finish_reason: str
+    completion: Completion
+
+
+def generate(
+    packed: PackedCausalLM,
+    codec: TextCodec,
+    prompts: Sequence[PromptText],
+    sampling: SamplingParams,
+    *,
+    num_responses: int = 1,
+    seed: int = 0,
+    max_running: int = 64,
+    on_done: Callable[[int], None] | None = None,
+) -> list[list[Generated]]:
+    """Completions of every prompt, ``num_responses`` each, in order.
+
+    Args:
+        sampling: applies to all; every response gets its own seed, derived from ``seed``, prompt place and place.
+        on_done: called with the number of completions finished by each engine step.
+    """
+    engine = NativeEngine(packed, max_running=max_running, decode=codec.decode)
+    stops = tuple(sorted({*sampling.stop_token_ids, *codec.eos_ids}))
+    encoded = [tuple(codec.encode_prompt(prompt)) for prompt in prompts]
+    requests = [
+        Request(f"{p}.{r}", str(p), ids, replace(sampling, stop_token_ids=stops, seed=sample_seed(seed, 0, p, r)))
+        for p, ids in enumerate(encoded)
+        for r in range(num_responses)
+    ]
+
+    def report(completions: Sequence[Completion]) -> None:
+        if on_done is not None:
+            on_done(len(completions))
+
+    found = iter(run_to_end(engine, requests, report))
+    return [
+        [Generated(completion_text(codec, ids, c), c.finish_reason.value, c) for c in islice(found, num_responses)]
+        for ids in encoded
+    ]
+
+
+def run_to_end(
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    on_done: Callable[[Sequence[Completion]], None] | None = None,
+) -> list[Completion]:
+    """Completions of the requests, in their order, by an engine that does nothing else meanwhile.
+
+    Args:
+        on_done: called with the completions of each engine step that finished any.
+    """
+    engine.submit(requests)
+    found: dict[str, Completion] = {}
+    while engine.has_work:
+        finished = engine.step()
+        found.update({completion.request_id: completion for completion in finished})
+        if finished and on_done is not None:
+            on_done(finished)
+    return [found[request.request_id] for request in requests]
+
+
 # A model alone -------------------------------------------------------------------------------------------
 
 
@@ -199,36 +265,31 @@ class EvaluationModel:
         frozen: FrozenModels,
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        rewards: Sequence[Callable[..., Any] | PreTrainedModel] = (),
+        rewards: Rewards = (),
         prompts: Sequence[Any] | None = None,
     ) -> None:
         tokenizer = resolve_tokenizer(config, tokenizer)
         causal = resolve_model(config, model, load_causal_lm, "model")
-        check_vocabulary(tokenizer, int(causal.get_input_embeddings().weight.shape[0]))
+        check_vocabulary(tokenizer, vocabulary_size(causal))
         self.codec = TextCodec.of(tokenizer, causal.generation_config)
         self.prompts = prompt_data(data, prompts, self.codec, context_length(causal), "data")
-        self.functions = reward_functions(reward_configs, rewards)
-        for function in self.functions:
-            function.reward.check_columns(sorted({name for item in self.prompts for name in item.columns}))
-        self.models: list[RewardModelRole] = [
-            *reward_models(reward_configs, rewards, self.codec, TrainConfig(), frozen),
-            *process_models(reward_configs, self.codec, frozen),
-        ]
-        self.weights = reward_weights(self.models, self.functions)
+        functions = reward_functions(reward_configs, rewards)
+        check_columns(functions, self.prompts)
+        models = reward_models(reward_configs, rewards, self.codec, TrainConfig(), frozen)
+        self.rewards = RewardSources(models, functions)
         self.packed = frozen.causal(causal, is_user_object=model is not None)
 
     def close(self) -> None:
         """Gives the models back their own attention and closes the rewards."""
-        for model in (self.packed, *(role.model for role in self.models)):
+        for model in (self.packed, *(role.model for role in self.rewards.models)):
             model.release()
-        for function in self.functions:
-            function.reward.close()
+        self.rewards.close()
 
     def warnings(self) -> list[str]:
         """Rows left out or converted, what is changed about the model, and samples that rewards left out, in words."""
         found = [*self.prompts.warnings, *self.packed.warnings]
-        found += [warning for role in self.models for warning in load_warnings(role.model.model)]
-        return found + [warning for role in self.functions for warning in role.reward.warnings()]
+        found += [warning for role in self.rewards.models for warning in load_warnings(role.model.model)]
+        return found + self.rewards.warnings()
 
     def cut_short(self, sampling: SamplingConfig, key: str) -> list[str]:
         """What is to be said where ``key``'s answers end at the model's context."""
@@ -290,7 +351,7 @@ class EvaluationModel:
         return run_async(score_groups(groups, self._scorers(recorder), step=0, cache=cache))
 
     def _scorers(self, recorder: SpanRecorder) -> Sequence[Scorer]:
-        workers = {role.name: role.worker() for role in self.models}
+        workers = {role.name: role.worker() for role in self.rewards.models}
         arbiter = local_arbiter({name: worker.sizes() for name, worker in workers.items()}, version=0)
         groups = {name: LocalGroup(worker) for name, worker in workers.items()}
-        return reward_scorers(LeaseContext(arbiter, recorder), self.models, self.functions, groups)
+        return self.rewards.scorers(LeaseContext(arbiter, recorder), groups)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from quartet.config import Interrupted, UserError
 from quartet.config.algorithms import reads_reference
@@ -39,18 +39,13 @@ from quartet.observe.digests import FileDigest, changed_file, digest_file, seal,
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
 from quartet.trainers.answers import Answer, write_answers, write_rows
-from quartet.trainers.devices import FrozenModels, compute_device, precision_on, resolved
+from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_metrics import by_prompt
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import (
-    RunDirectory,
-    Stopwatch,
-    use_threads,
-    writing,
-)
-from quartet.trainers.run_files import Resume, completed, output_path
+from quartet.trainers.run import Stopwatch, open_run, writing
+from quartet.trainers.run_files import Resume, completed
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 from quartet.trainers.sources import check_recipe, check_unweighted
 
@@ -79,13 +74,9 @@ class IteratedTrainer:
 
     def __init__(self, recipe: IteratedRecipe, *, resume: Resume = False, progress: Progress | None = None) -> None:
         check_recipe(recipe, IteratedRecipe)
-        use_threads(recipe.threads)
         self.recipe = recipe
-        self.path = output_path(recipe.output_dir, recipe.job, resume)
-        self.progress = progress if progress is not None else Progress()
-        self.device = compute_device(recipe)
-        record = resolved(recipe, self.device)
-        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print, resolved=record)
+        self.run, self.progress, self.device = open_run(recipe, resume, progress)
+        self.path = self.run.path
         self._stages: list[dict[str, Any]] = []
         self._signals = StopSignals()
 
@@ -109,16 +100,13 @@ class IteratedTrainer:
             self.run.tracker.log(number, self._round(number))
         last = self.recipe.rounds
         for name, stage in (("model", "rl"), ("reward_model", "reward_model")):
-            self._link(self.path / name, Path(f"round_{last}_{stage}") / "model")
+            link, target = self.path / name, Path(f"round_{last}_{stage}") / "model"
+            with writing(link):
+                if link.is_symlink() and Path(os.readlink(link)) != target:
+                    link.unlink()
+                if not link.is_symlink():
+                    link.symlink_to(target)
         return IteratedResult(self.path, self.run.finish({"stages": self._stages}))
-
-    @staticmethod
-    def _link(link: Path, target: Path) -> None:
-        with writing(link):
-            if link.is_symlink() and Path(os.readlink(link)) != target:
-                link.unlink()
-            if not link.is_symlink():
-                link.symlink_to(target)
 
     def _round(self, number: int) -> dict[str, float]:
         found = self._collect(number)
@@ -145,11 +133,8 @@ class IteratedTrainer:
         if (saved := self._collected(marker)) is None:
             answers, label = self._answers(number)
             config, groups = self.recipe.collect, by_prompt(answers)
-            fresh = [
-                pair
-                for group in groups
-                if (pair := make_pair(group, label, config, f"{self.recipe.seed} {number}")) is not None
-            ]
+            made = [make_pair(group, label, config, f"{self.recipe.seed} {number}") for group in groups]
+            fresh = [pair for pair in made if pair is not None]
             if not fresh:
                 raise UserError(
                     f"round {number} has no pairs to learn from",
@@ -198,7 +183,7 @@ class IteratedTrainer:
         chosen = dict.fromkeys(i for i, _ in draws(recipe.seed, number - 1, evaluation_model.prompts.order, size))
         items = tuple(evaluation_model.prompts.item(i) for i in chosen)
         evaluation_model.prompts = PromptData(items, evaluation_model.prompts.warnings)
-        label = next(name for name in evaluation_model.weights if name != PREVIOUS)
+        label = next(name for name in evaluation_model.rewards.weights if name != PREVIOUS)
         for warning in evaluation_model.cut_short(config.sampling, "collect.sampling.max_new_tokens"):
             self.progress.print(f"round {number}: {warning}")
         total = len(items) * config.samples_per_prompt
@@ -267,8 +252,7 @@ class IteratedTrainer:
 # Pairs -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LabelledPair:
+class LabelledPair(NamedTuple):
     """Two answers to one prompt, the first labelled higher."""
 
     chosen: Answer

@@ -6,16 +6,17 @@ import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
-from quartet.config.recipe import RLRecipe
-from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.config.common import TrainConfig
+from quartet.config.recipe import EvaluationConfig, RLRecipe
+from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
 from quartet.envs.protocol import Environment
 from quartet.models.directories import on_meta
 from quartet.models.loading import (
@@ -30,14 +31,12 @@ from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, Score
 from quartet.text.tokenizer import TextCodec
 from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import TrainEngine
-from quartet.trainers.devices import CPU, FrozenModels, precision_on
-from quartet.trainers.process_roles import process_models
+from quartet.trainers.devices import CPU, META, FrozenModels, precision_on
 from quartet.trainers.ptx import PTX
-from quartet.trainers.reward_roles import RewardModelRole, forward_budget, reward_models
-from quartet.trainers.sources import resolve_model, resolve_tokenizer
+from quartet.trainers.reward_roles import RewardModelRole, Rewards, forward_budget, reward_models
+from quartet.trainers.sources import resolve_model, resolve_tokenizer, vocabulary_size
 
 _P = TypeVar("_P", bound=PackedModel)
-Rewards = Sequence[Callable[..., Any] | PreTrainedModel]
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,10 @@ class ModelLoader:
         self._device = device
         self._moves_user_models = moves_user_models
         self._computes = computes if computes is not None else device
-        self._empty = device.type == "meta"
         self._shares_reference = shares_reference
         self._dp_group = dp_group
+        self._load_causal = partial(load_causal_lm, empty=device == META)
+        self._load_scalar = partial(load_scalar_model, empty=device == META)
         self._taken = contextlib.ExitStack()
 
     def release(self) -> None:
@@ -121,7 +121,7 @@ class ModelLoader:
     @cached_property
     def actor_model(self) -> PreTrainedModel:
         own = self.objects.model
-        return self._placed(resolve_model(self.recipe.actor.model, own, self._causal_lm, "actor.model"), own)
+        return self._placed(resolve_model(self.recipe.actor.model, own, self._load_causal, "actor.model"), own)
 
     @cached_property
     def codec(self) -> TextCodec:
@@ -129,25 +129,14 @@ class ModelLoader:
 
     @cached_property
     def actor(self) -> PackedCausalLM:
-        recipe = self.recipe
-        packed = packed_causal_lm(
-            self.actor_model,
-            precision_on(self._computes, recipe.actor.train.precision),
-            numerics=recipe.numerics,
-            activation_checkpointing=recipe.actor.train.activation_checkpointing,
-            lora=recipe.actor.train.lora,
-            seed=recipe.seed,
-        )
-        return self._own(packed)
+        train, numerics = self.recipe.actor.train, self.recipe.numerics
+        return self._own(packed_causal_lm(self.actor_model, **self._packing(train), numerics=numerics))
 
     @cached_property
     def actor_engine(self) -> TrainEngine[PackedCausalLM]:
         recipe = self.recipe
         resting = recipe.critic.warmup_steps if recipe.algorithm.name == "ppo" else 0
-        total_steps = max(1, recipe.steps - resting) * self._updates_per_step
-        return TrainEngine(
-            self.actor, recipe.actor.train, total_steps=total_steps, name="actor.train", dp_group=self._dp_group
-        )
+        return self._engine(self.actor, "actor", max(1, recipe.steps - resting))
 
     @cached_property
     def reference(self) -> PackedCausalLM | None:
@@ -160,11 +149,11 @@ class ModelLoader:
         if path is None and lora is not None and self._shares_reference:
             return self.actor
         if path is not None:
-            model = self._causal_lm(path)
+            model = self._load_causal(path)
         else:
             with self.actor.without_adapters() if lora is not None else contextlib.nullcontext():
                 model = copy.deepcopy(self.actor_model)
-        held, needed = (int(m.get_input_embeddings().weight.shape[0]) for m in (model, self.actor_model))
+        held, needed = vocabulary_size(model), vocabulary_size(self.actor_model)
         if held != needed:
             raise UserError(
                 "reference and actor have different vocabularies",
@@ -180,17 +169,16 @@ class ModelLoader:
 
     @cached_property
     def reward_models(self) -> list[RewardModelRole]:
-        return self._sources(self.recipe.rewards, self.objects.rewards)
+        return self._reward_models(self.recipe.rewards, self.objects.rewards)
 
     @cached_property
     def evaluation_reward_models(self) -> list[RewardModelRole]:
         """Those that are asked about held-out answers only."""
-        evaluation = self.recipe.evaluation
-        return self._sources(evaluation.rewards if evaluation is not None else (), self.objects.evaluation_rewards)
+        evaluation = self.recipe.evaluation or EvaluationConfig()
+        return self._reward_models(evaluation.rewards, self.objects.evaluation_rewards)
 
-    def _sources(self, configs: Sequence[Any], rewards: Rewards) -> list[RewardModelRole]:
+    def _reward_models(self, configs: Sequence[RewardConfig], rewards: Rewards) -> list[RewardModelRole]:
         found = reward_models(configs, rewards, self.codec, self.recipe.actor.train, self._frozen)
-        found += process_models(configs, self.codec, self._frozen)
         for role in found:
             self._own(role.model)
         return found
@@ -206,41 +194,38 @@ class ModelLoader:
                     remedy="leave the critic out, or use ppo",
                 )
             return None
-        model = self._placed(self._critic_model(), self.objects.critic)
-        _check_apart(model, self.actor_model)
+        model = self._placed(given if given is not None else self._critic_model(), given)
+        # On the actor's own body each optimizer would move the other's weights, and adapters of the two would lie in
+        # one module and switch together.
+        own = {id(parameter) for parameter in self.actor_model.parameters()}
+        if shared := [name for name, parameter in model.named_parameters() if id(parameter) in own]:
+            raise UserError(
+                "the critic shares weights with the actor",
+                found=f"{len(shared)} tensors, first {shared[0]}",
+                remedy="pass a critic with weights of its own (copy.deepcopy), or none: it then starts as a copy",
+            )
         # Master weights are fp32, also where an object came in half precision.
         model.float().requires_grad_(True)
-        needed, held = (int(m.get_input_embeddings().weight.shape[0]) for m in (self.actor_model, model))
+        needed, held = vocabulary_size(self.actor_model), vocabulary_size(model)
         if held < needed:
             raise UserError(
                 "the critic's vocabulary is smaller than the actor's",
                 found=f"{held} and {needed} ids",
                 remedy="use a critic with the actor's tokenizer, or leave critic.path out",
             )
-        config = recipe.critic.train
-        packed = packed_scalar_model(
-            model,
-            precision_on(self._computes, config.precision),
-            activation_checkpointing=config.activation_checkpointing,
-            lora=config.lora,
-            seed=recipe.seed,
-        )
-        total_steps = recipe.steps * self._updates_per_step
-        return TrainEngine(
-            self._own(packed), config, total_steps=total_steps, name="critic.train", dp_group=self._dp_group
-        )
+        packed = self._own(packed_scalar_model(model, **self._packing(recipe.critic.train)))
+        return self._engine(packed, "critic", recipe.steps)
 
     def _critic_model(self) -> PreTrainedModel:
-        if self.objects.critic is not None:
-            return self.objects.critic
+        """What the recipe names; else a copy of the first reward model that reads the policy's tokens; else the actor's
+        body with a new head."""
         if self.recipe.critic.path is not None:
-            return load_scalar_model(self.recipe.critic.path, empty=self._empty)
-        native = [role for role in self.reward_models if role.codec is None]
-        if native:
+            return self._load_scalar(self.recipe.critic.path)
+        if native := [role for role in self.reward_models if role.codec is None]:
             # From the directory once more where there is one: what is frozen may have rounded weights.
             for config in self.recipe.rewards:
                 if config.name == native[0].name and isinstance(config, ModelReward | ProcessModelReward):
-                    return load_scalar_model(config.path, empty=self._empty)
+                    return self._load_scalar(config.path)
             return copy.deepcopy(native[0].model.model)
         # Fresh adapters add nothing, but their modules would come along.
         with self.actor.without_adapters():
@@ -262,7 +247,7 @@ class ModelLoader:
         if role == "reference" and self.reference is not None:
             reference, train = self.reference, self.recipe.actor.train
             # Asked only with adapters: a worker of the reference alone need not build the actor.
-            is_actor = self.recipe.actor.train.lora is not None and reference is self.actor
+            is_actor = train.lora is not None and reference is self.actor
             kind = AdapterlessWorker if is_actor else ScoreWorker
             return kind(
                 reference, forward_budget(train), logprob_chunk=train.logprob_chunk, share_prefixes=train.share_prefixes
@@ -270,30 +255,25 @@ class ModelLoader:
         sources = {source.name: source for source in self.reward_models + self.evaluation_reward_models}
         return sources[role].worker()
 
-    @property
-    def _updates_per_step(self) -> int:
-        return self.recipe.minibatches * self.recipe.epochs
+    def _packing(self, train: TrainConfig) -> dict[str, Any]:
+        """How a model that trains is taken over."""
+        return {
+            "precision": precision_on(self._computes, train.precision),
+            "activation_checkpointing": train.activation_checkpointing,
+            "lora": train.lora,
+            "seed": self.recipe.seed,
+        }
+
+    def _engine(self, packed: _P, role: Literal["actor", "critic"], steps: int) -> TrainEngine[_P]:
+        recipe = self.recipe
+        train = recipe.actor.train if role == "actor" else recipe.critic.train
+        total_steps = steps * recipe.minibatches * recipe.epochs
+        return TrainEngine(packed, train, total_steps=total_steps, name=f"{role}.train", dp_group=self._dp_group)
 
     def _own(self, packed: _P) -> _P:
         """Taken over; given back by ``release``."""
         self._taken.callback(packed.release)
         return packed
 
-    def _causal_lm(self, path: str) -> PreTrainedModel:
-        return load_causal_lm(path, empty=self._empty)
-
     def _placed(self, model: PreTrainedModel, passed: PreTrainedModel | None) -> PreTrainedModel:
         return model if passed is not None and not self._moves_user_models else model.to(self._device)
-
-
-def _check_apart(critic: PreTrainedModel, actor: PreTrainedModel) -> None:
-    """Refuses a critic on the actor's own body: each optimizer would move the other's weights, and adapters of the two
-    would lie in one module and switch together."""
-    own = {id(parameter) for parameter in actor.parameters()}
-    shared = [name for name, parameter in critic.named_parameters() if id(parameter) in own]
-    if shared:
-        raise UserError(
-            "the critic shares weights with the actor",
-            found=f"{len(shared)} tensors, first {shared[0]}",
-            remedy="pass a critic with weights of its own (copy.deepcopy), or none: it then starts as a copy",
-        )

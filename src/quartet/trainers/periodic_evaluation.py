@@ -16,16 +16,17 @@ from typing import Any
 
 from quartet.config import UserError
 from quartet.config.evaluation import EvaluationConfig
+from quartet.data.datasets import PromptData
 from quartet.observe.alarm import AlarmVerdict, HackingAlarm
 from quartet.observe.jsonl import RowAppender
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
 from quartet.observe.report.collect import read_alarms
+from quartet.schedule.iteration import side_by_side
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.rollout import Rollout
 from quartet.text.examples import PromptText
 from quartet.trainers.answers import Answer, drop_after, evaluation_path, or_null, read_answers, write_answers
-from quartet.trainers.episodes import gather_or_cancel
 from quartet.trainers.evaluation import prompt_requests, sampling_params, score_groups
 from quartet.trainers.evaluation_metrics import (
     check_graded,
@@ -37,31 +38,28 @@ from quartet.trainers.evaluation_metrics import (
     standard_error,
     weighted_scores,
 )
-from quartet.trainers.reward_roles import reward_scorers
 from quartet.trainers.roles import RLRoles
 from quartet.trainers.run import writing
 
 
 class PeriodicEvaluation:
-    """What an RL run asks of its held-out prompts, and what it remembers of the answers.
+    """What an RL run asks of its held-out prompts, and what it remembers of the answers; nothing where it has none.
 
     Args:
-        config: the recipe's section.
-        roles: of the run, with held-out prompts.
         path: the run directory.
-        steps: of the whole run.
 
     Raises:
-        UserError: the section names a reward that there is not.
+        UserError: the recipe's section names a reward that there is not.
     """
 
-    def __init__(self, config: EvaluationConfig, roles: RLRoles, path: Path, *, steps: int, progress: Progress) -> None:
-        self.config, self.roles, self.path, self.steps, self.progress = config, roles, path, steps, progress
-        self.training_weights = roles.reward_weights
-        self.weights = roles.evaluation_reward_weights or roles.reward_weights
-        sources = [*roles.reward_weights, *roles.evaluation_reward_weights]
-        models = [role.name for role in (*roles.reward_models, *roles.evaluation_reward_models)]
-        self.graded = check_graded(config.grading, sources, models)
+    def __init__(self, roles: RLRoles, path: Path, progress: Progress) -> None:
+        self.config, self.steps = roles.recipe.evaluation or EvaluationConfig(), roles.recipe.steps
+        self.roles, self.path, self.progress = roles, path, progress
+        config, self.prompts = self.config, roles.evaluation_prompts
+        self.training_weights, own_weights = roles.rewards.weights, roles.evaluation_rewards.weights
+        self.weights = own_weights or self.training_weights
+        sources = [*self.training_weights, *own_weights]
+        self.graded = check_graded(config.grading, sources, [role.name for role in roles.reward_models])
         self._watched_source = config.alarm.source if config.alarm is not None else None
         check_named("evaluation.alarm.source", self._watched_source, sources, "the evaluation's score")
         self.restore(None)
@@ -74,9 +72,6 @@ class PeriodicEvaluation:
             drop_after(self.path / "evaluations", step)
             truncate_rows_after(self.path / "alarms.jsonl", step)
 
-    def due(self, step: int) -> bool:
-        return step % self.config.every_steps == 0 or step == self.steps
-
     def note_training(self, step: int, metrics: Mapping[str, float]) -> None:
         """The training reward of ``step``: that of all sampled groups where some of them were rejected."""
         reward = metrics.get("reward/sampled_score_mean", metrics.get("reward/score_mean", math.nan))
@@ -84,13 +79,15 @@ class PeriodicEvaluation:
             self.alarm.note_training(step, reward)
 
     async def evaluate(self, leases: LeaseContext, rollout: Rollout, step: int) -> dict[str, float]:
-        """Answers, scores and judges after ``step`` complete steps; returns the metrics."""
+        """Answers, scores and judges after ``step`` complete steps, where an evaluation is due; returns the metrics."""
+        if self.prompts is None or not (step % self.config.every_steps == 0 or step == self.steps):
+            return {}
         # Counted with the step it follows.
-        answers = await self._answers(leases, rollout, max(0, step - 1))
+        answers = await self._answers(self.prompts, leases, rollout, max(0, step - 1))
         with writing(self.path / "evaluations"):
             write_answers(evaluation_path(self.path / "evaluations", step), answers)
         sums = {"eval/score_mean": self.weights}
-        if self.roles.evaluation_reward_weights:
+        if self.roles.evaluation_rewards.weights:
             sums["eval/training_score_mean"] = self.training_weights
         figures = measure(answers, sums, self.config.grading, self.graded, seed=0, intervals=False)
         scores = prompt_means(answers, self._watched(answers))
@@ -105,19 +102,18 @@ class PeriodicEvaluation:
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """As saved; without a checkpoint, or with one that has no alarm, it begins anew."""
         self.alarm: HackingAlarm | None = None
-        if (alarm := self.config.alarm) is not None:
+        if (alarm := self.config.alarm) is not None and self.prompts is not None:
             self.alarm = HackingAlarm(alarm.false_alarm_rate, math.ceil(self.steps / self.config.every_steps))
             if state is not None:
                 self.alarm.restore(state)
 
     def warnings(self) -> list[str]:
         """What keeps the alarm silent, in words."""
-        prompts = self.roles.evaluation_prompts
-        if self.alarm is None or prompts is None or len(prompts) >= self.alarm.least_prompts:
+        if self.alarm is None or self.prompts is None or len(self.prompts) >= self.alarm.least_prompts:
             return []
         return [
             f"the reward-hacking alarm needs at least {self.alarm.least_prompts} held-out prompts to tell a fall from "
-            f"noise; there are {len(prompts)}"
+            f"noise; there are {len(self.prompts)}"
         ]
 
     def summary(self) -> dict[str, Any]:
@@ -140,29 +136,23 @@ class PeriodicEvaluation:
 
     # Answers -----------------------------------------------------------------------------------------------
 
-    async def _answers(self, leases: LeaseContext, rollout: Rollout, step: int) -> list[Answer]:
+    async def _answers(
+        self, prompts: PromptData, leases: LeaseContext, rollout: Rollout, step: int
+    ) -> list[Answer]:
         """Every held-out prompt's samples; episodes where the run has an environment."""
         roles, config = self.roles, self.config
-        assert roles.evaluation_prompts is not None, "made for roles with held-out prompts"
-        own = reward_scorers(leases, roles.evaluation_reward_models, roles.evaluation_reward_functions, roles.groups)
-        scorers = [*roles.reward_scorers(leases), *roles.of_whole_trajectories(own)]
-        if roles.environment is not None:
-            async with rollout.quiet():
-                player, sampling = roles.episode_runner(rollout), sampling_params(config.sampling, roles.codec)
-                items, num = roles.evaluation_prompts.items, config.samples_per_prompt
-                # Negative indices: no group of the stream has one.
-                played = [player.group(-1 - i, item, sampling, num, draw=-1) for i, item in enumerate(items)]
-                return await score_groups(await gather_or_cancel(played), scorers, step=step)
-        asked = prompt_requests(
-            roles.evaluation_prompts,
-            roles.codec,
-            config.sampling,
-            seed=roles.recipe.seed,
-            samples=config.samples_per_prompt,
-        )
         async with rollout.quiet():
-            groups = await rollout.evaluate(asked, step)
-        return await score_groups(groups, scorers, step=step)
+            if roles.environment is not None:
+                runner, sampling = roles.episode_runner(rollout), sampling_params(config.sampling, roles.codec)
+                # Negative indices: no group of the stream has one.
+                num, items = config.samples_per_prompt, enumerate(prompts.items)
+                begun = [runner.group(-1 - i, item, sampling, num, draw=-1) for i, item in items]
+                groups = await side_by_side(begun)
+            else:
+                num, seed = config.samples_per_prompt, roles.recipe.seed
+                asked = prompt_requests(prompts, roles.codec, config.sampling, seed=seed, samples=num)
+                groups = await rollout.evaluate(asked, step)
+        return await score_groups(groups, roles.reward_scorers(leases, held_out=True), step=step)
 
     # The alarm ---------------------------------------------------------------------------------------------
 

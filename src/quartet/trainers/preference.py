@@ -43,12 +43,11 @@ from quartet.trainers.sources import (
     check_budget,
     check_recipe,
     longest_group,
-    only_object,
     pairs_or_judgements,
-    with_path,
+    vocabulary_size,
+    with_name,
 )
-from quartet.trainers.supervised import SupervisedTrainer
-from quartet.trainers.supervised_worker import CausalWorker, Given, vocabulary_size
+from quartet.trainers.supervised import CausalWorker, Given, SupervisedTrainer
 
 _AT_A_TIME = 128
 """Rows of one forward-only pass."""
@@ -250,9 +249,9 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
         progress: Progress | None = None,
     ) -> None:
         check_recipe(recipe, PreferenceRecipe)
-        self._reference = only_object("reference", reference)
+        recipe, self._reference = with_name(recipe, reference, "reference.path")
         super().__init__(
-            with_path(recipe, reference, "reference.path"),
+            recipe,
             model=model,
             tokenizer=tokenizer,
             rows=rows,

@@ -19,8 +19,7 @@ from quartet.train.engine import TrainEngine
 from quartet.train.objectives import STEP_NEEDS, StepObjective
 from quartet.trainers.run import writing
 from quartet.trainers.sources import process_data
-from quartet.trainers.supervised import SupervisedTrainer
-from quartet.trainers.supervised_worker import ScalarWorker
+from quartet.trainers.supervised import ScalarWorker, SupervisedTrainer
 
 _ANSWERS_PER_PASS = 128
 

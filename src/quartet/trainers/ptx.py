@@ -10,7 +10,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.recipe import PTXConfig, RLRecipe
-from quartet.data.lazy import LazyDemonstrations, ListedRows, StoredRows, stored_rows
+from quartet.data.lazy import LazyDemonstrations, ListedRows, stored_rows
 from quartet.data.prefetch import Prefetcher
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import LossTerm
@@ -81,10 +81,12 @@ def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, co
                 remedy="set ptx.coef and ptx.examples_per_minibatch",
             )
         return None
+    if rows is None and (config.data is None or not config.data.parts):
+        raise UserError("there is no data", found="ptx.data is missing", remedy="set ptx.data.path, or pass ptx_rows")
     options = config.data or DataConfig()
     longest = min(context, options.max_tokens or context)
     data = LazyDemonstrations(
-        _stored(config, rows),
+        ListedRows(rows, "ptx_rows passed from Python") if rows is not None else stored_rows(options),
         options.columns,
         # The thread that prepares batches has a tokenizer of its own: not every one may be used by two at a time.
         TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids, enough=longest),
@@ -96,11 +98,3 @@ def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, co
     )
     check_budget(data.longest, recipe.actor.train.token_budget, "actor.train.token_budget")
     return PTX(config, data, recipe.seed)
-
-
-def _stored(config: PTXConfig, rows: Sequence[Any] | None) -> StoredRows:
-    if rows is not None:
-        return ListedRows(rows, "ptx_rows passed from Python")
-    if config.data is None or not config.data.parts:
-        raise UserError("there is no data", found="ptx.data is missing", remedy="set ptx.data.path, or pass ptx_rows")
-    return stored_rows(config.data)

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from transformers import PreTrainedModel
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.data.preference import JudgedData, PreferenceData
+from quartet.observe.jsonl import replace_atomically
 from quartet.train.preference_objectives import answer_logprobs
 from quartet.trainers.run import write_json, writing
 from quartet.trainers.run_files import read_json
@@ -108,7 +107,7 @@ class ReferenceTables:
         self._data = dict(data)
         self._cache = None if cache is None else Path(cache).expanduser()
         self._mismatched = mismatched
-        self._drafts: list[_Draft] = []
+        self._work: Iterator[int] = iter(())
         self.tables: dict[str, Tables] = {}
 
     def __getitem__(self, name: str) -> Tables:
@@ -129,11 +128,13 @@ class ReferenceTables:
         Raises:
             UserError: data or reference are not those with which the run that is resumed began.
         """
-        reference = self._present()
+        reference = self._reference
+        assert reference is not None, "begun once, before the reference is given back"
         digests = {name: data_digest(data, mismatched=self._mismatched) for name, data in self._data.items()}
         weights = _weights(reference, path / "reference.json", digests, is_resumed=is_resumed)
         write_json(path / "reference.json", {"weights": weights, "data": digests})
         folder, warnings = self._cache if self._cache is not None else path / "reference", []
+        missing: dict[str, tuple[Path, dict[str, str]]] = {}
         for name, data in self._data.items():
             header = {"format": FORMAT, "weights": weights, "data": digests[name], "rows": str(len(data))}
             file = folder / f"{weights[:16]}-{digests[name][:16]}.safetensors"
@@ -148,8 +149,9 @@ class ReferenceTables:
                     found=f"no usable {file}, and the model given is not the one the run began with",
                     remedy="give the model the run began with, or choose another output_dir",
                 )
-            self._drafts.append(_Draft(name, file, header))
-        return sum(len(self._data[draft.name]) for draft in self._drafts), tuple(warnings)
+            missing[name] = file, header
+        self._work = self._computed(reference, missing)
+        return sum(len(self._data[name]) for name in missing), tuple(warnings)
 
     def compute(self) -> int:
         """Computes some rows of what is missing, and writes a table that is complete.
@@ -160,23 +162,24 @@ class ReferenceTables:
         Raises:
             UserError: the reference computes numbers that are not finite, or the file cannot be written.
         """
-        if not self._drafts:
-            return 0
-        reference, draft = self._present(), self._drafts[0]
-        data = self._data[draft.name]
-        rows = range(draft.num_rows, min(draft.num_rows + _ROWS, len(data)))
-        sources: dict[str, Callable[[Sequence[int]], RaggedBatch]] = {"answers": data.select}
-        if self._mismatched:
-            sources["mismatched"] = data.mismatched
-        for name, select in sources.items():
-            batch = select(rows)
-            totals, _ = answer_logprobs(reference.logprobs(batch), batch)
-            draft.parts.setdefault(name, []).append(totals.float().view(len(rows), -1))
-        draft.num_rows = rows.stop
-        if draft.num_rows == len(data):
-            self.tables[draft.name] = draft.write()
-            del self._drafts[0]
-        return len(rows)
+        return next(self._work, 0)
+
+    def _computed(self, reference: Reference, missing: Mapping[str, tuple[Path, dict[str, str]]]) -> Iterator[int]:
+        for name, (path, header) in missing.items():
+            data = self._data[name]
+            sources: dict[str, Callable[[Sequence[int]], RaggedBatch]] = {"answers": data.select}
+            if self._mismatched:
+                sources["mismatched"] = data.mismatched
+            parts: dict[str, list[Tensor]] = {kind: [] for kind in sources}
+            for start in range(0, len(data), _ROWS):
+                rows = range(start, min(start + _ROWS, len(data)))
+                for kind, select in sources.items():
+                    batch = select(rows)
+                    totals, _ = answer_logprobs(reference.logprobs(batch), batch)
+                    parts[kind].append(totals.float().view(len(rows), -1))
+                if rows.stop == len(data):
+                    self.tables[name] = _write(path, header, {kind: torch.cat(part) for kind, part in parts.items()})
+                yield len(rows)
 
     def take(self, tables: Mapping[str, Tables]) -> None:
         """Takes over complete tables; the reference is given back and forgotten, and may change afterwards."""
@@ -185,53 +188,22 @@ class ReferenceTables:
 
     def release(self) -> None:
         """Gives the reference back, if it is still there."""
-        reference, self._reference = self._reference, None
+        reference, self._reference, self._work = self._reference, None, iter(())
         if reference is not None:
             reference.release()
 
-    def _present(self) -> Reference:
-        if self._reference is None:
-            raise RuntimeError("the reference was given back")
-        return self._reference
 
-
-@dataclass
-class _Draft:
-    """A table that is being computed: so many rows by now, in parts of several rows."""
-
-    name: str
-    path: Path
-    header: Mapping[str, str]
-    num_rows: int = 0
-    parts: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    def write(self) -> Tables:
-        tables = {name: torch.cat(parts) for name, parts in self.parts.items()}
-        wrong = sum(int((~torch.isfinite(values)).sum()) for values in tables.values())
-        if wrong:
-            raise UserError(
-                "the reference gives log-probabilities that are not finite",
-                found=f"{wrong} answers",
-                remedy="check the reference's weights, or compute in fp32",
-            )
-        with writing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(self.path, save(dict(tables), metadata={**self.header, "values": _checksum(tables)}))
-        return tables
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Whole or not at all. Under a temporary name of its own: several runs may compute the same reference at a time."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def _write(path: Path, header: Mapping[str, str], tables: dict[str, Tensor]) -> Tables:
+    if wrong := sum(int((~torch.isfinite(values)).sum()) for values in tables.values()):
+        raise UserError(
+            "the reference gives log-probabilities that are not finite",
+            found=f"{wrong} answers",
+            remedy="check the reference's weights, or compute in fp32",
+        )
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_atomically(path, save(tables, metadata={**header, "values": _checksum(tables)}))
+    return tables
 
 
 def _weights(reference: Reference, path: Path, digests: Mapping[str, str], *, is_resumed: bool) -> str:

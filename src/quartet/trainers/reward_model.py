@@ -15,8 +15,7 @@ from quartet.data.preference import PreferenceData
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.preference_objectives import PairwiseObjective
 from quartet.trainers.sources import longest_group, preference_data
-from quartet.trainers.supervised import SupervisedTrainer
-from quartet.trainers.supervised_worker import ScalarWorker
+from quartet.trainers.supervised import ScalarWorker, SupervisedTrainer
 
 _PAIRS_PER_PASS = 128
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.cluster import ClusterError, WorkerDied
-from quartet.config.recipe import EvaluationConfig, RLRecipe
+from quartet.config.recipe import RLRecipe
 from quartet.envs.protocol import Environment
 from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
 from quartet.models.packed import PackedCausalLM, PackedModel
@@ -30,13 +30,12 @@ from quartet.trainers import checkpoints
 from quartet.trainers.advantages import KLCoefficient
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts
-from quartet.trainers.devices import compute_device, resolved
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.periodic_evaluation import PeriodicEvaluation
 from quartet.trainers.roles import RLRoles, needs_greedy
-from quartet.trainers.run import RunDirectory, Stopwatch, TrainResult, use_threads
-from quartet.trainers.run_files import Resume, output_path
+from quartet.trainers.run import Stopwatch, TrainResult, open_run
+from quartet.trainers.run_files import Resume
 from quartet.trainers.signals import take_back_signals
 from quartet.trainers.sources import (
     ModelLike,
@@ -44,9 +43,8 @@ from quartet.trainers.sources import (
     TokenizerLike,
     as_rewards,
     check_recipe,
-    only_object,
+    with_name,
     with_names,
-    with_path,
 )
 from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, placement_of, shares_reference
 from quartet.weights.errors import WeightSyncError
@@ -103,19 +101,15 @@ class RLTrainer:
         shuffle_scores: bool = False,
     ) -> None:
         check_recipe(recipe, RLRecipe)
-        use_threads(1 if recipe.numerics == "exact" else recipe.threads)
         recipe, own_model, own_tokenizer = with_names(recipe, model, tokenizer, "actor.model")
-        recipe = with_path(recipe, critic, "critic.path")
+        recipe, own_critic = with_name(recipe, critic, "critic.path")
         self.recipe = recipe
-        self.path = output_path(recipe.output_dir, "rl", resume)
-        self.progress = progress if progress is not None else Progress()
-        device = compute_device(recipe, own_model)
-        record = resolved(recipe, device)
-        self.run = RunDirectory(self.path, recipe, resume=resume, tell=self.progress.print, resolved=record)
+        self.run, self.progress, device = open_run(recipe, resume, progress, own_model)
+        self.path = self.run.path
         objects = UserObjects(
             own_model,
             own_tokenizer,
-            only_object("critic", critic),
+            own_critic,
             as_rewards(rewards),
             as_rewards(evaluation_rewards, "evaluation_rewards"),
             prompts,
@@ -133,16 +127,11 @@ class RLTrainer:
                 objects = objects.on_meta()
             self.roles = RLRoles(recipe, objects, shares_reference=shares_reference(placement), computes=device)
             taken.callback(self.roles.close)
-            self.evaluation: PeriodicEvaluation | None = None
-            if self.roles.evaluation_prompts is not None:
-                config = recipe.evaluation or EvaluationConfig()
-                self.evaluation = PeriodicEvaluation(
-                    config, self.roles, self.path, steps=recipe.steps, progress=self.progress
-                )
+            self.evaluation = PeriodicEvaluation(self.roles, self.path, self.progress)
             self.workers = workers or LocalRunWorkers(recipe, placement, self.roles)
             taken.pop_all()
         self.kl = KLCoefficient(recipe.algorithm, self.roles.warmup_steps)
-        shuffle = _shuffled(recipe.seed) if shuffle_scores else None
+        shuffle = partial(_permutation, recipe.seed) if shuffle_scores else None
         self._context = RunContext(self.roles, self.workers, self.run, self.kl, self._on_finished, shuffle)
         self._attempt: RunAttempt | None = None
         self._deaths: list[str] = []
@@ -190,8 +179,7 @@ class RLTrainer:
 
     async def _run_from(self, beginning: _ResumePoint) -> None:
         step, self._at = beginning.step, beginning
-        if self.evaluation is not None:
-            self.evaluation.start(step)
+        self.evaluation.start(step)
         self._attempt = None
         self._attempt = attempt = await RunAttempt.begin(self._context, step)
         async with contextlib.aclosing(attempt), attempt.stream:
@@ -201,9 +189,8 @@ class RLTrainer:
                 first = max(step, self.roles.warmup_steps) * self.recipe.minibatches * self.recipe.epochs
                 await self.roles.train_group("actor").call(TrainWorker.expect_update, first)
             if step == 0:
-                if self.evaluation is not None:
-                    self.evaluation.restore(None)
-                self.run.tracker.log(0, await self._evaluate(attempt, 0))
+                self.evaluation.restore(None)
+                self.run.tracker.log(0, await self.evaluation.evaluate(attempt.leases, attempt.rollout, 0))
                 self.run.recorder.drop_through(0)
             while step < self.recipe.steps:
                 self._at = _ResumePoint(step, attempt.stream.state(), attempt.stream.buffered())
@@ -244,9 +231,8 @@ class RLTrainer:
         self.kl.adapt(experience.batch, step)
         if step % self.recipe.log.rollouts_every == 0 or done == self.recipe.steps:
             await write_rollouts(self.run, self.workers.writer, done, experience)
-        if self.evaluation is not None:
-            self.evaluation.note_training(done, metrics)
-            metrics.update(await self._evaluate(attempt, done) if self.evaluation.due(done) else {})
+        self.evaluation.note_training(done, metrics)
+        metrics |= await self.evaluation.evaluate(attempt.leases, attempt.rollout, done)
         self.run.tracker.log(done, metrics)
         self.run.recorder.drop_through(step)  # those of the next one may have begun
         self._show(metrics)
@@ -254,11 +240,6 @@ class RLTrainer:
             await self._save(_ResumePoint(done, attempt.stream.state(), attempt.stream.buffered()))
         self.run.check_stop(done)
         return done
-
-    async def _evaluate(self, attempt: RunAttempt, step: int) -> dict[str, float]:
-        if self.evaluation is None:
-            return {}
-        return await self.evaluation.evaluate(attempt.leases, attempt.rollout, step)
 
     def _show(self, metrics: Mapping[str, float]) -> None:
         shown = {"score": "reward/score_mean", "kl": "kl/ref", "tokens/s": "rollout/tokens_per_s"}
@@ -285,7 +266,7 @@ class RLTrainer:
             {
                 "stages": [{"name": "rl", "seconds": round(seconds, 3), "metrics": last}],
                 "notes": notes,
-                **(self.evaluation.summary() if self.evaluation is not None else {}),
+                **self.evaluation.summary(),
             }
         )
         models = {role: partial(_trained_model, e.packed, self.path / EXPORTED[role]) for role, e in engines.items()}
@@ -302,8 +283,8 @@ class RLTrainer:
         return [f"{path.name}: {warning}"] if warning else []
 
     def _warnings(self) -> list[str]:
-        evaluation = self.evaluation.warnings() if self.evaluation is not None else []
-        return self.roles.warnings() + (self.roles.ptx.warnings if self.roles.ptx is not None else []) + evaluation
+        ptx = self.roles.ptx.warnings if self.roles.ptx is not None else []
+        return self.roles.warnings() + ptx + self.evaluation.warnings()
 
     def _on_finished(self, finished: int) -> None:
         if self._rollout_bar is not None:
@@ -322,8 +303,7 @@ class RLTrainer:
         await checkpoints.check_storage(self.run, self._saved)
         found = self.run.latest(list(self._saved), counters=("kl_coef", "stream"))
         self.kl.value = self.kl.term.coef if found is None else found.info["kl_coef"]
-        if self.evaluation is not None:
-            self.evaluation.restore(found.info.get("alarm") if found is not None else None)
+        self.evaluation.restore(None if found is None else found.info.get("alarm"))
         if found is None:
             return _ResumePoint(0)
         await checkpoints.load(self._saved, found)
@@ -337,8 +317,7 @@ class RLTrainer:
         workers, writer = self._saved, self.workers.writer
         if at.buffered is not None and await hold_buffered(writer, at.buffered):
             workers = {**workers, BUFFERED: writer}
-        alarm = self.evaluation.state() if self.evaluation is not None else None
-        info = {"kl_coef": self.kl.value, "stream": dict(at.stream or {}), "alarm": alarm}
+        info = {"kl_coef": self.kl.value, "stream": dict(at.stream or {}), "alarm": self.evaluation.state()}
         await checkpoints.save(self.run, workers, at.step, {}, info)
 
     @contextlib.asynccontextmanager
@@ -362,11 +341,8 @@ class RLTrainer:
             raise
 
 
-def _shuffled(seed: int) -> Callable[[int, int], Tensor]:
-    def permutation(step: int, num: int) -> Tensor:
-        return torch.randperm(num, generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
-
-    return permutation
+def _permutation(seed: int, step: int, num: int) -> Tensor:
+    return torch.randperm(num, generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
 
 
 def _trained_model(packed: PackedModel, path: Path) -> PreTrainedModel:

@@ -21,14 +21,13 @@ from quartet.config.algorithms import (
     kl_term,
 )
 from quartet.config.cross_checks import without_effect
-from quartet.config.recipe import EnvironmentConfig, RLRecipe
+from quartet.config.recipe import EnvironmentConfig, EvaluationConfig, RLRecipe
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.data.order import draw
 from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import Environment, EnvironmentFactory, environment_factory
 from quartet.envs.transcript import SOURCE
 from quartet.models.packed import PackedModel
-from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.lease_context import LeaseContext
@@ -41,13 +40,27 @@ from quartet.schedule.scorers import ModelScorer, PartScorer
 from quartet.text.tokenizer import check_vocabulary
 from quartet.train.engine import Needs, TrainEngine
 from quartet.trainers.devices import CPU, META
-from quartet.trainers.episodes import EpisodeRunner, Policy
-from quartet.trainers.evaluation import sampling_params
+from quartet.trainers.episodes import EpisodeRunner
+from quartet.trainers.evaluation import prompt_request, sampling_params
 from quartet.trainers.model_loader import ModelLoader, UserObjects
-from quartet.trainers.process_roles import ProcessScorer
 from quartet.trainers.ptx import build_ptx
-from quartet.trainers.reward_roles import RewardFunctionRole, reward_functions, reward_scorers, reward_weights
-from quartet.trainers.sources import UNLIMITED, check_budget, check_context, context_length, cut_short, prompt_data
+from quartet.trainers.reward_roles import (
+    ProcessScorer,
+    RewardModelRole,
+    RewardSources,
+    check_columns,
+    reward_functions,
+    reward_weights,
+)
+from quartet.trainers.sources import (
+    UNLIMITED,
+    check_budget,
+    check_context,
+    context_length,
+    cut_short,
+    prompt_data,
+    vocabulary_size,
+)
 
 CANARY_TOKENS = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
@@ -62,11 +75,10 @@ class RLRoles:
         computes: the run's device; where workers compute, the models made here have no contents.
 
     Attributes:
+        rewards, evaluation_rewards: sources of reward; the latter are asked about held-out answers only.
         workers: of the models in this process, by role.
         groups: what computes each role's passes and updates, by its name; in this process unless replaced.
         described: what the workers say of their models, by role: once they have loaded them, where that is elsewhere.
-        evaluation_reward_models, evaluation_reward_functions, evaluation_reward_weights: sources that are asked about
-        held-out answers only.
         ptx: demonstrations that the actor's worker reads; here it is for metrics and warnings, and for that worker.
 
     Raises:
@@ -74,17 +86,11 @@ class RLRoles:
     """
 
     def __init__(
-        self,
-        recipe: RLRecipe,
-        objects: UserObjects,
-        *,
-        shares_reference: bool = True,
-        computes: torch.device = CPU,
+        self, recipe: RLRecipe, objects: UserObjects, *, shares_reference: bool = True, computes: torch.device = CPU
     ) -> None:
         is_local = recipe.cluster.type == "local"
-        evaluation = recipe.evaluation
         self.recipe = recipe
-        self.reward_functions = reward_functions(recipe.rewards, objects.rewards)
+        functions = reward_functions(recipe.rewards, objects.rewards)
         self.environment = _environment(recipe, objects.environment)
         loader = ModelLoader(
             recipe,
@@ -94,18 +100,16 @@ class RLRoles:
             computes=computes,
             shares_reference=shares_reference,
         )
-        check_vocabulary(loader.tokenizer, int(loader.actor_model.get_input_embeddings().weight.shape[0]))
+        check_vocabulary(loader.tokenizer, vocabulary_size(loader.actor_model))
         self.codec, context = loader.codec, context_length(loader.actor_model)
         self.prompts = prompt_data(recipe.data, objects.prompts, self.codec, context, "data")
-        _check_columns(self.reward_functions, self.prompts)
-        only_configs = evaluation.rewards if evaluation is not None else ()
-        self.evaluation_reward_functions = reward_functions(only_configs, objects.evaluation_rewards)
+        check_columns(functions, self.prompts)
+        evaluation, rows = recipe.evaluation or EvaluationConfig(), objects.evaluation_prompts
+        only_functions = reward_functions(evaluation.rewards, objects.evaluation_rewards)
         self.evaluation_prompts: PromptData | None = None
-        if evaluation is not None or objects.evaluation_prompts is not None:
-            config = evaluation.data if evaluation is not None else None
-            rows = objects.evaluation_prompts
-            self.evaluation_prompts = prompt_data(config, rows, self.codec, context, "evaluation.data")
-            _check_columns(self.reward_functions + self.evaluation_reward_functions, self.evaluation_prompts)
+        if recipe.evaluation is not None or rows is not None:
+            self.evaluation_prompts = prompt_data(evaluation.data, rows, self.codec, context, "evaluation.data")
+            check_columns(functions + only_functions, self.evaluation_prompts)
         longest = _longest(recipe, self.prompts, context)
         _check_budgets(recipe, longest)
         with contextlib.ExitStack() as taken:
@@ -113,8 +117,18 @@ class RLRoles:
             taken.callback(loader.release)
             check_pair_budget(recipe, self.prompts, context, loader.actor.shares_prefixes)
             self.reference = loader.reference
-            self.reward_models, self.evaluation_reward_models = loader.reward_models, loader.evaluation_reward_models
-            self._weigh_rewards()
+            models, only_models = loader.reward_models, loader.evaluation_reward_models
+            own = {SOURCE: recipe.environment.weight} if recipe.environment is not None else {}
+            # Names are checked among all, so that none stands for two.
+            reward_weights([*models, *only_models, *functions, *only_functions], own)
+            self.rewards = RewardSources(models, functions, own)
+            self.evaluation_rewards = RewardSources(only_models, only_functions)
+            if not self.rewards.weights and not isinstance(recipe.algorithm, Distillation):
+                raise UserError(
+                    "there is no reward",
+                    found="rewards: []",
+                    remedy="name a reward model or a function under `rewards`",
+                )
             self.critic = loader.critic_engine
             self._check_contexts(longest)
             self.ptx = build_ptx(recipe, objects.ptx_rows, self.codec, context)
@@ -129,26 +143,16 @@ class RLRoles:
         """Those of the models beside the actor."""
         if self.reference is not None:
             check_context(self.reference.model, longest, "reference")
-        for role in self.reward_models + self.evaluation_reward_models:
+        for role in self.reward_models:
             if role.codec is None:
                 check_context(role.model.model, longest, f"reward model {role.name!r}")
         if self.critic is not None:
             check_context(self.critic.packed.model, longest, "critic")
 
-    def _weigh_rewards(self) -> None:
-        recipe = self.recipe
-        own = {SOURCE: recipe.environment.weight} if recipe.environment is not None else {}
-        # Names are checked among all, so that none stands for two.
-        only_models, only_functions = self.evaluation_reward_models, self.evaluation_reward_functions
-        reward_weights(self.reward_models + only_models, self.reward_functions + only_functions, own)
-        self.reward_weights = reward_weights(self.reward_models, self.reward_functions, own)
-        self.evaluation_reward_weights = reward_weights(only_models, only_functions)
-        if not self.reward_weights and not isinstance(recipe.algorithm, Distillation):
-            raise UserError(
-                "there is no reward",
-                found="rewards: []",
-                remedy="name a reward model or a function under `rewards`",
-            )
+    @property
+    def reward_models(self) -> list[RewardModelRole]:
+        """All of them, those that are asked about held-out answers only at the end."""
+        return [*self.rewards.models, *self.evaluation_rewards.models]
 
     async def stats(self) -> dict[str, ModelStats]:
         """Of every role with a model."""
@@ -191,7 +195,7 @@ class RLRoles:
     def models(self) -> list[PackedModel]:
         found: list[PackedModel] = [engine.packed for engine in self.engines().values()]
         found += [self.reference] if self.reference is not None and not self.shares_reference else []
-        return found + [role.model for role in self.reward_models + self.evaluation_reward_models]
+        return found + [role.model for role in self.reward_models]
 
     def warnings(self) -> list[str]:
         """What was left out of the data or converted, and what was changed about the models, in words."""
@@ -202,10 +206,9 @@ class RLRoles:
         actor, critic = (part.train.optim.lr for part in (self.recipe.actor, self.recipe.critic))
         if self.critic is not None and critic <= actor:
             found.append(f"critic: its learning rate, {critic:g}, is not above the actor's, {actor:g}")
-        for function in self.reward_functions + self.evaluation_reward_functions:
-            found += function.reward.warnings()
+        found += self.rewards.warnings() + self.evaluation_rewards.warnings()
         found += self.environment.guard.warnings() if self.environment is not None else []
-        named = [role.name for role in self.reward_models + self.evaluation_reward_models]
+        named = [role.name for role in self.reward_models]
         named += ["reference"] if self.recipe.reference.path is not None and self.reference is not None else []
         found += self._of_models(named)
         return found + self._cut_short() + self._of_models(self.engines())
@@ -214,16 +217,12 @@ class RLRoles:
         return [f"{role}: {warning}" for role in roles for warning in self.described[role].warnings]
 
     def _cut_short(self) -> list[str]:
-        recipe = self.recipe
-        if recipe.environment is not None:
-            return []
+        recipe, found = self.recipe, list[str]()
         asked = [("rollout", self.prompts, recipe.rollout.sampling)]
         if self.evaluation_prompts is not None and recipe.evaluation is not None:
             asked.append(("evaluation", self.evaluation_prompts, recipe.evaluation.sampling))
-        found = []
-        for section, prompts, sampling in asked:
-            lengths = (item.num_tokens for item in prompts)
-            key = f"{section}.sampling.max_new_tokens"
+        for section, prompts, sampling in asked if recipe.environment is None else []:
+            lengths, key = (item.num_tokens for item in prompts), f"{section}.sampling.max_new_tokens"
             found += cut_short(lengths, sampling.max_new_tokens, self.context, key)
         return found
 
@@ -231,8 +230,8 @@ class RLRoles:
         """Gives the models back their own attention and closes the rewards."""
         for model in self.models():
             model.release()
-        for function in self.reward_functions + self.evaluation_reward_functions:
-            function.reward.close()
+        self.rewards.close()
+        self.evaluation_rewards.close()
         if self.ptx is not None:
             self.ptx.close()
 
@@ -246,19 +245,14 @@ class RLRoles:
     def requests(self, index: int) -> tuple[PromptItem, PromptRequest]:
         """The prompt of stream index ``index``, and what is asked for it: a sample per response; a greedy one follows
         where it is the method's baseline."""
-        item = self.item(index)
-        limits = sampling_params(self.recipe.rollout.sampling, self.codec)
-        samples = [
-            SampleRequest(f"{index}.{r}", replace(limits, seed=sample_seed(self.recipe.seed, index, item.prompt_id, r)))
-            for r in range(self.recipe.responses_per_prompt)
-        ]
-        if needs_greedy(self.recipe):
-            samples.append(
-                SampleRequest(
-                    f"{index}.greedy", replace(samples[0].sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-                )
-            )
-        return item, PromptRequest(str(index), item.prompt, tuple(samples))
+        recipe, item = self.recipe, self.item(index)
+        params = sampling_params(recipe.rollout.sampling, self.codec)
+        num, seed = recipe.responses_per_prompt, recipe.seed
+        request = prompt_request(str(index), item, params, seed=seed, draw=index, samples=num)
+        if needs_greedy(recipe):
+            greedy = replace(request.samples[0].sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+            request = replace(request, samples=(*request.samples, SampleRequest(f"{index}.greedy", greedy)))
+        return item, request
 
     # Rewards and columns -----------------------------------------------------------------------------------
 
@@ -269,16 +263,18 @@ class RLRoles:
         room = max(1, min(CANARY_TOKENS, self.context - item.num_tokens))
         return CanaryProbe(item.prompt, room, tolerance)
 
-    def reward_scorers(self, leases: LeaseContext) -> list[Scorer]:
-        scorers = reward_scorers(leases, self.reward_models, self.reward_functions, self.groups)
-        return self.of_whole_trajectories(scorers)
+    def reward_scorers(self, leases: LeaseContext, *, held_out: bool = False) -> list[Scorer]:
+        """Sources of reward, of episodes each asked once per trajectory, about its last sequence, also where that has
+        several; process rewards read all of them.
 
-    def of_whole_trajectories(self, scorers: Sequence[Scorer]) -> list[Scorer]:
-        """Sources of reward, each asked once per trajectory, about its last sequence, also where that has several;
-        process rewards read all of them."""
+        Args:
+            held_out: with those that are asked about held-out answers only.
+        """
+        found = self.rewards.scorers(leases, self.groups)
+        found += self.evaluation_rewards.scorers(leases, self.groups) if held_out else []
         if self.environment is None:
-            return [*scorers]
-        return [scorer if isinstance(scorer, ProcessScorer) else PartScorer(scorer, last_ones) for scorer in scorers]
+            return found
+        return [scorer if isinstance(scorer, ProcessScorer) else PartScorer(scorer, last_ones) for scorer in found]
 
     def column_scorers(self, leases: LeaseContext) -> list[ModelScorer]:
         """The columns that this recipe's algorithm really reads, beside the rewards."""
@@ -309,7 +305,7 @@ class RLRoles:
         sampling = sampling_params(recipe.rollout.sampling, self.codec)
         return lambda index: player.group(index, self.item(index), sampling, recipe.responses_per_prompt)
 
-    def episode_runner(self, policy: Policy, on_episode_end: Callable[[int], None] | None = None) -> EpisodeRunner:
+    def episode_runner(self, policy: Rollout, on_episode_end: Callable[[int], None] | None = None) -> EpisodeRunner:
         recipe, config = self.recipe, self.recipe.environment
         if config is None or self.environment is None:
             raise ValueError("the recipe has no environment")
@@ -334,7 +330,8 @@ class RLRoles:
         if self.refresh_steps is None or self.reference is None:
             return
         with self.actor.packed.without_adapters():
-            own, other = (_shapes(packed.model) for packed in (self.actor.packed, self.reference))
+            both = (self.actor.packed.model.state_dict(), self.reference.model.state_dict())
+        own, other = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in both)
         if own != other:
             name = min(name for name, _ in own.items() ^ other.items())
             raise UserError(
@@ -398,12 +395,6 @@ def _longest(recipe: RLRecipe, data: PromptData, context: int) -> int:
     return min(context, max(item.num_tokens for item in data.items) + recipe.rollout.sampling.max_new_tokens)
 
 
-def _check_columns(functions: Sequence[RewardFunctionRole], data: PromptData) -> None:
-    names = sorted({name for item in data.items for name in item.columns})
-    for function in functions:
-        function.reward.check_columns(names)
-
-
 def _environment(recipe: RLRecipe, environment: Callable[..., Environment] | None) -> EnvironmentFactory | None:
     if recipe.environment is not None:
         return environment_factory(recipe.environment, environment)
@@ -427,7 +418,3 @@ def _check_budgets(recipe: RLRecipe, longest: int) -> None:
 
 def refresh_steps(recipe: RLRecipe) -> int | None:
     return recipe.algorithm.refresh_steps if isinstance(recipe.algorithm, OnlineDPO) else None
-
-
-def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -20,7 +20,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -41,6 +41,7 @@ from quartet.observe.background import BackgroundWriter
 from quartet.observe.digests import FileDigest
 from quartet.observe.jsonl import begins_with, replace_atomically
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
+from quartet.observe.progress import Progress
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
 from quartet.observe.trackers import JsonlTracker, MultiTracker, TensorBoardTracker, Tracker
@@ -56,7 +57,7 @@ from quartet.train.checkpoint import (
     set_aside_after,
 )
 from quartet.train.state import snapshot
-from quartet.trainers.devices import device_changes
+from quartet.trainers.devices import compute_device, device_changes, resolved, use_threads
 from quartet.trainers.run_files import (
     Resume,
     changed_inputs,
@@ -64,6 +65,8 @@ from quartet.trainers.run_files import (
     check_resumable,
     input_digests,
     inspect,
+    job_of,
+    output_path,
     take_lock,
     with_defaults,
     write_models,
@@ -97,19 +100,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_json(path: Path, value: object) -> None:
     """Writes atomically: a reader sees the old file or the new one."""
-    draft = path.with_name(f".{path.name}.tmp")
     with writing(path):
-        try:
-            with open(draft, "w", encoding="utf-8") as file:
-                json.dump(value, file, indent=2, ensure_ascii=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise
+        replace_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 class RunDirectory:
@@ -140,7 +132,7 @@ class RunDirectory:
     ) -> None:
         self.path = path
         self.recipe = recipe
-        self.job = str(getattr(recipe, "job", "run"))
+        self.job = job_of(recipe)
         self.name = path.name
         self.warnings: list[str] = []
         self._tell = tell
@@ -442,23 +434,36 @@ class RunDirectory:
             yield
 
 
+def open_run(
+    recipe: Recipe, resume: Resume, progress: Progress | None, passed: PreTrainedModel | None = None
+) -> tuple[RunDirectory, Progress, torch.device]:
+    """The directory of a job that is about to run, what shows its progress, and the device of its models.
+
+    Args:
+        passed: the object that is trained or evaluated.
+
+    Raises:
+        UserError: as ``RunDirectory``, or there is no such device.
+    """
+    use_threads(recipe)
+    progress = progress if progress is not None else Progress()
+    path, device = output_path(recipe.output_dir, job_of(recipe), resume), compute_device(recipe, passed)
+    record = resolved(recipe, device)
+    return RunDirectory(path, recipe, resume=resume, tell=progress.print, resolved=record), progress, device
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """Where a training run is, and what ``summary.json`` holds.
 
     Args:
-        model, critic: give the trained models; no critic where the job trains none.
+        load_model, load_critic: give the trained models; no critic where the job trains none.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        summary: dict[str, Any],
-        model: Callable[[], PreTrainedModel],
-        critic: Callable[[], PreTrainedModel] | None = None,
-    ) -> None:
-        self.path = path
-        self.summary = summary
-        self._model, self._critic = model, critic
+    path: Path
+    summary: dict[str, Any]
+    load_model: Callable[[], PreTrainedModel]
+    load_critic: Callable[[], PreTrainedModel] | None = None
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -467,23 +472,18 @@ class TrainResult:
         Raises:
             UserError: what a worker wrote is not there any more, or only its adapters were saved.
         """
-        return self._model()
+        return self.load_model()
 
     @cached_property
     def critic(self) -> PreTrainedModel | None:
         """The trained critic, where the method has one; as ``model``."""
-        return self._critic() if self._critic is not None else None
+        return self.load_critic() if self.load_critic is not None else None
 
 
 def resident_bytes() -> float:
     """Memory of this process that is in RAM now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return float(pages * os.sysconf("SC_PAGE_SIZE"))
-
-
-def use_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 class Stopwatch:

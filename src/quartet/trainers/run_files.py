@@ -54,6 +54,10 @@ MARKER, RECIPE, SUMMARY, MODELS = "run.json", "recipe.yaml", "summary.json", "mo
 Resume = bool | Literal["auto"]
 
 
+def job_of(recipe: Recipe) -> str:
+    return str(getattr(recipe, "job", "run"))
+
+
 def default_output_dir(job: str) -> Path:
     return Path("runs") / f"{job}-{datetime.now():%Y%m%d-%H%M%S}"
 
@@ -84,9 +88,8 @@ def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]]
     """
     if resume != "auto":
         return None
-    job = str(getattr(recipe, "job", "run"))
-    path = output_path(recipe.output_dir, job, resume)
-    marker = inspect(path, recipe, job, resume=True)
+    path = output_path(recipe.output_dir, job_of(recipe), resume)
+    marker = inspect(path, recipe, job_of(recipe), resume=True)
     if marker is None or marker["status"] != "done":
         return None
     return found_summary(path)

@@ -14,8 +14,7 @@ from quartet.data.datasets import SFTData
 from quartet.train.engine import Needs
 from quartet.train.objectives import SFTObjective
 from quartet.trainers.sources import sft_data
-from quartet.trainers.supervised import SupervisedTrainer
-from quartet.trainers.supervised_worker import CausalWorker
+from quartet.trainers.supervised import CausalWorker, SupervisedTrainer
 
 _ROWS_PER_PASS = 256
 

@@ -55,7 +55,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
-        self._at_once = False
+        self.at_once = False  # the program is to stop where it is
         self._raise_now = False
         self._raised_s = float("-inf")
         self._graceful = 0
@@ -67,14 +67,9 @@ class StopSignals:
         """Whether any came."""
         return self.first is not None
 
-    @property
-    def at_once(self) -> bool:
-        """Whether the program is to stop where it is."""
-        return self._at_once
-
     def check(self) -> None:
         """Raises ``Stopped`` where that was due and got lost, and outside ``graceful`` where a signal came inside."""
-        if self._at_once or (self.requested and not self._graceful):
+        if self.at_once or (self.requested and not self._graceful):
             raise self._stopped()
 
     @contextlib.contextmanager
@@ -159,7 +154,7 @@ class StopSignals:
         else:
             stops = number == signal.SIGINT and time.monotonic() - self._raised_s > GRACE_S
         if stops:
-            self._at_once = self._raise_now = True
+            self.at_once = self._raise_now = True
 
     def _stopped(self) -> Stopped:
         self._raise_now, self._raised_s = False, time.monotonic()

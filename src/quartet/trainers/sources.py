@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
+from itertools import chain, count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -11,17 +14,17 @@ from pydantic import BaseModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, ModelConfig
+from quartet.config.common import DataConfig, ModelConfig, SourceConfig
 from quartet.config.preference import DoubtfulPairs
 from quartet.config.recipe import Recipe
-from quartet.data.datasets import Ordered, Overlong, PromptData, SFTData, joined
-from quartet.data.fields import Turns
-from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
+from quartet.data.datasets import Ordered, PromptData, SFTData, joined
+from quartet.data.formats import Parsed, demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process import ProcessData, step_labelled
 from quartet.data.readers import Row, read_data_rows
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
-from quartet.models.probe import model_context_length as positions_limit
+from quartet.models.probe import model_context_length
+from quartet.text.examples import Judgement
 from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub
 from quartet.text.tokenizer import TextCodec
 
@@ -31,7 +34,6 @@ Reward: TypeAlias = Callable[..., Any] | PreTrainedModel
 
 R = TypeVar("R", bound=Recipe)
 D = TypeVar("D", bound=Ordered)
-_Limits: TypeAlias = tuple[TextCodec, int, Overlong]
 UNLIMITED = 1 << 30
 """Context of a model whose config names none."""
 
@@ -56,56 +58,45 @@ def with_names(
     """The recipe in which ``section`` names the model and tokenizer that were passed by name, and those passed as
     objects.
 
-    A name is written into the recipe, so that the run's record and ``--resume`` know it.
-
     Raises:
         UserError: the recipe names another model, or there is no such tokenizer.
     """
-    config: ModelConfig | None = _get(recipe, section)
-    if isinstance(model, str | Path):
-        recipe, model = with_path(recipe, model, f"{section}.path"), None
-        config = _get(recipe, section)
-    elif isinstance(model, BaseModel) or (model is not None and not isinstance(model, PreTrainedModel)):
-        raise _no_model("model", model)
+    recipe, own = with_name(recipe, model, f"{section}.path")
     if not isinstance(tokenizer, str | Path):
-        return recipe, model, tokenizer
-    if model is not None or config is None:
-        return recipe, model, load_tokenizer(tokenizer)
+        return recipe, own, tokenizer
+    config: ModelConfig | None = attrgetter(section)(recipe)
+    if own is not None or config is None:
+        return recipe, own, load_tokenizer(tokenizer)
     return _set(recipe, section, config.model_copy(update={"tokenizer": str(tokenizer)})), None, None
 
 
-def with_path(recipe: R, model: ModelLike | None, key: str) -> R:
-    """The recipe whose ``key`` (``reference.path``, ``critic.path``) is the name passed; itself for an object or None.
+def with_name(recipe: R, model: ModelLike | None, key: str) -> tuple[R, PreTrainedModel | None]:
+    """The recipe whose ``key`` (``reference.path``, ``critic.path``) is the name passed, and the object passed.
+
+    A name is written into the recipe, so that the run's record and ``--resume`` know it.
 
     Raises:
-        UserError: the recipe has another path there.
+        UserError: the recipe has another path there, or ``model`` is neither a name nor a model.
     """
-    if not isinstance(model, str | Path):
-        return recipe
     section, _, last = key.rpartition(".")
-    former = _get(recipe, section)
+    if model is None or isinstance(model, PreTrainedModel):
+        return recipe, model
+    if not isinstance(model, str | Path):
+        raise UserError(
+            f"{section.rpartition('.')[2]} is not a model",
+            found=f"{type(model).__name__}",
+            remedy="pass a transformers model, or the path or hub name of one",
+        )
+    former: Any = attrgetter(section)(recipe)
     if former is None:
-        return _set(recipe, section, ModelConfig(path=str(model)))
+        return _set(recipe, section, ModelConfig(path=str(model))), None
     if getattr(former, last) not in (None, str(model)):
         raise UserError(
             "two models are named for one place",
             found=f"{key}={getattr(former, last)} in the recipe, {str(model)!r} passed from Python",
             remedy="name it in one of them",
         )
-    return _set(recipe, section, former.model_copy(update={last: str(model)}))
-
-
-def only_object(name: str, model: ModelLike | None) -> PreTrainedModel | None:
-    """``model`` where it is an object; None for a name, which :func:`with_path` has written into the recipe.
-
-    Raises:
-        UserError: it is neither.
-    """
-    if model is None or isinstance(model, str | Path):
-        return None
-    if not isinstance(model, PreTrainedModel):
-        raise _no_model(name, model)
-    return model
+    return _set(recipe, section, former.model_copy(update={last: str(model)})), None
 
 
 def as_rewards(rewards: Reward | Sequence[Reward], name: str = "rewards") -> tuple[Reward, ...]:
@@ -130,45 +121,39 @@ def as_rewards(rewards: Reward | Sequence[Reward], name: str = "rewards") -> tup
     return tuple(rewards)
 
 
-def _get(recipe: BaseModel, dotted: str) -> Any:
-    value: Any = recipe
-    for part in dotted.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _set(recipe: Any, dotted: str, value: Any) -> Any:
     first, _, rest = dotted.partition(".")
     inner = _set(getattr(recipe, first), rest, value) if rest else value
     return recipe.model_copy(update={first: inner})
 
 
-def _no_model(name: str, found: object) -> UserError:
-    return UserError(
-        f"{name} is not a model",
-        found=f"{type(found).__name__}",
-        remedy="pass a transformers model, or the path or hub name of one",
-    )
-
-
 # Models and tokenizers -----------------------------------------------------------------------------------
 
 
 def resolve_model(
-    config: ModelConfig | None,
-    model: PreTrainedModel | None,
-    load: Callable[[str], PreTrainedModel],
-    key: str,
+    config: ModelConfig | None, model: PreTrainedModel | None, load: Callable[[str], PreTrainedModel], key: str
 ) -> PreTrainedModel:
-    """The object if there is one, else what the recipe's path names."""
+    """The object if there is one, else what the recipe's path names.
+
+    Raises:
+        UserError: there is neither, or ``save_pretrained`` would refuse the model after training.
+    """
     if model is not None:
-        check_savable(model)
-        return model.float().eval().requires_grad_(True)
-    if config is None:
+        found = model
+    elif config is not None:
+        found = load(config.path)
+    else:
         raise UserError("there is no model", found=f"{key} is missing", remedy=f"set {key}.path, or pass a model")
-    loaded = load(config.path)
-    check_savable(loaded)
-    return loaded
+    try:
+        if (generation := getattr(found, "generation_config", None)) is not None:
+            generation.validate(strict=True)
+    except ValueError as error:
+        raise UserError(
+            "the model's generation config contradicts itself, so the trained model could not be saved",
+            found=str(error).strip().splitlines()[0],
+            remedy="mend generation_config.json (or model.generation_config), e.g. set do_sample to true",
+        ) from error
+    return found if model is None else found.float().eval().requires_grad_(True)
 
 
 def resolve_scalar_model(
@@ -209,9 +194,14 @@ def resolve_tokenizer(config: ModelConfig | None, tokenizer: PreTrainedTokenizer
     return load_tokenizer(config.tokenizer or config.path)
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Rows of the embedding: one more than the largest id that the model can read."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
 def context_length(model: PreTrainedModel) -> int:
     """Longest sequence the model's positions allow in packed runs, in tokens."""
-    return positions_limit(model) or UNLIMITED
+    return model_context_length(model) or UNLIMITED
 
 
 def check_context(model: PreTrainedModel, longest: int, what: str) -> None:
@@ -241,21 +231,6 @@ def cut_short(lengths: Iterable[int], max_new_tokens: int, context: int, key: st
     ]
 
 
-def check_savable(model: PreTrainedModel) -> None:
-    """Refuses at the start what ``save_pretrained`` would refuse after training."""
-    config = getattr(model, "generation_config", None)
-    if config is None:
-        return
-    try:
-        config.validate(strict=True)
-    except ValueError as error:
-        raise UserError(
-            "the model's generation config contradicts itself, so the trained model could not be saved",
-            found=str(error).strip().splitlines()[0],
-            remedy="mend generation_config.json (or model.generation_config), e.g. set do_sample to true",
-        ) from error
-
-
 def check_budget(longest: int, budget: int, key: str) -> None:
     """Refuses at the start what would otherwise stop the run at its first long sequence.
 
@@ -273,40 +248,69 @@ def check_budget(longest: int, budget: int, key: str) -> None:
 # Rows ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Rows of one source, and how they are read."""
+def read_data(
+    config: DataConfig | None,
+    rows: Sequence[Any] | None,
+    codec: TextCodec,
+    room: int,
+    key: str,
+    parse: Callable[..., Parsed[Any]],
+    build: Callable[..., D],
+) -> D:
+    """The tokenised rows of ``key`` in the recipe, of all sources, mixed where they have weights; or the rows that
+    Python code passes, where a string or a message list is a prompt.
 
-    rows: list[Row]
-    section: str
-    columns: Mapping[str, str] = field(default_factory=dict)
-    turns: Turns = "text"
+    Args:
+        room: most tokens of a row, where the recipe allows as many.
+        parse: of ``data.formats``, the rows of one source.
+        build: tokenises what ``parse`` gives.
 
-    @property
-    def reading(self) -> dict[str, Any]:
-        return {"turns": self.turns, "section": self.section}
-
-
-def _parts(config: DataConfig | None, rows: Sequence[Any] | None, key: str) -> list[_Part]:
-    """Rows passed by Python code (a string or a message list is a prompt), else those of the recipe's sources."""
-    if config is not None and key.startswith("evaluation"):
-        check_unweighted(config, key)
+    Raises:
+        UserError: there are no rows, or some that cannot be used.
+    """
+    options = config or DataConfig()
+    if key.startswith("evaluation"):
+        check_unweighted(options, key)
+    parts: list[tuple[Sequence[Row], DataConfig | SourceConfig, str]]
     if rows is not None:
-        if config is not None and config.sources:
+        if options.sources:
             raise UserError(
                 "rows are passed, and sources of others are named",
-                found=f"{len(config.sources)} in {key}.sources",
+                found=f"{len(options.sources)} in {key}.sources",
                 remedy="leave one of them out",
             )
         values = [row if isinstance(row, Mapping) else {"prompt": row} for row in rows]
-        found = [Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)]
-        return [_Part(found, key) if config is None else _Part(found, key, config.columns, config.turns)]
-    parts = config.parts if config is not None else ()
-    if config is None or not parts:
+        passed = [Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)]
+        parts = [(passed, options, key)]
+    elif not options.parts:
         missing = key if config is None else f"{key}.path"
         raise UserError("there is no data", found=f"{missing} is missing", remedy=f"set {key}.path, or pass rows")
-    sections = [f"{key}.sources.{n}" for n in range(len(parts))] if config.sources else [key]
-    return [_Part(read_data_rows(p), section, p.columns, p.turns) for p, section in zip(parts, sections, strict=True)]
+    else:
+        sections = [f"{key}.sources.{n}" if options.sources else key for n in range(len(options.parts))]
+        parts = [(read_data_rows(part), part, one) for part, one in zip(options.parts, sections, strict=True)]
+    longest = min(room, options.max_tokens or room)
+    limits = {"max_tokens": longest, "overlong": options.overlong, "section": key}
+    limited = codec.limited(longest)
+    found = [
+        build(parse(of_part, part.columns, turns=part.turns, section=section), limited, **limits)
+        for of_part, part, section in parts
+    ]
+    if len(found) == 1:
+        return found[0]
+    if len({type(part) for part in found}) > 1:
+        raise UserError(
+            "some sources hold pairs and others answers judged one by one",
+            found=f"{key}.sources",
+            remedy="use sources of one kind",
+        )
+    weights = [source.weight for source in options.sources if source.weight is not None]
+    data = joined(found, weights or None)
+    counts = data.mixture.counts if data.mixture is not None else [len(part) for part in found]
+    shares = [
+        f"{source.path}: {num:,} of the {len(data):,} rows of an epoch, from {len(part):,}"
+        for source, part, num in zip(options.sources, found, counts, strict=True)
+    ]
+    return replace(data, warnings=(*shares, *data.warnings))
 
 
 def check_unweighted(config: DataConfig, key: str, why: str = "an evaluation uses every row once") -> None:
@@ -319,60 +323,23 @@ def check_unweighted(config: DataConfig, key: str, why: str = "an evaluation use
         )
 
 
-def _built(config: DataConfig | None, rows: Sequence[Any] | None, key: str, build: Callable[[_Part], D]) -> D:
-    """The data of all sources, mixed where they have weights."""
-    found = [build(part) for part in _parts(config, rows, key)]
-    if config is None or len(found) == 1:
-        return found[0]
-    if len({type(part) for part in found}) > 1:
-        raise UserError(
-            "some sources hold pairs and others answers judged one by one",
-            found=f"{key}.sources",
-            remedy="use sources of one kind",
-        )
-    weights = [source.weight for source in config.sources if source.weight is not None]
-    data = joined(found, weights or None)
-    return replace(data, warnings=(*_shares(config, found, data), *data.warnings))
-
-
-def _shares(config: DataConfig, found: Sequence[Ordered], data: Ordered) -> list[str]:
-    """What every source contributes, in words."""
-    counts = data.mixture.counts if data.mixture is not None else [len(part) for part in found]
-    return [
-        f"{source.path}: {count:,} of the {len(data):,} rows of an epoch, from {len(part):,}"
-        for source, part, count in zip(config.sources, found, counts, strict=True)
-    ]
-
-
-def _limits(config: DataConfig | None, codec: TextCodec, room: int) -> _Limits:
-    """What tokenises, the longest sequence, and what happens to longer ones."""
-    longest = room if config is None else min(room, config.max_tokens or room)
-    return codec.limited(longest), longest, "error" if config is None else config.overlong
-
-
 def prompt_data(
     config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
 ) -> PromptData:
     """Tokenised prompts that leave room for at least one token of ``context``."""
-    limits = _limits(config, codec, context - 1)
+    # Prompts of a single source keep their ids when others join it as further sources.
+    prefixes = chain(["p"], (f"s{n}p" for n in count(1)))
 
-    def build(part: _Part) -> PromptData:
-        parsed = prompts(part.rows, part.columns, **part.reading)
-        source = part.section.removeprefix(f"{key}.sources.")
-        # Prompts of a single source keep their ids when others join it as further sources.
-        prefix = "p" if source in (key, "0") else f"s{source}p"
-        return PromptData.build(parsed, *limits, key, prefix)
+    def build(parsed: Parsed[Any], codec: TextCodec, **limits: Any) -> PromptData:
+        return PromptData.build(parsed, codec, prefix=next(prefixes), **limits)
 
-    return _built(config, rows, key, build)
+    return read_data(config, rows, codec, context - 1, key, prompts, build)
 
 
 def sft_data(
     config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
 ) -> SFTData:
-    limits = _limits(config, codec, context)
-    return _built(
-        config, rows, key, lambda p: SFTData.build(demonstrations(p.rows, p.columns, **p.reading), *limits, key)
-    )
+    return read_data(config, rows, codec, context, key, demonstrations, SFTData.build)
 
 
 def preference_data(
@@ -383,8 +350,8 @@ def preference_data(
     key: str,
     doubtful: DoubtfulPairs = "keep",
 ) -> PreferenceData:
-    limits = _limits(config, codec, context)
-    return _built(config, rows, key, lambda part: _pairs(part, limits, key, doubtful))
+    parse, build = partial(preferences, doubtful=doubtful), partial(PreferenceData.build, doubtful=doubtful)
+    return read_data(config, rows, codec, context, key, parse, build)
 
 
 def pairs_or_judgements(
@@ -396,19 +363,18 @@ def pairs_or_judgements(
     doubtful: DoubtfulPairs = "keep",
 ) -> PreferenceData | JudgedData:
     """Pairs, or answers judged one by one, as the first row has it."""
-    limits = _limits(config, codec, context)
 
-    def build(part: _Part) -> PreferenceData | JudgedData:
-        if part.rows and has_judgements(part.rows, part.columns):
-            return JudgedData.build(judgements(part.rows, part.columns, **part.reading), *limits, key)
-        return _pairs(part, limits, key, doubtful)
+    def parse(rows: Sequence[Row], columns: Mapping[str, str], **reading: Any) -> Parsed[Any]:
+        if rows and has_judgements(rows, columns):
+            return judgements(rows, columns, **reading)
+        return preferences(rows, columns, doubtful, **reading)
 
-    return _built(config, rows, key, build)
+    def build(parsed: Parsed[Any], codec: TextCodec, **limits: Any) -> PreferenceData | JudgedData:
+        if isinstance(parsed.items[0], Judgement):
+            return JudgedData.build(parsed, codec, **limits)
+        return PreferenceData.build(parsed, codec, doubtful=doubtful, **limits)
 
-
-def _pairs(part: _Part, limits: _Limits, key: str, doubtful: DoubtfulPairs) -> PreferenceData:
-    parsed = preferences(part.rows, part.columns, doubtful, **part.reading)
-    return PreferenceData.build(parsed, *limits, doubtful, key)
+    return read_data(config, rows, codec, context, key, parse, build)
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:
@@ -420,10 +386,5 @@ def process_data(
     config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, separator: str, key: str
 ) -> ProcessData:
     """Step-labelled answers, whose steps end with ``separator``."""
-    codec, longest, overlong = _limits(config, codec, context)
-
-    def build(part: _Part) -> ProcessData:
-        parsed = step_labelled(part.rows, part.columns, separator, **part.reading)
-        return ProcessData.build(parsed, codec, separator, longest, overlong, key)
-
-    return _built(config, rows, key, build)
+    parse, build = partial(step_labelled, separator=separator), partial(ProcessData.build, separator=separator)
+    return read_data(config, rows, codec, context, key, parse, build)

@@ -23,7 +23,7 @@ from quartet.config.placement import (
     check_devices,
     resolve,
 )
-from quartet.config.recipe import RLRecipe
+from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.models.packed import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
@@ -38,13 +38,11 @@ from quartet.schedule.rollout_worker import NativeRolloutWorker
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.schedule.writer import Writer
 from quartet.text.tokenizer import TextCodec
-from quartet.train.data_parallel import DataParallelGroup
-from quartet.trainers.devices import worker_device
-from quartet.trainers.model_loader import ModelLoader, Rewards, UserObjects
+from quartet.trainers.devices import enter_process, worker_device
+from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_roles import user_object_names
 from quartet.trainers.roles import RLRoles, refresh_steps
-from quartet.trainers.run import use_threads
 
 TRAINED_ROLES = ("actor", "critic")
 WRITER_ROLE = "writer of rollouts"
@@ -67,29 +65,24 @@ def placement_of(recipe: RLRecipe, objects: UserObjects) -> ResolvedPlacement:
         kinds["critic"] = "critic"
     if reads_reference(recipe.algorithm):
         kinds["reference"] = "reference"
-    only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
-    names = [*_reward_models(recipe.rewards, objects.rewards), *_reward_models(only, objects.evaluation_rewards)]
-    kinds |= dict.fromkeys(names, "reward")
+    only = (recipe.evaluation or EvaluationConfig()).rewards
+    for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
+        named = [config.name for config in configs if isinstance(config, ModelReward | ProcessModelReward)]
+        num_plain = sum(isinstance(config, ModelReward) for config in configs)
+        num_user_objects = sum(isinstance(reward, PreTrainedModel) for reward in rewards)
+        kinds |= dict.fromkeys([*named, *user_object_names(num_user_objects, after=num_plain)], "reward")
     if recipe.placement is None:
         return local_placement(kinds)
     placement = resolve(recipe.placement, kinds)
-    if recipe.cluster.type == "local":
-        crowded = [pool for pool in placement.pools if pool.num_processes > 1]
-        if crowded:
-            raise UserError(
-                "the placement needs more processes than there are",
-                found=f"pool {crowded[0].name!r} with {crowded[0].num_processes} processes; cluster.type local has one "
-                "for all pools",
-                remedy="set cluster.type: ray, or leave processes and nodes out",
-            )
+    crowded = [pool for pool in placement.pools if pool.num_processes > 1]
+    if crowded and recipe.cluster.type == "local":
+        raise UserError(
+            "the placement needs more processes than there are",
+            found=f"pool {crowded[0].name!r} with {crowded[0].num_processes} processes; cluster.type local has one "
+            "for all pools",
+            remedy="set cluster.type: ray, or leave processes and nodes out",
+        )
     return placement
-
-
-def _reward_models(configs: tuple[object, ...], rewards: Rewards) -> list[str]:
-    named = [config.name for config in configs if isinstance(config, ModelReward | ProcessModelReward)]
-    num_plain = sum(isinstance(config, ModelReward) for config in configs)
-    num_user_objects = sum(isinstance(reward, PreTrainedModel) for reward in rewards)
-    return named + user_object_names(num_user_objects, after=num_plain)
 
 
 def roles_in(placement: ResolvedPlacement, pool: str) -> list[str]:
@@ -162,20 +155,16 @@ class PoolWorker(RolesWorker):
         directory: str,
         ptx: PTX | None = None,
     ) -> None:
-        if os.path.isdir(directory):
-            os.chdir(directory)
-        use_threads(1 if recipe.numerics == "exact" else recipe.threads)
         names = roles_in(placement, pool)
         is_group = self.world_size > 1 and any(role in TRAINED_ROLES for role in names)
-        if is_group:
-            self.init_process_group()
+        dp_group = enter_process(self, recipe, directory, is_group=is_group)
         loader = ModelLoader(
             recipe,
             objects,
             device=worker_device(self.device, recipe),
             moves_user_models=True,
             shares_reference=shares_reference(placement),
-            dp_group=DataParallelGroup.of_world() if is_group else None,
+            dp_group=dp_group,
         )
         self.roles: dict[str, ModelWorker | NativeRolloutWorker | Writer] = {}
         # Each leaves before the next one comes; those that others start from come last.
@@ -462,15 +451,13 @@ class RoleOffloader:
     async def _move(self, role: str, mode: LeaseMode | None) -> None:
         if role not in self._workers.offloaded_roles():
             return
-        num_bytes, seconds = "handover/onload_bytes", "handover/onload_s"
-        if mode is None:
-            num_bytes, seconds = "handover/offload_bytes", "handover/offload_s"
-        with self._recorder.span("onload" if mode else "offload", role=role) as span:
+        name = "onload" if mode else "offload"
+        with self._recorder.span(name, role=role) as span:
             for group in self._workers.groups_of(role):
                 moved = await (group.call(Offloadable.onload, mode) if mode else group.call(Offloadable.offload))
                 span.nbytes = (span.nbytes or 0) + moved.num_bytes
-                self._totals[num_bytes] += moved.num_bytes
-                self._totals[seconds] += moved.seconds
+                self._totals[f"handover/{name}_bytes"] += moved.num_bytes
+                self._totals[f"handover/{name}_s"] += moved.seconds
                 if mode is None:
                     self._totals["handover/freed_bytes"] += moved.freed_bytes
 

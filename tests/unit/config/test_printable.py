@@ -92,7 +92,7 @@ def test_generated_text_is_escaped_on_a_terminal_alone(
     )  # fmt: skip
     for part in (Qwen2ForCausalLM(config), tokenizer):
         part.save_pretrained(tmp_path)
-    monkeypatch.setattr("quartet.trainers.generate.generate", lambda *_, **__: [[Answer()]])
+    monkeypatch.setattr("quartet.trainers.evaluation.generate", lambda *_, **__: [[Answer()]])
     echoed: list[str] = []
     monkeypatch.setattr(typer, "echo", lambda text, err=False: None if err else echoed.append(text))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)

@@ -62,7 +62,7 @@ def test_a_tokenizer_may_be_named_beside_a_model_object(saved: Path, causal_lm: 
     reward = lambda completions, **_: [float(len(text)) for text in completions]  # noqa: E731
     trainer = q.RLTrainer(recipe, model=causal_lm(), tokenizer=str(saved), rewards=reward, prompts=["1+1=", "2+2="])
     result = trainer.train()
-    assert [r.reward.name for r in trainer.roles.reward_functions] == ["lambda"]
+    assert [r.name for r in trainer.roles.rewards.functions] == ["lambda"]
     assert result.summary["job"] == "rl"
 
 

@@ -53,7 +53,7 @@ from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.episodes import EpisodeRunner
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.step_metrics import episode_metrics
+from quartet.trainers.attempt import episode_metrics
 
 NO_KL = KLConfig(coef=0.0)
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, RLOO, KLConfig, ReinforcePlusPlus, ReMax
+from quartet.config.common import TrainConfig
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import DiscountedSteps, MinSteps, ProcessModelReward, SumSteps
 from quartet.data.datasets import PromptItem
@@ -29,7 +30,7 @@ from quartet.schedule.role_group import LocalGroup
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.process_roles import ProcessModelRole, process_models, steps_of
+from quartet.trainers.reward_roles import ProcessModelRole, reward_models, steps_of
 from split_workers import SplitWorkers, without_ids
 
 NO_KL = KLConfig(coef=0.0)
@@ -72,7 +73,7 @@ def role_of(
         if trained_with is not None:
             save_process_settings(ProcessSettings(trained_with), path)
         config = ProcessModelReward(path=str(path), tokenizer=str(tmp_path / "tokenizer"), **changes)
-        (role,) = process_models([config], codec, FrozenModels())
+        (role,) = reward_models([config], (), codec, TrainConfig(), FrozenModels())
         return role
 
     return make
@@ -300,7 +301,8 @@ def test_the_recipes_separator_stands_in_for_a_missing_one(
 ) -> None:
     scalar_model().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    (role,) = process_models([ProcessModelReward(path=str(tmp_path), separator="=")], codec, FrozenModels())
+    configs = [ProcessModelReward(path=str(tmp_path), separator="=")]
+    (role,) = reward_models(configs, (), codec, TrainConfig(), FrozenModels())
     assert (role.separator, role.own_separator, role.codec) == ("=", "=", None)
 
 

@@ -124,14 +124,14 @@ def test_what_was_earned_on_the_way_counts_only_behind_an_open_gate() -> None:
 def test_a_gate_names_another_reward(source: str, part: str) -> None:
     gated = LengthReward(max=1, gate=GateConfig(source=source, at_least=1.0))
     with pytest.raises(UserError) as caught:
-        reward_weights([], reward_functions([RegexReward(name="digit", pattern="1"), gated], []))
+        reward_weights(reward_functions([RegexReward(name="digit", pattern="1"), gated], []))
     assert part in str(caught.value)
 
 
 def test_python_functions_may_be_gates_too(digits: Any) -> None:
     gated = LengthReward(max=1, weight=3.0, gate=GateConfig(source="share_of_digits", at_least=0.5))
     roles: list[RewardFunctionRole] = reward_functions([gated], [digits])
-    weights = reward_weights([], roles)
+    weights = reward_weights(roles)
     assert weights == {"length": 3.0, "share_of_digits": 1.0} and set(weights.gates) == {"length"}
 
 
