@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quartet.algorithms.process import mean_gap, right_answers
 from quartet.algorithms.kl import adaptive_kl_coef, kl_estimate
+from quartet.algorithms.process import mean_gap, right_answers
 from quartet.algorithms.segments import masked_mean, masked_owner, segment_count, segment_is_constant
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch

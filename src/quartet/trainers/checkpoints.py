@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,12 +96,9 @@ async def load(workers: Workers, checkpoint: Checkpoint) -> None:
 
 async def _written(workers: Workers, draft: Path) -> Shares | None:
     """Digests of all shares once they are written; None where one never will be."""
-
-    def files(role: str, worker: RoleGroup[Checkpointed]) -> Coroutine[Any, Any, Any]:
-        return told(lambda: worker.call(Checkpointed.finish_checkpoint, draft / role))
-
+    asked = {r: partial(worker.call, Checkpointed.finish_checkpoint, draft / r) for r, worker in workers.items()}
     try:
-        found = await _all({role: files(role, worker) for role, worker in workers.items()})
+        found = await _all({role: told(ask) for role, ask in asked.items()})
     except WorkerDied:
         return None
     return found if all(found.values()) else None
@@ -148,10 +146,8 @@ async def write_rollouts(run: RunDirectory, writer: RoleGroup[Writer], step: int
 
 
 async def _finished(writer: RoleGroup[Writer], step: int) -> None:
-    try:
-        await told(lambda: writer.call(Writer.finish_rollouts, step))
-    except WorkerDied:
-        return  # which the run meets by itself
+    with suppress(WorkerDied):  # which the run meets by itself
+        await told(partial(writer.call, Writer.finish_rollouts, step))
 
 
 async def hold_buffered(writer: RoleGroup[Writer], buffered: BufferedGroups[Group]) -> bool:

@@ -110,9 +110,7 @@ def use_threads(recipe: Recipe) -> None:
         torch.set_num_threads(threads)
 
 
-def enter_process(
-    process: RolesWorker, recipe: Recipe, directory: str, *, is_group: bool
-) -> DataParallelGroup | None:
+def enter_process(process: RolesWorker, recipe: Recipe, directory: str, *, is_group: bool) -> DataParallelGroup | None:
     """Makes a worker's process ready to load what a recipe names.
 
     Args:
@@ -192,12 +190,8 @@ def resolved(recipe: Recipe, device: torch.device) -> dict[str, str]:
     found = {"device": str(device)}
     if device.index is not None:
         found["gpu"] = torch.cuda.get_device_name(device)
-    for key, asked in _keys_named("precision", recipe).items():
-        found[key] = precision_on(device, asked)
-    for key, asked in _keys_named("compile", recipe).items():
-        if asked:
-            found[key] = "true"
-    return found
+    found |= {key: precision_on(device, asked) for key, asked in _keys_named("precision", recipe).items()}
+    return found | {key: "true" for key, is_on in _keys_named("compile", recipe).items() if is_on}
 
 
 def _keys_named(name: str, recipe: Recipe) -> dict[str, Any]:
@@ -211,7 +205,5 @@ def device_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     if not isinstance(former, Mapping) or not isinstance(present, Mapping):
         return []
     changed = [f"{k} {former.get(k)} → {present.get(k)}" for k in ("device", "gpu") if former.get(k) != present.get(k)]
-    if not changed:
-        return []
-    told = "; ".join(changed)
-    return [f"the run goes on with other bits than it would have had: it began on another device ({told})"]
+    text = "the run goes on with other bits than it would have had: it began on another device"
+    return [f"{text} ({'; '.join(changed)})"] if changed else []

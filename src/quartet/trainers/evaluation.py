@@ -46,7 +46,14 @@ from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.answers import Answer, EvaluationCache, matched
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.event_loop import run_async
-from quartet.trainers.reward_roles import Rewards, RewardSources, check_columns, encode_answer, reward_functions, reward_models
+from quartet.trainers.reward_roles import (
+    Rewards,
+    RewardSources,
+    check_columns,
+    encode_answer,
+    reward_functions,
+    reward_models,
+)
 from quartet.trainers.sources import (
     context_length,
     cut_short,
@@ -71,8 +78,8 @@ def sampling_params(config: SamplingConfig, codec: TextCodec) -> SamplingParams:
 def prompt_request(
     name: str, item: PromptItem, params: SamplingParams, *, seed: int, draw: int, samples: int
 ) -> PromptRequest:
-    """So many samples of a prompt. Each depends on ``seed``, ``draw``, the prompt's id and its place alone, so two models
-    get the same random numbers."""
+    """So many samples of a prompt. Each depends on ``seed``, ``draw``, the prompt's id and its place alone, so two
+    models get the same random numbers."""
     seeds = [sample_seed(seed, draw, item.prompt_id, r) for r in range(samples)]
     requests = [SampleRequest(f"{name}.{r}", replace(params, seed=one)) for r, one in enumerate(seeds)]
     return PromptRequest(name, item.prompt, tuple(requests))

@@ -75,19 +75,17 @@ def measure(
         seed: of the resampling.
         intervals: False leaves them out.
     """
-    groups = by_prompt(answers)
-    samples = max(map(len, groups))
-    values: dict[str, list[float]] = {}
-    sources = sorted({name for answer in answers for name in answer.rewards})
-    for source in sources:
-        values[f"eval/{source}"] = [_mean([a.rewards.get(source, math.nan) for a in group]) for group in groups]
-    for name, weights in scores.items():
-        values[name] = list(prompt_means(answers, weighted_scores(answers, weights)).values())
-    extract = extractor(grading.answer)
+    groups, sources = by_prompt(answers), sorted({name for answer in answers for name in answer.rewards})
+
+    def means(values: Sequence[float]) -> list[float]:
+        return list(prompt_means(answers, values).values())
+
+    values = {f"eval/{name}": means([a.rewards.get(name, math.nan) for a in answers]) for name in sources}
+    values |= {name: means(weighted_scores(answers, weights)) for name, weights in scores.items()}
     for source in [name for name in sources if name in graded]:
-        values.update(_graded(groups, source, grading, samples, extract))
-    values[LENGTH] = [_mean([float(a.length) for a in group]) for group in groups]
-    values["eval/truncated_frac"] = [_mean([float(a.finish_reason == "length") for a in group]) for group in groups]
+        values |= _graded(groups, source, grading, max(map(len, groups)), extractor(grading.answer))
+    values[LENGTH] = means([float(a.length) for a in answers])
+    values["eval/truncated_frac"] = means([float(a.finish_reason == "length") for a in answers])
     kept = {name: [v for v in found if not math.isnan(v)] for name, found in values.items()}
     plain = [EvaluationMetric(name, sum(v) / len(v), len(v)) for name, v in kept.items() if v]
     if not intervals:

@@ -136,9 +136,7 @@ class PeriodicEvaluation:
 
     # Answers -----------------------------------------------------------------------------------------------
 
-    async def _answers(
-        self, prompts: PromptData, leases: LeaseContext, rollout: Rollout, step: int
-    ) -> list[Answer]:
+    async def _answers(self, prompts: PromptData, leases: LeaseContext, rollout: Rollout, step: int) -> list[Answer]:
         """Every held-out prompt's samples; episodes where the run has an environment."""
         roles, config = self.roles, self.config
         async with rollout.quiet():

@@ -131,9 +131,7 @@ class FunctionScorer:
         keys = sorted({key for item in items for key in item.columns})
         columns = {key: [item.columns.get(key) for item in items] for key in keys}
         prompts, completions = [item.prompt for item in items], list(batch.objects["completion"])
-        with recorder.span(
-            f"reward_{name}", step=chunk.step, role=name, mode="forward", chunk=chunk.index
-        ) as span:
+        with recorder.span(f"reward_{name}", step=chunk.step, role=name, mode="forward", chunk=chunk.index) as span:
             outcome = await self.reward.score(prompts, completions, columns, partial(recorder.mark, span))
         if outcome.failed and all(outcome.failed) and not self.reward.has_scored:
             # A source that has failed for a whole chunk and never worked is no hiccup but a wrong address.
@@ -316,7 +314,11 @@ def _loaded(
     tokenizer = load_tokenizer(config.tokenizer or config.path)
     packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.are_meta))
     check_vocabulary(tokenizer, vocabulary_size(packed.model))
-    return tokenizer, packed, TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}")
+    return (
+        tokenizer,
+        packed,
+        TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}"),
+    )
 
 
 # Process reward models: where steps end --------------------------------------------------------------------

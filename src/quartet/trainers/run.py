@@ -187,7 +187,7 @@ class RunDirectory:
 
     def _inspect(self) -> dict[str, Any] | None:
         """What is there: None for nothing; errors for what must not be touched."""
-        found = inspect(self.path, self.recipe, self.job, resume=bool(self._resume))
+        found = inspect(self.path, self.recipe, resume=bool(self._resume))
         if found is not None:
             check_resumable(self.path, found, self._resolved)
         return found

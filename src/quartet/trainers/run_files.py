@@ -89,7 +89,7 @@ def completed_run(recipe: Recipe, resume: Resume) -> tuple[Path, dict[str, Any]]
     if resume != "auto":
         return None
     path = output_path(recipe.output_dir, job_of(recipe), resume)
-    marker = inspect(path, recipe, job_of(recipe), resume=True)
+    marker = inspect(path, recipe, resume=True)
     if marker is None or marker["status"] != "done":
         return None
     return found_summary(path)
@@ -104,12 +104,13 @@ def found_summary(path: Path) -> tuple[Path, dict[str, Any]] | None:
     return (path, summary) if isinstance(summary, dict) and "stages" in summary else None
 
 
-def inspect(path: Path, recipe: Recipe, job: str, *, resume: bool) -> dict[str, Any] | None:
+def inspect(path: Path, recipe: Recipe, *, resume: bool) -> dict[str, Any] | None:
     """The ``run.json`` of the run in ``path``; None where there is no run yet.
 
     Raises:
         UserError: what is there must not be touched: another run, other files, a run that is not to be resumed.
     """
+    job = job_of(recipe)
     try:
         if not path.exists():
             return None

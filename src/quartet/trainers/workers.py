@@ -451,13 +451,15 @@ class RoleOffloader:
     async def _move(self, role: str, mode: LeaseMode | None) -> None:
         if role not in self._workers.offloaded_roles():
             return
-        name = "onload" if mode else "offload"
+        name, num_bytes, seconds = "onload", "handover/onload_bytes", "handover/onload_s"
+        if mode is None:
+            name, num_bytes, seconds = "offload", "handover/offload_bytes", "handover/offload_s"
         with self._recorder.span(name, role=role) as span:
             for group in self._workers.groups_of(role):
                 moved = await (group.call(Offloadable.onload, mode) if mode else group.call(Offloadable.offload))
                 span.nbytes = (span.nbytes or 0) + moved.num_bytes
-                self._totals[f"handover/{name}_bytes"] += moved.num_bytes
-                self._totals[f"handover/{name}_s"] += moved.seconds
+                self._totals[num_bytes] += moved.num_bytes
+                self._totals[seconds] += moved.seconds
                 if mode is None:
                     self._totals["handover/freed_bytes"] += moved.freed_bytes
 

@@ -51,9 +51,9 @@ from quartet.schedule.request_store import FinishedRequest, RequestStore, TurnRe
 from quartet.schedule.scorers import PartScorer
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.attempt import episode_metrics
 from quartet.trainers.episodes import EpisodeRunner
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.attempt import episode_metrics
 
 NO_KL = KLConfig(coef=0.0)
 

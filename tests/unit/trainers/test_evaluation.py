@@ -28,8 +28,7 @@ from quartet.trainers import evaluation
 from quartet.trainers.advantages import Assembler
 from quartet.trainers.answers import Answer
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.evaluation import EvaluationModel, answers_of, as_completion, sampling_params
-from quartet.trainers.evaluation import generate
+from quartet.trainers.evaluation import EvaluationModel, answers_of, as_completion, generate, sampling_params
 
 
 @pytest.fixture
