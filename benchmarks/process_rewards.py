@@ -53,7 +53,7 @@ from quartet.trainers.evaluation import generate
 from quartet.trainers.process_reward import ProcessRewardTrainer, score_steps
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer
-from quartet.trainers.sources import process_data
+from quartet.trainers.sources import read_data, step_reader
 
 WEIGHTS = {"outcome": (1.0, 0.0), "process": (0.0, 1.0), "both": (1.0, 1.0)}
 """Of the outcome and of the process reward."""
@@ -154,7 +154,8 @@ def told_apart(model: Path, rows: Sequence[Any]) -> dict[str, Any]:
     """What a process reward model, and the labels themselves, say of right and wrong answers."""
     codec = TextCodec.from_pretrained(model)
     engine = TrainEngine(packed_scalar_model(load_scalar_model(str(model))), TrainConfig(), total_steps=1)
-    data = process_data(None, rows, codec, recipes.MODEL["max_position_embeddings"], task.COLUMN_END, "answers")
+    context = recipes.MODEL["max_position_embeddings"]
+    data = read_data(None, rows, codec, context, "answers", step_reader(task.COLUMN_END))
     logits_M, labels_M = score_steps(engine, data)
     lengths = torch.tensor([len(item.labels) for item in data.items])
     owner_M = torch.arange(len(lengths)).repeat_interleave(lengths)

@@ -5,7 +5,7 @@
     prompt_requests ──► completions, or episodes ──► groups ──► score_groups ──► answers with scores
 
 ``quartet eval`` and the iterated reward model generate with an ``EvaluationModel``, which has the process to itself; an
-RL run with its own rollout (``periodic_evaluation.py``); ``quartet generate`` answers without scores (``generate``).
+RL run with its own rollout (``PeriodicEvaluation``); ``quartet generate`` answers without scores (``generate``).
 What answers are worth is measured in ``evaluation_metrics.py``.
 """
 

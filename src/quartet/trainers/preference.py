@@ -39,11 +39,12 @@ from quartet.trainers.reference import Reference, ReferenceTables, Tables, weigh
 from quartet.trainers.run_files import Resume
 from quartet.trainers.sources import (
     ModelLike,
+    Reader,
     TokenizerLike,
     check_budget,
     check_recipe,
     longest_group,
-    pairs_or_judgements,
+    pair_or_judgement_reader,
     vocabulary_size,
     with_name,
 )
@@ -69,11 +70,15 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
 
     # What is compared ------------------------------------------------------------------------------------
 
+    @property
+    def reader(self) -> Reader[PreferenceData | JudgedData]:
+        return pair_or_judgement_reader(self.recipe.doubtful_pairs)
+
     def _read(
         self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int
     ) -> PreferenceData | JudgedData:
         loss = self.recipe.loss
-        found = pairs_or_judgements(config, rows, self.codec, context, key, self.recipe.doubtful_pairs)
+        found = super()._read(key, config, rows, context)
         if isinstance(loss, KTOLoss):
             found.check_mismatched()
         elif isinstance(found, JudgedData):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,13 @@ from torch import Tensor
 
 from quartet.algorithms.process import calibration_error, step_loss
 from quartet.cluster.dispatch import RANK_ZERO, dispatch
-from quartet.config.common import DataConfig
 from quartet.config.recipe import ProcessRewardRecipe
 from quartet.data.process import ProcessData
 from quartet.models.loading import ProcessSettings, save_process_settings, saved_paths
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import STEP_NEEDS, StepObjective
 from quartet.trainers.run import writing
-from quartet.trainers.sources import process_data
+from quartet.trainers.sources import Reader, step_reader
 from quartet.trainers.supervised import ScalarWorker, SupervisedTrainer
 
 _ANSWERS_PER_PASS = 128
@@ -30,8 +28,9 @@ class ProcessRewardWorker(ScalarWorker[ProcessRewardRecipe, ProcessData]):
     objective = StepObjective()
     _rows_key = "answers_per_step"
 
-    def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> ProcessData:
-        return process_data(config, rows, self.codec, context, self.recipe.separator, key)
+    @property
+    def reader(self) -> Reader[ProcessData]:
+        return step_reader(self.recipe.separator)
 
     def _longest(self) -> int:
         return max(sum(map(len, item.parts)) for item in self.data.items)

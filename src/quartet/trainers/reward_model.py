@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.evaluation import Interval, bootstrap_interval, wilson_interval
-from quartet.config.common import DataConfig
 from quartet.config.recipe import RewardModelRecipe
 from quartet.data.preference import PreferenceData
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.preference_objectives import PairwiseObjective
-from quartet.trainers.sources import longest_group, preference_data
+from quartet.trainers.sources import Reader, longest_group, pair_reader
 from quartet.trainers.supervised import ScalarWorker, SupervisedTrainer
 
 _PAIRS_PER_PASS = 128
@@ -29,8 +28,9 @@ class RewardModelWorker(ScalarWorker[RewardModelRecipe, PreferenceData]):
     def objective(self) -> PairwiseObjective:
         return PairwiseObjective(self.recipe.centring, self.recipe.margin_scale)
 
-    def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> PreferenceData:
-        return preference_data(config, rows, self.codec, context, key, self.recipe.doubtful_pairs)
+    @property
+    def reader(self) -> Reader[PreferenceData]:
+        return pair_reader(self.recipe.doubtful_pairs)
 
     def _longest(self) -> int:
         return longest_group(self.data, share=self._shares_prompts)

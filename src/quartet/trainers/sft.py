@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from quartet.config.common import DataConfig
 from quartet.config.recipe import SFTRecipe
 from quartet.data.datasets import SFTData
 from quartet.train.engine import Needs
 from quartet.train.objectives import SFTObjective
-from quartet.trainers.sources import sft_data
+from quartet.trainers.sources import demonstration_reader
 from quartet.trainers.supervised import CausalWorker, SupervisedTrainer
 
 _ROWS_PER_PASS = 256
@@ -23,10 +20,8 @@ class SFTWorker(CausalWorker[SFTRecipe, SFTData]):
     """Trains a causal LM to imitate demonstrations."""
 
     objective = SFTObjective()
+    reader = demonstration_reader
     _rows_key = "examples_per_step"
-
-    def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> SFTData:
-        return sft_data(config, rows, self.codec, context, key)
 
     def _longest(self) -> int:
         return max(len(item.input_ids) for item in self.data.items)

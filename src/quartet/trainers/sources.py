@@ -34,6 +34,8 @@ Reward: TypeAlias = Callable[..., Any] | PreTrainedModel
 
 R = TypeVar("R", bound=Recipe)
 D = TypeVar("D", bound=Ordered)
+Reader: TypeAlias = tuple[Callable[..., Parsed[Any]], Callable[..., D]]
+"""What parses the rows of one source (``data.formats``), and what tokenises the result."""
 UNLIMITED = 1 << 30
 """Context of a model whose config names none."""
 
@@ -254,21 +256,19 @@ def read_data(
     codec: TextCodec,
     room: int,
     key: str,
-    parse: Callable[..., Parsed[Any]],
-    build: Callable[..., D],
+    reader: Reader[D],
 ) -> D:
     """The tokenised rows of ``key`` in the recipe, of all sources, mixed where they have weights; or the rows that
     Python code passes, where a string or a message list is a prompt.
 
     Args:
         room: most tokens of a row, where the recipe allows as many.
-        parse: of ``data.formats``, the rows of one source.
-        build: tokenises what ``parse`` gives.
+        reader: of the kind of rows.
 
     Raises:
         UserError: there are no rows, or some that cannot be used.
     """
-    options = config or DataConfig()
+    (parse, build), options = reader, config or DataConfig()
     if key.startswith("evaluation"):
         check_unweighted(options, key)
     parts: list[tuple[Sequence[Row], DataConfig | SourceConfig, str]]
@@ -333,35 +333,17 @@ def prompt_data(
     def build(parsed: Parsed[Any], codec: TextCodec, **limits: Any) -> PromptData:
         return PromptData.build(parsed, codec, prefix=next(prefixes), **limits)
 
-    return read_data(config, rows, codec, context - 1, key, prompts, build)
+    return read_data(config, rows, codec, context - 1, key, (prompts, build))
 
 
-def sft_data(
-    config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
-) -> SFTData:
-    return read_data(config, rows, codec, context, key, demonstrations, SFTData.build)
+demonstration_reader: Reader[SFTData] = (demonstrations, SFTData.build)
 
 
-def preference_data(
-    config: DataConfig | None,
-    rows: Sequence[Any] | None,
-    codec: TextCodec,
-    context: int,
-    key: str,
-    doubtful: DoubtfulPairs = "keep",
-) -> PreferenceData:
-    parse, build = partial(preferences, doubtful=doubtful), partial(PreferenceData.build, doubtful=doubtful)
-    return read_data(config, rows, codec, context, key, parse, build)
+def pair_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData]:
+    return partial(preferences, doubtful=doubtful), partial(PreferenceData.build, doubtful=doubtful)
 
 
-def pairs_or_judgements(
-    config: DataConfig | None,
-    rows: Sequence[Any] | None,
-    codec: TextCodec,
-    context: int,
-    key: str,
-    doubtful: DoubtfulPairs = "keep",
-) -> PreferenceData | JudgedData:
+def pair_or_judgement_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData | JudgedData]:
     """Pairs, or answers judged one by one, as the first row has it."""
 
     def parse(rows: Sequence[Row], columns: Mapping[str, str], **reading: Any) -> Parsed[Any]:
@@ -374,17 +356,14 @@ def pairs_or_judgements(
             return JudgedData.build(parsed, codec, **limits)
         return PreferenceData.build(parsed, codec, doubtful=doubtful, **limits)
 
-    return read_data(config, rows, codec, context, key, parse, build)
+    return parse, build
+
+
+def step_reader(separator: str) -> Reader[ProcessData]:
+    """Step-labelled answers, whose steps end with ``separator``."""
+    return partial(step_labelled, separator=separator), partial(ProcessData.build, separator=separator)
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:
     """Most tokens that have to stay in one micro-batch: a row's answers and its prompt, once for all where shared."""
     return max((1 if share else len(i.parts) - 1) * len(i.parts[0]) + sum(map(len, i.parts[1:])) for i in data.items)
-
-
-def process_data(
-    config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, separator: str, key: str
-) -> ProcessData:
-    """Step-labelled answers, whose steps end with ``separator``."""
-    parse, build = partial(step_labelled, separator=separator), partial(ProcessData.build, separator=separator)
-    return read_data(config, rows, codec, context, key, parse, build)

@@ -57,10 +57,12 @@ from quartet.trainers.run_files import Resume
 from quartet.trainers.signals import take_back_signals
 from quartet.trainers.sources import (
     ModelLike,
+    Reader,
     TokenizerLike,
     check_budget,
     check_recipe,
     context_length,
+    read_data,
     resolve_model,
     resolve_scalar_model,
     resolve_tokenizer,
@@ -167,9 +169,14 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
     def objective(self) -> Objective:
         """What every update minimises."""
 
+    @property
     @abstractmethod
+    def reader(self) -> Reader[D]:
+        """Of the job's kind of rows."""
+
     def _read(self, key: str, config: DataConfig | None, rows: Sequence[Any] | None, context: int) -> D:
         """The rows of ``key`` in the recipe, or those passed, as tokens."""
+        return read_data(config, rows, self.codec, context, key, self.reader)
 
     @abstractmethod
     def _longest(self) -> int:
@@ -344,8 +351,7 @@ class SupervisedTrainer(Generic[R, W]):
             take_back_signals()
         else:
             self._worker = cast(W, self.worker_class(recipe, self._given, device))
-            # The worker gives them back; kept here, too, they would stay in memory to the end.
-            self._given = Given()
+            self._given = Given()  # the worker gives them back; kept here, too, they would stay in memory to the end
 
     @property
     def worker(self) -> W:
@@ -369,8 +375,6 @@ class SupervisedTrainer(Generic[R, W]):
             UserError: there are none, or they are in processes of Ray.
         """
         return self.worker.evaluate()
-
-    # The run -----------------------------------------------------------------------------------------------
 
     def train(self) -> TrainResult:
         """Runs to the last step; ``model/`` is then a plain Hugging Face directory.
@@ -434,8 +438,7 @@ class SupervisedTrainer(Generic[R, W]):
         )
 
     async def _prepare(self, group: RoleGroup[W]) -> None:
-        """Does what goes before the first step, while the model is still as it was given, also where a checkpoint then
-        takes its place."""
+        """Does what goes before the first step, with the model as it was given."""
 
     async def _run_steps(self, group: RoleGroup[W], about: SupervisedDescription) -> dict[str, float]:
         """Trains from the newest checkpoint (or the start) to the last step; returns the last metrics."""
@@ -443,9 +446,8 @@ class SupervisedTrainer(Generic[R, W]):
         shown = {"loss": f"loss/{name}", "accuracy": f"{name}/accuracy", "held-out": self._evaluation_metric}
         step, last = 0, dict[str, float]()
         found = run.latest(list(saved), counters=("metrics",))
-        if found is not None:
+        if found is not None:  # a run killed between its last checkpoint and its summary has nothing left to train
             await checkpoints.load(saved, found)
-            # A run killed between its last checkpoint and its summary has nothing left to train.
             step, last = found.step, dict(found.info["metrics"])
         run.start(step)
         with self.progress.stage(name, about.steps) as bar:

@@ -23,12 +23,29 @@ from quartet.trainers.evaluate import Evaluator
 from quartet.trainers.iterated import IteratedTrainer
 from quartet.trainers.sft import SFTTrainer
 from quartet.trainers.sources import (
-    pairs_or_judgements,
-    preference_data,
-    process_data,
+    demonstration_reader,
+    pair_or_judgement_reader,
+    pair_reader,
     prompt_data,
-    sft_data,
+    read_data,
+    step_reader,
 )
+
+
+def sft_data(*given: Any) -> Any:
+    return read_data(*given, demonstration_reader)
+
+
+def preference_data(*given: Any) -> Any:
+    return read_data(*given, pair_reader("keep"))
+
+
+def pairs_or_judgements(*given: Any) -> Any:
+    return read_data(*given, pair_or_judgement_reader("keep"))
+
+
+def process_data(config: Any, rows: Any, codec: Any, context: int, separator: str, key: str) -> Any:
+    return read_data(config, rows, codec, context, key, step_reader(separator))
 
 
 def test_a_prompt_leaves_room_for_one_token(tmp_path: Path) -> None:
