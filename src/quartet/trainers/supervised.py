@@ -438,7 +438,7 @@ class SupervisedTrainer(Generic[R, W]):
         )
 
     async def _prepare(self, group: RoleGroup[W]) -> None:
-        """Does what goes before the first step, with the model as it was given."""
+        """Does what goes before the first step, with the model as given, also where a checkpoint then replaces it."""
 
     async def _run_steps(self, group: RoleGroup[W], about: SupervisedDescription) -> dict[str, float]:
         """Trains from the newest checkpoint (or the start) to the last step; returns the last metrics."""
