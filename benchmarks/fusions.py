@@ -25,10 +25,11 @@ from common import MODELS, arguments, build_model, markdown, write_results
 from quartet.models import fused
 from quartet.models.attention import PackedAttention
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout import compute_weights, weight_copies
+from quartet.rollout import compute_weights, merged_layers
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.merged_layers import MergedLayers
 from quartet.rollout.protocol import Request, SamplingParams
+from quartet.rollout.weight_copies import as_it_is
 
 PROMPT, FIRST, LAST, LENGTH = 24, 32, 96, 128
 VARIANTS = {
@@ -45,13 +46,13 @@ def without(fusions: tuple[str, ...]) -> Iterator[None]:
     """Models and engines that are built and take their first step within go without ``fusions``."""
     with contextlib.ExitStack() as stack:
         if "norms" in fusions:
-            stack.enter_context(mock.patch.object(fused, "install_fused", return_value=fused.Patches()))
+            stack.enter_context(mock.patch.object(fused, "install_fused", return_value=[]))
         if "layers" in fusions:
             stack.enter_context(mock.patch.object(MergedLayers, "merge", return_value=None))
         if "forms" in fusions:
-            for module in (compute_weights, weight_copies):
-                for name in ("blocks_are_at_hand", "transposes"):
-                    stack.enter_context(mock.patch.object(module, name, return_value=False))
+            for module in (compute_weights, merged_layers):
+                stack.enter_context(mock.patch.object(module, "is_packed_best", return_value=False))
+                stack.enter_context(mock.patch.object(module, "plain_form", return_value=as_it_is))
         yield
 
 

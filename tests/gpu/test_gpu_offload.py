@@ -94,11 +94,11 @@ def test_hand_overs_change_no_bit(lora: bool, store: Any, tiny: Any, batch: Ragg
     for _ in range(4):
         train(engine, batch)
         there, places = on_host(engine.state()), [(t.device, t.stride(), t._version) for t in tensors_of(engine)]
-        engine.offload()
+        engine.offloading().offload()
         assert all(tensor.device.type == "cpu" for tensor in tensors_of(engine))
         assert_same(on_host(engine.state()), there)
-        assert not any(engine.offloading().resident_bytes().values())
-        engine.onload()
+        assert engine.offloading().offload().num_bytes == 0, "all was away"
+        engine.offloading().onload()
         assert [(t.device, t.stride(), t._version) for t in tensors_of(engine)] == places
         assert_same(on_host(engine.state()), there)
 
@@ -113,10 +113,10 @@ def test_a_run_with_hand_overs_is_that_without(store: Any, tiny: Any, batch: Rag
             engine.metrics = train(engine, batch)
         if plain.metrics != twin.metrics:
             pytest.skip("this device does not give the same bits twice by itself")
-        moved.offload()
-        moved.onload(["params"])
+        moved.offloading().offload()
+        moved.offloading().onload(["params"])
         columns = moved.forward(batch, Needs(logprobs=True)).token["logprobs"]
-        moved.onload()
+        moved.offloading().onload()
         assert torch.equal(moved.forward(batch, Needs(logprobs=True)).token["logprobs"], columns)
         assert train(moved, batch) == plain.metrics
     assert_same(on_host(moved.state()), on_host(plain.state()))
@@ -125,18 +125,21 @@ def test_a_run_with_hand_overs_is_that_without(store: Any, tiny: Any, batch: Rag
 def test_the_device_has_the_room_again(cuda: torch.device, store: Any, tiny: Any, batch: RaggedBatch) -> None:
     engine = engine_of(tiny)
     train(engine, batch)
-    offload = engine.offloading(store)
-    totals = offload.total_bytes()
+    engine.offloading(store)
+    totals = {
+        "params": sum(p.nbytes for p in (*engine.packed.model.parameters(), *engine.packed.model.buffers())),
+        "optimizer": sum(t.nbytes for values in engine.optimizer.state.values() for t in values.values()),
+    }
     for parts in (("params",), ("optimizer",), ("params", "optimizer")):
         before = torch.cuda.memory_allocated(cuda)
-        moved = engine.offload(parts)
+        moved = engine.offloading().offload(parts)
         num_bytes = sum(totals[part] for part in parts)
         # The allocator's blocks are of 512 bytes, and there is one per tensor.
         slack = 512 * len(tensors_of(engine))
         assert moved.num_bytes == num_bytes
         assert moved.freed_bytes == before - torch.cuda.memory_allocated(cuda)
         assert num_bytes <= moved.freed_bytes <= num_bytes + slack
-        assert engine.onload(parts).freed_bytes == -moved.freed_bytes
+        assert engine.offloading().onload(parts).freed_bytes == -moved.freed_bytes
         assert torch.cuda.memory_allocated(cuda) == before
 
 
@@ -146,12 +149,11 @@ def test_a_state_is_loaded_into_what_is_away(store: Any, tiny: Any, batch: Ragge
     state = on_host(source.state())
     engine.offloading(store)
     for parts in (("params",), ("optimizer",), ("params", "grads", "optimizer")):
-        engine.offload(parts)
+        engine.offloading().offload(parts)
         engine.load_state(copy.deepcopy(state))
         assert_same(on_host(engine.state()), state)
-        for part, num_bytes in engine.offloading().resident_bytes().items():
-            assert part not in parts or num_bytes == 0
-        engine.onload()
+        assert engine.offloading().offload(parts).num_bytes == 0, "what was away stayed there"
+        engine.offloading().onload()
         assert all(tensor.device == engine.packed.device for tensor in tensors_of(engine))
         assert_same(on_host(engine.state()), state)
         train(engine, batch)
@@ -198,16 +200,16 @@ def test_a_device_without_room_leaves_everything_away(
     del ballast
     engine.offloading(store)
     expected = on_host(engine.state())
-    engine.offload()
+    engine.offloading().offload()
     total = torch.cuda.get_device_properties(cuda).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated(cuda) + 2**20) / total, cuda)
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            engine.onload()
+            engine.offloading().onload()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, cuda)
-    assert not any(engine.offloading().resident_bytes().values())
+    assert engine.offloading().offload().num_bytes == 0, "all was away"
     assert_same(on_host(engine.state()), expected)
-    engine.onload()
+    engine.offloading().onload()
     assert_same(on_host(engine.state()), expected)
     train(engine, batch)

@@ -56,19 +56,17 @@ class PackedAttention:
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        self.num_calls = 0
         self.tree = SegmentTree(lengths, parents)
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
         self._cut: dict[int, SegmentTree] = {}
         self._cache: dict[object, object] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        self.num_calls += 1
         tree = self.tree
         if q.is_cuda:
             from quartet.models import cuda_attention
 
-            return cuda_attention.cuda_tree_attention(q, k, v, rule, tree.lengths, tree.parents, self._cache)
+            return cuda_attention.cuda_tree_attention(q, k, v, rule, tree, self._cache)
         whole = rule.window is None or rule.window >= tree.longest
         if whole and rule.softcap is None and q.shape[-1] == v.shape[-1] and q.device.type == "cpu":
             return tree_attention(q, k, v, tree, rule.scaling)
@@ -135,6 +133,18 @@ def _behind(pieces: Sequence[Tensor], spans: Sequence[tuple[int, int]], own: Ten
     return torch.cat([*prefix, own], dim=2)
 
 
+class RecordedAttention(PackedAttention):
+    """Sequences side by side; keeps what layers asked: ``(layer, k, v, rule)``, in the order of the calls."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__(lengths)
+        self.calls: list[tuple[int, Tensor, Tensor, LayerRule]] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        self.calls.append((layer, k, v, rule))
+        return super().attend(layer, q, k, v, rule)
+
+
 def visible(query_positions: Tensor, key_positions: Tensor, rule: LayerRule) -> Tensor:
     """``[..., Q, K]`` bool: causal, and inside the window where the layer has one."""
     distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
@@ -192,11 +202,11 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
-def install_attention(model: PreTrainedModel) -> str:
-    """Switches ``model`` to the packed attention; returns the name of its former one (for ``restore``)."""
-    former = own_attention(model)
+def install_attention(model: PreTrainedModel) -> None:
+    """Switches ``model`` to the packed attention."""
     if is_installed(model):
-        return former
+        return
+    former = own_attention(model)
     found = "it does not use transformers' attention interface"
     try:
         model.set_attn_implementation(NAME)
@@ -211,7 +221,6 @@ def install_attention(model: PreTrainedModel) -> str:
         )
     # On the model, not only with its holder: copies of a held model know it too.
     setattr(model, _FORMER, former)
-    return former
 
 
 def is_installed(model: PreTrainedModel) -> bool:
@@ -224,5 +233,5 @@ def own_attention(model: PreTrainedModel) -> str:
     return str(name or "sdpa")
 
 
-def restore(model: PreTrainedModel, former: str) -> None:
-    model.set_attn_implementation(former)
+def restore(model: PreTrainedModel) -> None:
+    model.set_attn_implementation(own_attention(model))

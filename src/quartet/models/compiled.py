@@ -48,7 +48,10 @@ class CompiledLayers:
         if backend == "inductor":
             _check_compiler(packed.device)
         packed.unfuse()
-        _keep_attention_out()
+        # Attention stays outside of what is compiled, for all models of the process.
+        function = ALL_ATTENTION_FUNCTIONS[NAME]
+        if not getattr(function, "_torchdynamo_disable", False):
+            AttentionInterface.register(NAME, torch.compiler.disable(function))
         torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, _MIN_VARIANTS)
         self._calls = []
         for layer in self._layers:
@@ -82,9 +85,3 @@ def _check_compiler(device: torch.device) -> None:
         found = "no Triton"
     if found is not None:
         raise UserError("layers cannot be compiled here", found=found, remedy="install it, or leave train.compile out")
-
-
-def _keep_attention_out() -> None:
-    function = ALL_ATTENTION_FUNCTIONS[NAME]
-    if not getattr(function, "_torchdynamo_disable", False):
-        AttentionInterface.register(NAME, torch.compiler.disable(function))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -29,6 +28,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from quartet.models.attention import LayerRule, masked_attention
 from quartet.models.memory import to_device
+from quartet.models.tree_attention import SegmentTree
 
 BLOCK = 128
 """Tokens of one side of a block of the mask; flex attention's default."""
@@ -42,30 +42,24 @@ Cache = MutableMapping[object, object]
 _T = TypeVar("_T")
 
 
-def cuda_tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, rule: LayerRule, lengths: Sequence[int], parents: Sequence[int], cache: Cache
-) -> Tensor:
+def cuda_tree_attention(q: Tensor, k: Tensor, v: Tensor, rule: LayerRule, tree: SegmentTree, cache: Cache) -> Tensor:
     """Differentiable attention of a pack.
 
     Args:
         q: ``[1, H, T, D]``.
         k, v: ``[1, Hk, T, D]``.
-        lengths: ``[N]`` tokens of each segment, in depth-first order.
-        parents: ``[N]`` index of the segment's parent, -1 for a root.
         cache: of this pack; index tensors and block masks are made once and shared by all layers.
 
     Returns:
         ``[1, H, T, D]``.
     """
-    depths = _cached(cache, "depths", lambda: segment_depths(lengths, parents))
-    longest = max(depth + length for depth, length in zip(depths, lengths, strict=True))
-    window = rule.window if rule.window is not None and rule.window < longest else None
+    window = rule.window if rule.window is not None and rule.window < tree.longest else None
     if q.dtype == torch.float64:
-        mask = _cached(cache, ("dense", window), lambda: to_device(dense_mask(lengths, parents, window), q.device))
+        mask = _cached(cache, ("dense", window), lambda: to_device(dense_mask(tree, window), q.device))
         return masked_attention(q, k, v, mask, rule)
-    if q.is_cuda and _flash_takes(q, v, rule, parents):
-        return _flash(q, k, v, rule.scaling, window, lengths, cache)
-    return _flex(q, k, v, rule, window, lengths, parents, cache)
+    if q.is_cuda and _flash_takes(q, v, rule, tree.parents):
+        return _flash(q, k, v, rule.scaling, window, tree, cache)
+    return _flex(q, k, v, rule, window, tree, cache)
 
 
 def _cached(cache: Cache, key: object, make: Callable[[], _T]) -> _T:
@@ -77,14 +71,6 @@ def _cached(cache: Cache, key: object, make: Callable[[], _T]) -> _T:
 # The tree, on the host ------------------------------------------------------------------------------------
 
 
-def segment_depths(lengths: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """``[N]`` tokens of each segment's ancestors: the position of its first token."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + lengths[parent] if parent >= 0 else 0)
-    return depths
-
-
 @dataclass(frozen=True)
 class TreeIndex:
     """``positions [T]`` and ``ends [T]`` (see the module's docstring), int32 on the CPU."""
@@ -93,23 +79,17 @@ class TreeIndex:
     ends: Tensor
 
 
-def tree_index(lengths: Sequence[int], parents: Sequence[int]) -> TreeIndex:
-    stops = list(itertools.accumulate(lengths))
-    ends = list(stops)
-    # Children come after their parents, so each is settled before its parent reads it.
-    for i in range(len(ends) - 1, -1, -1):
-        if parents[i] >= 0:
-            ends[parents[i]] = max(ends[parents[i]], ends[i])
-    sizes = torch.tensor(lengths)
-    starts = torch.tensor(stops) - sizes
-    depths = torch.tensor(segment_depths(lengths, parents))
-    positions = torch.arange(stops[-1]) - (starts - depths).repeat_interleave(sizes)
-    return TreeIndex(positions.int(), torch.tensor(ends).repeat_interleave(sizes).int())
+def tree_index(tree: SegmentTree) -> TreeIndex:
+    ends = dict(zip(tree.offsets, tree.offsets[1:], strict=False)) | {node.start: node.stop for node in tree.inner}
+    sizes = torch.tensor(tree.lengths)
+    starts, depths = torch.tensor(tree.offsets[:-1]), torch.tensor(tree.depths)
+    positions = torch.arange(tree.offsets[-1]) - (starts - depths).repeat_interleave(sizes)
+    return TreeIndex(positions.int(), torch.tensor(list(ends.values())).repeat_interleave(sizes).int())
 
 
-def dense_mask(lengths: Sequence[int], parents: Sequence[int], window: int | None) -> Tensor:
+def dense_mask(tree: SegmentTree, window: int | None) -> Tensor:
     """``[T, T]`` bool, query by key."""
-    index = tree_index(lengths, parents)
+    index = tree_index(tree)
     token = torch.arange(len(index.positions))
     mask = (token <= token[:, None]) & (token[:, None] < index.ends)
     return mask if window is None else mask & (index.positions[:, None] - index.positions < window)
@@ -156,12 +136,11 @@ def _flash_takes(q: Tensor, v: Tensor, rule: LayerRule, parents: Sequence[int]) 
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, lengths: Sequence[int], cache: Cache
+    q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, tree: SegmentTree, cache: Cache
 ) -> Tensor:
-    def offsets() -> Tensor:
-        return to_device(torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32), q.device)
-
-    cu_seqlens = _cached(cache, "cu_seqlens", offsets)
+    cu_seqlens = _cached(
+        cache, "cu_seqlens", lambda: to_device(torch.tensor(tree.offsets, dtype=torch.int32), q.device)
+    )
     share = q.shape[1] // k.shape[1]
     options: dict[str, Any] = {}
     if _FLASH_EXPANDS_HEADS:
@@ -169,7 +148,7 @@ def _flash(
     elif share > 1:
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     packed_q, packed_k, packed_v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-    longest = max(lengths)
+    longest = max(tree.lengths)
     # (left, right): the keys before and after the query's own.
     reach = (-1 if window is None else window - 1, 0)
     out = varlen_attn(
@@ -183,16 +162,9 @@ def _flash(
 
 
 def _flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rule: LayerRule,
-    window: int | None,
-    lengths: Sequence[int],
-    parents: Sequence[int],
-    cache: Cache,
+    q: Tensor, k: Tensor, v: Tensor, rule: LayerRule, window: int | None, tree: SegmentTree, cache: Cache
 ) -> Tensor:
-    index = _cached(cache, "index", lambda: tree_index(lengths, parents))
+    index = _cached(cache, "index", lambda: tree_index(tree))
     mask = _cached(cache, ("blocks", window), lambda: block_mask(index, window, q.device))
     size = v.shape[-1]
     # The kernel's smallest product has 16 columns; zeros change no score and add columns that are cut off again.

@@ -48,7 +48,8 @@ def loading(path: str, kind: str) -> Iterator[None]:
         raise
     # Broken configs and weights come back as almost every kind of exception there is.
     except Exception as error:
-        if isinstance(error, UnpicklingError | EOFError) or _only_pickled(Path(path)):
+        only_pickled = any(Path(path).glob("*.bin")) and not any(Path(path).glob("*.safetensors"))
+        if isinstance(error, UnpicklingError | EOFError) or only_pickled:
             code = re.search(r"GLOBAL ([\w.]+)", str(error))
             raise UserError(
                 f"{path!r} cannot be loaded as a {kind}",
@@ -60,10 +61,6 @@ def loading(path: str, kind: str) -> Iterator[None]:
             found=_line(error),
             remedy="check that the directory holds config.json and safetensors weights of a supported architecture",
         ) from error
-
-
-def _only_pickled(directory: Path) -> bool:
-    return any(directory.glob("*.bin")) and not any(directory.glob("*.safetensors"))
 
 
 def _line(error: BaseException) -> str:

@@ -147,8 +147,8 @@ class _Call:
     """One kernel call: of n segments ``num_rows`` query rows each, from position ``start`` on, over ``num_keys`` keys.
 
     Attributes:
-        rows: ``[n R]`` packed tokens of the queries.
-        keys: ``[n K]`` packed tokens of the keys, from the chain's first on. Both are filled up with any token.
+        rows: packed tokens of each segment's queries, ``[R]`` at most.
+        keys: packed tokens of each segment's keys, from the chain's first on, ``[K]`` at most.
     """
 
     start: int
@@ -170,10 +170,8 @@ class ExactPackedAttention(ExactContext):
     """
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int] | None = None) -> None:
-        self.num_calls = 0
         self.num_tokens = sum(lengths)
         calls: dict[tuple[int, int, int], _Call] = {}
-        places: list[tuple[_Call, int, Tensor]] = []
         chains: list[Tensor] = []
         first = 0
         for length, parent in zip(lengths, parents or [-1] * len(lengths), strict=True):
@@ -185,29 +183,22 @@ class ExactPackedAttention(ExactContext):
                 start, stop = depth + offset, depth + offset + len(rows)
                 key = (start, _round_up(len(rows), VECTOR), key_length(stop))
                 call = calls.setdefault(key, _Call(*key, [], []))
-                places.append((call, len(call.rows), rows))
-                call.rows.append(_filled(rows, call.num_rows))
-                call.keys.append(_filled(chains[-1][:stop], call.num_keys))
+                call.rows.append(rows)
+                call.keys.append(chains[-1][:stop])
             first += length
-        self._calls = [(call, torch.cat(call.rows), torch.cat(call.keys)) for call in calls.values()]
-        self._back = self._places(places)
+        self._calls = [
+            (call, _filled(call.rows, call.num_rows), _filled(call.keys, call.num_keys)) for call in calls.values()
+        ]
+        # Where each packed token's row stands in the calls' outputs, one after the other.
+        self._back = torch.empty(self.num_tokens, dtype=torch.int64)
+        end = 0
+        for call in calls.values():
+            for rows in call.rows:
+                self._back[rows] = torch.arange(end, end + len(rows))
+                end += call.num_rows
         self._masks: dict[tuple[int, int, int, int | None], Tensor] = {}
 
-    def _places(self, places: Sequence[tuple[_Call, int, Tensor]]) -> Tensor:
-        """``[T]``: where each packed token's row stands in the calls' outputs, one after the other."""
-        starts: dict[int, int] = {}
-        end = 0
-        for call, rows, _ in self._calls:
-            starts[id(call)] = end
-            end += len(rows)
-        back = torch.empty(self.num_tokens, dtype=torch.int64)
-        for call, member, rows in places:
-            first = starts[id(call)] + member * call.num_rows
-            back[rows] = torch.arange(first, first + len(rows))
-        return back
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        self.num_calls += 1
         queries, keys, values = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
         pieces = []
         for call, rows, places in self._calls:
@@ -233,8 +224,9 @@ class ExactPackedAttention(ExactContext):
         return mask
 
 
-def _filled(rows: Tensor, length: int) -> Tensor:
-    return torch.cat([rows, rows[:1].expand(length - len(rows))])
+def _filled(parts: Sequence[Tensor], length: int) -> Tensor:
+    """One after the other, each filled up to ``length`` with its first token."""
+    return torch.cat([torch.cat([part, part[:1].expand(length - len(part))]) for part in parts])
 
 
 def _gathered(x: Tensor, places: Tensor, length: int) -> Tensor:

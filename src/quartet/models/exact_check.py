@@ -8,8 +8,6 @@ Shapes: M rows, T packed tokens, H query heads, Hk key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,9 +32,6 @@ _LENGTHS = (2, 19, 45)
 _PRODUCT_ROWS = 520
 _POSITIONS = (0, 40, 299, 511, 512, 1099)
 """Queries that attention is checked for: in a first block of keys, in a half and a whole one, and behind."""
-
-_AttentionShape = tuple[LayerRule, int, int, int]
-"""What distinguishes layers: rule, H, Hk, D."""
 
 
 def check_exact(packed: PackedModel) -> None:
@@ -115,24 +110,24 @@ def _check_products(model: nn.Module) -> None:
                 )
 
 
-class _Observed(ExactPackedAttention):
-    """Notes which kinds of layers ask."""
+class _Recorded(ExactPackedAttention):
+    """Keeps the rule, the number of query heads, and keys and values ``[T, Hk, D]`` of every layer."""
 
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__([num_tokens])
-        self.shapes: set[_AttentionShape] = set()
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(lengths)
+        self.layers: dict[int, tuple[LayerRule, int, Tensor, Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        self.shapes.add((rule, q.shape[1], k.shape[1], q.shape[3]))
+        self.layers[layer] = rule, q.shape[1], k[0].transpose(0, 1), v[0].transpose(0, 1)
         return super().attend(layer, q, k, v, rule)
 
 
 @torch.no_grad()
-def _attention_shapes(packed: PackedModel) -> set[_AttentionShape]:
-    context = _Observed(1)
-    tokens = torch.zeros(1, dtype=torch.int64)
-    packed.hidden(tokens, tokens, context)
-    return context.shapes
+def _attention_shapes(packed: PackedModel) -> set[tuple[LayerRule, int, int, int]]:
+    """What distinguishes layers: rule, H, Hk, D."""
+    context, token = _Recorded([1]), torch.zeros(1, dtype=torch.int64)
+    packed.hidden(token, token, context)
+    return {(rule, num_heads, k.shape[1], k.shape[2]) for rule, num_heads, k, _ in context.layers.values()}
 
 
 @torch.no_grad()
@@ -161,22 +156,10 @@ def _check_attention(rule: LayerRule, num_heads: int, num_kv: int, size: int) ->
 # The whole model -------------------------------------------------------------------------------------------
 
 
-class _Stored(ExactPackedAttention):
-    """Keeps every layer's keys and values ``[T, Hk, D]``."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        super().__init__(lengths)
-        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        self.stored[layer] = k[0].transpose(0, 1), v[0].transpose(0, 1)
-        return super().attend(layer, q, k, v, rule)
-
-
 class _Continued(ExactContext):
     """The last token of each sequence after its stored beginning."""
 
-    def __init__(self, beginnings: _Stored, lengths: list[int]) -> None:
+    def __init__(self, beginnings: _Recorded, lengths: list[int]) -> None:
         self.beginnings = beginnings
         self.lengths = lengths
         self.num_keys = key_length(max(lengths) + 1)
@@ -185,7 +168,7 @@ class _Continued(ExactContext):
         num_rows = len(self.lengths)
         keys, values = (
             self._with_last(stored, new[0].transpose(0, 1))
-            for stored, new in zip(self.beginnings.stored[layer], (k, v), strict=True)
+            for stored, new in zip(self.beginnings.layers[layer][2:], (k, v), strict=True)
         )
         mask = additive_mask(torch.tensor(self.lengths).unsqueeze(1), self.num_keys, rule, q.dtype).unsqueeze(1)
         out = decode_attention(q[0].transpose(0, 1)[:num_rows], keys, values, mask, rule)
@@ -204,15 +187,14 @@ class _Continued(ExactContext):
 def _check_model(packed: PackedModel) -> None:
     limit = model_context_length(packed.model) or max(_LENGTHS)
     lengths = [min(length, limit) for length in _LENGTHS]
-    vocab_size = int(packed.model.get_input_embeddings().weight.shape[0])
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(vocab_size, (length,), generator=generator) for length in lengths]
+    sequences = [torch.randint(packed.vocab_size, (length,), generator=generator) for length in lengths]
     with torch.no_grad():
         alone = [_run(packed, [s], ExactPackedAttention([len(s)])) for s in sequences]
         together = _run(packed, sequences, ExactPackedAttention(lengths))
         _demand("batch invariance", together, torch.cat(alone))
         before = [length - 1 for length in lengths]
-        beginnings = _Stored(before)
+        beginnings = _Recorded(before)
         _run(packed, [s[:-1] for s in sequences], beginnings)
         last, positions = torch.stack([s[-1] for s in sequences]), torch.tensor(before)
         decoded = packed.hidden(last, positions, _Continued(beginnings, before))
@@ -233,14 +215,10 @@ def _check_logprobs(packed: PackedCausalLM, hidden: Tensor, labels: Tensor) -> N
     """The trainer's log-probabilities by chunks against those of each row's logits, as the sampler takes them."""
     temperature = 0.7
     trained, _ = packed.token_logprobs(hidden, labels, temperature=temperature, chunk=2 * MIN_ROWS)
-    for rows, ids, found in _parts(hidden, labels, trained):
+    for rows, ids, found in zip(hidden.split(7), labels.split(7), trained.split(7), strict=True):
         scaled = packed.logits(rows) / temperature
         picked = (scaled - scaled.logsumexp(-1, keepdim=True)).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
         _demand("trainer log-probabilities = sampler's", found, picked)
-
-
-def _parts(*columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(column.split(7) for column in columns), strict=True)
 
 
 def _demand(equality: str, actual: Tensor, expected: Tensor) -> None:

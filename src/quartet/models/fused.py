@@ -23,7 +23,6 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,22 +38,9 @@ _ROTARY = "apply_rotary_pos_emb"
 """The name under which transformers' attention modules call their rotary function."""
 
 
-@dataclass
-class Patches:
-    """What ``install_fused`` replaced; ``remove`` puts the modules' own methods back."""
-
-    modules: list[nn.Module] = field(default_factory=list)
-
-    def remove(self) -> None:
-        for module in self.modules:
-            # The instance's attribute goes, and the class's method shows again.
-            vars(module).pop("forward", None)
-        self.modules.clear()
-
-
-def install_fused(model: nn.Module) -> Patches:
-    """Replaces the forward of every recognised module of ``model``."""
-    patches = Patches()
+def install_fused(model: nn.Module) -> list[nn.Module]:
+    """Replaces the forward of every recognised module of ``model``; returns these modules, for ``restore_forwards``."""
+    replaced: list[nn.Module] = []
     known: dict[Hashable, Forward | None] = {}
     for module in model.modules():
         for describe, build in ((_describe_norm, _build_norm), (_describe_rotary, _build_rotary)):
@@ -68,8 +54,14 @@ def install_fused(model: nn.Module) -> Patches:
             if forward is not None:
                 # A method, so that a copy of the module runs on its own weights.
                 module.forward = types.MethodType(forward, module)
-                patches.modules.append(module)
-    return patches
+                replaced.append(module)
+    return replaced
+
+
+def restore_forwards(modules: list[nn.Module]) -> None:
+    """Takes the forward off that each instance has; its class's shows again. Empties the list."""
+    while modules:
+        vars(modules.pop()).pop("forward", None)
 
 
 def _chunks(width: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:

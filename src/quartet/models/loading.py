@@ -10,7 +10,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -154,42 +154,25 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     return scalar.float().eval()
 
 
-def packed_causal_lm(
-    model: PreTrainedModel,
-    precision: Precision = "fp32",
-    *,
-    numerics: Numerics = "fast",
-    activation_checkpointing: bool = False,
-    lora: LoRAConfig | None = None,
-    seed: int = 0,
-) -> PackedCausalLM:
-    """Takes the model over for packed runs, after probing it.
-
-    Args:
-        lora: train adapters, whose first factors are drawn from ``seed``, in the place of all weights.
-    """
-    packed = PackedCausalLM(model, precision, numerics=numerics, activation_checkpointing=activation_checkpointing)
-    return _probed(packed, lora, seed)
-
-
-def packed_scalar_model(
-    model: PreTrainedModel,
-    precision: Precision = "fp32",
-    *,
-    numerics: Numerics = "fast",
-    activation_checkpointing: bool = False,
-    lora: LoRAConfig | None = None,
-    seed: int = 0,
-) -> PackedScalarModel:
-    """As ``packed_causal_lm``, for a reward model or critic; its head is trained in full beside adapters."""
-    packed = PackedScalarModel(model, precision, numerics=numerics, activation_checkpointing=activation_checkpointing)
-    return _probed(packed, lora, seed)
-
-
 _P = TypeVar("_P", bound=PackedModel)
 
 
-def _probed(packed: _P, lora: LoRAConfig | None, seed: int) -> _P:
+def _take_over(
+    kind: type[_P],
+    model: PreTrainedModel,
+    precision: Precision = "fp32",
+    *,
+    numerics: Numerics = "fast",
+    activation_checkpointing: bool = False,
+    lora: LoRAConfig | None = None,
+    seed: int = 0,
+) -> _P:
+    """Takes the model over for packed runs, after probing it.
+
+    Args:
+        lora: train adapters, whose first factors are drawn from ``seed``, instead of all weights but a scalar head.
+    """
+    packed = kind(model, precision, numerics=numerics, activation_checkpointing=activation_checkpointing)
     try:
         if lora is not None:
             packed.adapt(lora, seed=seed)
@@ -209,6 +192,10 @@ def _probed(packed: _P, lora: LoRAConfig | None, seed: int) -> _P:
     return packed
 
 
+packed_causal_lm = partial(_take_over, PackedCausalLM)
+packed_scalar_model = partial(_take_over, PackedScalarModel)
+
+
 def _probe_tiny_model(packed: PackedModel) -> None:
     """Probes a small random model of the same architecture, and takes over what was found out about it.
 
@@ -217,9 +204,8 @@ def _probe_tiny_model(packed: PackedModel) -> None:
     tiny = tiny_random_model(packed.model)
     if tiny is None:
         return
-    small = type(packed)(tiny)
-    lora = packed.adapters.config if packed.adapters is not None else None
-    _probed(small, None if lora is None else lora.model_copy(update={"rank": 1}), 0)
+    lora = packed.adapters.config.model_copy(update={"rank": 1}) if packed.adapters is not None else None
+    small = _take_over(type(packed), tiny, lora=lora)
     packed.shares_prefixes, packed.unshared_because = small.shares_prefixes, small.unshared_because
     packed.relative_positions = small.relative_positions
     if isinstance(packed, PackedCausalLM) and isinstance(small, PackedCausalLM):
@@ -340,20 +326,14 @@ _PROCESS_FILE = "process_reward.json"
 _PROCESS_KIND = "process reward model: the score at a step's last token is the logit of the step being right"
 
 
-@dataclass(frozen=True)
-class ProcessSettings:
-    """``separator`` ends every step but perhaps the last."""
-
-    separator: str
-
-
-def save_process_settings(settings: ProcessSettings, directory: Path) -> None:
-    text = json.dumps({"kind": _PROCESS_KIND, **asdict(settings)}, indent=2, ensure_ascii=False)
+def save_process_settings(separator: str, directory: Path) -> None:
+    """Notes what ends every step but perhaps the last, beside a model."""
+    text = json.dumps({"kind": _PROCESS_KIND, "separator": separator}, indent=2, ensure_ascii=False)
     (directory / _PROCESS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def load_process_settings(path: str) -> ProcessSettings | None:
-    """The settings of a model directory or hub name; None where it has none.
+def load_process_settings(path: str) -> str | None:
+    """The separator of a model directory or hub name; None where it has none.
 
     Raises:
         UserError: the file is there, but does not say how steps end.
@@ -368,7 +348,7 @@ def load_process_settings(path: str) -> ProcessSettings | None:
         raise _damaged(path, f"{type(error).__name__}: {error}") from None
     if not isinstance(separator, str) or not separator:
         raise _damaged(path, f"separator: {separator!r}")
-    return ProcessSettings(separator)
+    return separator
 
 
 def _damaged(path: str, found: str) -> UserError:

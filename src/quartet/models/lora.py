@@ -289,12 +289,16 @@ def attach(
     """
     refuse_wrapped(model)
     targets = _targets(body, config)
-    _check_rank(targets, config.rank)
     names = _target_names(model, targets, config)
     paths = {id(module): path for path, module in model.named_modules()}
     bases = list(targets.values())
     _inject(model, _peft_config(config, names, bases), {paths[id(base)] for base in bases})
-    layers = [_adapted(model, paths[id(base)], base, config.alpha / config.rank) for base in bases]
+    layers = []
+    for base in bases:
+        path = paths[id(base)]
+        parent, _, name = path.rpartition(".")
+        adapted = model.get_submodule(path)
+        layers.append(AdaptedLayer(path, model.get_submodule(parent), name, adapted, base, config.alpha / config.rank))
     model.requires_grad_(False)
     for layer in layers:
         for factor in layer.factors:
@@ -357,30 +361,28 @@ def refuse_wrapped(model: nn.Module) -> None:
         )
 
 
-def _adapted(model: nn.Module, path: str, base: nn.Linear, scale: float) -> AdaptedLayer:
-    parent, _, name = path.rpartition(".")
-    return AdaptedLayer(path, model.get_submodule(parent), name, model.get_submodule(path), base, scale)
-
-
-def _linears(body: nn.Module) -> dict[str, nn.Linear]:
-    """Linear layers of the decoder, by name; what a multimodal model has beside it sees no text."""
-    decoder = getattr(body, "language_model", body)
-    return {name: module for name, module in decoder.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-
-
 def _targets(body: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
-    linears = _linears(body)
-    if config.target_modules == (ALL_LINEAR,):
-        return linears
-    unknown = [target for target in config.target_modules if not any(_is_named(name, target) for name in linears)]
-    if unknown:
+    """Linear layers of the decoder to adapt, by name; what a multimodal model has beside it sees no text."""
+    decoder, wanted = getattr(body, "language_model", body), config.target_modules
+    linears = {name: module for name, module in decoder.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    found = linears
+    if wanted != (ALL_LINEAR,):
+        unknown = [target for target in wanted if not any(_is_named(name, target) for name in linears)]
+        if unknown:
+            raise UserError(
+                "lora.target_modules names layers that the model does not have",
+                found=f"{', '.join(unknown)}; its linear layers are called {', '.join(_last_names(linears))}",
+                remedy="choose from these, or leave target_modules out (all-linear)",
+            )
+        found = {name: m for name, m in linears.items() if any(_is_named(name, target) for target in wanted)}
+    narrow = min(found, key=lambda name: min(found[name].weight.shape))
+    if config.rank > (side := min(found[narrow].weight.shape)):
         raise UserError(
-            "lora.target_modules names layers that the model does not have",
-            found=f"{', '.join(unknown)}; its linear layers are called {', '.join(_last_names(linears))}",
-            remedy="choose from these, or leave target_modules out (all-linear)",
+            "lora.rank is larger than a layer that it should approximate",
+            found=f"rank {config.rank}; {narrow} is {' x '.join(map(str, found[narrow].weight.shape))}",
+            remedy=f"set lora.rank to {side} or less, or leave that layer out of lora.target_modules",
         )
-    wanted = config.target_modules
-    return {name: module for name, module in linears.items() if any(_is_named(name, target) for target in wanted)}
+    return found
 
 
 def _is_named(name: str, target: str) -> bool:
@@ -389,17 +391,6 @@ def _is_named(name: str, target: str) -> bool:
 
 def _last_names(names: Mapping[str, object]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in names})
-
-
-def _check_rank(targets: Mapping[str, nn.Linear], rank: int) -> None:
-    sides = {name: min(module.weight.shape) for name, module in targets.items()}
-    narrow = min(sides, key=lambda name: sides[name])
-    if rank > sides[narrow]:
-        raise UserError(
-            "lora.rank is larger than a layer that it should approximate",
-            found=f"rank {rank}; {narrow} is {' x '.join(map(str, targets[narrow].weight.shape))}",
-            remedy=f"set lora.rank to {sides[narrow]} or less, or leave that layer out of lora.target_modules",
-        )
 
 
 def _target_names(model: nn.Module, targets: Mapping[str, nn.Linear], config: LoRAConfig) -> list[str]:

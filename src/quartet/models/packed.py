@@ -76,9 +76,9 @@ class PackedModel:
         self.adapters: Adapters | None = None
         refuse_wrapped(model)
         align_storages(model)
-        self.own_attention = attention.install_attention(model)
+        attention.install_attention(model)
         # On a GPU whole layers may be compiled instead (``compiled``).
-        self._fused = fused.install_fused(model) if self.device.type == "cpu" else fused.Patches()
+        self._fused = fused.install_fused(model) if self.device.type == "cpu" else []
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed = checkpoint_layers(self.body) if activation_checkpointing else []
@@ -94,8 +94,8 @@ class PackedModel:
         return next(self.model.parameters()).device
 
     @property
-    def hidden_size(self) -> int:
-        return int(self.model.config.get_text_config().hidden_size)
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.precision == "bf16":
@@ -170,7 +170,7 @@ class PackedModel:
 
     def unfuse(self) -> None:
         """Normalisation and rotary embedding run as the model has them from now on: a compiler sees whole layers."""
-        self._fused.remove()
+        fused.restore_forwards(self._fused)
 
     @cached_property
     def _row_step(self) -> int:
@@ -197,13 +197,11 @@ class PackedModel:
 
         Adapters are added to its weights: it then is the trained model, as after training all of them.
         """
-        attention.restore(self.model, self.own_attention)
+        attention.restore(self.model)
         if self.adapters is not None:
             self.adapters.fold()
-        for layer in self._checkpointed:
-            # The instance's attribute goes, and the class's method shows again.
-            vars(layer).pop("forward", None)
-        self._fused.remove()
+        fused.restore_forwards(self._checkpointed)
+        fused.restore_forwards(self._fused)
         for dropout in self.disabled_dropout:
             setattr(dropout.module, dropout.attribute, dropout.rate)
         return self.model
@@ -232,10 +230,6 @@ class PackedCausalLM(PackedModel):
     def _softcap(self) -> float | None:
         found: float | None = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return found
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.model.get_input_embeddings().weight.shape[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[M, D] → [M, V]`` fp32 (fp64 stays); the product itself runs in the compute dtype.

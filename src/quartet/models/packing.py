@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.models.attention import PackedAttention
+from quartet.models.attention import AttentionContext, PackedAttention
+from quartet.models.exact import ExactPackedAttention
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class Pack:
     previous: Tensor
     num_stored: int
 
-    def attention(self) -> PackedAttention:
-        return PackedAttention(self.lengths, self.parents)
+    def attention(self, *, exact: bool = False) -> AttentionContext:
+        kind = ExactPackedAttention if exact else PackedAttention
+        return kind(self.lengths, self.parents)
 
     def predicted(self, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where the stored tokens under ``mask [T]`` are predicted from.

@@ -11,7 +11,7 @@ Shapes: P packed tokens, L tokens of one sequence, n sequences, H query heads, H
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from quartet.config import UserError
 from quartet.models import attention
 from quartet.models.attention import (
-    AttentionContext,
     LayerRule,
     NoContextError,
     PackedAttention,
+    RecordedAttention,
     masked_attention,
     visible,
 )
@@ -51,31 +51,28 @@ def probe(packed: PackedModel) -> float:
     Raises:
         UserError: the architecture is refused by name, with what was measured or what it failed with.
     """
-    with _refusing(packed):
+    with _measuring(packed):
         return _measure(packed)
 
 
-@torch.no_grad()
 def _measure(packed: PackedModel) -> float:
     _bound_positions(packed)
     chains = _chains()
     ids, positions = _tokens(packed)
     sequences = [ids[rows] for rows in chains]
     rows = torch.cat(chains)
-    side_by_side = PackedAttention([len(chain) for chain in chains])
-    hidden = _packed_run(packed, ids[rows], positions[rows], side_by_side)
-    num_layers = int(packed.model.config.get_text_config().num_hidden_layers)
-    if side_by_side.num_calls != num_layers:
-        raise _refuse(
-            packed, f"the attention function was called {side_by_side.num_calls} times for {num_layers} layers"
-        )
+    side_by_side = RecordedAttention([len(chain) for chain in chains])
+    hidden = packed.hidden(ids[rows], positions[rows], side_by_side)
+    num_calls, num_layers = len(side_by_side.calls), int(packed.model.config.get_text_config().num_hidden_layers)
+    if num_calls != num_layers:
+        raise _refuse(packed, f"the attention function was called {num_calls} times for {num_layers} layers")
     alone, logits = _alone(packed, sequences)
     difference = _difference(hidden, torch.cat(alone))
     _demand(packed, "hidden states", difference)
     _check_leak(packed, hidden, ids[rows], positions[rows], [len(chain) for chain in chains])
     if isinstance(packed, PackedCausalLM) and logits is not None:
         difference = max(difference, _check_logits(packed, hidden[: len(chains[0])], logits))
-    tree = _difference(_packed_run(packed, ids, positions, PackedAttention(_LENGTHS, _PARENTS))[rows], torch.cat(alone))
+    tree = _difference(packed.hidden(ids, positions, PackedAttention(_LENGTHS, _PARENTS))[rows], torch.cat(alone))
     if tree <= _tolerance(packed, sharing=True):
         return max(difference, tree)
     packed.shares_prefixes = False
@@ -92,8 +89,16 @@ def check_decoding(packed: PackedModel) -> float:
     Raises:
         UserError: it cannot, so it can be trained but not sampled.
     """
-    with _refusing(packed):
-        difference = _decoding_difference(packed)
+    ids, positions = _tokens(packed)
+    chains = _chains()
+    before = torch.cat([rows[:-1] for rows in chains])
+    last = torch.stack([rows[-1] for rows in chains])
+    prefixes = RecordedAttention([len(rows) - 1 for rows in chains])
+    with _measuring(packed):
+        packed.hidden(ids[before], positions[before], prefixes)
+        hidden = packed.hidden(ids[last], positions[last], _Continued(prefixes))
+        alone, _ = _alone(packed, [ids[rows] for rows in chains])
+    difference = _difference(hidden, torch.stack([states[-1] for states in alone]))
     if not difference <= _tolerance(packed):
         raise UserError(
             f"{type(packed.model).__name__} cannot be sampled by the native engine",
@@ -104,30 +109,16 @@ def check_decoding(packed: PackedModel) -> float:
     return difference
 
 
-@torch.no_grad()
-def _decoding_difference(packed: PackedModel) -> float:
-    ids, positions = _tokens(packed)
-    chains = _chains()
-    before = torch.cat([rows[:-1] for rows in chains])
-    last = torch.stack([rows[-1] for rows in chains])
-    prefixes = _Recorded([len(rows) - 1 for rows in chains])
-    _packed_run(packed, ids[before], positions[before], prefixes)
-    hidden = _packed_run(packed, ids[last], positions[last], _Continued(prefixes))
-    alone, _ = _alone(packed, [ids[rows] for rows in chains])
-    return _difference(hidden, torch.stack([states[-1] for states in alone]))
-
-
 # Positions -----------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def positions_are_relative(packed: PackedModel) -> bool:
     """Whether a sequence may begin at any position, as it does in a batch that is padded on the left."""
     ids, positions = _tokens(packed)
     (rows, *_) = _chains()
-    alone = [len(rows)]
-    hidden = _packed_run(packed, ids[rows], positions[rows], PackedAttention(alone))
-    shifted = _packed_run(packed, ids[rows], positions[rows] + 1, PackedAttention(alone))
+    with _measuring(packed):
+        hidden = packed.hidden(ids[rows], positions[rows], PackedAttention([len(rows)]))
+        shifted = packed.hidden(ids[rows], positions[rows] + 1, PackedAttention([len(rows)]))
     return _difference(shifted, hidden) <= _tolerance(packed)
 
 
@@ -197,26 +188,16 @@ def _chains() -> list[Tensor]:
 
 def _tokens(packed: PackedModel) -> tuple[Tensor, Tensor]:
     """Ids and positions ``[P]`` of the tree."""
-    vocab_size = int(packed.model.get_input_embeddings().weight.shape[0])
-    ids = (torch.arange(sum(_LENGTHS)) * 7 + 3) % vocab_size
+    ids = (torch.arange(sum(_LENGTHS)) * 7 + 3) % packed.vocab_size
     positions = torch.empty_like(ids)
     for chain in _chains():
         positions[chain] = torch.arange(len(chain))
     return ids.to(packed.device), positions.to(packed.device)
 
 
-def _packed_run(packed: PackedModel, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-    """Hidden states in the precision of the weights."""
-    precision, packed.precision = packed.precision, "fp32"
-    try:
-        return packed.hidden(ids, positions, context)
-    finally:
-        packed.precision = precision
-
-
 def _alone(packed: PackedModel, sequences: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
     """Hidden states of each sequence through the model's own attention, and a causal LM's logits of the first."""
-    attention.restore(packed.model, packed.own_attention)
+    attention.restore(packed.model)
     try:
         hidden = [_one(packed.body, sequence).last_hidden_state.squeeze(0) for sequence in sequences]
         logits = _one(packed.model, sequences[0]).logits.squeeze(0) if isinstance(packed, PackedCausalLM) else None
@@ -236,23 +217,18 @@ def _check_leak(packed: PackedModel, hidden: Tensor, ids: Tensor, positions: Ten
     Sharper than the comparison with single runs: a fresh model barely mixes its tokens, and so bleeds below rounding.
     """
     first = lengths[0]
-    vocab_size = int(packed.model.get_input_embeddings().weight.shape[0])
-    other = torch.cat([(ids[:first] + vocab_size // 2) % vocab_size, ids[first:]])
-    moved = (_packed_run(packed, other, positions, PackedAttention(lengths)).float() - hidden.float()).abs()
+    other = torch.cat([(ids[:first] + packed.vocab_size // 2) % packed.vocab_size, ids[first:]])
+    moved = (packed.hidden(other, positions, PackedAttention(lengths)).float() - hidden.float()).abs()
     leak = float(moved[first:].max()) / max(float(moved[:first].max()), 1e-30)
     if not leak <= _tolerance(packed) / 100:
         raise _refuse(packed, f"a packed sequence moves its neighbours by {leak:.3g} of what it moves itself")
 
 
 def _check_logits(packed: PackedCausalLM, hidden: Tensor, theirs: Tensor) -> float:
-    precision, packed.precision = packed.precision, "fp32"
-    try:
+    ours = packed.logits(hidden)
+    if not _difference(ours, theirs) <= _tolerance(packed):
+        packed.logit_scale = _logit_scale(packed.model.config.get_text_config(), ours, theirs)
         ours = packed.logits(hidden)
-        if not _difference(ours, theirs) <= _tolerance(packed):
-            packed.logit_scale = _logit_scale(packed.model.config.get_text_config(), ours, theirs)
-            ours = packed.logits(hidden)
-    finally:
-        packed.precision = precision
     difference = _difference(ours, theirs)
     _demand(packed, "logits", difference)
     return difference
@@ -266,29 +242,17 @@ def _logit_scale(config: PreTrainedConfig, ours: Tensor, theirs: Tensor) -> floa
     return min(factors, key=lambda factor: abs(factor - measured), default=1.0)
 
 
-class _Recorded(PackedAttention):
-    """Sequences side by side; keeps the keys and values ``[1, Hk, P, D]`` of every layer."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        super().__init__(lengths)
-        self.sizes = list(lengths)
-        self.stored: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        self.stored[layer] = k, v
-        return super().attend(layer, q, k, v, rule)
-
-
 class _Continued:
     """One new token of each recorded sequence, which sees that sequence and itself."""
 
-    def __init__(self, former: _Recorded) -> None:
-        self._former = former
+    def __init__(self, former: RecordedAttention) -> None:
+        self._sizes = former.tree.lengths
+        self._stored = {layer: (k, v) for layer, k, v, _ in former.calls}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        keys, values = (stored.split(self._former.sizes, 2) for stored in self._former.stored[layer])
+        keys, values = (stored.split(self._sizes, 2) for stored in self._stored[layer])
         out = []
-        for i, size in enumerate(self._former.sizes):
+        for i, size in enumerate(self._sizes):
             new = slice(i, i + 1)
             positions = torch.arange(size + 1, device=q.device)
             mask = visible(positions[-1:], positions, rule)
@@ -301,10 +265,13 @@ class _Continued:
 
 
 @contextlib.contextmanager
-def _refusing(packed: PackedModel) -> Iterator[None]:
-    """Within, what a model's own forward pass runs into refuses the architecture by name."""
+def _measuring(packed: PackedModel) -> Iterator[None]:
+    """Within, the model runs without gradients in the precision of its weights, and what it fails with refuses the
+    architecture by name."""
+    precision, packed.precision = packed.precision, "fp32"
     try:
-        yield
+        with torch.no_grad():
+            yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except NoContextError as error:
@@ -315,6 +282,8 @@ def _refusing(packed: PackedModel) -> Iterator[None]:
         line = next(iter(str(error).strip().splitlines()), "no message")
         found = f"a forward pass of a few tokens failed with {type(error).__name__}: {line}"
         raise _refuse(packed, found) from error
+    finally:
+        packed.precision = precision
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

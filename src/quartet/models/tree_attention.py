@@ -13,9 +13,12 @@ log-sum-exp (Dao et al. 2022, "FlashAttention", §B.2: they enter only through `
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, groupby
+from operator import add
 from typing import Any
 
 import torch
@@ -41,14 +44,6 @@ class SiblingRun:
     length: int
     depth: int
     ancestors: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class EqualRun:
-    """Neighbouring segments of one length, whatever their parents."""
-
-    num: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -102,18 +97,17 @@ class SegmentTree:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """``[N + 1]`` where each segment starts."""
-        offsets = [0]
-        for length in self.lengths:
-            offsets.append(offsets[-1] + length)
-        return tuple(offsets)
+        return tuple(accumulate(self.lengths, initial=0))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """``[N]`` tokens of each segment's ancestors: the position of its first token."""
+        return tuple(sum(self.lengths[a] for a in chain) for chain in self.chains)
 
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest chain."""
-        return max(
-            (n + sum(self.lengths[a] for a in chain) for n, chain in zip(self.lengths, self.chains, strict=True)),
-            default=0,
-        )
+        return max(map(add, self.depths, self.lengths), default=0)
 
     @cached_property
     def sibling_runs(self) -> tuple[SiblingRun, ...]:
@@ -126,19 +120,14 @@ class SegmentTree:
                 runs[-1] = SiblingRun(last.num + 1, length, last.depth, last.ancestors)
             else:
                 ancestors = tuple(run_of[a] for a in self.chains[i])
-                runs.append(SiblingRun(1, length, sum(self.lengths[a] for a in self.chains[i]), ancestors))
+                runs.append(SiblingRun(1, length, self.depths[i], ancestors))
             run_of[i] = len(runs) - 1
         return tuple(runs)
 
     @cached_property
-    def equal_runs(self) -> tuple[EqualRun, ...]:
-        runs: list[EqualRun] = []
-        for length in self.lengths:
-            if runs and runs[-1].length == length:
-                runs[-1] = EqualRun(runs[-1].num + 1, length)
-            else:
-                runs.append(EqualRun(1, length))
-        return tuple(runs)
+    def equal_runs(self) -> tuple[tuple[int, int], ...]:
+        """``(segments, tokens of each)`` of neighbours of one length, whatever their parents."""
+        return tuple((len(list(run)), length) for length, run in groupby(self.lengths))
 
     @cached_property
     def inner(self) -> tuple[Inner, ...]:
@@ -150,9 +139,7 @@ class SegmentTree:
 
 
 def _join_only_children(lengths: Sequence[int], parents: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    num_children: dict[int, int] = {}
-    for parent in parents:
-        num_children[parent] = num_children.get(parent, 0) + 1
+    num_children = Counter(parents)
     place: list[int] = []
     kept: list[tuple[int, int]] = []
     for i, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
@@ -240,11 +227,10 @@ def _add_ancestor(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, nod
 
 def _pieces(x: Tensor, tree: SegmentTree) -> list[Tensor]:
     """Views ``[n, H, L, ...]`` of the runs of ``x [1, H, T, ...]``."""
-    runs = tree.equal_runs
-    pieces = x.split([run.num * run.length for run in runs], 2)
+    pieces = x.split([num * length for num, length in tree.equal_runs], 2)
     return [
-        piece if run.num == 1 else piece[0].unflatten(1, (run.num, run.length)).transpose(0, 1)
-        for run, piece in zip(runs, pieces, strict=True)
+        piece if run[0] == 1 else piece[0].unflatten(1, run).transpose(0, 1)
+        for run, piece in zip(tree.equal_runs, pieces, strict=True)
     ]
 
 

@@ -24,19 +24,17 @@ from transformers.pytorch_utils import Conv1D
 from quartet.models.lora import AdaptedLayer
 from quartet.models.memory import note_derived
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout.merged_layers import MergedLayer, MergedLayers
+from quartet.rollout.merged_layers import MergedLayers
 from quartet.rollout.weight_copies import (
-    MIN_PACKED,
     ConvertedWeight,
     CopySource,
     Form,
     PackedProduct,
     WeightCopy,
     as_it_is,
-    blocks_are_at_hand,
     halved,
-    transposed,
-    transposes,
+    is_packed_best,
+    plain_form,
 )
 
 
@@ -112,21 +110,17 @@ class ComputeWeights:
         packed = self._packed
         if packed.numerics == "exact":
             return
-        layers = packed.adapters.layers if packed.adapters is not None else []
-        adapted: dict[nn.Module, AdaptedLayer] = {layer.base: layer for layer in layers}
+        adapters = packed.adapters.layers if packed.adapters is not None else []
+        adapted: dict[nn.Module, AdaptedLayer] = {layer.base: layer for layer in adapters}
         merged: set[nn.Module] = set()
         if packed.precision == "fp32" and packed.device.type == "cpu":
+            kinds = MergedLayers()
             with packed.without_adapters():
-                for layer in self._merged_layers(adapted):
+                found = [m for m in packed.body.modules() if isinstance(m, GradientCheckpointingLayer)]
+                for layer in filter(None, (kinds.merge(module, self._num_rows, adapted) for module in found)):
                     merged.update(layer.linears)
                     yield layer
         yield from self._single_weights(adapted, merged)
-
-    def _merged_layers(self, adapted: dict[nn.Module, AdaptedLayer]) -> list[MergedLayer]:
-        kinds = MergedLayers()
-        layers = [m for m in self._packed.body.modules() if isinstance(m, GradientCheckpointingLayer)]
-        found = (kinds.merge(layer, self._num_rows, adapted) for layer in layers)
-        return [layer for layer in found if layer is not None]
 
     def _single_weights(self, adapted: dict[nn.Module, AdaptedLayer], done: set[nn.Module]) -> Iterator[WeightCopy]:
         packed = self._packed
@@ -163,7 +157,7 @@ def _form(parameter: nn.Parameter, in_bf16: bool) -> Form:
         return halved
     if parameter.dim() != 2 or parameter.device.type != "cpu":
         return as_it_is
-    return transposed if transposes(parameter.shape[1]) else as_it_is
+    return plain_form(parameter.shape[1])
 
 
 def _packs(module: nn.Linear) -> bool:
@@ -173,6 +167,5 @@ def _packs(module: nn.Linear) -> bool:
         "forward" not in vars(module)
         and weight.dtype == torch.float32
         and weight.device.type == "cpu"
-        and weight.numel() >= MIN_PACKED
-        and blocks_are_at_hand()
+        and is_packed_best(weight.numel())
     )

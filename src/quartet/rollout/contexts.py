@@ -6,12 +6,12 @@ Shapes: T tokens of the step, t of one fill, H query heads, Hk key/value heads, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, masked_attention, visible
+from quartet.models.exact import MIN_ROWS
 from quartet.rollout.admission import PrefillChunk
 from quartet.rollout.cache import KVCache, round_up
 from quartet.rollout.decode_attention import (
@@ -25,47 +25,30 @@ from quartet.rollout.decode_attention import (
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.rows import DecodeRows, DraftRows
 
-MIN_ROWS = 16
-"""From this many rows on, the bits of a row of an fp32 product on one thread no longer depend on their number."""
 
+class Contexts:
+    """How an engine attends, here by the quickest kernels that a CPU has. Subclasses are exact, or run on every device.
 
-class Contexts(Protocol):
-    """How an engine attends. ``FastContexts`` here; another set of contexts may trade speed for exactness.
-
-    Attributes:
+    Args:
         shares_prefixes: prompts may be read from their block; otherwise every slot holds its whole sequence from
             place 0 on and every block is a root.
     """
-
-    shares_prefixes: bool
-
-    def padded_rows(self, num_rows: int) -> int:
-        """How many rows to compute where ``num_rows`` are wanted; the contexts never see those on top."""
-
-    def slot_length(self, num_tokens: int) -> int:
-        """How many places a slot needs for ``num_tokens``."""
-
-    def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
-        """For one new token of each of ``rows``, or those of ``spans``; stores their keys and values in the cache."""
-
-    def prefill(self, prefills: Sequence[PrefillChunk]) -> AttentionContext:
-        """For the tokens of ``prefills``, one after the other; stores their keys and values in the blocks."""
-
-
-class FastContexts:
-    """The quickest kernels that a CPU has."""
 
     def __init__(self, *, shares_prefixes: bool = True) -> None:
         self.shares_prefixes = shares_prefixes
         self._decode: DecodeAttention | None = None
 
     def padded_rows(self, num_rows: int) -> int:
+        """How many rows to compute where ``num_rows`` are wanted; the contexts never see those on top."""
+        # From so many on, the bits of a row of an fp32 product on one thread no longer depend on their number.
         return max(num_rows, MIN_ROWS)
 
     def slot_length(self, num_tokens: int) -> int:
+        """How many places a slot needs for ``num_tokens``."""
         return round_up(num_tokens)
 
     def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
+        """For one new token of each of ``rows``, or those of ``spans``; stores their keys and values in the cache."""
         if spans is not None:
             return SpanAttention(cache, rows, spans)
         context = self._decode
@@ -76,17 +59,15 @@ class FastContexts:
         return context
 
     def prefill(self, prefills: Sequence[PrefillChunk]) -> AttentionContext:
+        """For the tokens of ``prefills``, one after the other; stores their keys and values in the blocks."""
         return PrefillAttention(prefills)
 
 
-class PlainContexts(FastContexts):
+class PlainContexts(Contexts):
     """Operations that every device has: right there, not fast."""
 
     def decode(self, cache: KVCache, rows: DecodeRows, spans: DraftRows | None = None) -> AttentionContext:
         return SpanAttention(cache, rows, spans or DraftRows.of(rows, [()] * rows.num_rows))
-
-    def prefill(self, prefills: Sequence[PrefillChunk]) -> AttentionContext:
-        return PrefillAttention(prefills, kernels=False)
 
 
 class StepAttention:
@@ -117,16 +98,18 @@ class PrefillAttention:
     Args:
         prefills: in the order of the tokens, those that begin a sequence first; neighbours of equal length run as one
             kernel call.
-        kernels: use those of the CPU where they can express a layer.
     """
 
-    def __init__(self, prefills: Sequence[PrefillChunk], *, kernels: bool = True) -> None:
+    def __init__(self, prefills: Sequence[PrefillChunk]) -> None:
         self.prefills = prefills
-        self._kernels = kernels
         self._behind = [prefill for prefill in prefills if not begins(prefill)]
         lengths = [prefill.end for prefill in prefills[: len(prefills) - len(self._behind)]]
         self._num_whole = sum(lengths)
-        self._whole = PackedAttention(lengths) if lengths else None
+        self._whole = self._whole_sequences(lengths) if lengths else None
+
+    def _whole_sequences(self, lengths: Sequence[int]) -> AttentionContext:
+        """Of tokens that begin a sequence."""
+        return PackedAttention(lengths)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
         sizes = [prefill.end - prefill.start for prefill in self.prefills]
@@ -150,7 +133,7 @@ class PrefillAttention:
         before = stored_before(layer, prefill)
         last = prefill.block.start + prefill.end
         cut = rule.window is not None and rule.window < last
-        if self._kernels and not cut and has_kernel(q, v, rule):
+        if not cut and has_kernel(q, v, rule):
             out, lse = causal_attention(q, k, v, rule.scaling)
             for keys, values in before:
                 part, part_lse = partial_attention(q, keys, values, None, rule)

@@ -165,7 +165,11 @@ class DecodeAttention:
 
     def _by_products(self, layer: int, q: Tensor, rule: LayerRule) -> tuple[Tensor, Tensor | None]:
         """``q [B, Hk, n, D]`` → outputs alike and, if a shared block is to be joined, log-sum-exps ``[B, Hk, n]``."""
-        views, buffers = self._views_of(layer), self._buffers_for(layer, q)
+        views, size_v = self._views_of(layer), self.cache.values[layer].shape[3]
+        kind = (q.shape[1], q.shape[2], size_v)
+        buffers = self._buffers.get(kind)
+        if buffers is None:
+            buffers = self._buffers[kind] = _Buffers(self.rows.row_ranges, q, size_v)
         queries = q.flatten(0, 1)
         masks = self._masks_of_stretches(rule.window)
         peaks: list[Tensor] = []
@@ -200,14 +204,6 @@ class DecodeAttention:
                 [_joined_heads(values, row_range) for row_range in row_ranges],
             )
         return views
-
-    def _buffers_for(self, layer: int, q: Tensor) -> _Buffers:
-        size_v = self.cache.values[layer].shape[3]
-        kind = (q.shape[1], q.shape[2], size_v)
-        buffers = self._buffers.get(kind)
-        if buffers is None:
-            buffers = self._buffers[kind] = _Buffers(self.rows.row_ranges, q, size_v)
-        return buffers
 
     def _by_kernel(self, layer: int, q: Tensor, rule: LayerRule) -> tuple[Tensor, Tensor]:
         """As ``_by_products`` with the fused kernel, which keeps scores of half precision in fp32."""

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from quartet.config import UserError
+from quartet.models.exact import MIN_ROWS
 from quartet.models.packed import PackedCausalLM
 from quartet.models.probe import check_decoding, model_context_length
 from quartet.rollout.admission import Admission
 from quartet.rollout.cache import KVCache, slot_shape
 from quartet.rollout.compute_weights import ComputeWeights
-from quartet.rollout.contexts import MIN_ROWS, Contexts
+from quartet.rollout.contexts import Contexts
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, Request
 from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.runner import ModelRunner, choose_contexts

@@ -18,7 +18,6 @@ from quartet.models.attention import AttentionContext, LayerRule
 from quartet.models.exact import (
     CALL_ROWS,
     VECTOR,
-    ExactContext,
     ExactPackedAttention,
     additive_mask,
     decode_attention,
@@ -28,20 +27,19 @@ from quartet.models.exact import (
 )
 from quartet.rollout.admission import PrefillChunk
 from quartet.rollout.cache import KVCache
-from quartet.rollout.contexts import begins
+from quartet.rollout.contexts import Contexts, PrefillAttention
 from quartet.rollout.decode_attention import DecodeAttention
 from quartet.rollout.rows import DecodeRows, DraftRows
 
 
-class ExactContexts:
+class ExactContexts(Contexts):
     """
     Args:
         row_step: of which number the rows of a step must be a multiple (``quartet.models.exact.row_step``).
     """
 
-    shares_prefixes = False
-
     def __init__(self, row_step: int) -> None:
+        super().__init__(shares_prefixes=False)
         self._row_step = row_step
 
     def padded_rows(self, num_rows: int) -> int:
@@ -106,34 +104,14 @@ class ExactSpanAttention:
         return torch.cat(parts, 2)
 
 
-class ExactPrefillAttention(ExactContext):
-    """Tokens of blocks, of which each is a whole sequence from its beginning.
+class ExactPrefillAttention(PrefillAttention):
+    """Tokens of blocks, of which each is a whole sequence from its beginning."""
 
-    Args:
-        prefills: in the order of the tokens, those that begin a sequence first.
-    """
+    def _whole_sequences(self, lengths: Sequence[int]) -> AttentionContext:
+        return ExactPackedAttention(lengths)
 
-    def __init__(self, prefills: Sequence[PrefillChunk]) -> None:
-        self.prefills = prefills
-        self._sizes = [prefill.end - prefill.start for prefill in prefills]
-        self._beginnings = [prefill.end for prefill in prefills if begins(prefill)]
-        self._whole = ExactPackedAttention(self._beginnings)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        for prefill, new_k, new_v in zip(
-            self.prefills, k[0].split(self._sizes, 1), v[0].split(self._sizes, 1), strict=True
-        ):
-            prefill.block.store(layer, prefill.start, new_k, new_v)
-        first = sum(self._beginnings)
-        parts = []
-        if first:
-            parts.append(self._whole.attend(layer, q[:, :, :first], k[:, :, :first], v[:, :, :first], rule))
-        for prefill in self.prefills[len(self._beginnings) :]:
-            last = first + prefill.end - prefill.start
-            own = q[:, :, first:last]
-            parts.append(_following(own, prefill.block.keys[layer], prefill.block.values[layer], prefill.start, rule))
-            first = last
-        return torch.cat(parts, 2)
+    def _continue(self, layer: int, prefill: PrefillChunk, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
+        return _following(q, prefill.block.keys[layer], prefill.block.values[layer], prefill.start, rule)
 
 
 def _following(q: Tensor, keys: Tensor, values: Tensor, start: int, rule: LayerRule) -> Tensor:

@@ -14,17 +14,17 @@ layer with random weights must agree with its own forward. Other layers stay as 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quartet.models.attention import AttentionContext, LayerRule, PackedAttention
+from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, RecordedAttention
 from quartet.models.fused import SignedSin
 from quartet.models.lora import AdaptedLayer
-from quartet.rollout.weight_copies import CopySource, ProductCopy, product_for
+from quartet.rollout.weight_copies import CopySource, WeightCopy, is_packed_best, packed_for, plain_form
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -75,7 +75,7 @@ class MergedLayers:
         return torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-class MergedLayer(ProductCopy):
+class MergedLayer(WeightCopy):
     """Holds the layer's weights in the forms of its products; the layer gets another forward."""
 
     def __init__(
@@ -99,26 +99,24 @@ class MergedLayer(ProductCopy):
             [mlp.down_proj],
         )
         self.linears = [linear for part in self._parts for linear in part]
-        products = [
-            product_for(sum(linear.weight.numel() for linear in part), part[0].in_features, num_rows)
-            for part in self._parts
+        numels = [sum(linear.weight.numel() for linear in part) for part in self._parts]
+        forms = [
+            packed_for(num_rows) if is_packed_best(numel) else plain_form(part[0].in_features)
+            for numel, part in zip(numels, self._parts, strict=True)
         ]
-        self._biases: list[Tensor | None] = [None] * len(self._parts)
         self._num_heads = [attention.q_proj.out_features // self._head_size]
         self._num_heads += [attention.k_proj.out_features // self._head_size] * 2
         self._former: Any = None
-        sources = [CopySource(linear.weight, adapted.get(linear)) for linear in self.linears]
-        sources += [CopySource(linear.bias) for linear in self.linears if linear.bias is not None]
-        super().__init__(products, *sources)
+        sources = [CopySource(linear.bias) for linear in self.linears if linear.bias is not None]
+        sources += [CopySource(linear.weight, adapted.get(linear)) for linear in self.linears]
+        super().__init__(sources, forms)
 
-    def _take(self, weights: list[Tensor]) -> None:
-        left = iter(weights)
-        for product, part in zip(self._products, self._parts, strict=True):
-            own = [next(left) for _ in part]
-            product.take(own[0] if len(own) == 1 else torch.cat(own))
-        for i, part in enumerate(self._parts):
-            if part[0].bias is not None:
-                self._biases[i] = torch.cat([next(left) for _ in part])
+    def _read(self) -> Iterator[Tensor]:
+        values = super()._read()
+        self._biases = [
+            None if part[0].bias is None else torch.cat([next(values) for _ in part]) for part in self._parts
+        ]
+        return (_joined([next(values) for _ in part]) for part in self._parts)
 
     def put_in(self) -> None:
         # Activation checkpointing puts a forward of its own on the instance.
@@ -147,7 +145,7 @@ class MergedLayer(ProductCopy):
         return self._product(3, F.silu(gate).mul_(up)).add_(hidden).unsqueeze(0)
 
     def _product(self, i: int, x: Tensor) -> Tensor:
-        return self._products[i](x, self._biases[i])
+        return self._weights[i].product(x, self._biases[i])
 
     def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], context: AttentionContext) -> Tensor:
         """``[R, D] → [R, H Dh]``"""
@@ -162,6 +160,10 @@ class MergedLayer(ProductCopy):
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (*qk.split(heads[:2], 1), qkv[:, -heads[2] :]))
         out = context.attend(attention.layer_idx, q, k, v, self._rule)
         return out.squeeze(0).transpose(0, 1).reshape(len(x), -1)
+
+
+def _joined(weights: list[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 # Recognition ---------------------------------------------------------------------------------------------
@@ -187,25 +189,15 @@ def _has_the_parts(layer: Any) -> bool:
     )
 
 
-class _RuleSeen(PackedAttention):
-    """Keeps the rule that a layer attends by."""
-
-    rule: LayerRule | None = None
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: LayerRule) -> Tensor:
-        self.rule = rule
-        return super().attend(layer, q, k, v, rule)
-
-
 @torch.no_grad()
 def _rule_of(layer: nn.Module) -> LayerRule | None:
     """What the layer asks of its context; None where it cannot be called as layers of the common kind are."""
-    context = _RuleSeen([1])
+    context = RecordedAttention([1])
     try:
         _own(layer, *_example(layer, 1, torch.Generator().manual_seed(0)), context)
     except (RuntimeError, TypeError):
         return None
-    return context.rule
+    return context.calls[-1][-1] if context.calls else None
 
 
 def _example(layer: Any, num_rows: int, generator: torch.Generator) -> tuple[Tensor, tuple[Tensor, Tensor]]:

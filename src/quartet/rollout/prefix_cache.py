@@ -98,17 +98,17 @@ class PrefixCache:
 
     def __init__(self) -> None:
         # The least recently used first.
-        self._prompts: OrderedDict[PromptKey, Block] = OrderedDict()
-        self._others: set[Block] = set()
+        self._blocks: OrderedDict[Block, None] = OrderedDict()
+        self._prompts: dict[PromptKey, Block] = {}
         self.num_tokens = 0
         self.idle_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._prompts) + len(self._others)
+        return len(self._blocks)
 
     @property
     def num_bytes(self) -> int:
-        return sum(block.num_bytes for block in (*self._prompts.values(), *self._others))
+        return sum(block.num_bytes for block in self._blocks)
 
     def find(self, token_ids: tuple[int, ...], content_digests: tuple[tuple[int, bytes], ...] = ()) -> Block | None:
         """The block of exactly this prompt, complete or not."""
@@ -117,21 +117,15 @@ class PrefixCache:
     def hold(self, block: Block) -> None:
         """Counts one more user of ``block`` and of what it follows; takes in blocks that are new."""
         for link in block.chain:
-            if link.num_users == 0:
-                self._wake(link)
+            if link not in self._blocks:
+                self.num_tokens += len(link)
+                if link.reusable:
+                    self._prompts.setdefault(link.key, link)
+            elif link.num_users == 0:
+                self.idle_tokens -= len(link)
             link.num_users += 1
-            if link.reusable and link not in self._others:
-                self._prompts.move_to_end(link.key)
-
-    def _wake(self, block: Block) -> None:
-        if self._prompts.get(block.key) is block:
-            self.idle_tokens -= len(block)
-            return
-        self.num_tokens += len(block)
-        if block.reusable and block.key not in self._prompts:
-            self._prompts[block.key] = block
-        else:
-            self._others.add(block)
+            self._blocks[link] = None
+            self._blocks.move_to_end(link)
 
     def drop(self, block: Block) -> None:
         """Takes a user away. An idle block stays if later requests can use it: a prompt, complete."""
@@ -139,18 +133,15 @@ class PrefixCache:
             link.num_users -= 1
             if link.num_users == 0:
                 self.idle_tokens += len(link)
-                if link in self._others or link.done < len(link):
+                if self._prompts.get(link.key) is not link or link.done < len(link):
                     self._remove(link)
 
     def discard(self, block: Block) -> None:
         """The block is not found any more; it goes with its last user."""
-        if self._prompts.get(block.key) is not block:
-            return
-        if block.num_users:
+        if self._prompts.get(block.key) is block:
             del self._prompts[block.key]
-            self._others.add(block)
-        else:
-            self._remove(block)
+            if not block.num_users:
+                self._remove(block)
 
     def evict(self, num_tokens: int, wanted: Callable[[], Collection[Block]]) -> bool:
         """Gives back at least ``num_tokens`` by idle prompts, the least recently used first.
@@ -166,7 +157,7 @@ class PrefixCache:
         if self.idle_tokens < num_tokens:
             return False
         keep = wanted()
-        idle = [block for block in self._prompts.values() if not block.num_users]
+        idle = [block for block in self._blocks if not block.num_users]
         for block in sorted(idle, key=lambda b: b in keep):
             if num_tokens <= 0:
                 break
@@ -179,7 +170,7 @@ class PrefixCache:
         if self.idle_tokens <= limit:
             return
         keep = wanted()
-        for block in list(self._prompts.values()):
+        for block in list(self._blocks):
             if self.idle_tokens <= limit:
                 break
             if not block.num_users and block not in keep:
@@ -187,14 +178,14 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forgets all blocks, also those in use: the weights they were computed with are gone."""
+        self._blocks.clear()
         self._prompts.clear()
-        self._others.clear()
         self.num_tokens = self.idle_tokens = 0
 
     def _remove(self, block: Block) -> None:
         block.empty()
         self.num_tokens -= len(block)
         self.idle_tokens -= len(block)
-        self._others.discard(block)
+        del self._blocks[block]
         if self._prompts.get(block.key) is block:
             del self._prompts[block.key]

@@ -19,6 +19,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def complete_checkpoint(
     root, step = final.parent, int(final.name.removeprefix("step_"))
     try:
         files = {f"{role}/{name}": digest for role, share in shares.items() for name, digest in share.items()}
-        files |= {f"{name}.pt": _write(draft / f"{name}.pt", _saver(part)) for name, part in parts.items()}
+        files |= {f"{name}.pt": _write(draft / f"{name}.pt", partial(torch.save, part)) for name, part in parts.items()}
         text = json.dumps({"step": step, "manifest": manifests.NAME, **info}).encode("ascii")
         files["info.json"] = _write(draft / "info.json", lambda file: file.write(text))
         manifest = CheckpointManifest(step=step, parts=list(parts), shares=list(shares), files=files)
@@ -157,10 +158,6 @@ def set_aside_after(root: Path, step: int) -> None:
             path = checkpoint_path(root, later)
             _delete(path.with_name(_DAMAGED + path.name))
             os.replace(path, path.with_name(_DAMAGED + path.name))
-
-
-def _saver(part: Any) -> Callable[[DigestingFile], object]:
-    return lambda file: torch.save(part, file)  # type: ignore[arg-type]
 
 
 def _write(path: Path, write: Callable[[DigestingFile], object]) -> FileDigest:

@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch, sent
 from quartet.config.common import TrainConfig
-from quartet.models.attention import AttentionContext
-from quartet.models.exact import ExactPackedAttention
 from quartet.models.memory import drop_derived
 from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import pack
 from quartet.train.budget import TokenBudget
 from quartet.train.data_parallel import DataParallelGroup, Replica
 from quartet.train.metrics import MetricSums
-from quartet.train.offload import PARTS, Moved, Offload, OffloadPart, Parts, Store
+from quartet.train.offload import PARTS, Offload, OffloadPart, Store
 from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 from quartet.train.state import (
     OPTIMIZER,
@@ -350,14 +348,6 @@ class TrainEngine(Generic[Model]):
             raise RuntimeError("this engine's parts have a store already, and may lie there now")
         return self._offload
 
-    def offload(self, parts: Parts = PARTS) -> Moved:
-        """Gives the device's room back; see ``Offload``."""
-        return self.offloading().offload(parts)
-
-    def onload(self, parts: Parts = PARTS) -> Moved:
-        """Brings parts back; see ``Offload``."""
-        return self.offloading().onload(parts)
-
     def _require(self, *parts: OffloadPart) -> None:
         if self._offload is not None:
             self._offload.require(parts)
@@ -434,12 +424,9 @@ def compute(
     """
     device = packed.device
     packed_batch = pack(batch, share=shares(packed, share))
-    if packed.numerics == "exact":
-        attention: AttentionContext = ExactPackedAttention(packed_batch.lengths, packed_batch.parents)
-    else:
-        attention = packed_batch.attention()
+    attention = packed_batch.attention(exact=packed.numerics == "exact")
     hidden = packed.hidden(sent(packed_batch.input_ids, device), sent(packed_batch.position_ids, device), attention)
-    logprobs = entropies = values = scores = step_scores = None
+    outputs: dict[str, Tensor] = {}
     if needs.logprobs or needs.values:
         rows, labels, targets = (sent(x, device) for x in packed_batch.predicted(batch.token[needs.mask]))
         # Positions without a label go no further.
@@ -453,16 +440,17 @@ def compute(
                 entropy=needs.entropies,
                 entropy_grad=needs.entropy_gradient,
             )
-            logprobs = packed_batch.scatter(found, targets)
-            entropies = packed_batch.scatter(entropy, targets) if entropy is not None else None
+            outputs["logprobs"] = packed_batch.scatter(found, targets)
+            if entropy is not None:
+                outputs["entropies"] = packed_batch.scatter(entropy, targets)
         if needs.values:
-            values = packed_batch.scatter(_scalar(packed).scalars(selected), targets)
+            outputs["values"] = packed_batch.scatter(_scalar(packed).scalars(selected), targets)
     if needs.scores:
-        scores = _scalar(packed).scalars(hidden.index_select(0, sent(packed_batch.last_rows(), device)))
+        outputs["scores"] = _scalar(packed).scalars(hidden.index_select(0, sent(packed_batch.last_rows(), device)))
     if needs.step_scores:
         rows, targets = (sent(x, device) for x in packed_batch.own_rows(batch.token[needs.mask]))
-        step_scores = packed_batch.scatter(_scalar(packed).scalars(hidden.index_select(0, rows)), targets)
-    return Outputs(logprobs, entropies, values, scores, step_scores)
+        outputs["step_scores"] = packed_batch.scatter(_scalar(packed).scalars(hidden.index_select(0, rows)), targets)
+    return Outputs(**outputs)
 
 
 def _on(device: torch.device, denominators: Any) -> Any:

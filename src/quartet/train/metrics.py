@@ -19,6 +19,11 @@ class PlainSums:
     maxima: Mapping[str, float]
 
 
+def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
+    value = value.detach().to(torch.float64)
+    sums[name] = sums[name] + value if name in sums else value
+
+
 def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
@@ -31,20 +36,20 @@ class MetricSums:
         self._weights: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
-    def mean(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Adds the values under the boolean ``mask`` to the mean called ``name``."""
+    def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
+        """Adds the values under the boolean ``mask``, or all of them, to the mean called ``name``."""
+        if mask is None:
+            mask = torch.ones_like(values, dtype=torch.bool)
         weight = mask.to(torch.float64)
         self.add(name, (values.detach().to(torch.float64).masked_fill(~mask, 0.0) * weight).sum(), weight.sum())
 
     def add(self, name: str, total: Tensor, weight: Tensor) -> None:
-        total, weight = total.detach().to(torch.float64), weight.to(torch.float64)
-        self._totals[name] = self._totals[name] + total if name in self._totals else total
-        self._weights[name] = self._weights[name] + weight if name in self._weights else weight
+        _add(self._totals, name, total)
+        _add(self._weights, name, weight)
 
     def total(self, name: str, value: Tensor) -> None:
         """A sum over micro-batches (a loss already divided by its global denominator)."""
-        value = value.detach().to(torch.float64)
-        self._totals[name] = self._totals[name] + value if name in self._totals else value
+        _add(self._totals, name, value)
 
     def maximum(self, name: str, values: Tensor, mask: Tensor) -> None:
         if not values.numel():

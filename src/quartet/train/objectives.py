@@ -84,9 +84,7 @@ class SFTObjective(Objective):
 
     metric: str = "loss/sft"
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(logprobs=True)
+    needs = Needs(logprobs=True)
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(batch.token["loss_mask"], batch.sequence_index(), len(batch))
@@ -228,9 +226,7 @@ class ValueObjective(Objective):
     config: PPO
     num_trajectories: int
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(values=True, mask="action_mask")
+    needs = Needs(values=True, mask="action_mask")
 
     def denominators(self, batch: RaggedBatch) -> AggregationDenominators:
         return aggregation_denominators(batch.token["action_mask"], trajectory_index(batch), self.num_trajectories)
@@ -257,9 +253,7 @@ STEP_NEEDS = Needs(step_scores=True, mask="step_mask")
 class StepObjective(Objective):
     """Binary cross-entropy over the labelled steps of the batch (``step_mask``, ``step_labels``), their mean."""
 
-    @property
-    def needs(self) -> Needs:
-        return STEP_NEEDS
+    needs = STEP_NEEDS
 
     def denominators(self, batch: RaggedBatch) -> int:
         return int(batch.token["step_mask"].sum())

@@ -125,7 +125,9 @@ class Offload:
     def __init__(self, packed: PackedModel, store: Store, optimizer: torch.optim.Optimizer | None = None) -> None:
         former = _OWNERS.get(packed.model)
         if packed.body in _AWAY or (former is not None and former() is not None):
-            raise RuntimeError(f"{_kind(packed)} has an Offload already; its parts would be lost between the two")
+            raise RuntimeError(
+                f"{type(packed.model).__name__} has an Offload already; its parts would be lost between the two"
+            )
         _OWNERS[packed.model] = ref(self)
         self.packed = packed
         self.store = store
@@ -170,29 +172,6 @@ class Offload:
         self.offload(tuple(self._away))
         self.onload([part for part in PARTS if part not in self._away])
 
-    def resident_bytes(self) -> dict[OffloadPart, int]:
-        """On the device now."""
-        self._check_switch()
-        homes = self._home_keys()
-        return {
-            part: sum(piece.num_bytes for piece in self._pieces(part) if self._is_there(piece, homes)) for part in PARTS
-        }
-
-    def total_bytes(self) -> dict[OffloadPart, int]:
-        """When everything is there that an update needs, gradients included.
-
-        What the optimizer keeps is counted where it exists; before the first update it is two moments of every trained
-        parameter.
-        """
-        self._check_switch()
-        optimizer = sum(piece.num_bytes for piece in self._pieces("optimizer"))
-        trained = sum(p.numel() * p.element_size() for p in self._trained())
-        return {
-            "params": sum(piece.num_bytes for piece in self._pieces("params")),
-            "grads": trained,
-            "optimizer": optimizer or 2 * trained,
-        }
-
     def is_resident(self, parts: Parts) -> bool:
         """Whether all of ``parts`` may be computed with."""
         return self._away.isdisjoint(_checked(parts))
@@ -234,7 +213,7 @@ class Offload:
             moving = [piece for piece in pieces if piece.key not in homes]
             targets = self._stored(moving)
         else:
-            moving = [piece for piece in pieces if not self._is_there(piece, homes)]
+            moving = [p for p in pieces if p.key in homes or p.storage.device != self.device]
             targets = self._fetched(moving)
         pointed = [
             (tensor, reflected(tensor, target))
@@ -312,13 +291,6 @@ class Offload:
             for number, values in enumerate(self.optimizer.state.values()):
                 yield from ((f"{number}/{key}", value) for key, value in values.items() if isinstance(value, Tensor))
 
-    def _trained(self) -> list[Tensor]:
-        return [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _is_there(self, piece: _Piece, homes: Collection[int]) -> bool:
-        """Whether it is on the device; ``homes`` as ``_home_keys`` gives them."""
-        return piece.key not in homes and piece.storage.device == self.device
-
     def _home_keys(self) -> set[int]:
         return {_key(home.memory) for home in self._homes.values()}
 
@@ -351,10 +323,6 @@ def _away_error(model: nn.Module, parts: Sequence[OffloadPart]) -> RuntimeError:
     return RuntimeError(
         f"{', '.join(parts)} of {type(model).__name__} are offloaded; onload({list(parts)}) before computing with them"
     )
-
-
-def _kind(packed: PackedModel) -> str:
-    return type(packed.model).__name__
 
 
 def _checked(parts: Parts) -> list[OffloadPart]:

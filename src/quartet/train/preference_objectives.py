@@ -76,22 +76,24 @@ def answer_logprobs(logprobs_T: Tensor, batch: RaggedBatch) -> tuple[Tensor, Ten
 # Reward models -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PairwiseObjective(Objective):
-    """Bradley-Terry loss; ``margin_scale`` multiplies the pairs' margins."""
-
-    centring: float = 0.0
-    margin_scale: float = 1.0
-
-    @property
-    def needs(self) -> Needs:
-        return Needs(scores=True)
+class _OverPairs(Objective):
+    """A mean over pairs, of which each stays in one micro-batch."""
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
         return by_field(batch, "pair")
 
     def denominators(self, batch: RaggedBatch) -> int:
         return len(batch) // 2
+
+
+@dataclass(frozen=True)
+class PairwiseObjective(_OverPairs):
+    """Bradley-Terry loss; ``margin_scale`` multiplies the pairs' margins."""
+
+    centring: float = 0.0
+    margin_scale: float = 1.0
+
+    needs = Needs(scores=True)
 
     def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
         scores = required(outputs.scores, "scores")
@@ -110,27 +112,28 @@ class PairwiseObjective(Objective):
 
 @dataclass(frozen=True)
 class _Answers:
-    """Both sides of a micro-batch's pairs, each ``[P]``: log-probabilities, their reference's, numbers of tokens."""
+    """Log-probabilities of a micro-batch's answers, their reference's and their numbers of tokens, each ``[S]``; and
+    ``sides``, the chosen and the rejected ones ``[P]``."""
 
-    chosen: Tensor
-    rejected: Tensor
-    ref_chosen: Tensor
-    ref_rejected: Tensor
-    num_chosen: Tensor
-    num_rejected: Tensor
+    logprobs: Tensor
+    reference: Tensor
+    lengths: Tensor
+    sides: tuple[Tensor, Tensor]
 
-    @property
-    def log_ratios(self) -> tuple[Tensor, Tensor]:
-        return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
+    def of_sides(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        return values[self.sides[0]], values[self.sides[1]]
 
-    @property
+    def log_ratios(self, *, per_token: bool = False) -> tuple[Tensor, Tensor]:
+        ratios = self.logprobs - self.reference
+        return self.of_sides(ratios / self.lengths.clamp(min=1) if per_token else ratios)
+
     def means(self) -> tuple[Tensor, Tensor]:
         """Log-probabilities per token."""
-        return self.chosen / self.num_chosen.clamp(min=1), self.rejected / self.num_rejected.clamp(min=1)
+        return self.of_sides(self.logprobs / self.lengths.clamp(min=1))
 
 
 @dataclass(frozen=True)
-class PreferenceObjective(Objective):
+class PreferenceObjective(_OverPairs):
     """A loss over pairs of answers.
 
     Args:
@@ -147,34 +150,20 @@ class PreferenceObjective(Objective):
     def needs(self) -> Needs:
         return Needs(logprobs=True, temperature=self.temperature)
 
-    def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
-        return by_field(batch, "pair")
-
-    def denominators(self, batch: RaggedBatch) -> int:
-        return len(batch) // 2
-
     def loss(self, outputs: Outputs, batch: RaggedBatch, denominators: int, sums: MetricSums) -> Tensor:
         logprobs = required(outputs.logprobs, "logprobs")
         if self.compare_sampler:
             sampler_agreement(logprobs, batch, sums)
         totals, lengths = answer_logprobs(logprobs, batch)
-        first, second = pair_sides(batch)
         has_reference = not isinstance(self.config, REFERENCE_FREE)
         reference = batch.sequence["ref_logprobs"] if has_reference else torch.zeros_like(totals)
-        answers = _Answers(
-            totals[first],
-            totals[second],
-            reference[first].to(totals.dtype),
-            reference[second].to(totals.dtype),
-            lengths[first],
-            lengths[second],
-        )
-        margin = batch.sequence["margin"][first] if "margin" in batch.sequence else None
+        answers = _Answers(totals, reference.to(totals.dtype), lengths, pair_sides(batch))
+        margin = batch.sequence["margin"][answers.sides[0]] if "margin" in batch.sequence else None
         out = self._pair_loss(answers, denominators, margin)
         total = out.loss
         sft_coef = 1.0 if isinstance(self.config, ORPOLoss) else self.config.sft_coef
         if sft_coef > 0:
-            likelihood = answer_nll(answers.means[0], denominators)
+            likelihood = answer_nll(answers.means()[0], denominators)
             sums.total("loss/sft", likelihood)
             total = total + sft_coef * likelihood
         sums.total("loss/preference", total)
@@ -187,7 +176,7 @@ class PreferenceObjective(Objective):
             case DPOLoss():
                 offset = None if margin is None or config.margin_coef == 0 else config.margin_coef * margin
                 return dpo_loss(
-                    *answers.log_ratios,
+                    *answers.log_ratios(),
                     num_pairs,
                     beta=config.beta,
                     label_smoothing=config.label_smoothing,
@@ -195,33 +184,27 @@ class PreferenceObjective(Objective):
                 )
             case RobustDPOLoss():
                 return robust_dpo_loss(
-                    *answers.log_ratios, num_pairs, beta=config.beta, label_smoothing=config.label_smoothing
+                    *answers.log_ratios(), num_pairs, beta=config.beta, label_smoothing=config.label_smoothing
                 )
             case IPOLoss():
-                chosen, rejected = answers.log_ratios
-                if config.per_token:
-                    chosen = chosen / answers.num_chosen.clamp(min=1)
-                    rejected = rejected / answers.num_rejected.clamp(min=1)
-                return ipo_loss(chosen, rejected, num_pairs, beta=config.beta)
+                return ipo_loss(*answers.log_ratios(per_token=config.per_token), num_pairs, beta=config.beta)
             case HingeLoss():
-                return hinge_loss(*answers.log_ratios, num_pairs, beta=config.beta)
+                return hinge_loss(*answers.log_ratios(), num_pairs, beta=config.beta)
             case SimPOLoss():
-                return simpo_loss(*answers.means, num_pairs, beta=config.beta, gamma=config.gamma)
+                return simpo_loss(*answers.means(), num_pairs, beta=config.beta, gamma=config.gamma)
             case ORPOLoss():
-                out = odds_ratio_loss(*answers.means, num_pairs)
+                out = odds_ratio_loss(*answers.means(), num_pairs)
                 return PreferenceLossOutput(config.odds_coef * out.loss, out.chosen_rewards_P, out.rejected_rewards_P)
 
 
 def _pair_metrics(out: PreferenceLossOutput, answers: _Answers, sums: MetricSums) -> None:
     chosen, rejected = out.chosen_rewards_P, out.rejected_rewards_P
-    everywhere = torch.ones_like(chosen, dtype=torch.bool)
-    sums.mean("preference/reward_chosen", chosen, everywhere)
-    sums.mean("preference/reward_rejected", rejected, everywhere)
-    sums.mean("preference/margin", chosen - rejected, everywhere)
-    sums.mean("preference/accuracy", chosen > rejected, everywhere)
-    means = answers.means
-    sums.mean("preference/logprob_chosen", means[0], everywhere)
-    sums.mean("preference/logprob_rejected", means[1], everywhere)
+    sums.mean("preference/reward_chosen", chosen)
+    sums.mean("preference/reward_rejected", rejected)
+    sums.mean("preference/margin", chosen - rejected)
+    sums.mean("preference/accuracy", chosen > rejected)
+    for side, logprobs in zip(("chosen", "rejected"), answers.means(), strict=True):
+        sums.mean(f"preference/logprob_{side}", logprobs)
 
 
 @dataclass(frozen=True)
@@ -233,9 +216,7 @@ class KTOObjective(Objective):
 
     config: KTOLoss
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(logprobs=True)
+    needs = Needs(logprobs=True)
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:
         # Together, so that accuracy can be seen where answers come in pairs.
@@ -261,12 +242,11 @@ class KTOObjective(Objective):
         for side, mask in (("chosen", desirable), ("rejected", ~desirable)):
             sums.mean(f"preference/reward_{side}", out.rewards_S, mask)
             sums.mean(f"preference/logprob_{side}", means, mask)
-        sums.mean("preference/kl", batch.sequence["kl"], torch.ones_like(desirable))
+        sums.mean("preference/kl", batch.sequence["kl"])
         if int(desirable.sum()) * 2 == len(batch) == 2 * len(set(batch.sequence["pair"].tolist())):
             first, second = pair_sides(batch)
-            everywhere = torch.ones_like(first, dtype=torch.bool)
-            sums.mean("preference/margin", out.rewards_S[first] - out.rewards_S[second], everywhere)
-            sums.mean("preference/accuracy", out.rewards_S[first] > out.rewards_S[second], everywhere)
+            sums.mean("preference/margin", out.rewards_S[first] - out.rewards_S[second])
+            sums.mean("preference/accuracy", out.rewards_S[first] > out.rewards_S[second])
         return out.loss
 
 

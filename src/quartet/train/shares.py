@@ -13,10 +13,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,7 @@ class ShareWriter:
 
     def __init__(self) -> None:
         self._directory: Path | None = None
-        self._written: Future[dict[str, FileDigest]] = Future()
-        self._thread: threading.Thread | None = None
+        self._written: Future[dict[str, FileDigest]] | None = None
 
     def begin(self, directory: Path, state: Mapping[str, Any], *, background: bool) -> None:
         """Writes ``state`` into the new directory; with ``background`` it may change as soon as this returns.
@@ -61,18 +59,19 @@ class ShareWriter:
         Raises:
             UserError: it could not be written. In the background ``finish`` raises that.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._directory, self._written = directory, Future()
+        if self._written is not None:
+            wait([self._written])
+        self._directory, self._written = directory, None
         if not (background and copy_fits(state_bytes(state))):
-            self._written.set_result(_write(directory, state))
+            files = _write(directory, state)
+            self._written = Future()
+            self._written.set_result(files)
             return
-        # No daemon: an interpreter that ends waits for the file being written.
-        arguments = (directory, snapshot(state), self._written)
-        self._thread = threading.Thread(target=_settle, args=arguments, name="quartet-share")
-        del arguments
-        self._thread.start()
+        # An interpreter that ends waits for the file being written. The thread ends with it, so that no idle one keeps
+        # its OpenMP threads.
+        writer = ThreadPoolExecutor(1, thread_name_prefix="quartet-share")
+        self._written = writer.submit(_write, directory, snapshot(state))
+        writer.shutdown(wait=False)
 
     def finish(self, directory: Path) -> dict[str, FileDigest] | None:
         """The files in ``directory`` with their digests once they are written and synced, until then None.
@@ -82,16 +81,9 @@ class ShareWriter:
         Raises:
             UserError: they could not be written.
         """
-        if directory != self._directory:
+        if directory != self._directory or self._written is None:
             return {}
         return self._written.result() if self._written.done() else None
-
-
-def _settle(directory: Path, state: Mapping[str, Any], written: Future[dict[str, FileDigest]]) -> None:
-    try:
-        written.set_result(_write(directory, state))
-    except BaseException as error:  # Raised by the call that asks for the result.
-        written.set_exception(error)
 
 
 def _write(directory: Path, state: Mapping[str, Any]) -> dict[str, FileDigest]:

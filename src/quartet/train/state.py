@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from quartet.config import UserError
+from quartet.models.memory import reflected, storage_bytes
 
 REST, MODEL, OPTIMIZER = "rest", "model.", "optimizer.state."
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -133,49 +135,21 @@ def snapshot(value: Any) -> Any:
 
     Tensors that share a storage share one in the copy, so that it takes its room once.
     """
-    storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+    storages: dict[tuple[torch.device, int], Tensor] = {}
 
-    def copied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return _host_copy(value.detach(), storages)
-        if isinstance(value, dict):
-            # Of the same kind, with what a module's state hangs on it (its versions).
-            found = copy.copy(value)
-            found.update((key, copied(child)) for key, child in value.items())
-            return found
-        if isinstance(value, (list, tuple)):
-            return type(value)(copied(child) for child in value)
-        return copy.deepcopy(value)
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        source = leaf.untyped_storage()
+        place = (source.device, source.data_ptr())
+        if place not in storages:
+            storages[place] = torch.empty(source.nbytes(), dtype=torch.uint8).copy_(storage_bytes(source))
+        return reflected(leaf, storages[place])
 
-    return copied(value)
+    return tree_map(copied, value)
 
 
 def state_bytes(value: Any) -> int:
     """What ``snapshot`` takes."""
-    storages: dict[tuple[torch.device, int], int] = {}
-
-    def count(value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-            source = value.untyped_storage()
-            storages[source.device, source.data_ptr()] = source.nbytes()
-        elif isinstance(value, Mapping):
-            for child in value.values():
-                count(child)
-        elif isinstance(value, (list, tuple)):
-            for child in value:
-                count(child)
-
-    count(value)
-    return sum(storages.values())
-
-
-def _host_copy(tensor: torch.Tensor, storages: dict[tuple[torch.device, int], torch.UntypedStorage]) -> torch.Tensor:
-    """Of ``tensor``; ``storages`` holds the copies made so far, by the place of what they are copies of."""
-    if tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
-        return tensor.to("cpu", copy=True)
-    source = tensor.untyped_storage()
-    place = (source.device, source.data_ptr())
-    if place not in storages:
-        storages[place] = torch.UntypedStorage(source.nbytes()).copy_(source)
-    own = torch.empty(0, dtype=tensor.dtype)
-    return own.set_(storages[place], tensor.storage_offset(), tensor.size(), tensor.stride())
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return sum({(source.device, source.data_ptr()): source.nbytes() for source in storages}.values())

@@ -278,8 +278,7 @@ def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -
 
 
 def _process_model(config: ProcessModelReward, codec: TextCodec, frozen: FrozenModels) -> ProcessModelRole:
-    settings = load_process_settings(config.path)
-    own_separator = settings.separator if settings is not None else config.separator
+    own_separator = load_process_settings(config.path) or config.separator
     if own_separator is None:
         raise UserError(
             f"it is not known how the steps of process reward {config.name!r} end",

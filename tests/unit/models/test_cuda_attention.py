@@ -23,6 +23,7 @@ from quartet.models.cuda_attention import (
     dense_mask,
     tree_index,
 )
+from quartet.models.tree_attention import SegmentTree
 
 TREE = ((5, 3, 2, 7, 4, 1, 6), (-1, 0, 1, 1, 0, -1, 5))
 ROOTS = ((4, 9, 9, 1), (-1, -1, -1, -1))
@@ -64,14 +65,14 @@ def walked_mask(lengths: Sequence[int], parents: Sequence[int], window: int | No
 @given(st.integers(0, 10**6), st.sampled_from([None, 1, 4, 30]))
 def test_dense_mask_is_the_walk_over_ancestors(seed: int, window: int | None) -> None:
     lengths, parents = random_tree(seed, longest=12)
-    assert torch.equal(dense_mask(lengths, parents, window), walked_mask(lengths, parents, window))
+    assert torch.equal(dense_mask(SegmentTree(lengths, parents), window), walked_mask(lengths, parents, window))
 
 
 def assert_blocks_are_right(lengths: Sequence[int], parents: Sequence[int], window: int | None) -> Tensor:
     """Returns which blocks are full."""
     num_tokens = sum(lengths)
-    partial, full = block_masks(tree_index(lengths, parents), window)
-    padded = torch.nn.functional.pad(dense_mask(lengths, parents, window), (0, -num_tokens % BLOCK) * 2)
+    partial, full = block_masks(tree_index(SegmentTree(lengths, parents)), window)
+    padded = torch.nn.functional.pad(dense_mask(SegmentTree(lengths, parents), window), (0, -num_tokens % BLOCK) * 2)
     blocks = padded.view(len(full), BLOCK, len(full), BLOCK).transpose(1, 2).flatten(2)
     assert not bool((partial & full).any())
     assert bool((blocks.any(-1) <= (partial | full)).all()), "a visible pair in a block that is not computed"
@@ -100,7 +101,7 @@ def test_blocks_at_their_borders(first: int, parent: int, window: int | None) ->
 
 def test_block_mask_lists_the_blocks_of_each_row() -> None:
     lengths, parents = random_tree(11)
-    index = tree_index(lengths, parents)
+    index = tree_index(SegmentTree(lengths, parents))
     mask = block_mask(index, None, torch.device("cpu"))
     assert mask.shape == (1, 1, sum(lengths), sum(lengths))
     partial, full = block_masks(index, None)
@@ -136,7 +137,9 @@ def test_flex_form_equals_the_dense_formula(
     q, k, v = heads(sum(tree[0]), size)
     expected = masked_attention(q, k, v, walked_mask(*tree, rule.window), rule)
     atol, rtol = tolerances[torch.float32]
-    torch.testing.assert_close(cuda_tree_attention(q, k, v, rule, *tree, {}), expected, atol=atol, rtol=rtol)
+    torch.testing.assert_close(
+        cuda_tree_attention(q, k, v, rule, SegmentTree(*tree), {}), expected, atol=atol, rtol=rtol
+    )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -147,7 +150,10 @@ def test_fp64_form_has_the_gradients_of_the_cpu(
     weight = torch.randn(inputs[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found, expected = (
         torch.autograd.grad((out * weight).sum(), inputs)
-        for out in (cuda_tree_attention(*inputs, rule, *TREE, {}), PackedAttention(*TREE).attend(0, *inputs, rule))
+        for out in (
+            cuda_tree_attention(*inputs, rule, SegmentTree(*TREE), {}),
+            PackedAttention(*TREE).attend(0, *inputs, rule),
+        )
     )
     atol, rtol = tolerances[torch.float64]
     for ours, theirs in zip(found, expected, strict=True):
@@ -165,7 +171,7 @@ def test_layers_share_what_the_pack_needs(monkeypatch: pytest.MonkeyPatch) -> No
     cache: dict[object, object] = {}
     q, k, v = (x.detach() for x in heads(sum(TREE[0]), 16))
     for window in (None, 6, None, 6, 1000):
-        cuda_tree_attention(q, k, v, LayerRule(0.3, window), *TREE, cache)
+        cuda_tree_attention(q, k, v, LayerRule(0.3, window), SegmentTree(*TREE), cache)
     assert made == [None, 6]
 
 
@@ -202,7 +208,7 @@ def test_what_flash_attention_is_asked_for(
     monkeypatch.setattr(cuda_attention, "varlen_attn", flash_double)
     monkeypatch.setattr(cuda_attention, "_FLASH_EXPANDS_HEADS", expands)
     inputs = heads(sum(ROOTS[0]), 8)
-    found = cuda_attention._flash(*inputs, 0.3, window, ROOTS[0], {})
+    found = cuda_attention._flash(*inputs, 0.3, window, SegmentTree(*ROOTS), {})
     expected = masked_attention(*inputs, walked_mask(*ROOTS, window), LayerRule(0.3))
     atol, rtol = tolerances[torch.float32]
     torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)

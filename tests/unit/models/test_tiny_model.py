@@ -53,7 +53,6 @@ def _facts(packed: PackedCausalLM) -> tuple[Any, ...]:
         packed.relative_positions,
         packed.logit_scale,
         packed.vocab_size,
-        packed.hidden_size,
         model_context_length(packed.model),
         packed.warnings,
     )

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quartet.models import attention
 from quartet.models.attention import LayerRule, PackedAttention, masked_attention, visible
-from quartet.models.tree_attention import EqualRun, Inner, SegmentTree, tree_attention
+from quartet.models.tree_attention import Inner, SegmentTree, tree_attention
 
 # A root (6) with a leaf (2), an only child behind its parent (3, 1), a fork (4) of three leaves (2, 2, 5); a lone root.
 LENGTHS = (6, 2, 3, 1, 4, 2, 2, 5, 3)
@@ -151,12 +151,12 @@ def test_tree_by_hand():
     assert tree.inner == (Inner(0, 6, 25), Inner(12, 16, 25))
     # Neighbours of one length share a call over themselves, even parent and child.
     assert tree.equal_runs == (
-        EqualRun(1, 6),
-        EqualRun(1, 2),
-        EqualRun(2, 4),
-        EqualRun(2, 2),
-        EqualRun(1, 5),
-        EqualRun(1, 3),
+        (1, 6),
+        (1, 2),
+        (2, 4),
+        (2, 2),
+        (1, 5),
+        (1, 3),
     )
     assert [(r.num, r.length, r.depth, r.ancestors) for r in tree.sibling_runs] == [
         (1, 6, 0, ()),
@@ -291,10 +291,3 @@ def test_a_window_bounds_the_keys_of_a_call(monkeypatch):
     assert_agree(found, expected, (1e-13, 1e-12))
     assert max(width for _, _, width in widths) == 299
     assert (2, 20, 169) in widths, "equal siblings share a call"
-
-
-def test_calls_are_counted():
-    context = PackedAttention([3])
-    for _ in range(3):
-        context.attend(0, *make_inputs(3), LayerRule(1.0))
-    assert context.num_calls == 3

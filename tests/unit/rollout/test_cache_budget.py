@@ -22,7 +22,7 @@ def stored(engine: NativeEngine) -> int:
     """Places of all tensors that exist, counted from the tensors."""
     slots = max((x.shape[0] * x.shape[2] for x in engine._cache.keys.values()), default=0)
     prefixes = engine._admission.prefixes
-    blocks = [*prefixes._prompts.values(), *prefixes._others]
+    blocks = list(prefixes._blocks)
     return slots + sum(max((x.shape[1] for x in b.keys.values()), default=0) for b in blocks)
 
 

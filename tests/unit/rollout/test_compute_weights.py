@@ -14,10 +14,10 @@ from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm
 from quartet.models.memory import drop_derived
 from quartet.models.packed import PackedCausalLM
-from quartet.rollout import compute_weights, weight_copies
+from quartet.rollout import weight_copies
 from quartet.rollout.compute_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.merged_layers import MergedLayer, MergedLayers
+from quartet.rollout.merged_layers import MergedLayers
 from quartet.rollout.protocol import Completion, Request
 
 Make = Callable[..., Request]
@@ -33,13 +33,7 @@ def logits(packed: PackedCausalLM) -> torch.Tensor:
 
 def places(weights: ComputeWeights) -> list[int]:
     """Where the dense copies lie."""
-    found = []
-    for one in weights._copies or ():
-        if isinstance(one, MergedLayer):
-            found += [product._weight.data_ptr() for product in one._products]
-        else:
-            found.append(one._copy.data_ptr())
-    return found
+    return [weight.tensor.data_ptr() for one in weights._copies or () for weight in one._weights]
 
 
 @pytest.fixture
@@ -147,8 +141,7 @@ def test_exact_numerics_compute_with_the_trainers_own_weights(tiny: Any) -> None
 @pytest.fixture
 def all_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights are packed as large ones are."""
-    for module in (compute_weights, weight_copies):
-        monkeypatch.setattr(module, "MIN_PACKED", 1)
+    monkeypatch.setattr(weight_copies, "MIN_PACKED", 1)
 
 
 @pytest.mark.usefixtures("all_packed", "unmerged")

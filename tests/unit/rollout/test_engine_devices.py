@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.config import UserError
 from quartet.models.packed import PackedCausalLM
 from quartet.rollout import admission
 from quartet.rollout.contexts import PlainContexts
@@ -124,10 +123,3 @@ def test_the_way_of_this_test_finds_a_value_that_is_read(family: Any, make_reque
     engine.submit([make_request("r")])
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
         engine.step()
-
-
-def test_exact_numerics_are_refused_off_the_cpu(tiny: Any) -> None:
-    exact = PackedCausalLM(tiny.twin, numerics="exact")
-    to_meta(exact)
-    with pytest.raises(UserError, match="need the CPU"):
-        choose_contexts(exact)

@@ -11,7 +11,7 @@ from torch import Tensor
 from quartet.models.attention import LayerRule, masked_attention, visible
 from quartet.rollout.admission import PrefillChunk
 from quartet.rollout.cache import KVCache
-from quartet.rollout.contexts import FastContexts, PrefillAttention, StepAttention
+from quartet.rollout.contexts import Contexts, PrefillAttention, StepAttention
 from quartet.rollout.decode_attention import DecodeAttention, join, partial_attention
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.protocol import Request, SamplingParams
@@ -141,7 +141,7 @@ def test_stretches_change_nothing_but_what_is_read(tolerances: Tolerances) -> No
 
 def test_kept_views_follow_the_rows() -> None:
     """One context over many steps: longer rows, other rows, larger slots."""
-    contexts = FastContexts()
+    contexts = Contexts()
     sequences = Sequences([30, 20])
     cache, rows = loaded(sequences, [None, None])
     for step in range(5):

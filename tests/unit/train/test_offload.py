@@ -117,6 +117,19 @@ def saved_bytes(state):
     return buffer.getvalue()
 
 
+def storage_sizes(tensors):
+    """Bytes of each storage that they lie in."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+
+
+def parameter_bytes(packed):
+    return sum(storage_sizes([*packed.model.parameters(), *packed.model.buffers()]))
+
+
+def optimizer_bytes(engine):
+    return sum(storage_sizes(t for values in engine.optimizer.state.values() for t in values.values()))
+
+
 def parameters(packed):
     return dict(packed.model.named_parameters())
 
@@ -130,9 +143,9 @@ def test_a_run_with_a_hand_over_between_any_two_operations_has_the_bits_of_one_w
     moved.offloading(files)
 
     def hand_over():
-        moved.offload()
-        assert not any(moved.offloading().resident_bytes().values())
-        moved.onload()
+        moved.offloading().offload()
+        assert moved.offloading().offload().num_bytes == 0, "all was away"
+        moved.offloading().onload()
 
     hand_over()
     for _ in range(3):
@@ -160,11 +173,9 @@ def test_any_order_of_movements_and_work_leaves_the_bits_of_work_alone(seed, bui
         action = draw.choice(["offload", "onload", "onload", "forward", "train", "train", "state", "load"])
         parts = draw.sample(PARTS, draw.randint(0, 3))
         if action in ("offload", "onload"):
-            getattr(moved, action)(parts)
+            getattr(offload, action)(parts)
             away = away | set(parts) if action == "offload" else away - set(parts)
-            resident = offload.resident_bytes()
-            assert not any(resident[part] for part in away)
-            assert "params" in away or resident["params"] == offload.total_bytes()["params"]
+            assert offload.offload(away).num_bytes == offload.onload(set(PARTS) - away).num_bytes == 0
             assert all(offload.is_resident([part]) == (part not in away) for part in PARTS)
         elif action == "forward" and "params" in away:
             with pytest.raises(RuntimeError, match="params of"):
@@ -186,13 +197,11 @@ def test_any_order_of_movements_and_work_leaves_the_bits_of_work_alone(seed, bui
             state = draw.choice(saved)
             for engine in (plain, moved):
                 engine.load_state(copy.deepcopy(state))
-            assert not any(offload.resident_bytes()[part] for part in away)
-    moved.onload()
+            assert offload.offload(away).num_bytes == 0
+    moved.offloading().onload()
     assert_same(moved.state(), plain.state())
     assert {id(p): p for p in moved.packed.model.parameters()} == tensors
-    assert offload.resident_bytes()["optimizer"] == sum(
-        t.untyped_storage().nbytes() for values in plain.optimizer.state.values() for t in values.values()
-    )
+    assert offload.offload(["optimizer"]).num_bytes == optimizer_bytes(plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,12 +212,12 @@ def test_the_state_of_what_is_away_is_that_of_what_is_there(kind, build, data, f
     file = saved_bytes(engine.state())
     engine.offloading(files)
     for parts in (["optimizer"], ["params"], ["grads"]):
-        engine.offload(parts)
+        engine.offloading().offload(parts)
         assert_same(engine.state(), there)
         assert_same(dict(engine.weights()), weights)
     assert_same(snapshot(engine.state()), there)
     assert saved_bytes(engine.state()) == file
-    assert not any(engine.offloading().resident_bytes().values())
+    assert engine.offloading().offload().num_bytes == 0, "all was away"
 
 
 def test_a_state_is_loaded_into_what_is_away(build, data, files):
@@ -216,11 +225,11 @@ def test_a_state_is_loaded_into_what_is_away(build, data, files):
     for _ in range(2):
         source.train_step(data, objective_for(source))
     engine.offloading(files)
-    engine.offload()
+    engine.offloading().offload()
     engine.load_state(copy.deepcopy(source.state()))
-    assert not any(engine.offloading().resident_bytes().values())
+    assert engine.offloading().offload().num_bytes == 0, "all was away"
     assert_same(engine.state(), source.state())
-    engine.onload()
+    engine.offloading().onload()
     assert engine.train_step(data, objective_for(engine)) == source.train_step(data, objective_for(source))
     assert_same(engine.state(), source.state())
 
@@ -232,12 +241,11 @@ def test_gradients_move(build, files):
         p.grad = torch.randn(p.shape, generator=generator)
     expected = {name: p.grad.clone() for name, p in parameters(engine.packed).items()}
     offload = engine.offloading(files)
-    total = offload.resident_bytes()["grads"]
-    assert total == offload.total_bytes()["grads"] > 0
-    assert engine.offload(["grads"]).num_bytes == total
-    assert offload.resident_bytes()["grads"] == 0 and offload.is_resident(["params", "optimizer"])
+    total = sum(storage_sizes(p.grad for p in engine.packed.model.parameters()))
+    assert engine.offloading().offload(["grads"]).num_bytes == total > 0
+    assert offload.offload(["grads"]).num_bytes == 0 and offload.is_resident(["params", "optimizer"])
     assert_same({name: p.grad for name, p in parameters(engine.packed).items()}, expected)
-    assert engine.onload().num_bytes == total
+    assert engine.offloading().onload().num_bytes == total
     assert_same({name: p.grad for name, p in parameters(engine.packed).items()}, expected)
 
 
@@ -266,7 +274,6 @@ def test_tied_weights_and_views_move_once_and_stay_tied(make_model, files):
             assert torch.equal(tensor, value)
             assert [tensor.stride(), tensor.storage_offset(), tensor._version] == place
 
-    assert offload.total_bytes() == {"params": sum(storages.values()), "grads": 0, "optimizer": 0}
     assert offload.offload().num_bytes == sum(storages.values())
     check()
     assert offload.onload().num_bytes == sum(storages.values())
@@ -289,8 +296,8 @@ def test_copies_of_weights_are_made_anew_after_an_update_and_not_after_a_hand_ov
     weight = Counting(layer, "weight", CopySource(layer.weight), transposed)
     engine.offloading(files)
     for _ in range(2):
-        engine.offload()
-        engine.onload()
+        engine.offloading().offload()
+        engine.offloading().onload()
         weight.follow()
     assert weight.num_refreshes == 1
     other = build("causal")
@@ -298,20 +305,20 @@ def test_copies_of_weights_are_made_anew_after_an_update_and_not_after_a_hand_ov
     engine.load_state(other.state())
     weight.follow()
     assert weight.num_refreshes == 2
-    assert torch.equal(weight._copy, other.packed.model.model.layers[1].mlp.up_proj.weight)
-    engine.offload()
+    assert torch.equal(weight._weights[0].tensor, other.packed.model.model.layers[1].mlp.up_proj.weight)
+    engine.offloading().offload()
     engine.load_state(build("causal").state())
-    engine.onload()
+    engine.offloading().onload()
     weight.follow()
-    assert weight.num_refreshes == 3 and torch.equal(weight._copy, layer.weight)
+    assert weight.num_refreshes == 3 and torch.equal(weight._weights[0].tensor, layer.weight)
 
 
 def test_parts_moved_in_inference_mode_can_be_trained(build, data, files):
     plain, engine = build("causal"), build("causal")
     engine.offloading(files)
     with torch.inference_mode():
-        engine.offload()
-        engine.onload()
+        engine.offloading().offload()
+        engine.offloading().onload()
     assert engine.train_step(data, objective_for(engine)) == plain.train_step(data, objective_for(plain))
     assert_same(engine.state(), plain.state())
 
@@ -321,17 +328,17 @@ def test_parts_moved_in_inference_mode_can_be_trained(build, data, files):
 
 def test_of_a_model_with_adapters_only_what_is_trained_is_written_again(build, data, monkeypatch):
     engine, written = build("lora"), written_bytes(monkeypatch)
-    offload = engine.offloading(Memory())
+    engine.offloading(Memory())
     engine.train_step(data, objective_for(engine))
-    num_bytes = engine.offload().num_bytes
-    assert written.pop() == num_bytes == sum(offload.total_bytes().values()) - offload.total_bytes()["grads"]
-    engine.onload()
+    num_bytes = engine.offloading().offload().num_bytes
+    assert written.pop() == num_bytes == parameter_bytes(engine.packed) + optimizer_bytes(engine)
+    engine.offloading().onload()
     assert written.pop() == num_bytes
     engine.train_step(data, objective_for(engine))
     trained = sum(p.numel() * 4 for p in engine.packed.adapters.trained.values())
     steps = 4 * len(engine.packed.adapters.trained)
     buffers = sum(b.numel() * b.element_size() for b in engine.packed.model.buffers())
-    assert engine.offload().num_bytes == num_bytes
+    assert engine.offloading().offload().num_bytes == num_bytes
     assert written.pop() == 3 * trained + steps + buffers < num_bytes / 2
 
 
@@ -340,7 +347,7 @@ def test_nothing_moves_while_adapters_are_switched_off(build, files):
     offload = engine.offloading(files)
     for switch in (engine.packed.without_adapters, engine.packed.with_merged_adapters):
         with switch():
-            for move in (offload.offload, offload.onload, offload.resident_bytes, offload.total_bytes):
+            for move in (offload.offload, offload.onload):
                 with pytest.raises(RuntimeError, match="switched off"):
                     move()
     assert offload.is_resident(PARTS)
@@ -411,25 +418,25 @@ def test_trained_weights_are_always_written(build, data, monkeypatch):
     engine.offloading(Memory())
     engine.train_step(data, objective_for(engine))
     version = weight._version
-    num_bytes = engine.offload().num_bytes
-    engine.onload()
+    num_bytes = engine.offloading().offload().num_bytes
+    engine.offloading().onload()
     engine.train_step(data, objective_for(engine))
     assert weight._version == version
     del written[:]
-    engine.offload()
+    engine.offloading().offload()
     assert written == [num_bytes]
 
 
 def test_what_somebody_holds_of_a_stay_is_left_as_it_was(build, data):
     engine, store = build("causal"), Memory()
     engine.offloading(store)
-    engine.offload()
+    engine.offloading().offload()
     held = dict(engine.weights())
     expected = copy.deepcopy(held)
-    engine.onload()
+    engine.offloading().onload()
     engine.train_step(data, objective_for(engine))
     first = sum(store.given)
-    engine.offload(["params"])
+    engine.offloading().offload(["params"])
     assert_same(held, expected)
     assert not torch.equal(held["lm_head.weight"], engine.packed.model.lm_head.weight)
     assert sum(store.given) - first == sum(tensor.untyped_storage().nbytes() for tensor in held.values())
@@ -437,14 +444,13 @@ def test_what_somebody_holds_of_a_stay_is_left_as_it_was(build, data):
 
 def test_a_store_gives_its_memory_once(build, data):
     engine, store = build("scalar"), Memory()
-    offload = engine.offloading(store)
+    engine.offloading(store)
     engine.train_step(data, objective_for(engine))
     for _ in range(3):
-        engine.offload()
-        engine.onload()
+        engine.offloading().offload()
+        engine.offloading().onload()
         engine.train_step(data, objective_for(engine))
-    totals = offload.total_bytes()
-    assert sum(store.given) == totals["params"] + totals["optimizer"]
+    assert sum(store.given) == parameter_bytes(engine.packed) + optimizer_bytes(engine)
 
 
 # Sizes and memory ----------------------------------------------------------------------------------------
@@ -459,16 +465,13 @@ def test_sizes(kind, build, data, files):
     params = sum(4 * p.numel() for p in engine.packed.model.parameters()) + buffers
     grads = sum(4 * p.numel() for p in trained)
     assert buffers > 0
-    assert offload.total_bytes() == {"params": params, "grads": grads, "optimizer": 2 * grads}
-    assert offload.resident_bytes() == {"params": params, "grads": 0, "optimizer": 0}
+    assert offload.offload().num_bytes == params
+    offload.onload()
     engine.train_step(data, objective_for(engine))
     # AdamW counts the steps of every parameter.
     optimizer = 2 * grads + 4 * len(trained)
-    assert offload.total_bytes() == {"params": params, "grads": grads, "optimizer": optimizer}
-    assert offload.resident_bytes() == {"params": params, "grads": 0, "optimizer": optimizer}
-    assert engine.offload(["optimizer"]).num_bytes == optimizer
-    assert offload.resident_bytes() == {"params": params, "grads": 0, "optimizer": 0}
-    assert offload.total_bytes() == {"params": params, "grads": grads, "optimizer": optimizer}
+    assert offload.offload(["optimizer"]).num_bytes == optimizer
+    assert offload.offload().num_bytes == params
 
 
 def test_the_memory_of_what_leaves_is_free_and_that_is_measured():
@@ -496,7 +499,10 @@ def test_memory_in_a_fresh_process(files):
     optimizer = torch.optim.AdamW(packed.model.parameters(), fused=True)
     _step(packed, optimizer)
     offload = Offload(packed, files, optimizer)
-    params, optimizer_bytes = (offload.total_bytes()[part] for part in ("params", "optimizer"))
+    params, moments = (
+        parameter_bytes(packed),
+        sum(storage_sizes(v for s in optimizer.state.values() for v in s.values())),
+    )
     assert params > 64 * 2**20
 
     def check(moved, num_bytes, sign):
@@ -505,10 +511,10 @@ def test_memory_in_a_fresh_process(files):
         assert moved.seconds > 0
 
     for _ in range(2):
-        check(offload.offload(["optimizer"]), optimizer_bytes, 1)
+        check(offload.offload(["optimizer"]), moments, 1)
         check(offload.offload(), params, 1)
         check(offload.onload(["params"]), params, -1)
-        check(offload.onload(), optimizer_bytes, -1)
+        check(offload.onload(), moments, -1)
     assert abs(offload.onload().freed_bytes) < 2**20
     held = packed.model.lm_head.weight.detach()
     moved = offload.offload(["params"])
@@ -537,24 +543,23 @@ def test_a_movement_that_fails_halfway_changes_nothing(kind, where, build, data,
     for each in (plain, engine):
         each.train_step(data, objective_for(each))
     if where != "offload":
-        engine.offload()
+        engine.offloading().offload()
     if where == "again":
-        engine.onload()
+        engine.offloading().onload()
         for each in (plain, engine):
             each.train_step(data, objective_for(each))
-    resident = offload.resident_bytes()
     with monkeypatch.context() as patch:
         failing_copies(patch, MemoryError())
         with pytest.raises(MemoryError):
-            (engine.onload if where == "onload" else engine.offload)()
-    assert offload.resident_bytes() == resident
+            (offload.onload if where == "onload" else offload.offload)()
     assert offload.is_resident(PARTS) == (where != "onload")
+    assert (offload.offload if where == "onload" else offload.onload)().num_bytes == 0
     assert_same(engine.state(), plain.state())
-    engine.onload()
+    engine.offloading().onload()
     for each in (plain, engine):
         each.metrics = each.train_step(data, objective_for(each))
     assert engine.metrics == plain.metrics
-    engine.offload()
+    engine.offloading().offload()
     assert_same(engine.state(), plain.state())
 
 
@@ -578,8 +583,8 @@ def test_a_home_whose_copy_failed_is_written_again(frozen, monkeypatch):
 def test_a_full_disk_is_said_and_nothing_moves(build, data, files, monkeypatch):
     engine = build("causal")
     engine.offloading(files)
-    engine.offload(["params"])
-    engine.onload()
+    engine.offloading().offload(["params"])
+    engine.offloading().onload()
     engine.train_step(data, objective_for(engine))
 
     def full(*_):
@@ -588,7 +593,7 @@ def test_a_full_disk_is_said_and_nothing_moves(build, data, files, monkeypatch):
     expected = copy.deepcopy(engine.state())
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UserError, match="No space left"):
-        engine.offload()
+        engine.offloading().offload()
     assert engine.offloading().is_resident(PARTS)
     assert_same(engine.state(), expected)
     engine.train_step(data, objective_for(engine))
@@ -614,14 +619,14 @@ def test_a_full_store_is_no_matter_for_what_has_its_place(frozen):
 def test_passes_on_what_is_away_name_it(build, frozen, data, files):
     engine = build("causal")
     engine.offloading(files)
-    engine.offload(["grads", "optimizer"])
+    engine.offloading().offload(["grads", "optimizer"])
     engine.forward(data, Needs(logprobs=True))
     with pytest.raises(RuntimeError, match="grads, optimizer of LlamaForCausalLM are offloaded"):
         engine.train_step(data, SFTObjective())
-    engine.onload(["grads"])
+    engine.offloading().onload(["grads"])
     with pytest.raises(RuntimeError, match=r"^optimizer of LlamaForCausalLM are offloaded"):
         engine.train_step(data, SFTObjective())
-    engine.offload(["params"])
+    engine.offloading().offload(["params"])
     with pytest.raises(RuntimeError, match=r"^params of LlamaForCausalLM"):
         engine.forward(data, Needs(logprobs=True))
     offload = Offload(frozen, files)
@@ -651,14 +656,14 @@ def test_a_copy_of_what_is_away_is_there(frozen, files):
 def test_only_one_moves_a_model(build, files):
     engine = build("causal")
     with pytest.raises(RuntimeError, match="offloading"):
-        engine.offload()
+        engine.offloading().offload()
     offload = engine.offloading(files)
     assert engine.offloading() is offload is engine.offloading(files)
     with pytest.raises(RuntimeError, match="have a store already"):
         engine.offloading(Memory())
     with pytest.raises(RuntimeError, match="has an Offload already"):
         Offload(engine.packed, files)
-    engine.offload()
+    engine.offloading().offload()
     engine._offload = None
     del offload
     with pytest.raises(RuntimeError, match="has an Offload already"):
@@ -681,7 +686,6 @@ def test_a_released_model_computes_wherever_it_lies(has_room, frozen, data, file
     if not has_room:
         failing_copies(monkeypatch, torch.OutOfMemoryError("the device is full"))
     offload.release()
-    assert (offload.resident_bytes()["params"] > 0) == has_room
     assert_same(dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token), expected)
     monkeypatch.undo()
     Offload(frozen, files).offload()
