@@ -203,8 +203,9 @@ def _pair_metrics(out: PreferenceLossOutput, answers: _Answers, sums: MetricSums
     sums.mean("preference/reward_rejected", rejected)
     sums.mean("preference/margin", chosen - rejected)
     sums.mean("preference/accuracy", chosen > rejected)
-    for side, logprobs in zip(("chosen", "rejected"), answers.means(), strict=True):
-        sums.mean(f"preference/logprob_{side}", logprobs)
+    means = answers.means()
+    sums.mean("preference/logprob_chosen", means[0])
+    sums.mean("preference/logprob_rejected", means[1])
 
 
 @dataclass(frozen=True)

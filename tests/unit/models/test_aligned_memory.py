@@ -27,7 +27,8 @@ def values_and_gradients(packed: PackedScalarModel) -> list[Tensor]:
     """Values of every number of rows, and the gradient that they leave at the head and at its input."""
     found: list[Tensor] = []
     for num_rows in ROWS:
-        hidden = torch.randn(num_rows, packed.model.config.get_text_config().hidden_size, generator=torch.Generator().manual_seed(num_rows))
+        width = packed.head.weight.shape[1]
+        hidden = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(num_rows))
         hidden.requires_grad_()
         packed.model.zero_grad()
         values = packed.scalars(hidden)
