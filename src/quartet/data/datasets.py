@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -14,7 +15,7 @@ from quartet.config.errors import UserError
 from quartet.data.fields import placed
 from quartet.data.formats import Parsed
 from quartet.data.order import Mixture, draws
-from quartet.text.examples import Example, Prompt, PromptText
+from quartet.text.examples import Example, Judgement, Prompt, PromptText
 from quartet.text.tokenizer import TextCodec
 
 Overlong = Literal["error", "skip"]
@@ -32,6 +33,7 @@ class Item(Protocol):
         """File and line, for messages."""
 
 
+E = TypeVar("E", bound=Example | Judgement | Prompt)
 T = TypeVar("T", bound=Item)
 
 
@@ -93,6 +95,89 @@ def joined(sources: Sequence[D], weights: Sequence[float] | None) -> D:
     return replace(first, items=items, warnings=warnings, mixture=mixture)
 
 
+# Too long ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """The longest sequence of a row, and what happens to rows beyond it.
+
+    Args:
+        overlong: "error" stops the run, "skip" leaves such rows out.
+        section: of the recipe, whose keys remedies name.
+    """
+
+    max_tokens: int
+    overlong: Overlong = "error"
+    section: str = "data"
+
+    def fitting(self, items: Sequence[T], what: str) -> tuple[tuple[T, ...], tuple[str, ...]]:
+        """The items within the limit, and a warning about the others.
+
+        Raises:
+            UserError: some are too long and ``overlong`` is "error", or none is left.
+        """
+        too_long = Overlength(self)
+        kept = tuple(item for item in items if too_long.fits(item.place, item.num_tokens))
+        return kept, too_long.warning(len(items), what)
+
+
+@dataclass
+class Overlength:
+    """Counts rows beyond the limit of tokens; keeps the first one's place and length, and the largest length."""
+
+    limit: TokenLimit
+    num: int = 0
+    first: str = ""
+    longest: int = 0
+
+    def fits(self, place: str, length: int) -> bool:
+        """Whether a row is within the limit; one that is not is counted."""
+        if length <= self.limit.max_tokens:
+            return True
+        self.first = self.first or f"first {place} with {length} tokens"
+        self.num += 1
+        self.longest = max(self.longest, length)
+        return False
+
+    def warning(self, num_rows: int, what: str) -> tuple[str, ...]:
+        """What is said when they are left out, nothing where all rows fit.
+
+        Raises:
+            UserError: too long rows are errors, or no other row is left.
+        """
+        if not self.num:
+            return ()
+        allowed, section = self.limit.max_tokens, self.limit.section
+        found = f"{self.num} of {num_rows}, {self.first}, longest {self.longest}; allowed {allowed}"
+        if self.limit.overlong == "error":
+            remedy = f"set {section}.overlong=skip to leave such rows out, or raise {section}.max_tokens"
+            raise UserError(f"a {what} is longer than allowed", found=found, remedy=remedy)
+        if self.num == num_rows:
+            remedy = "use a longer context, or other data"
+            raise UserError(f"every {what} is longer than allowed", found=found, remedy=remedy)
+        return (f"{self.num} rows left out: {what} longer than {allowed} tokens ({self.first})",)
+
+
+def tokenised(
+    parsed: Parsed[E], tokenise: Callable[[E], T], limit: TokenLimit, what: str
+) -> tuple[tuple[T, ...], tuple[str, ...]]:
+    """The rows that ``tokenise`` makes of examples, as far as they fit, and what is to be said about all others.
+
+    Raises:
+        UserError: the tokenizer or the chat template refuses a row, which is named; rows are too long.
+    """
+    items = []
+    for example in parsed.items:
+        with placed(example.place):
+            items.append(tokenise(example))
+    kept, warnings = limit.fitting(items, what)
+    return kept, (*parsed.report(), *warnings)
+
+
+# Demonstrations and prompts ------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class SFTItem:
     """One sequence and, per token, whether it carries loss."""
@@ -100,6 +185,11 @@ class SFTItem:
     input_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]
     place: str
+
+    @classmethod
+    def of(cls, example: Example, codec: TextCodec) -> SFTItem:
+        ids, mask = codec.encode_example(example)
+        return cls(tuple(ids), tuple(mask), example.place)
 
     @property
     def num_tokens(self) -> int:
@@ -127,23 +217,9 @@ class SFTData(Batches):
     items: tuple[SFTItem, ...]
 
     @classmethod
-    def build(
-        cls,
-        parsed: Parsed[Example],
-        codec: TextCodec,
-        max_tokens: int,
-        overlong: Overlong = "error",
-        section: str = "data",
-    ) -> SFTData:
-        """Tokenises; a sequence longer than ``max_tokens`` is an error, which names the recipe's section, or is left
-        out."""
-        items = []
-        for example in parsed.items:
-            with placed(example.place):
-                ids, mask = codec.encode_example(example)
-            items.append(SFTItem(tuple(ids), tuple(mask), example.place))
-        kept, warning = fitting(items, max_tokens, overlong, "sequence", section)
-        return cls(kept, (*parsed.report(), *warning))
+    def build(cls, parsed: Parsed[Example], codec: TextCodec, limit: TokenLimit) -> SFTData:
+        """Tokenises; UserError as :func:`tokenised`."""
+        return cls(*tokenised(parsed, lambda example: SFTItem.of(example, codec), limit, "sequence"))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Rows by index, in that order, with token field ``loss_mask`` (bool)."""
@@ -161,81 +237,17 @@ class PromptData(Ordered):
     seen: frozenset[int] = frozenset()
 
     @classmethod
-    def build(
-        cls,
-        parsed: Parsed[Prompt],
-        codec: TextCodec,
-        max_tokens: int,
-        overlong: Overlong = "error",
-        section: str = "data",
-        prefix: str = "p",
-    ) -> PromptData:
-        """Tokenises; a prompt longer than ``max_tokens`` is an error or is left out. Ids begin with ``prefix``."""
-        items, seen = [], set[int]()
-        for index, row in enumerate(parsed.items):
-            with placed(row.place):
-                ids = codec.encode_prompt(row.prompt)
-            items.append(PromptItem(f"{prefix}{index}", row.prompt, row.columns, row.place, len(ids)))
-            seen.update(ids if len(ids) <= max_tokens else ())
-        kept, warning = fitting(items, max_tokens, overlong, "prompt", section)
-        return cls(kept, (*parsed.report(), *warning), seen=frozenset(seen))
+    def build(cls, parsed: Parsed[Prompt], codec: TextCodec, limit: TokenLimit, prefix: str = "p") -> PromptData:
+        """Tokenises; UserError as :func:`tokenised`. Ids begin with ``prefix``."""
+        numbers, seen = itertools.count(), set[int]()
+
+        def item(row: Prompt) -> PromptItem:
+            ids = codec.encode_prompt(row.prompt)
+            seen.update(ids if len(ids) <= limit.max_tokens else ())
+            return PromptItem(f"{prefix}{next(numbers)}", row.prompt, row.columns, row.place, len(ids))
+
+        kept, warnings = tokenised(parsed, item, limit, "prompt")
+        return cls(kept, warnings, seen=frozenset(seen))
 
     def __iter__(self) -> Iterator[PromptItem]:
         return iter(self.items)
-
-    def item(self, index: int) -> PromptItem:
-        return self.items[index]
-
-
-def fitting(
-    items: Sequence[T], limit: int, overlong: Overlong, what: str, section: str = "data"
-) -> tuple[tuple[T, ...], tuple[str, ...]]:
-    """The items within the limit, and a warning about the others.
-
-    Raises:
-        UserError: some are too long and ``overlong`` is "error", or none is left.
-    """
-    too_long = Overlength(limit)
-    kept = tuple(item for item in items if too_long.fits(item.place, item.num_tokens))
-    return kept, too_long.warning(len(items), overlong, what, section)
-
-
-@dataclass
-class Overlength:
-    """Counts rows beyond the limit of tokens; keeps the first one's place and length, and the largest length."""
-
-    limit: int
-    num: int = 0
-    first: str = ""
-    longest: int = 0
-
-    def fits(self, place: str, length: int) -> bool:
-        """Whether a row is within the limit; one that is not is counted."""
-        if length <= self.limit:
-            return True
-        self.first = self.first or f"first {place} with {length} tokens"
-        self.num += 1
-        self.longest = max(self.longest, length)
-        return False
-
-    def warning(self, num_rows: int, overlong: Overlong, what: str, section: str = "data") -> tuple[str, ...]:
-        """What is said when they are left out, nothing where all rows fit; remedies name keys of the recipe's
-        ``section``.
-
-        Raises:
-            UserError: ``overlong`` is "error", or no other row is left.
-        """
-        if not self.num:
-            return ()
-        found = f"{self.num} of {num_rows}, {self.first}, longest {self.longest}; allowed {self.limit}"
-        if overlong == "error":
-            raise UserError(
-                f"a {what} is longer than allowed",
-                found=found,
-                remedy=f"set {section}.overlong=skip to leave such rows out, or raise {section}.max_tokens",
-            )
-        if self.num == num_rows:
-            raise UserError(
-                f"every {what} is longer than allowed", found=found, remedy="use a longer context, or other data"
-            )
-        return (f"{self.num} rows left out: {what} longer than {self.limit} tokens ({self.first})",)

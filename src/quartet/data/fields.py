@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
 from quartet.data.dialogues import as_dialogue
 from quartet.data.json_rows import Unreadable, loads
@@ -34,6 +35,28 @@ def placed(place: str) -> Iterator[None]:
         raise UserError(error.problem, found=found, remedy=error.remedy) from None
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of one source are read.
+
+    Args:
+        columns: our names → the file's.
+        turns: "messages" where Human/Assistant turns in texts are to become messages.
+        section: of the recipe, for remedies.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    turns: Turns = "text"
+    section: str = "data"
+
+    @classmethod
+    def of(cls, config: DataConfig | SourceConfig, section: str) -> Reading:
+        return cls(config.columns, config.turns, section)
+
+
+AS_GIVEN = Reading()
+
+
 class Skip(Exception):
     """A row that is left out and counted under this reason."""
 
@@ -44,15 +67,12 @@ class Fields:
 
     Attributes:
         notes: conversions worth reporting.
-        turns: "messages" where Human/Assistant turns in texts are to become messages.
-        section: of the recipe, for remedies.
     """
 
     values: Mapping[str, Any]
     place: str
+    reading: Reading = AS_GIVEN
     notes: list[str] = field(default_factory=list)
-    turns: Turns = "text"
-    section: str = "data"
 
     def get(self, name: str) -> Any:
         """A value; of a prompt or an answer that is the JSON text of messages, as tables have them, the messages."""
@@ -80,7 +100,7 @@ class Fields:
 
     @property
     def as_turns(self) -> bool:
-        return self.turns == "messages"
+        return self.reading.turns == "messages"
 
     def missing(self, needed: str) -> UserError:
         present = [name for name, value in self.values.items() if not _is_null(value)]
@@ -90,7 +110,7 @@ class Fields:
         return UserError(
             f"a row lacks {needed}",
             found=found,
-            remedy=f"rename the columns, or map them: {self.section}.columns.prompt=question",
+            remedy=f"rename the columns, or map them: {self.reading.section}.columns.prompt=question",
         )
 
     def text(self, name: str, *, empty: bool = False) -> str:
@@ -108,11 +128,7 @@ class Fields:
             with contextlib.suppress(ValueError):  # a number of more digits than Python writes is no text
                 value = str(value)
         if not isinstance(value, str):
-            raise UserError(
-                f"`{name}` is not text",
-                found=f"{self.place}: {field_excerpt(value)}",
-                remedy="write it as text, or map another column",
-            )
+            raise _refused(f"`{name}` is not text", self.place, value, "write it as text, or map another column")
         if not empty and not value.strip():
             raise UserError(f"`{name}` is empty", found=f"{self.place}: {value!r}", remedy="fill in or remove that row")
         return value
@@ -125,11 +141,8 @@ class Fields:
         """
         value = self.parsed(name)
         if isinstance(value, str):
-            raise UserError(
-                f"`{name}` is text, not a list of messages",
-                found=f"{self.place}: {field_excerpt(value)}",
-                remedy="write a list of messages, or use a `prompt` column for text",
-            )
+            remedy = "write a list of messages, or use a `prompt` column for text"
+            raise _refused(f"`{name}` is text, not a list of messages", self.place, value, remedy)
         return as_messages(value, self.place)
 
     def number(self, name: str) -> float | None:
@@ -142,11 +155,7 @@ class Fields:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise UserError(
-                f"`{name}` is not a finite number",
-                found=f"{self.place}: {field_excerpt(value)}",
-                remedy="write a number, or leave it out",
-            )
+            raise _refused(f"`{name}` is not a finite number", self.place, value, "write a number, or leave it out")
         return number
 
     def integers(self, name: str) -> list[int]:
@@ -164,11 +173,8 @@ class Fields:
             items: Any = (None,) if isinstance(value, (str, Mapping)) else value
             return [operator.index(item) for item in items]
         except TypeError:
-            raise UserError(
-                f"`{name}` is not a list of whole numbers",
-                found=f"{self.place}: {field_excerpt(value)}",
-                remedy="write it as [1, 2, 3], or leave the column out",
-            ) from None
+            remedy = "write it as [1, 2, 3], or leave the column out"
+            raise _refused(f"`{name}` is not a list of whole numbers", self.place, value, remedy) from None
 
     def truth(self, name: str) -> bool:
         """A yes or no; CSV gives it as text, some converters as 1 and 0.
@@ -179,12 +185,13 @@ class Fields:
         value = self.values.get(name)
         known = _TRUTHS.get(str(value).strip().lower())
         if known is None:
-            raise UserError(
-                f"`{name}` is neither true nor false",
-                found=f"{self.place}: {field_excerpt(value)}",
-                remedy="write true for a good answer and false for a bad one",
-            )
+            remedy = "write true for a good answer and false for a bad one"
+            raise _refused(f"`{name}` is neither true nor false", self.place, value, remedy)
         return known
+
+
+def _refused(problem: str, place: str, value: Any, remedy: str) -> UserError:
+    return UserError(problem, found=f"{place}: {field_excerpt(value)}", remedy=remedy)
 
 
 def _is_null(value: Any) -> bool:
@@ -200,15 +207,12 @@ def as_messages(value: Any, place: str) -> Messages:
     """
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list) or not turns:
-        raise UserError(
-            "a conversation is not a list of messages",
-            found=f"{place}: {field_excerpt(value)}",
-            remedy='write [{"role": "user", "content": "…"}, …]',
-        )
-    return [_message(turn, n, place) for n, turn in enumerate(turns, start=1)]
+        remedy = 'write [{"role": "user", "content": "…"}, …]'
+        raise _refused("a conversation is not a list of messages", place, value, remedy)
+    return [_message(turn, f"{place}, turn {n}") for n, turn in enumerate(turns, start=1)]
 
 
-def _message(turn: Any, number: int, place: str) -> dict[str, Any]:
+def _message(turn: Any, place: str) -> dict[str, Any]:
     # Parquet stores one struct type for all messages and so gives null for the keys a message does not have.
     message = {k: v for k, v in turn.items() if v is not None} if isinstance(turn, dict) else {}
     if "role" not in message and isinstance(message.get("from"), str) and "value" in message:
@@ -217,11 +221,8 @@ def _message(turn: Any, number: int, place: str) -> dict[str, Any]:
     if message.get("tool_calls") and "content" not in message:
         message["content"] = ""
     if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-        raise UserError(
-            "a message needs `role` and `content`, both text",
-            found=f"{place}, turn {number}: {field_excerpt(turn)}",
-            remedy='write {"role": "user", "content": "…"}',
-        )
+        remedy = 'write {"role": "user", "content": "…"}'
+        raise _refused("a message needs `role` and `content`, both text", place, turn, remedy)
     return message
 
 

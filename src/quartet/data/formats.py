@@ -19,13 +19,12 @@ kind                          columns                                  prompt
 A row that cannot be used as it is stops the run with its file and line. Rows that can be left out or read
 with a harmless conversion are counted by reason in ``Parsed.notes``, to be reported.
 
-Arguments of all of them: ``columns`` maps our names to the file's; with ``turns`` "messages" Human/Assistant turns in
-texts become messages; ``section`` of the recipe is named in remedies.
+All of them take a ``Reading``: the names of columns, and whether Human/Assistant turns in texts become messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -35,7 +34,7 @@ from quartet.config.errors import UserError
 from quartet.config.nearest import nearest
 from quartet.config.preference import DoubtfulPairs
 from quartet.data.dialogues import as_dialogue
-from quartet.data.fields import Fields, Skip, Turns, answer_of, as_chat, as_messages, prompt_field
+from quartet.data.fields import AS_GIVEN, Fields, Reading, Skip, answer_of, as_chat, as_messages, prompt_field
 from quartet.data.pairs import SAME, SIDES, pair_field
 from quartet.data.readers import Row, shown_places
 from quartet.text.examples import (
@@ -101,12 +100,7 @@ class Parsed(Generic[T]):
 
 
 def preferences(
-    rows: Sequence[Row],
-    columns: Mapping[str, str] | None = None,
-    doubtful: DoubtfulPairs = "keep",
-    *,
-    turns: Turns = "text",
-    section: str = "data",
+    rows: Sequence[Row], reading: Reading = AS_GIVEN, doubtful: DoubtfulPairs = "keep"
 ) -> Parsed[Preference]:
     """Preference pairs.
 
@@ -123,7 +117,7 @@ def preferences(
             finite number, doubtful pairs.
     """
     parse = partial(_preference, keep_empty=doubtful == "keep")
-    parsed = parse_rows(parse, rows, columns, turns=turns, section=section)
+    parsed = parse_rows(parse, rows, reading)
     if doubtful == "error":
         refuse_doubtful(parsed)
     return parsed
@@ -139,20 +133,13 @@ def refuse_doubtful(parsed: Parsed[Any]) -> None:
         )
 
 
-def has_judgements(rows: Sequence[Row], columns: Mapping[str, str] | None = None) -> bool:
+def has_judgements(rows: Sequence[Row], reading: Reading = AS_GIVEN) -> bool:
     """Whether the first row holds a judged answer rather than a pair."""
-    names = {name for name, value in rows[0].values.items() if value is not None} | set(columns or {})
+    names = {name for name, value in rows[0].values.items() if value is not None} | set(reading.columns)
     return {"completion", "label"} <= names and not {"chosen", "rejected"} <= names
 
 
-def parse_rows(
-    parse: Callable[[Fields], T],
-    rows: Sequence[Row],
-    columns: Mapping[str, str] | None = None,
-    *,
-    turns: Turns = "text",
-    section: str = "data",
-) -> Parsed[T]:
+def parse_rows(parse: Callable[[Fields], T], rows: Sequence[Row], reading: Reading = AS_GIVEN) -> Parsed[T]:
     """What ``parse`` makes of every row.
 
     Raises:
@@ -161,7 +148,7 @@ def parse_rows(
     items: list[T] = []
     parsed: Parsed[T] = Parsed()
     for row in rows:
-        fields = Fields(_renamed(row, columns or {}, section), row.place, turns=turns, section=section)
+        fields = Fields(_renamed(row, reading), row.place, reading)
         try:
             items.append(parse(fields))
         except Skip as reason:
@@ -178,19 +165,18 @@ def parse_rows(
     return parsed
 
 
-def _renamed(row: Row, columns: Mapping[str, str], section: str) -> dict[str, Any]:
-    values = dict(row.values)
+def _renamed(row: Row, reading: Reading) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
-    for ours, theirs in columns.items():
+    for ours, theirs in reading.columns.items():
         if theirs not in row.values:
             raise UserError(
-                f"the data have no column {theirs!r}, to which {section}.columns.{ours} points",
+                f"the data have no column {theirs!r}, to which {reading.section}.columns.{ours} points",
                 found=f"{row.place} has {', '.join(map(repr, row.values))}",
-                remedy=nearest(theirs, row.values) or f"set {section}.columns.{ours} to one of these",
+                remedy=nearest(theirs, row.values) or f"set {reading.section}.columns.{ours} to one of these",
             )
         renamed[ours] = row.values[theirs]
-        values.pop(theirs, None)
-    return {**values, **renamed}
+    kept = {name: value for name, value in row.values.items() if name not in reading.columns.values()}
+    return {**kept, **renamed}
 
 
 # Demonstrations and judgements ---------------------------------------------------------------------------

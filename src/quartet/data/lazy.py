@@ -7,21 +7,19 @@ tokenises them, so memory holds a few numbers per row and the batches in use, ho
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import tempfile
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, TypeAlias
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import DataConfig, SourceConfig
 from quartet.config.errors import UserError
-from quartet.data.datasets import Overlength, Overlong, SFTData, SFTItem
-from quartet.data.fields import Turns, placed
+from quartet.data.datasets import Overlength, SFTData, SFTItem, TokenLimit
+from quartet.data.fields import AS_GIVEN, Reading, placed
 from quartet.data.files import decoded, opened, raw_lines
 from quartet.data.formats import Parsed, demonstrations
 from quartet.data.json_rows import parse_line
@@ -33,17 +31,6 @@ from quartet.text.tokenizer import TextCodec
 _LINES = {".jsonl", ".ndjson"}
 BYTES_PER_TOKEN = 9
 """Of a tokenised batch: an id of 8 bytes and a mask of one."""
-
-
-class StoredRows(Protocol):
-    """Rows that can be gone through once and then be read by their number, from 0.
-
-    A pickled copy can be read at once, in a process that finds the data where they are here.
-    """
-
-    def scan(self) -> Iterator[Row]: ...
-
-    def read(self, number: int) -> Row: ...
 
 
 def stored_rows(config: DataConfig) -> StoredRows:
@@ -87,9 +74,6 @@ class JsonLinesRows:
         return {**self.__dict__, "_file": None}
 
     def scan(self) -> Iterator[Row]:
-        return itertools.islice(self._scan(), self._config.limit)
-
-    def _scan(self) -> Iterator[Row]:
         offset = 0
         with opened(self._path) as file:
             for line, data in raw_lines(file, self._path):
@@ -97,6 +81,8 @@ class JsonLinesRows:
                     self._offsets.append(offset)
                     self._lines.append(line)
                     yield self._row(data, line)
+                    if len(self._offsets) == self._config.limit:
+                        return
                 offset += len(data)
 
     def read(self, number: int) -> Row:
@@ -154,15 +140,20 @@ class ListedRows:
         return Row(self._rows[number], self._source, number + 1)
 
 
+StoredRows: TypeAlias = JsonLinesRows | SpooledRows | ListedRows
+"""Rows that can be gone through once and then be read by their number, from 0.
+
+A pickled copy can be read at once, in a process that finds the data where they are here.
+"""
+
+
 class LazyDemonstrations:
     """Demonstrations by number; ``batch`` is a function of its arguments alone.
 
     Args:
         rows: goes through all of them.
-        columns: our names → the rows'.
-        max_tokens, overlong: longer sequences are an error, or left out and counted.
-        source: names the data, for messages; ``section`` the part of the recipe.
-        turns: "messages" where Human/Assistant turns in texts are to become messages.
+        limit: longer sequences are an error, or left out and counted.
+        source: names the data, for messages.
 
     Attributes:
         longest: tokens of the longest sequence.
@@ -173,41 +164,26 @@ class LazyDemonstrations:
     """
 
     def __init__(
-        self,
-        rows: StoredRows,
-        columns: Mapping[str, str],
-        codec: TextCodec,
-        max_tokens: int,
-        overlong: Overlong = "error",
-        *,
-        source: str = "data",
-        turns: Turns = "text",
-        section: str = "data",
+        self, rows: StoredRows, codec: TextCodec, limit: TokenLimit, reading: Reading = AS_GIVEN, source: str = "data"
     ) -> None:
-        self._rows = rows
-        self._parse = partial(demonstrations, columns=dict(columns), turns=turns, section=section)
-        self._codec = codec
+        self._rows, self._codec, self._reading = rows, codec, reading
         self._kept = array("Q")
         self.longest = 0
-        self.warnings = self._go_through(max_tokens, overlong, source, section)
-
-    def _go_through(self, max_tokens: int, overlong: Overlong, source: str, section: str) -> tuple[str, ...]:
         told: Parsed[Example] = Parsed()
-        too_long = Overlength(max_tokens)
-        num_rows = 0
-        for number, row in enumerate(self._rows.scan()):
-            num_rows += 1
-            parsed = self._parse([row])
+        too_long, num_rows = Overlength(limit), 0
+        for row in rows.scan():
+            parsed = demonstrations([row], reading)
             for note in parsed.notes:
                 told.note(note, row.place)
             with placed(row.place):
-                length = len(self._codec.encode_example(parsed.items[0])[0])
+                length = SFTItem.of(parsed.items[0], codec).num_tokens
             if too_long.fits(row.place, length):
-                self._kept.append(number)
+                self._kept.append(num_rows)
                 self.longest = max(self.longest, length)
+            num_rows += 1
         if not num_rows:
             raise no_rows(source)
-        return (*told.report(), *too_long.warning(num_rows, overlong, "sequence", section))
+        self.warnings = (*told.report(), *too_long.warning(num_rows, "sequence"))
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -219,9 +195,8 @@ class LazyDemonstrations:
         return SFTData(items).select(range(len(items)), [f"row{index}@{epoch}" for index, epoch in drawn])
 
     def _item(self, index: int) -> SFTItem:
-        (example,) = self._parse([self._rows.read(self._kept[index])]).items
-        ids, mask = self._codec.encode_example(example)
-        return SFTItem(tuple(ids), tuple(mask), example.place)
+        (example,) = demonstrations([self._rows.read(self._kept[index])], self._reading).items
+        return SFTItem.of(example, self._codec)
 
     def most_batch_bytes(self, size: int) -> int:
         """What a tokenised batch of ``size`` sequences takes at most."""

@@ -4,20 +4,13 @@ stopped.
 
 from __future__ import annotations
 
-import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-
-from quartet.config.errors import UserError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -102,46 +95,3 @@ def draws(seed: int, step: int, rows: int | Mixture, batch_size: int) -> list[tu
 def steps_for(epochs: int, n: int, batch_size: int) -> int:
     """Steps of at least ``epochs`` epochs, in which every row is seen so many times (not so in a mixture)."""
     return -(-epochs * n // batch_size)
-
-
-def split_held_out(
-    rows: Sequence[T], fraction: float, seed: int, key: Callable[[T], Any] | None = None
-) -> tuple[list[T], list[T]]:
-    """``(train, held_out)``, both in the rows' order, at least one row each.
-
-    Rows with an equal prompt go to the same side, or held-out figures would be measured on prompts seen in
-    training.
-
-    Args:
-        fraction: of the rows to hold out, above 0 and below 1.
-        key: what must not be on both sides; the prompt of a typed example when left out.
-    """
-    if not 0 < fraction < 1:
-        raise ValueError(f"fraction must lie between 0 and 1, found {fraction}")
-    groups: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        groups.setdefault(repr(key(row) if key is not None else _prompt_of(row)), []).append(index)
-    if len(groups) < 2:
-        raise UserError(
-            "the data cannot be split into training and held-out rows",
-            found=f"{len(rows)} rows with {len(groups)} different prompts",
-            remedy="use more data, or give evaluation data of their own",
-        )
-    order = list(groups)
-    random.Random(f"held out {seed}").shuffle(order)
-    wanted = max(1, round(fraction * len(rows)))
-    held: set[int] = set()
-    for name in order[:-1]:
-        if len(held) >= wanted:
-            break
-        held.update(groups[name])
-    train = [row for index, row in enumerate(rows) if index not in held]
-    return train, [row for index, row in enumerate(rows) if index in held]
-
-
-def _prompt_of(row: Any) -> Any:
-    if hasattr(row, "prompt"):
-        return row.prompt
-    if hasattr(row, "messages"):
-        return row.messages[:1] if row.messages[0]["role"] == "user" else row.messages[:2]
-    raise TypeError(f"{type(row).__name__} has no prompt; pass key=")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from quartet.data.dialogues import as_dialogue, is_dialogue, is_whole_dialogue, split_dialogues, split_texts
 from quartet.data.fields import Fields, Skip, answer_of, as_chat, as_messages, prompt_field
-from quartet.text.examples import Messages, PromptText
+from quartet.text.examples import PromptText
 
 SIDES = ("chosen", "rejected")
 SAME = "chosen and rejected are the same"
@@ -65,7 +67,7 @@ def _conversations(fields: Fields) -> tuple[PromptText, str, str]:
     chosen, rejected = fields.messages("chosen"), fields.messages("rejected")
     if chosen == rejected:
         raise Skip(SAME)
-    shared = _shared_turns(chosen, rejected)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     if len(chosen) != shared + 1 or len(rejected) != shared + 1:
         raise Skip(EARLIER)
     prompt: PromptText = chosen[:shared]
@@ -80,9 +82,3 @@ def _conversations(fields: Fields) -> tuple[PromptText, str, str]:
     elif isinstance(beside, str) and beside.strip() not in {turn["content"].strip() for turn in chosen[:shared]}:
         fields.notes.append(OWN_PROMPT)
     return prompt, answer_of(chosen[shared:], fields.place), answer_of(rejected[shared:], fields.place)
-
-
-def _shared_turns(chosen: Messages, rejected: Messages) -> int:
-    return next(
-        (k for k, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected))
-    )

@@ -14,7 +14,7 @@ import torch
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 from quartet.config.preference import DoubtfulPairs
-from quartet.data.datasets import Batches, Overlong, fitting
+from quartet.data.datasets import Batches, TokenLimit, tokenised
 from quartet.data.fields import placed
 from quartet.data.formats import BEGINNING, SAME, Parsed, refuse_doubtful
 from quartet.text.examples import Judgement, Preference
@@ -71,7 +71,20 @@ class AnsweredData(Batches):
 
     @cached_property
     def _partners(self) -> tuple[int, ...]:
-        return _next_with_other([item.prompt_ids for item in self.items])
+        """For each row the next one, the first following the last, that has another prompt."""
+        keys, num = [item.prompt_ids for item in self.items], len(self)
+        if all(key == keys[0] for key in keys):
+            raise UserError(
+                "all rows have the same prompt, so there is no answer to another one",
+                found=f"{num} rows",
+                remedy="use data with several prompts, or another loss than kto",
+            )
+        found = [0] * num
+        # Twice around: the second time, the last places know what the first ones found.
+        for place in reversed(range(2 * num)):
+            here, following = place % num, (place + 1) % num
+            found[here] = following if keys[following] != keys[here] else found[following]
+        return tuple(found)
 
     def _batch(
         self, indices: Sequence[int], answers: Sequence[Sequence[Sequence[int]]], ids: Sequence[str] | None
@@ -99,15 +112,9 @@ class PreferenceData(AnsweredData):
 
     @classmethod
     def build(
-        cls,
-        parsed: Parsed[Preference],
-        codec: TextCodec,
-        max_tokens: int,
-        overlong: Overlong = "error",
-        doubtful: DoubtfulPairs = "keep",
-        section: str = "data",
+        cls, parsed: Parsed[Preference], codec: TextCodec, limit: TokenLimit, doubtful: DoubtfulPairs = "keep"
     ) -> PreferenceData:
-        """Tokenises; a pair whose longer sequence exceeds ``max_tokens`` is an error or is left out.
+        """Tokenises; a pair whose longer sequence is beyond the limit is an error or is left out.
 
         Pairs of the same tokens are left out, as are pairs of the same text; ``doubtful`` is what happens to pairs
         whose chosen answer is the beginning of the rejected one, end-of-text apart.
@@ -120,7 +127,10 @@ class PreferenceData(AnsweredData):
                 _, rejected = codec.encode_completion(pair.prompt, pair.rejected)
             answers = (tuple(chosen), tuple(rejected))
             item = AnsweredItem(tuple(prompt), answers, (True, False), pair.place, pair.margin or 0.0)
-            found = None if item.num_tokens > max_tokens else _doubt(chosen, rejected)
+            found, body = None, chosen[:-1]  # without end-of-text; empty answers are known from their text
+            if item.num_tokens <= limit.max_tokens:
+                is_beginning = body and rejected[: len(body)] == body
+                found = SAME if chosen == rejected else BEGINNING if is_beginning else None
             if found == SAME or (found is not None and doubtful != "keep"):
                 told.skip(found, pair.place)
                 continue
@@ -131,56 +141,19 @@ class PreferenceData(AnsweredData):
             refuse_doubtful(told)
         if not items:
             raise UserError("no row is left to use", found="; ".join(told.report()), remedy="use other data")
-        kept, warning = fitting(items, max_tokens, overlong, "pair", section)
-        return cls(kept, (*parsed.report(), *told.report(), *warning), max_tokens=max_tokens)
+        kept, warnings = limit.fitting(items, "pair")
+        return cls(kept, (*parsed.report(), *told.report(), *warnings), max_tokens=limit.max_tokens)
 
 
 class JudgedData(AnsweredData):
     """Answers judged one by one, good or bad; each is its own ``pair``."""
 
     @classmethod
-    def build(
-        cls,
-        parsed: Parsed[Judgement],
-        codec: TextCodec,
-        max_tokens: int,
-        overlong: Overlong = "error",
-        section: str = "data",
-    ) -> JudgedData:
-        """Tokenises; a sequence longer than ``max_tokens`` is an error or is left out."""
-        items = []
-        for row in parsed.items:
-            with placed(row.place):
-                prompt, answer = codec.encode_completion(row.prompt, row.completion)
-            items.append(AnsweredItem(tuple(prompt), (tuple(answer),), (row.label,), row.place))
-        kept, warning = fitting(items, max_tokens, overlong, "sequence", section)
-        return cls(kept, (*parsed.report(), *warning), max_tokens=max_tokens)
+    def build(cls, parsed: Parsed[Judgement], codec: TextCodec, limit: TokenLimit) -> JudgedData:
+        """Tokenises; UserError as :func:`tokenised`."""
 
+        def item(row: Judgement) -> AnsweredItem:
+            prompt, answer = codec.encode_completion(row.prompt, row.completion)
+            return AnsweredItem(tuple(prompt), (tuple(answer),), (row.label,), row.place)
 
-def _doubt(chosen: Sequence[int], rejected: Sequence[int]) -> str | None:
-    """What is doubtful about two answers, which end with end-of-text; empty ones are known from their text."""
-    if chosen == rejected:
-        return SAME
-    body = chosen[:-1]
-    return BEGINNING if body and rejected[: len(body)] == body else None
-
-
-def _next_with_other(keys: Sequence[object]) -> tuple[int, ...]:
-    """For each place the next one, the first following the last, whose key differs.
-
-    Raises:
-        UserError: there is none.
-    """
-    num = len(keys)
-    if all(key == keys[0] for key in keys):
-        raise UserError(
-            "all rows have the same prompt, so there is no answer to another one",
-            found=f"{num} rows",
-            remedy="use data with several prompts, or another loss than kto",
-        )
-    found = [0] * num
-    # Twice around: the second time, the last places know what the first ones found.
-    for place in reversed(range(2 * num)):
-        here, following = place % num, (place + 1) % num
-        found[here] = following if keys[following] != keys[here] else found[following]
-    return tuple(found)
+        return cls(*tokenised(parsed, item, limit, "sequence"), max_tokens=limit.max_tokens)

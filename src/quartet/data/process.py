@@ -13,9 +13,8 @@ a step without a label. In CSV the lists are JSON text.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,8 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-from quartet.data.datasets import Batches, Overlong, fitting
-from quartet.data.fields import Fields, Skip, Turns, field_excerpt, placed, prompt_field
+from quartet.data.datasets import Batches, TokenLimit
+from quartet.data.fields import AS_GIVEN, Fields, Reading, Skip, field_excerpt, placed, prompt_field
 from quartet.data.formats import Parsed, parse_rows
 from quartet.data.readers import Row, shown_places
 from quartet.text.examples import PromptText
@@ -50,58 +49,38 @@ class RowFault(Exception):
     """Why the labels of a row cannot be used."""
 
 
-class _Faults:
-    """Collects the faults of all rows, for one message."""
-
-    def __init__(self) -> None:
-        self._found: list[tuple[str, str]] = []
-
-    @contextlib.contextmanager
-    def of(self, place: str) -> Iterator[None]:
-        """Remembers the row's fault if it has one, and goes on."""
-        try:
-            yield
-        except RowFault as fault:
-            self._found.append((place, str(fault)))
-
-    def refuse(self, num_rows: int) -> None:
-        """Raises a UserError where there are any."""
-        if not self._found:
-            return
-        shown = "; ".join(f"{place}: {reason}" for place, reason in self._found[:_SHOWN_FAULTS])
-        others = [place for place, _ in self._found[_SHOWN_FAULTS:]]
-        more = f"; also {shown_places(others, 20)}" if others else ""
-        raise UserError(
-            "step labels do not fit their answers",
-            found=f"{len(self._found)} of {num_rows} rows: {shown}{more}",
-            remedy="mend or remove these rows, or set the separator that ends a step in them",
-        )
+def _refuse(faults: Sequence[tuple[str, str]], num_rows: int) -> None:
+    """Raises a UserError with all faults, each with its row's place, where there are any."""
+    if not faults:
+        return
+    shown = "; ".join(f"{place}: {reason}" for place, reason in faults[:_SHOWN_FAULTS])
+    others = [place for place, _ in faults[_SHOWN_FAULTS:]]
+    more = f"; also {shown_places(others, 20)}" if others else ""
+    raise UserError(
+        "step labels do not fit their answers",
+        found=f"{len(faults)} of {num_rows} rows: {shown}{more}",
+        remedy="mend or remove these rows, or set the separator that ends a step in them",
+    )
 
 
-def step_labelled(
-    rows: Sequence[Row],
-    columns: Mapping[str, str] | None,
-    separator: str,
-    *,
-    turns: Turns = "text",
-    section: str = "data",
-) -> Parsed[StepLabelled]:
+def step_labelled(rows: Sequence[Row], separator: str, reading: Reading = AS_GIVEN) -> Parsed[StepLabelled]:
     """Typed examples. Left out and counted: answers of which no step has a label.
 
     Raises:
         UserError: missing columns or empty values; labels that do not match the steps or are out of range (all such
             rows in one message).
     """
-    faults = _Faults()
+    faults: list[tuple[str, str]] = []
 
     def parse(fields: Fields) -> StepLabelled:
-        found = StepLabelled("", "", ())
-        with faults.of(fields.place):
-            found = _example(fields, separator)
-        return found  # after a fault the empty one, which ``refuse`` keeps from being used
+        try:
+            return _example(fields, separator)
+        except RowFault as fault:
+            faults.append((fields.place, str(fault)))
+            return StepLabelled("", "", ())  # which ``_refuse`` keeps from being used
 
-    parsed = parse_rows(parse, rows, columns, turns=turns, section=section)
-    faults.refuse(len(rows))
+    parsed = parse_rows(parse, rows, reading)
+    _refuse(faults, len(rows))
     return parsed
 
 
@@ -191,28 +170,23 @@ class ProcessData(Batches):
     items: tuple[ProcessItem, ...]
 
     @classmethod
-    def build(
-        cls,
-        parsed: Parsed[StepLabelled],
-        codec: TextCodec,
-        separator: str,
-        max_tokens: int,
-        overlong: Overlong = "error",
-        section: str = "data",
-    ) -> ProcessData:
-        """Tokenises; a sequence longer than ``max_tokens`` is an error or is left out.
+    def build(cls, parsed: Parsed[StepLabelled], codec: TextCodec, separator: str, limit: TokenLimit) -> ProcessData:
+        """Tokenises; a sequence beyond the limit is an error or is left out.
 
         Raises:
             UserError: the steps cannot be told apart in the tokens (all such rows in one message).
         """
-        faults = _Faults()
+        faults: list[tuple[str, str]] = []
         items = []
         for example in parsed.items:
-            with faults.of(example.place), placed(example.place):
-                items.append(_tokenised(example, codec, separator, max_tokens))
-        faults.refuse(len(parsed.items))
-        kept, warning = fitting(items, max_tokens, overlong, "sequence", section)
-        return cls(kept, (*parsed.report(), *warning))
+            try:
+                with placed(example.place):
+                    items.append(_tokenised(example, codec, separator, limit.max_tokens))
+            except RowFault as fault:
+                faults.append((example.place, str(fault)))
+        _refuse(faults, len(parsed.items))
+        kept, warnings = limit.fitting(items, "sequence")
+        return cls(kept, (*parsed.report(), *warnings))
 
     def select(self, indices: Sequence[int], ids: Sequence[str] | None = None) -> RaggedBatch:
         """Answers by index; those of one prompt stand together, at the place of the first, and share its tokens.

@@ -70,13 +70,14 @@ def iter_rows(config: DataConfig | SourceConfig) -> Iterator[Row]:
         raise UserError(
             "the data file's format is not known", found=name, remedy=f"use one of {', '.join(sorted(_READERS))}"
         )
-    if reader is not None and not path.is_file():
+    is_meant_as_path = reader is not None or (name.startswith((".", "/", "~")) and not path.exists())
+    if is_meant_as_path and not path.is_file():
         raise missing_file("there is no such data file", path)
-    if reader is None and not path.exists() and name.startswith((".", "/", "~")):
-        raise missing_file("there is no such data file", path)
-    if reader is not None:
+    if reader is None:
+        found = _hub(name, config.config, config.split)
+    else:
         check_file_options(config)
-    found = reader(path) if reader is not None else _hub(name, config.config, config.split)
+        found = reader(path)
     is_empty = True
     for line, values in itertools.islice(found, config.limit):
         is_empty = False
@@ -134,7 +135,13 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
                 check_blank(blank, path, first)
                 continue
             if header is None:
-                header = _header(path, first, cells)
+                header = [cell.strip() for cell in cells]
+                if not all(header) or len(set(header)) != len(header):
+                    raise UserError(
+                        "the header does not name every column once",
+                        found=f"{path}:{first}: {header[:20]}",
+                        remedy="give each column a name of its own in the first line",
+                    )
             elif len(cells) != len(header):
                 raise UserError(
                     "a row does not have one cell per column",
@@ -149,17 +156,6 @@ def _csv(path: Path, delimiter: str = ",") -> Values:
         ) from None
     finally:
         csv.field_size_limit(limit)
-
-
-def _header(path: Path, line: int, cells: list[str]) -> list[str]:
-    names = [cell.strip() for cell in cells]
-    if not all(names) or len(set(names)) != len(names):
-        raise UserError(
-            "the header does not name every column once",
-            found=f"{path}:{line}: {names[:20]}",
-            remedy="give each column a name of its own in the first line",
-        )
-    return names
 
 
 def _parquet(path: Path) -> Values:

@@ -32,6 +32,7 @@ from quartet.config.file_errors import read_file
 from quartet.config.recipe import CollectConfig, IteratedRecipe, RewardModelRecipe, RLRecipe
 from quartet.config.rewards import ModelReward
 from quartet.data.datasets import PromptData
+from quartet.data.fields import Reading
 from quartet.data.formats import preferences
 from quartet.data.order import draws
 from quartet.data.readers import read_data_rows
@@ -181,7 +182,7 @@ class IteratedTrainer:
         evaluation_model = EvaluationModel(self._policy(number), config.data or recipe.rl.data, sources, frozen=frozen)
         size = min(config.prompts_per_round, len(evaluation_model.prompts))
         chosen = dict.fromkeys(i for i, _ in draws(recipe.seed, number - 1, evaluation_model.prompts.order, size))
-        items = tuple(evaluation_model.prompts.item(i) for i in chosen)
+        items = tuple(evaluation_model.prompts.items[i] for i in chosen)
         evaluation_model.prompts = PromptData(items, evaluation_model.prompts.warnings)
         label = next(name for name in evaluation_model.rewards.weights if name != PREVIOUS)
         for warning in evaluation_model.cut_short(config.sampling, "collect.sampling.max_new_tokens"):
@@ -202,7 +203,7 @@ class IteratedTrainer:
             return []
         check_unweighted(data, "reward_model.data", "a round's reward model is trained on all pairs together")
         section = "reward_model.data"
-        parsed = [preferences(read_data_rows(s), s.columns, turns=s.turns, section=section) for s in data.parts]
+        parsed = [preferences(read_data_rows(s), Reading.of(s, section)) for s in data.parts]
         return [
             {"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected}
             | ({} if p.margin is None else {"margin": p.margin})

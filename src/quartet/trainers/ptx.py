@@ -10,6 +10,8 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.recipe import PTXConfig, RLRecipe
+from quartet.data.datasets import TokenLimit
+from quartet.data.fields import Reading
 from quartet.data.lazy import LazyDemonstrations, ListedRows, stored_rows
 from quartet.data.prefetch import Prefetcher
 from quartet.text.tokenizer import TextCodec
@@ -85,16 +87,10 @@ def build_ptx(recipe: RLRecipe, rows: Sequence[Any] | None, codec: TextCodec, co
         raise UserError("there is no data", found="ptx.data is missing", remedy="set ptx.data.path, or pass ptx_rows")
     options = config.data or DataConfig()
     longest = min(context, options.max_tokens or context)
-    data = LazyDemonstrations(
-        ListedRows(rows, "ptx_rows passed from Python") if rows is not None else stored_rows(options),
-        options.columns,
-        # The thread that prepares batches has a tokenizer of its own: not every one may be used by two at a time.
-        TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids, enough=longest),
-        longest,
-        options.overlong,
-        source=options.path or "ptx_rows",
-        turns=options.turns,
-        section="ptx.data",
-    )
+    stored = ListedRows(rows, "ptx_rows passed from Python") if rows is not None else stored_rows(options)
+    # The thread that prepares batches has a tokenizer of its own: not every one may be used by two at a time.
+    own_codec = TextCodec(copy.deepcopy(codec.tokenizer), codec.model_eos_ids, enough=longest)
+    limit, reading = TokenLimit(longest, options.overlong, "ptx.data"), Reading.of(options, "ptx.data")
+    data = LazyDemonstrations(stored, own_codec, limit, reading, options.path or "ptx_rows")
     check_budget(data.longest, recipe.actor.train.token_budget, "actor.train.token_budget")
     return PTX(config, data, recipe.seed)

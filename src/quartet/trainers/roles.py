@@ -240,7 +240,7 @@ class RLRoles:
     def item(self, index: int) -> PromptItem:
         """The prompt of stream index ``index``: data in an order drawn anew for every pass."""
         row, _ = draw(self.recipe.seed, index, self.prompts.order)
-        return self.prompts.item(row)
+        return self.prompts.items[row]
 
     def requests(self, index: int) -> tuple[PromptItem, PromptRequest]:
         """The prompt of stream index ``index``, and what is asked for it: a sample per response; a greedy one follows
@@ -259,7 +259,7 @@ class RLRoles:
     def canary(self) -> CanaryProbe:
         """What engines and trainer must agree on after every weight update."""
         tolerance = self.recipe.canary_tolerance or CANARY_TOLERANCE[self.actor.packed.precision]
-        item = self.prompts.item(0)
+        item = self.prompts.items[0]
         room = max(1, min(CANARY_TOKENS, self.context - item.num_tokens))
         return CanaryProbe(item.prompt, room, tolerance)
 

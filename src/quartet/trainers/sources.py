@@ -14,10 +14,11 @@ from pydantic import BaseModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.config import UserError
-from quartet.config.common import DataConfig, ModelConfig, SourceConfig
+from quartet.config.common import DataConfig, ModelConfig
 from quartet.config.preference import DoubtfulPairs
 from quartet.config.recipe import Recipe
-from quartet.data.datasets import Ordered, PromptData, SFTData, joined
+from quartet.data.datasets import Ordered, PromptData, SFTData, TokenLimit, joined
+from quartet.data.fields import Reading
 from quartet.data.formats import Parsed, demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process import ProcessData, step_labelled
@@ -271,7 +272,7 @@ def read_data(
     (parse, build), options = reader, config or DataConfig()
     if key.startswith("evaluation"):
         check_unweighted(options, key)
-    parts: list[tuple[Sequence[Row], DataConfig | SourceConfig, str]]
+    parts: list[tuple[Sequence[Row], Reading]]
     if rows is not None:
         if options.sources:
             raise UserError(
@@ -281,20 +282,18 @@ def read_data(
             )
         values = [row if isinstance(row, Mapping) else {"prompt": row} for row in rows]
         passed = [Row(value, f"{key} passed from Python", number) for number, value in enumerate(values, start=1)]
-        parts = [(passed, options, key)]
+        parts = [(passed, Reading.of(options, key))]
     elif not options.parts:
         missing = key if config is None else f"{key}.path"
         raise UserError("there is no data", found=f"{missing} is missing", remedy=f"set {key}.path, or pass rows")
     else:
         sections = [f"{key}.sources.{n}" if options.sources else key for n in range(len(options.parts))]
-        parts = [(read_data_rows(part), part, one) for part, one in zip(options.parts, sections, strict=True)]
+        parts = [
+            (read_data_rows(p), Reading.of(p, section)) for p, section in zip(options.parts, sections, strict=True)
+        ]
     longest = min(room, options.max_tokens or room)
-    limits = {"max_tokens": longest, "overlong": options.overlong, "section": key}
-    limited = codec.limited(longest)
-    found = [
-        build(parse(of_part, part.columns, turns=part.turns, section=section), limited, **limits)
-        for of_part, part, section in parts
-    ]
+    limit, limited = TokenLimit(longest, options.overlong, key), codec.limited(longest)
+    found = [build(parse(of_part, reading=reading), limited, limit=limit) for of_part, reading in parts]
     if len(found) == 1:
         return found[0]
     if len({type(part) for part in found}) > 1:
@@ -330,8 +329,8 @@ def prompt_data(
     # Prompts of a single source keep their ids when others join it as further sources.
     prefixes = chain(["p"], (f"s{n}p" for n in count(1)))
 
-    def build(parsed: Parsed[Any], codec: TextCodec, **limits: Any) -> PromptData:
-        return PromptData.build(parsed, codec, prefix=next(prefixes), **limits)
+    def build(parsed: Parsed[Any], codec: TextCodec, limit: TokenLimit) -> PromptData:
+        return PromptData.build(parsed, codec, limit, next(prefixes))
 
     return read_data(config, rows, codec, context - 1, key, (prompts, build))
 
@@ -346,15 +345,15 @@ def pair_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData]:
 def pair_or_judgement_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData | JudgedData]:
     """Pairs, or answers judged one by one, as the first row has it."""
 
-    def parse(rows: Sequence[Row], columns: Mapping[str, str], **reading: Any) -> Parsed[Any]:
-        if rows and has_judgements(rows, columns):
-            return judgements(rows, columns, **reading)
-        return preferences(rows, columns, doubtful, **reading)
+    def parse(rows: Sequence[Row], reading: Reading) -> Parsed[Any]:
+        if rows and has_judgements(rows, reading):
+            return judgements(rows, reading)
+        return preferences(rows, reading, doubtful)
 
-    def build(parsed: Parsed[Any], codec: TextCodec, **limits: Any) -> PreferenceData | JudgedData:
+    def build(parsed: Parsed[Any], codec: TextCodec, limit: TokenLimit) -> PreferenceData | JudgedData:
         if isinstance(parsed.items[0], Judgement):
-            return JudgedData.build(parsed, codec, **limits)
-        return PreferenceData.build(parsed, codec, doubtful=doubtful, **limits)
+            return JudgedData.build(parsed, codec, limit)
+        return PreferenceData.build(parsed, codec, limit, doubtful)
 
     return parse, build
 

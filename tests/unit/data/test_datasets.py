@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.datasets import PromptData, SFTData
+from quartet.data.datasets import PromptData, SFTData, TokenLimit
+from quartet.data.fields import Reading
 from quartet.data.formats import Parsed, demonstrations, preferences, prompts
-from quartet.data.order import draw, draws, split_held_out, steps_for
+from quartet.data.order import draw, draws, steps_for
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.readers import read_data_rows
 from quartet.text.examples import Conversation, Demonstration, Judgement, Preference, Prompt
@@ -67,33 +68,12 @@ def test_a_step_needs_no_history() -> None:
         draws(0, 0, 0, 1)
 
 
-@given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=40), st.floats(0.05, 0.9), st.integers(0, 5))
-def test_held_out_rows_share_no_prompt_with_training(names: list[str], fraction: float, seed: int) -> None:
-    items = [Prompt(name, {"n": n}) for n, name in enumerate(names)]
-    if len(set(names)) < 2:
-        with pytest.raises(UserError, match="cannot be split"):
-            split_held_out(items, fraction, seed)
-        return
-    train, held = split_held_out(items, fraction, seed)
-    assert train and held and not {r.prompt for r in train} & {r.prompt for r in held}
-    assert sorted([r.columns["n"] for r in train + held]) == list(range(len(names)))
-    assert split_held_out(items, fraction, seed) == (train, held)
-
-
-def test_held_out_size_and_seed() -> None:
-    items = [Preference(f"p{n}", "a", "b") for n in range(100)]
-    first, second = split_held_out(items, 0.2, 0), split_held_out(items, 0.2, 1)
-    assert len(first[1]) == 20 and first != second
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        split_held_out(items, 1.0, 0)
-
-
 # Batches -----------------------------------------------------------------------------------------------
 
 
 def test_sft_batch(codec: TextCodec) -> None:
     parsed: Parsed[Demonstration | Conversation] = Parsed((Demonstration("a b", "c"), Demonstration("d", "e f")))
-    data = SFTData.build(parsed, codec, 8)
+    data = SFTData.build(parsed, codec, TokenLimit(8))
     batch = data.select([1, 0])
     assert batch.token_ids(0) == [4, 5, 6, 0] and batch.token_ids(1) == [1, 2, 3, 0]
     assert batch.token["loss_mask"].tolist() == [False, True, True, True, False, False, True, True]
@@ -101,13 +81,15 @@ def test_sft_batch(codec: TextCodec) -> None:
 
 
 def test_ids_are_unique_even_when_a_batch_spans_epochs(codec: TextCodec) -> None:
-    data = SFTData.build(Parsed((Demonstration("a", "b"), Demonstration("c", "d"))), codec, 8)
+    data = SFTData.build(Parsed((Demonstration("a", "b"), Demonstration("c", "d"))), codec, TokenLimit(8))
     assert len(set(data.batch(0, 5, seed=0).ids)) == 5
     assert data.batch(3, 5, seed=0).ids == data.batch(3, 5, seed=0).ids
 
 
 def test_preference_batch(codec: TextCodec) -> None:
-    data = PreferenceData.build(Parsed((Preference("a b", "c", "d e", 0.5), Preference("f", "a", ""))), codec, 8)
+    data = PreferenceData.build(
+        Parsed((Preference("a b", "c", "d e", 0.5), Preference("f", "a", ""))), codec, TokenLimit(8)
+    )
     batch = data.select([0, 1])
     assert [batch.token_ids(s) for s in range(4)] == [[1, 2, 3, 0], [1, 2, 4, 5, 0], [6, 1, 0], [6, 0]]
     assert batch.num_tokens == 2 + 2 + 3 + 1 + 2 + 1
@@ -118,8 +100,10 @@ def test_preference_batch(codec: TextCodec) -> None:
 
 
 def test_prompt_items(codec: TextCodec) -> None:
-    data = PromptData.build(Parsed((Prompt("a b", {"answer": "1"}), Prompt("c", {"answer": "2"}))), codec, 8)
-    assert data.item(1).columns == {"answer": "2"} and data.seen == {1, 2, 3}
+    data = PromptData.build(
+        Parsed((Prompt("a b", {"answer": "1"}), Prompt("c", {"answer": "2"}))), codec, TokenLimit(8)
+    )
+    assert data.items[1].columns == {"answer": "2"} and data.seen == {1, 2, 3}
     assert [item.num_tokens for item in data] == [2, 1]
     assert [item.prompt for item in data] == ["a b", "c"]
     assert len({item.prompt_id for item in data}) == 2
@@ -134,12 +118,14 @@ def test_too_long_is_an_error_or_counted(codec: TextCodec, kind: str) -> None:
     place = "f.jsonl:2"
     build = {
         "sft": lambda **k: SFTData.build(
-            Parsed((Demonstration("a", "b"), Demonstration("a", long, place))), codec, 5, **k
+            Parsed((Demonstration("a", "b"), Demonstration("a", long, place))), codec, TokenLimit(5, **k)
         ),
         "preference": lambda **k: PreferenceData.build(
-            Parsed((Preference("a", "b", "c"), Preference("a", "b", long, place=place))), codec, 5, **k
+            Parsed((Preference("a", "b", "c"), Preference("a", "b", long, place=place))), codec, TokenLimit(5, **k)
         ),
-        "prompt": lambda **k: PromptData.build(Parsed((Prompt("a"), Prompt(long, place=place))), codec, 4, **k),
+        "prompt": lambda **k: PromptData.build(
+            Parsed((Prompt("a"), Prompt(long, place=place))), codec, TokenLimit(4, **k)
+        ),
     }[kind]
     with pytest.raises(UserError, match="longer than allowed") as caught:
         build()
@@ -151,14 +137,14 @@ def test_too_long_is_an_error_or_counted(codec: TextCodec, kind: str) -> None:
 
 def test_exactly_the_limit_fits_and_nothing_left_is_an_error(codec: TextCodec) -> None:
     parsed: Parsed[Demonstration | Conversation] = Parsed((Demonstration("a b", "c"),))
-    assert len(SFTData.build(parsed, codec, 4)) == 1
+    assert len(SFTData.build(parsed, codec, TokenLimit(4))) == 1
     with pytest.raises(UserError, match="every sequence"):
-        SFTData.build(parsed, codec, 3, "skip")
+        SFTData.build(parsed, codec, TokenLimit(3, "skip"))
 
 
 def test_a_message_prompt_without_template_names_its_row(codec: TextCodec) -> None:
     with pytest.raises(UserError, match="no chat template") as caught:
-        PromptData.build(Parsed((Prompt([{"role": "user", "content": "a"}], place="f.jsonl:9"),)), codec, 8)
+        PromptData.build(Parsed((Prompt([{"role": "user", "content": "a"}], place="f.jsonl:9"),)), codec, TokenLimit(8))
     assert "f.jsonl:9" in caught.value.found
 
 
@@ -169,9 +155,9 @@ def test_a_message_prompt_without_template_names_its_row(codec: TextCodec) -> No
 @pytest.mark.parametrize(("name", "num_rows"), [("gsm8k_train", 7473), ("gsm8k_test", 1319)])
 def test_gsm8k(realdata: Path, name: str, num_rows: int) -> None:
     rows = read_data_rows(DataConfig(path=str(realdata / f"{name}.jsonl")))
-    found = demonstrations(rows, {"prompt": "question", "completion": "answer"})
+    found = demonstrations(rows, Reading({"prompt": "question", "completion": "answer"}))
     assert len(found.items) == num_rows and not found.report()
-    assert "####" in prompts(rows, {"prompt": "question"}).items[0].columns["answer"]
+    assert "####" in prompts(rows, Reading({"prompt": "question"})).items[0].columns["answer"]
 
 
 @pytest.mark.realdata
@@ -195,23 +181,25 @@ def test_conversational_pairs(realdata: Path) -> None:
 def test_real_rows_as_the_story_model_reads_them(realdata: Path) -> None:
     codec = TextCodec.from_pretrained(realdata / "stories260K")
     pairs = preferences(read_data_rows(DataConfig(path=str(realdata / "dpo_en_demo_pairs.jsonl"), limit=20)))
-    data = PreferenceData.build(pairs, codec, 512, "skip")
+    data = PreferenceData.build(pairs, codec, TokenLimit(512, "skip"))
     assert 0 < len(data) < 20 and "pair longer than 512 tokens" in data.warnings[0]
     item = data.items[0]
     chosen, rejected = item.answers
     assert item.prompt_ids[0] == 1 and chosen[-1] == 2 and chosen != rejected
     rows = read_data_rows(DataConfig(path=str(realdata / "gsm8k_test.jsonl"), limit=100))
-    prompt_data = PromptData.build(prompts(rows, {"prompt": "question"}), codec, 511)
-    assert len(prompt_data) == 100 and set(prompt_data.item(0).columns) == {"answer"}
+    prompt_data = PromptData.build(prompts(rows, Reading({"prompt": "question"})), codec, TokenLimit(511))
+    assert len(prompt_data) == 100 and set(prompt_data.items[0].columns) == {"answer"}
 
 
 @pytest.mark.parametrize(
     "build",
     [
-        lambda codec: SFTData.build(Parsed((Demonstration("a", "b \ud83d", "f:2"),)), codec, 99),
-        lambda codec: PromptData.build(Parsed((Prompt("a \ud83d", {}, "f:2"),)), codec, 99),
-        lambda codec: PreferenceData.build(Parsed((Preference("a", "b \ud83d", "c", None, "f:2"),)), codec, 99),
-        lambda codec: JudgedData.build(Parsed((Judgement("a", "b \ud83d", True, "f:2"),)), codec, 99),
+        lambda codec: SFTData.build(Parsed((Demonstration("a", "b \ud83d", "f:2"),)), codec, TokenLimit(99)),
+        lambda codec: PromptData.build(Parsed((Prompt("a \ud83d", {}, "f:2"),)), codec, TokenLimit(99)),
+        lambda codec: PreferenceData.build(
+            Parsed((Preference("a", "b \ud83d", "c", None, "f:2"),)), codec, TokenLimit(99)
+        ),
+        lambda codec: JudgedData.build(Parsed((Judgement("a", "b \ud83d", True, "f:2"),)), codec, TokenLimit(99)),
     ],
     ids=["sft", "prompts", "preference", "judged"],
 )

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from quartet.config.errors import UserError
+from quartet.data.fields import Reading
 from quartet.data.formats import demonstrations, preferences, prompts
 from quartet.data.readers import Row
 from quartet.text.examples import Conversation, Demonstration, Preference, Prompt
@@ -81,11 +82,16 @@ def test_a_final_answer_is_taken_off_a_prompt_and_noted() -> None:
 
 
 def test_columns_are_mapped_and_the_others_kept() -> None:
-    found = prompts(rows({"question": "q", "answer": "4", "id": 7}), {"prompt": "question", "solution": "answer"})
+    found = prompts(
+        rows({"question": "q", "answer": "4", "id": 7}), Reading({"prompt": "question", "solution": "answer"})
+    )
     assert found.items == (Prompt("q", {"id": 7, "solution": "4"}, "f.jsonl:1"),)
-    assert demonstrations(rows({"q": "a", "a": "b"}), {"prompt": "q", "completion": "a"}).items[0].completion == "b"
+    assert (
+        demonstrations(rows({"q": "a", "a": "b"}), Reading({"prompt": "q", "completion": "a"})).items[0].completion
+        == "b"
+    )
     swapped = preferences(
-        rows({"prompt": "p", "chosen": "a", "rejected": "b"}), {"chosen": "rejected", "rejected": "chosen"}
+        rows({"prompt": "p", "chosen": "a", "rejected": "b"}), Reading({"chosen": "rejected", "rejected": "chosen"})
     )
     assert (swapped.items[0].chosen, swapped.items[0].rejected) == ("b", "a")
 
@@ -143,5 +149,5 @@ def test_rows_that_stop_the_run(parse: Any, row: dict[str, Any], problem: str, f
 
 def test_a_mapping_to_a_column_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"did you mean 'question'") as caught:
-        prompts(rows({"question": "q"}), {"prompt": "qestion"})
+        prompts(rows({"question": "q"}), Reading({"prompt": "qestion"}))
     assert "data.columns.prompt" in caught.value.problem

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
-from quartet.data.datasets import SFTData
+from quartet.data.datasets import SFTData, TokenLimit
+from quartet.data.fields import Reading
 from quartet.data.formats import demonstrations
 from quartet.data.lazy import JsonLinesRows, LazyDemonstrations, ListedRows, SpooledRows, stored_rows
 from quartet.data.readers import read_data_rows
@@ -69,8 +70,8 @@ def test_batches_are_those_of_a_data_set_in_memory(
     config = DataConfig(path=str(write(tmp_path, ROWS)), limit=limit)
     rows = stored_rows(config)
     assert isinstance(rows, JsonLinesRows if write is _jsonl else SpooledRows)
-    lazy = LazyDemonstrations(rows, {}, codec, 99)
-    whole = SFTData.build(demonstrations(read_data_rows(config)), codec, 99)
+    lazy = LazyDemonstrations(rows, codec, TokenLimit(99))
+    whole = SFTData.build(demonstrations(read_data_rows(config)), codec, TokenLimit(99))
     assert len(lazy) == len(whole) == (limit or 13)
     assert lazy.longest == max(len(item.input_ids) for item in whole.items)
     for number in (0, 7, 3, 0):
@@ -88,7 +89,7 @@ def test_a_copy_in_another_process_reads_the_rows_itself(
     rows = [{**row, "other": f"{n} " * 5000} for n, row in enumerate(ROWS)]
     path = write(tmp_path, rows) if write is not None else None
     stored = stored_rows(DataConfig(path=str(path), limit=9)) if path is not None else ListedRows(rows[:9], "mine")
-    lazy = LazyDemonstrations(stored, {}, codec, 9, "skip")
+    lazy = LazyDemonstrations(stored, codec, TokenLimit(9, "skip"))
     sent = pickle.dumps(lazy)
     # Through a tokenizer of its own, as a process that was started fresh has it.
     assert len(sent) < len(pickle.dumps(codec)) + (3000 if path is not None else 200_000)
@@ -106,8 +107,10 @@ def test_a_copy_in_another_process_reads_the_rows_itself(
 
 def test_rows_from_python_and_mapped_columns(codec: TextCodec) -> None:
     rows = [{"q": row["prompt"], "a": row["completion"]} for row in ROWS]
-    lazy = LazyDemonstrations(ListedRows(rows, "mine"), {"prompt": "q", "completion": "a"}, codec, 99)
-    whole = LazyDemonstrations(ListedRows(ROWS, "mine"), {}, codec, 99)
+    lazy = LazyDemonstrations(
+        ListedRows(rows, "mine"), codec, TokenLimit(99), Reading({"prompt": "q", "completion": "a"})
+    )
+    whole = LazyDemonstrations(ListedRows(ROWS, "mine"), codec, TokenLimit(99))
     assert torch.equal(lazy.batch(1, 5, 0).input_ids, whole.batch(1, 5, 0).input_ids)
 
 
@@ -126,8 +129,8 @@ def test_memory_holds_a_few_bytes_per_row_and_not_the_file(tmp_path: Path) -> No
     config, codec = DataConfig(path=str(path)), Short()
     peaks = []
     for build in (
-        lambda: LazyDemonstrations(stored_rows(config), {}, codec, 9),  # type: ignore[arg-type]
-        lambda: SFTData.build(demonstrations(read_data_rows(config)), codec, 9),  # type: ignore[arg-type]
+        lambda: LazyDemonstrations(stored_rows(config), codec, TokenLimit(9)),  # type: ignore[arg-type]
+        lambda: SFTData.build(demonstrations(read_data_rows(config)), codec, TokenLimit(9)),  # type: ignore[arg-type]
     ):
         tracemalloc.start()
         data = build()
@@ -156,7 +159,7 @@ def test_a_bad_row_is_found_at_the_start_with_its_line(
     data = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"prompt": "a", "completion": "b"}\n' * 6 + data + b"\n")
     with pytest.raises(UserError) as raised:
-        LazyDemonstrations(stored_rows(DataConfig(path=str(path))), {}, codec, 9)
+        LazyDemonstrations(stored_rows(DataConfig(path=str(path))), codec, TokenLimit(9))
     assert f"{path}:7" in raised.value.found and found in str(raised.value)
 
 
@@ -164,30 +167,30 @@ def test_long_rows_are_an_error_or_left_out(tmp_path: Path, codec: TextCodec) ->
     path = _jsonl(tmp_path, ROWS)
     config = DataConfig(path=str(path))
     with pytest.raises(UserError) as raised:
-        LazyDemonstrations(stored_rows(config), {}, codec, 9)
+        LazyDemonstrations(stored_rows(config), codec, TokenLimit(9))
     whole = demonstrations(read_data_rows(config))
     with pytest.raises(UserError) as expected:
-        SFTData.build(whole, codec, 9)
+        SFTData.build(whole, codec, TokenLimit(9))
     assert str(raised.value) == str(expected.value)
-    lazy = LazyDemonstrations(stored_rows(config), {}, codec, 9, "skip")
-    data = SFTData.build(whole, codec, 9, "skip")
+    lazy = LazyDemonstrations(stored_rows(config), codec, TokenLimit(9, "skip"))
+    data = SFTData.build(whole, codec, TokenLimit(9, "skip"))
     assert lazy.warnings == data.warnings and len(lazy) == len(data) < 13
     assert torch.equal(lazy.batch(0, 6, 1).input_ids, data.batch(0, 6, 1).input_ids)
     with pytest.raises(UserError, match="every sequence"):
-        LazyDemonstrations(stored_rows(config), {}, codec, 1, "skip")
+        LazyDemonstrations(stored_rows(config), codec, TokenLimit(1, "skip"))
 
 
 def test_conversions_are_reported_once_with_their_count(codec: TextCodec) -> None:
     rows = [*ROWS, {"prompt": "a", "completion": 7}, {"prompt": "b", "completion": 8}]
-    (warning,) = LazyDemonstrations(ListedRows(rows, "mine"), {}, codec, 99).warnings
+    (warning,) = LazyDemonstrations(ListedRows(rows, "mine"), codec, TokenLimit(99)).warnings
     assert warning.startswith("2 rows: completion was not text") and "14" in warning
 
 
 def test_data_without_rows_are_refused(tmp_path: Path, codec: TextCodec) -> None:
     (tmp_path / "rows.jsonl").write_text("\n\n")
     with pytest.raises(UserError, match="no rows"):
-        LazyDemonstrations(stored_rows(DataConfig(path=str(tmp_path / "rows.jsonl"))), {}, codec, 9)
+        LazyDemonstrations(stored_rows(DataConfig(path=str(tmp_path / "rows.jsonl"))), codec, TokenLimit(9))
     with pytest.raises(UserError, match="no such data file"):
-        LazyDemonstrations(stored_rows(DataConfig(path=str(tmp_path / "none.jsonl"))), {}, codec, 9)
+        LazyDemonstrations(stored_rows(DataConfig(path=str(tmp_path / "none.jsonl"))), codec, TokenLimit(9))
     with pytest.raises(UserError, match="no rows"):
-        LazyDemonstrations(ListedRows([], "mine"), {}, codec, 9)
+        LazyDemonstrations(ListedRows([], "mine"), codec, TokenLimit(9))

@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from quartet.config.common import DataConfig
 from quartet.config.errors import UserError
+from quartet.data.datasets import TokenLimit
+from quartet.data.fields import Reading
 from quartet.data.formats import Parsed, has_judgements, judgements, preferences
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.readers import Row, read_data_rows, shown_places
@@ -58,7 +60,7 @@ the beginning of the rejected one; on line 6 it is the other way round, which is
 
 
 def build(codec: TextCodec, doubtful: Any) -> PreferenceData:
-    return PreferenceData.build(preferences(MIXED, None, doubtful), codec, 99, "error", doubtful)
+    return PreferenceData.build(preferences(MIXED, doubtful=doubtful), codec, TokenLimit(99), doubtful)
 
 
 def test_doubtful_pairs_are_kept_and_reported(codec: TextCodec) -> None:
@@ -85,9 +87,9 @@ def test_doubtful_pairs_stop_the_run_where_that_is_asked_for(codec: TextCodec) -
     assert caught.value.found == (
         "2: chosen and rejected are the same (f.jsonl:2, 8); 1: one answer is empty (f.jsonl:3)"
     )
-    parsed = preferences([MIXED[0], MIXED[3], MIXED[4]], None, "error")
+    parsed = preferences([MIXED[0], MIXED[3], MIXED[4]], doubtful="error")
     with pytest.raises(UserError, match="doubtful") as caught:
-        PreferenceData.build(parsed, codec, 99, "error", "error")
+        PreferenceData.build(parsed, codec, TokenLimit(99), "error")
     assert caught.value.found == (
         "1: chosen and rejected are the same (f.jsonl:4); "
         "1: the chosen answer is the beginning of the rejected one (f.jsonl:5)"
@@ -97,7 +99,7 @@ def test_doubtful_pairs_stop_the_run_where_that_is_asked_for(codec: TextCodec) -
 
 def test_nothing_but_equal_tokens_is_nothing(codec: TextCodec) -> None:
     with pytest.raises(UserError, match="no row is left") as caught:
-        PreferenceData.build(preferences([MIXED[3]]), codec, 99)
+        PreferenceData.build(preferences([MIXED[3]]), codec, TokenLimit(99))
     assert "f.jsonl:4" in caught.value.found
 
 
@@ -120,8 +122,8 @@ def test_margins_from_a_csv_file(codec: TextCodec, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text("prompt,better,worse,margin\na,b,c,0.5\na,c,b,\na,d,b,-2e-1\n", encoding="utf-8")
     columns = {"chosen": "better", "rejected": "worse"}
-    parsed = preferences(read_data_rows(DataConfig(path=str(path))), columns)
-    data = PreferenceData.build(parsed, codec, 99)
+    parsed = preferences(read_data_rows(DataConfig(path=str(path))), Reading(columns))
+    data = PreferenceData.build(parsed, codec, TokenLimit(99))
     margins = data.select([0, 1, 2]).sequence["margin"].tolist()
     assert margins == pytest.approx([0.5, 0.5, 0.0, 0.0, -0.2, -0.2])
 
@@ -162,7 +164,9 @@ def test_judged_answers_that_stop_the_run(row: dict[str, Any], problem: str, fou
 def test_which_kind_of_rows_there_are() -> None:
     judged = rows({"prompt": "a", "completion": "b", "label": True})
     assert has_judgements(judged) and not has_judgements(MIXED)
-    assert has_judgements(rows({"prompt": "a", "answer": "b", "good": 1}), {"completion": "answer", "label": "good"})
+    assert has_judgements(
+        rows({"prompt": "a", "answer": "b", "good": 1}), Reading({"completion": "answer", "label": "good"})
+    )
     assert not has_judgements(rows(pair("b", "c", completion="b", label=True)))
 
 
@@ -170,7 +174,7 @@ def test_which_kind_of_rows_there_are() -> None:
 
 
 def test_a_batch_of_judged_answers(codec: TextCodec) -> None:
-    data = JudgedData.build(Parsed((Judgement("a b", "c", True), Judgement("d", "e f", False))), codec, 8)
+    data = JudgedData.build(Parsed((Judgement("a b", "c", True), Judgement("d", "e f", False))), codec, TokenLimit(8))
     batch = data.select([1, 0])
     assert batch.token_ids(0) == [4, 5, 6, 0] and batch.token_ids(1) == [1, 2, 3, 0]
     assert batch.sequence["chosen"].tolist() == [False, True] and batch.sequence["pair"].tolist() == [0, 1]
@@ -178,11 +182,13 @@ def test_a_batch_of_judged_answers(codec: TextCodec) -> None:
     assert batch.token["loss_mask"].tolist() == [False, True, True, True, False, False, True, True]
     assert len(set(data.batch(0, 5, seed=0).ids)) == 5
     with pytest.raises(UserError, match="longer than allowed"):
-        JudgedData.build(Parsed((Judgement("a b", "c", True),)), codec, 3)
+        JudgedData.build(Parsed((Judgement("a b", "c", True),)), codec, TokenLimit(3))
 
 
 def test_both_answers_of_a_pair_carry_loss_and_their_prompt_does_not(codec: TextCodec) -> None:
-    data = PreferenceData.build(Parsed((Preference("a b", "c", "d e"), Preference("f", "a", "b"))), codec, 8)
+    data = PreferenceData.build(
+        Parsed((Preference("a b", "c", "d e"), Preference("f", "a", "b"))), codec, TokenLimit(8)
+    )
     batch = data.select([1, 0])
     assert batch.token["loss_mask"].tolist() == [False, *[True] * 4, False, False, *[True] * 5]
     assert batch.sequence["row"].tolist() == [1, 1, 0, 0]
@@ -191,7 +197,7 @@ def test_both_answers_of_a_pair_carry_loss_and_their_prompt_does_not(codec: Text
 def test_answers_to_other_prompts(codec: TextCodec) -> None:
     """Rows 0 and 1 have the same prompt, so both take the answers of row 2; the last row takes those of the first."""
     texts = (("a", "b", "c"), ("a", "d", "e"), ("b b b", "c d e", "f"), ("c", "f", "a"))
-    data = PreferenceData.build(Parsed(tuple(Preference(*text) for text in texts)), codec, 7)
+    data = PreferenceData.build(Parsed(tuple(Preference(*text) for text in texts)), codec, TokenLimit(7))
     batch = data.mismatched([0, 1, 2, 3], ["w", "x", "y", "z"])
     assert [batch.token_ids(s) for s in range(8)] == [
         [1, 3, 4, 5, 0], [1, 6, 0],
@@ -202,15 +208,15 @@ def test_answers_to_other_prompts(codec: TextCodec) -> None:
     assert batch.ids[0] == "w/chosen" and batch.token["loss_mask"].sum() == 20
     # A long prompt leaves room for the beginning of a long answer only.
     long = Parsed((Preference("a", "b c d e f", "c"), Preference("b b b b", "a", "c")))
-    cut = PreferenceData.build(long, codec, 7).mismatched([1])
+    cut = PreferenceData.build(long, codec, TokenLimit(7)).mismatched([1])
     assert cut.token_ids(0) == [2, 2, 2, 2, 2, 3, 4]
 
 
 def test_the_last_rows_find_a_partner_at_the_beginning(codec: TextCodec) -> None:
     prompts = ("b", "b", "a", "b", "b")
-    data = JudgedData.build(Parsed(tuple(Judgement(p, "c", True) for p in prompts)), codec, 9)
+    data = JudgedData.build(Parsed(tuple(Judgement(p, "c", True) for p in prompts)), codec, TokenLimit(9))
     assert data._partners == (2, 2, 3, 2, 2)
-    alone = JudgedData.build(Parsed((Judgement("a", "b", True), Judgement("a", "c", False))), codec, 9)
+    alone = JudgedData.build(Parsed((Judgement("a", "b", True), Judgement("a", "c", False))), codec, TokenLimit(9))
     with pytest.raises(UserError, match="all rows have the same prompt"):
         alone.check_mismatched()
 
@@ -218,7 +224,7 @@ def test_the_last_rows_find_a_partner_at_the_beginning(codec: TextCodec) -> None
 def test_a_batch_is_the_same_however_it_is_reached(codec: TextCodec, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(pair("b", "c d", margin=n)) + "\n" for n in range(5)), encoding="utf-8")
-    data = PreferenceData.build(preferences(read_data_rows(DataConfig(path=str(path)))), codec, 9)
+    data = PreferenceData.build(preferences(read_data_rows(DataConfig(path=str(path)))), codec, TokenLimit(9))
     first, again = data.batch(1, 4, seed=3), data.batch(1, 4, seed=3)
     assert first.ids == again.ids and torch.equal(first.input_ids, again.input_ids)
     chosen = [data.items[row].margin for row in first.sequence["row"].tolist()]

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quartet.config.errors import UserError
+from quartet.data.datasets import TokenLimit
+from quartet.data.fields import Reading
 from quartet.data.process import ProcessData, StepLabelled, step_labelled
 from quartet.data.readers import Row
 from quartet.quickstart.tokenizer import build_tokenizer
@@ -21,7 +23,7 @@ def rows(*values: dict[str, Any]) -> list[Row]:
 
 
 def parsed(*values: dict[str, Any], separator: str = ";") -> list[StepLabelled]:
-    return list(step_labelled(rows(*values), None, separator).items)
+    return list(step_labelled(rows(*values), separator).items)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def codec() -> TextCodec:
 
 
 def build(codec: TextCodec, *values: dict[str, Any], limit: int = 100, overlong: Any = "error") -> ProcessData:
-    return ProcessData.build(step_labelled(rows(*values), None, ";"), codec, ";", limit, overlong)
+    return ProcessData.build(step_labelled(rows(*values), ";"), codec, ";", TokenLimit(limit, overlong))
 
 
 # Rows ----------------------------------------------------------------------------------------------------
@@ -63,17 +65,17 @@ def test_a_last_step_may_end_with_the_separator_too() -> None:
 def test_columns_can_be_mapped() -> None:
     row = Row({"question": "1+1=", "completions": ["1", "2"], "ratings": [1, 0]}, "f.jsonl", 1)
     columns = {"prompt": "question", "steps": "completions", "labels": "ratings"}
-    assert step_labelled([row], columns, ";").items[0].labels == (1.0, 0.0)
+    assert step_labelled([row], ";", Reading(columns)).items[0].labels == (1.0, 0.0)
 
 
 def test_rows_without_any_label_are_left_out_and_counted() -> None:
-    found = step_labelled(rows({"steps": ["1"], "labels": [1]}, {"steps": ["1"], "labels": [None]}), None, ";")
+    found = step_labelled(rows({"steps": ["1"], "labels": [1]}, {"steps": ["1"], "labels": [None]}), ";")
     assert len(found.items) == 1
     assert found.report() == ["1 rows left out: no step has a label (f.jsonl:2)"]
 
 
 def test_minus_one_beside_zero_is_noted() -> None:
-    found = step_labelled(rows({"steps": ["1", "2"], "labels": [-1, 0]}), None, ";")
+    found = step_labelled(rows({"steps": ["1", "2"], "labels": [-1, 0]}), ";")
     assert found.items[0].labels == (0.0, 0.0)
     assert "labels -1 and 0 both count as wrong" in found.report()[0]
 
@@ -103,14 +105,14 @@ def test_minus_one_beside_zero_is_noted() -> None:
 def test_labels_that_do_not_fit_are_reported_with_their_row(row: dict[str, Any], reason: str) -> None:
     fine = {"steps": ["1"], "labels": [1]}
     with pytest.raises(UserError, match="step labels do not fit") as caught:
-        step_labelled(rows(fine, row, fine), None, ";")
+        step_labelled(rows(fine, row, fine), ";")
     assert caught.value.found.startswith(f"1 of 3 rows: f.jsonl:2: {reason}")
 
 
 def test_all_rows_with_such_labels_are_named_at_once() -> None:
     wrong = {"completion": "1;2", "labels": [1]}
     with pytest.raises(UserError) as caught:
-        step_labelled(rows(*[wrong] * 9), None, ";")
+        step_labelled(rows(*[wrong] * 9), ";")
     assert "9 of 9 rows: f.jsonl:1: 1 labels for 2 steps" in caught.value.found
     assert caught.value.found.endswith("; also f.jsonl:6, 7, 8, 9")
 
@@ -126,7 +128,7 @@ def test_all_rows_with_such_labels_are_named_at_once() -> None:
 )
 def test_missing_and_empty_values(row: dict[str, Any], match: str) -> None:
     with pytest.raises(UserError, match=match) as caught:
-        step_labelled(rows(row), None, ";")
+        step_labelled(rows(row), ";")
     assert "f.jsonl:1" in caught.value.found
 
 
@@ -169,9 +171,9 @@ def test_rows_that_are_too_long(codec: TextCodec) -> None:
 
 
 def test_a_tokenizer_that_loses_the_separator_is_refused_with_the_rows(codec: TextCodec) -> None:
-    data = step_labelled(rows({"completion": "1\n2", "labels": [1, 1]}), None, "\n")
+    data = step_labelled(rows({"completion": "1\n2", "labels": [1, 1]}), "\n")
     with pytest.raises(UserError, match="step labels do not fit") as caught:
-        ProcessData.build(data, codec, "\n", 100)
+        ProcessData.build(data, codec, "\n", TokenLimit(100))
     assert "f.jsonl:1: 2 steps, of which the tokenizer keeps 1" in caught.value.found
 
 
@@ -181,7 +183,7 @@ def test_two_steps_in_one_token_are_refused() -> None:
     backend.pre_tokenizer = pre_tokenizers.Split("#", behavior="removed")
     backend.decoder = decoders.Fuse()
     codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>"))
-    data = step_labelled([Row({"prompt": "p", "completion": "#1;2;#3", "labels": [1, 0, 1]}, "f", 4)], None, ";")
+    data = step_labelled([Row({"prompt": "p", "completion": "#1;2;#3", "labels": [1, 0, 1]}, "f", 4)], ";")
     with pytest.raises(UserError) as caught:
-        ProcessData.build(data, codec, ";", 100)
+        ProcessData.build(data, codec, ";", TokenLimit(100))
     assert caught.value.found == "1 of 1 rows: f:4: two steps end in the same token"

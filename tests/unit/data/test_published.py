@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
-from quartet.data.datasets import SFTData
+from quartet.data.datasets import SFTData, TokenLimit
 from quartet.data.dialogues import as_dialogue, split_texts
+from quartet.data.fields import Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.process import step_labelled
 from quartet.data.readers import Row
@@ -41,10 +42,10 @@ def test_dialogues_are_cut_behind_the_last_turn_they_share() -> None:
     row = {"chosen": f"{ASKED} Yes, I", "rejected": f"{ASKED} Yes, me"}
     (found,) = preferences(rows(row)).items
     assert found == Preference(ASKED, " Yes, I", " Yes, me", None, PLACE)
-    (found,) = preferences(rows(row), turns="messages").items
+    (found,) = preferences(rows(row), Reading(turns="messages")).items
     assert found == Preference(TURNS, "Yes, I", "Yes, me", None, PLACE)
     assert prompts(rows({**row, "id": 7})).items == (Prompt(ASKED, {"id": 7}, PLACE),)
-    assert prompts(rows(row), turns="messages").items[0].prompt == TURNS
+    assert prompts(rows(row), Reading(turns="messages")).items[0].prompt == TURNS
 
 
 def test_dialogues_beside_other_columns_and_without_the_leading_lines() -> None:
@@ -76,7 +77,7 @@ def test_answers_that_repeat_their_prompt() -> None:
     whole = preferences(rows({"prompt": ASKED, "chosen": f"{ASKED} Yes", "rejected": f"{ASKED} No"}))
     assert whole.items[0] == Preference(ASKED, " Yes", " No", None, PLACE)
     assert dict(whole.notes) == {"both answers began with their prompt, which was taken off": 1}
-    alone = preferences(rows({"prompt": ASKED, "chosen": " Yes", "rejected": " No"}), turns="messages")
+    alone = preferences(rows({"prompt": ASKED, "chosen": " Yes", "rejected": " No"}), Reading(turns="messages"))
     assert alone.items[0] == Preference(TURNS, "Yes", "No", None, PLACE)
 
 
@@ -95,13 +96,13 @@ def test_turns_become_messages(text: str, messages: list[dict[str, str]]) -> Non
 
 def test_turns_of_every_kind_of_row() -> None:
     row = {"prompt": ASKED, "completion": " Yes ", "label": True}
-    assert demonstrations(rows(row), turns="messages").items == (Demonstration(TURNS, "Yes", PLACE),)
-    assert judgements(rows(row), turns="messages").items == (Judgement(TURNS, "Yes", True, PLACE),)
+    assert demonstrations(rows(row), Reading(turns="messages")).items == (Demonstration(TURNS, "Yes", PLACE),)
+    assert judgements(rows(row), Reading(turns="messages")).items == (Judgement(TURNS, "Yes", True, PLACE),)
     text = {"text": f"{ASKED} Yes"}
-    assert demonstrations(rows(text), turns="messages").items == (
+    assert demonstrations(rows(text), Reading(turns="messages")).items == (
         Conversation([*TURNS, turn("assistant", "Yes")], PLACE),
     )
-    found = prompts(rows({"prompt": f"{ASKED} Yes"}), turns="messages")
+    found = prompts(rows({"prompt": f"{ASKED} Yes"}), Reading(turns="messages"))
     assert found.items[0].prompt == TURNS and found.notes, "the answer was taken off"
 
 
@@ -175,7 +176,7 @@ def test_answers_of_several_turns_continue_an_explicit_prompt() -> None:
 def test_unpaired_stepwise_and_tools() -> None:
     assert judgements(rows({"prompt": [USER], "completion": [YES], "label": False})).items[0].label is False
     row = {"prompt": "p", "completions": ["one", "two"], "labels": [True, False]}
-    (found,) = step_labelled(rows(row), None, "\n").items
+    (found,) = step_labelled(rows(row), "\n").items
     assert (found.completion, found.labels) == ("one\ntwo", (1.0, 0.0))
     tools = [{"type": "function"}]
     assert prompts(rows({"prompt": [USER], "tools": tools})).items[0].columns == {"tools": tools}
@@ -202,7 +203,7 @@ def test_numbers_beyond_measure_from_python(power: int) -> None:
         with pytest.raises(UserError, match="not a finite number"):
             preferences(rows({"prompt": "p", "chosen": "c", "rejected": "r", "margin": value}))
         with pytest.raises(UserError, match="step labels"):
-            step_labelled(rows({"prompt": "p", "steps": ["a"], "labels": [value]}), None, "\n")
+            step_labelled(rows({"prompt": "p", "steps": ["a"], "labels": [value]}), "\n")
     with pytest.raises(UserError, match="not text"):
         prompts(rows({"prompt": 10**5000}))
 
@@ -226,7 +227,7 @@ def codec() -> TextCodec:
 def test_every_token_of_a_text_is_learned(codec: TextCodec) -> None:
     parsed = demonstrations(rows({"text": "1+2=3"}))
     assert parsed.items == (Document("1+2=3", PLACE),)
-    (item,) = SFTData.build(parsed, codec, 99).items
+    (item,) = SFTData.build(parsed, codec, TokenLimit(99)).items
     assert list(item.input_ids) == [*codec.encode_prompt("1+2=3"), codec.eos_id]
     assert item.loss_mask == (False, *[True] * (len(item.input_ids) - 1)), "nothing predicts the first"
 
@@ -246,7 +247,7 @@ def test_every_token_of_a_text_is_learned(codec: TextCodec) -> None:
 def test_token_ids_stay_as_they_are(row: dict[str, Any], ids: list[int], mask: list[int], codec: TextCodec) -> None:
     parsed = demonstrations(rows(row))
     assert parsed.items == (Tokenised(tuple(ids), tuple(map(bool, mask)), PLACE),)
-    (item,) = SFTData.build(parsed, codec, 99).items
+    (item,) = SFTData.build(parsed, codec, TokenLimit(99)).items
     assert (list(item.input_ids), list(item.loss_mask)) == (ids, mask)
 
 
@@ -281,7 +282,7 @@ def test_token_ids_that_cannot_be_used_are_refused_with_their_row(
 ) -> None:
     fine = {"input_ids": [3, 4]}
     with pytest.raises(UserError) as caught:
-        SFTData.build(demonstrations(rows(fine, row)), codec, 99)
+        SFTData.build(demonstrations(rows(fine, row)), codec, TokenLimit(99))
     assert "f.jsonl:2: " in caught.value.found and found in caught.value.found
 
 
@@ -318,7 +319,7 @@ def test_whole_dialogues_beside_their_prompt_are_no_answers(turns: Any) -> None:
         "chosen": "\n\nHuman: Who?\n\nAssistant: Me.",
         "rejected": "\n\nHuman: Who?\n\nAssistant: I.",
     }
-    found = preferences(rows(row), turns=turns)
+    found = preferences(rows(row), Reading(turns=turns))
     (pair,) = found.items
     assert (pair.chosen.strip(), pair.rejected.strip()) == ("Me.", "I.")
     assert pair.prompt == ([ASK] if turns == "messages" else "\n\nHuman: Who?\n\nAssistant:")

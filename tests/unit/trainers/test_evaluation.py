@@ -14,7 +14,7 @@ import torch
 from quartet.batch.columns import ColumnSet
 from quartet.config.common import SamplingConfig
 from quartet.config.evaluation import EvalRecipe
-from quartet.data.datasets import PromptData
+from quartet.data.datasets import PromptData, TokenLimit
 from quartet.data.formats import prompts as as_prompts
 from quartet.data.readers import Row
 from quartet.models.loading import packed_causal_lm
@@ -39,7 +39,7 @@ def codec(tokenizer: Any) -> TextCodec:
 @pytest.fixture
 def data(codec: TextCodec, prompts: list[str]) -> PromptData:
     rows = [Row({"prompt": p, "length": len(p)}, "here", n) for n, p in enumerate(prompts, start=1)]
-    return PromptData.build(as_prompts(rows, {}), codec, 64)
+    return PromptData.build(as_prompts(rows), codec, TokenLimit(64))
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_stored_text_becomes_what_was_sampled(codec: TextCodec, data: PromptDa
     """End-of-text only where it ended by itself."""
 
     def stored(text: str, reason: str) -> Answer:
-        return Answer("p0", 0, data.item(0).prompt, text, reason, 0, {})
+        return Answer("p0", 0, data.items[0].prompt, text, reason, 0, {})
 
     found = as_completion(codec, stored("1+2=3", reason))
     assert codec.decode(found.token_ids) == "1+2=3"

@@ -311,7 +311,7 @@ def test_a_canary_hears_adapters_that_were_not_sent(roles_of: Any, causal_lm: An
             roles.requests,
             steps_per_lease=4,
             version=version,
-            canary=CanaryProbe(roles.prompts.item(0).prompt, 4, 1e-4),
+            canary=CanaryProbe(roles.prompts.items[0].prompt, 4, 1e-4),
             trainer=roles.train_group("actor"),
             update_engine_weights=update_engine_weights,
             shares_actor=False,

@@ -63,7 +63,7 @@ def test_rows_from_python_may_be_strings_messages_or_mappings() -> None:
     codec = TextCodec(build_tokenizer())
     data = prompt_data(None, ["1+2=", {"prompt": "3+4=", "answer": 7}], codec, 16, "data")
     assert [item.prompt for item in data.items] == ["1+2=", "3+4="]
-    assert dict(data.item(1).columns) == {"answer": 7}
+    assert dict(data.items[1].columns) == {"answer": 7}
     with pytest.raises(UserError, match="no data"):
         prompt_data(None, None, codec, 16, "data")
 
