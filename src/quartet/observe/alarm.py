@@ -88,32 +88,26 @@ class HackingAlarm:
         now = {prompt: float(score) for prompt, score in scores.items() if not math.isnan(score)}
         if not now:
             return None
-        verdict = self._judge(step, now) if self._num_seen else None
+        verdict, common = None, [prompt for prompt in now if prompt in self._best]
+        if common:
+            held_out_p = fall_p([now[p] - self._best[p] for p in common])
+            slope, training_p = rise(self._training)
+            verdict = AlarmVerdict(
+                step=step,
+                best_step=self._best_step,
+                held_out_before=fmean(self._best[p] for p in common),
+                held_out_now=fmean(now[p] for p in common),
+                held_out_p=held_out_p,
+                training_slope=slope,
+                training_p=training_p,
+                raised=held_out_p <= self._level / self._num_seen and training_p <= self._level,
+            )
+            self._raised_at += [step] if verdict.raised else []
         self._num_seen += 1
-        if verdict is not None and verdict.raised:
-            self._raised_at.append(step)
         if not self._best or fmean(now.values()) > fmean(self._best.values()):
             self._best_step, self._best = step, now
             self._training = [(s, reward) for s, reward in self._training if s > step]
         return verdict
-
-    def _judge(self, step: int, now: Mapping[str, float]) -> AlarmVerdict | None:
-        common = [prompt for prompt in now if prompt in self._best]
-        if not common:
-            return None
-        held_out_p = fall_p([now[p] - self._best[p] for p in common])
-        slope, training_p = rise(self._training)
-        raised = held_out_p <= self._level / self._num_seen and training_p <= self._level
-        return AlarmVerdict(
-            step=step,
-            best_step=self._best_step,
-            held_out_before=fmean(self._best[p] for p in common),
-            held_out_now=fmean(now[p] for p in common),
-            held_out_p=held_out_p,
-            training_slope=slope,
-            training_p=training_p,
-            raised=raised,
-        )
 
     def state(self) -> dict[str, Any]:
         """JSON values from which :meth:`restore` goes on exactly."""

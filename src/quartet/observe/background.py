@@ -86,26 +86,24 @@ class BackgroundWriter:
         self._waiting.clear()
 
     def _run(self) -> None:
-        while (piece := self._next()) is not None:
-            name, work = piece
+        while True:
+            with self._lock:
+                self._changed.wait_for(lambda: self._closed or self._waiting)
+                if not self._waiting:
+                    self._ended = True
+                    self._changed.notify_all()
+                    return
+                name, work = self._waiting.popleft()
             error: BaseException | None = None
             try:
                 work()
             except BaseException as raised:  # It belongs to the thread that submits, whatever it is.
                 error = raised
             # What was handed over is large: none of it may live on until the next piece comes.
-            del piece, work
+            del work
             with self._lock:
                 self._pending[name] -= 1
                 if error is not None:
                     self._error = error
                     self._drop_waiting()
                 self._changed.notify_all()
-        with self._lock:
-            self._ended = True
-            self._changed.notify_all()
-
-    def _next(self) -> tuple[str, Callable[[], object]] | None:
-        with self._lock:
-            self._changed.wait_for(lambda: self._closed or self._waiting)
-            return self._waiting.popleft() if self._waiting else None

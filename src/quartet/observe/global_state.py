@@ -10,14 +10,16 @@ import contextlib
 import gc
 import inspect
 import os
+import pickle
 import random
 import signal
 import socket
 import sys
 import threading
 import types
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,42 +174,23 @@ def _handlers() -> list[Any] | None:
     return [signal.getsignal(number) for number in _SIGNALS]
 
 
-def _put_default_device(device: torch.device) -> None:
-    # Naming the CPU would install a mode that was not there before.
-    torch.set_default_device(None if device.type == "cpu" else device)
+def _put_autocast(kind: str, value: tuple[bool, torch.dtype]) -> None:
+    torch.set_autocast_enabled(kind, value[0])
+    torch.set_autocast_dtype(kind, value[1])
 
 
-def _autocast() -> list[tuple[str, bool, torch.dtype]]:
-    kinds = ("cpu", "cuda")
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+def _several(name: str, keys: Sequence[str], get: Callable[[str], Any], put: Callable[[str, Any], None]) -> _State:
+    """Settings that there are under each of ``keys``."""
 
+    def put_all(values: list[Any]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            put(key, value)
 
-def _put_autocast(values: list[tuple[str, bool, torch.dtype]]) -> None:
-    for kind, is_enabled, dtype in values:
-        torch.set_autocast_enabled(kind, is_enabled)
-        torch.set_autocast_dtype(kind, dtype)
+    return _State(name, lambda: [get(key) for key in keys], put_all)
 
 
 def _attributes(name: str, holder: Any, *keys: str) -> _State:
-    """The settings that ``holder`` has under ``keys``."""
-
-    def put(values: tuple[Any, ...]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            setattr(holder, key, value)
-
-    return _State(name, lambda: tuple(getattr(holder, key) for key in keys), put)
-
-
-_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
-
-
-def _kernels() -> list[bool]:
-    return [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _KERNELS]
-
-
-def _put_kernels(values: list[bool]) -> None:
-    for kind, is_enabled in zip(_KERNELS, values, strict=True):
-        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_enabled)
+    return _several(name, keys, partial(getattr, holder), partial(setattr, holder))
 
 
 # What covers others comes before them.
@@ -234,18 +217,23 @@ def _put_products(values: tuple[str | None, list[str]]) -> None:
             torch._C._set_fp32_precision_setter(*place, precision)
 
 
-def _flushes_denormals() -> bool:
-    smallest = float("5e-324")
-    return smallest * 1.0 == 0.0
-
-
 # Environment variables are not among them: code sets them for its own libraries, and training reads none while it runs.
 _STATES = (
     _State("the gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
     _State("the inference mode", torch.is_inference_mode_enabled, lambda _: None),  # only its own end ends it
     _State("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    _State("the default device", torch.get_default_device, _put_default_device),
-    _State("autocast", _autocast, _put_autocast),
+    _State(
+        "the default device",
+        torch.get_default_device,
+        # Naming the CPU would install a mode that was not there before.
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
+    _several(
+        "autocast",
+        ("cpu", "cuda"),
+        lambda kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        _put_autocast,
+    ),
     _State("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
     _State(
         "the use of deterministic algorithms",
@@ -255,9 +243,14 @@ _STATES = (
     _State("the precision of float32 products", _products, _put_products),
     _attributes("the settings of cuDNN", torch.backends.cudnn, "benchmark", "deterministic"),
     _attributes("the settings of oneDNN", torch.backends.mkldnn, "enabled", "deterministic"),
-    _State("the kernels of attention", _kernels, _put_kernels),
+    _several(
+        "the kernels of attention",
+        ("flash", "mem_efficient", "math", "cudnn"),
+        lambda kind: getattr(torch.backends.cuda, f"{kind}_sdp_enabled")(),
+        lambda kind, is_on: getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_on),
+    ),
     _State("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
-    _State("the flushing of denormal numbers", _flushes_denormals, torch.set_flush_denormal),
+    _State("the flushing of denormal numbers", lambda: float("5e-324") * 1.0 == 0.0, torch.set_flush_denormal),
     _State("numpy's handling of errors", np.geterr, lambda handling: np.seterr(**handling)),
     _State("the working directory", _cwd, os.chdir),
     _State("signal handlers", _handlers, _put_handlers),
@@ -272,21 +265,8 @@ _STATES = (
 )
 
 
-def _numpy_random() -> tuple[Any, ...]:
-    state: Any = np.random.get_state(legacy=True)
-    return state[0], state[1].tobytes(), *state[2:]
-
-
-def _put_numpy_random(state: tuple[Any, ...]) -> None:
-    np.random.set_state((state[0], np.frombuffer(state[1], dtype=np.uint32), *state[2:]))
-
-
-def _torch_random() -> bytes:
-    return torch.get_rng_state().numpy().tobytes()
-
-
-def _put_torch_random(state: bytes) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+def _as_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _cuda_random() -> list[bytes] | None:
@@ -297,13 +277,21 @@ def _cuda_random() -> list[bytes] | None:
 
 def _put_cuda_random(states: list[bytes] | None) -> None:
     if states is not None:
-        torch.cuda.set_rng_state_all([torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states])
+        torch.cuda.set_rng_state_all([_as_tensor(state) for state in states])
 
 
 _RANDOM = (
     _State("the generator of `random`", random.getstate, random.setstate),
-    _State("numpy's global generator", _numpy_random, _put_numpy_random),
-    _State("torch's global generator", _torch_random, _put_torch_random),
+    _State(
+        "numpy's global generator",  # as bytes, since arrays cannot be compared with ==
+        lambda: pickle.dumps(np.random.get_state()),
+        lambda state: np.random.set_state(pickle.loads(state)),
+    ),
+    _State(
+        "torch's global generator",
+        lambda: torch.get_rng_state().numpy().tobytes(),
+        lambda state: torch.set_rng_state(_as_tensor(state)),
+    ),
     _State("torch's generators on CUDA", _cuda_random, _put_cuda_random),
 )
 

@@ -150,8 +150,11 @@ class RowAppender:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        held = _drop_half_line(path) if path.exists() else b""
-        self._state, self._bytes = hashlib.sha256(held), len(held)
+        data = read_file(path) if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:  # a kill cut the last line off
+            replace_atomically(path, whole)
+        self._state, self._bytes = hashlib.sha256(whole), len(whole)
         self._file = path.open("ab")
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -171,12 +174,3 @@ class RowAppender:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _drop_half_line(path: Path) -> bytes:
-    """What stays in the file."""
-    data = read_file(path)
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        replace_atomically(path, whole)
-    return whole

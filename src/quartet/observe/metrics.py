@@ -28,12 +28,8 @@ class Metric:
     bad: str
 
 
-def _read_table() -> dict[str, Metric]:
-    text = resources.files(__package__).joinpath("metrics.toml").read_text(encoding="utf-8")
-    return {name: Metric(name, **row) for name, row in tomllib.loads(text).items()}
-
-
-METRICS: Mapping[str, Metric] = MappingProxyType(_read_table())
+_TABLE = tomllib.loads(resources.files(__package__).joinpath("metrics.toml").read_text(encoding="utf-8"))
+METRICS: Mapping[str, Metric] = MappingProxyType({name: Metric(name, **row) for name, row in _TABLE.items()})
 """The table by name; families stand under their placeholder name."""
 
 _PLACEHOLDER = re.compile(r"<\w+>")

@@ -108,9 +108,6 @@ def _warnings(threads: int, repeats: bool, first: int | None) -> list[str]:
 def _cpuinfo() -> dict[str, str]:
     """Of the first core; empty where the system does not say."""
     path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    pairs = (line.partition(":") for line in lines)
-    found: dict[str, str] = {}
-    for name, _, value in pairs:
-        found.setdefault(name.strip(), value.strip())
-    return found
+    first = path.read_text(encoding="utf-8").partition("\n\n")[0] if path.exists() else ""
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}

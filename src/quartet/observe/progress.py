@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
 from quartet.config.printable import printable
@@ -31,47 +31,40 @@ def _format_figures(figures: dict[str, Figure]) -> str:
 class ProgressBar:
     """One bar. A context manager: leaving the block ends the bar, as stopped where the block raised."""
 
-    def __init__(self, owner: Progress, title: str, total: int | None, transient: bool, task: TaskID | None) -> None:
-        self.title = title
-        self.total = total
-        self.done = 0
-        self.figures: dict[str, Figure] = {}
-        self.transient = transient
-        self.task = task
-        self.started_s = owner.clock()
-        self.ended = False
-        self._owner = owner
+    def __init__(self, owner: Progress, title: str, total: int | None, transient: bool) -> None:
+        self._owner, self._title, self._total, self._transient = owner, title, total, transient
+        self._done = 0
+        self._figures: dict[str, Figure] = {}
+        self._started_s = owner.clock()
+        self._task = owner.bars.add_task(printable(title), total=total, figures="") if owner.bars else None
 
     def advance(self, n: int = 1, **figures: Figure) -> None:
         """``n`` more units are done; ``figures`` (``loss=0.31``) replace those of the same name."""
-        self.done += n
-        self.figures.update(figures)
-        self._owner.refresh(self)
+        self._done += n
+        self._figures.update(figures)
+        if self._owner.bars is not None and self._task is not None:
+            self._owner.bars.update(self._task, completed=self._done, figures=_format_figures(self._figures))
+        elif not self._transient and self._owner.is_line_due():
+            self._owner.print_line(self._line())
 
-    def finish(self, **figures: Figure) -> None:
-        """Ends the bar (a transient one disappears); ending it twice does nothing."""
-        self._end("done", figures)
-
-    def _end(self, verdict: str, figures: dict[str, Figure]) -> None:
-        if self.ended:
-            return
-        self.figures.update(figures)
-        self.ended = True
-        self._owner.end(self, verdict)
-
-    def line(self, verdict: str | None = None) -> str:
+    def _line(self, verdict: str = "") -> str:
         """The bar as plain text: title, count, per cent, seconds, figures."""
-        count = f"{self.done:,}" if self.total is None else f"{self.done:,}/{self.total:,}"
-        share = f" ({100 * self.done // self.total} %)" if self.total else ""
-        seconds = f"{self._owner.clock() - self.started_s:.1f} s"
-        parts = [f"{self.title}: {count}{share}", verdict or "", seconds, _format_figures(self.figures)]
+        count = f"{self._done:,}" if self._total is None else f"{self._done:,}/{self._total:,}"
+        share = f" ({100 * self._done // self._total} %)" if self._total else ""
+        seconds = f"{self._owner.clock() - self._started_s:.1f} s"
+        parts = [f"{self._title}: {count}{share}", verdict, seconds, _format_figures(self._figures)]
         return "  ".join(part for part in parts if part)
 
     def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._end("done" if kind is None else "stopped", {})
+        if self._owner.bars is not None and self._task is not None:
+            self._owner.bars.stop_task(self._task)
+            if self._transient:
+                self._owner.bars.remove_task(self._task)
+        elif not self._transient or kind is not None:
+            self._owner.print_line(self._line("done" if kind is None else "stopped"))
 
 
 class Progress:
@@ -96,53 +89,39 @@ class Progress:
         self.clock = clock
         self._interval_s = interval_s
         self._last_line_s = clock()
-        self._bars = self._make_bars() if self.console.is_terminal else None
-
-    def _make_bars(self) -> RichProgress:
-        return RichProgress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}", style="dim", markup=False),
-            console=self.console,
-        )
+        self.bars: RichProgress | None = None
+        if self.console.is_terminal:
+            self.bars = RichProgress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=28),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[figures]}", style="dim", markup=False),
+                console=self.console,
+            )
 
     def __enter__(self) -> Progress:
-        if self._bars is not None:
-            self._bars.start()
+        if self.bars is not None:
+            self.bars.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if self._bars is not None:
-            self._bars.stop()
+        if self.bars is not None:
+            self.bars.stop()
 
     def stage(self, title: str, total: int | None = None, *, transient: bool = False) -> ProgressBar:
         """A new bar. ``total`` None: unknown. ``transient``: gone when it ends (for a bar per rollout)."""
-        task = None
-        if self._bars is not None:
-            task = self._bars.add_task(printable(title), total=total, figures="")
-        return ProgressBar(self, title, total, transient, task)
+        return ProgressBar(self, title, total, transient)
 
     def print(self, text: str) -> None:
         """A line of its own, above the bars. It may hold foreign text."""
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
-    def refresh(self, stage: ProgressBar) -> None:
-        """Shows the stage's present state (called by the stage)."""
-        if self._bars is not None and stage.task is not None:
-            self._bars.update(stage.task, completed=stage.done, figures=_format_figures(stage.figures))
-        elif not stage.transient and self.clock() - self._last_line_s >= self._interval_s:
-            self._last_line_s = self.clock()
-            self.print(stage.line())
+    def is_line_due(self) -> bool:
+        """Whether the last plain line of a bar is long enough ago."""
+        return self.clock() - self._last_line_s >= self._interval_s
 
-    def end(self, stage: ProgressBar, verdict: str) -> None:
-        """Closes the stage's bar (called by the stage)."""
-        if self._bars is not None and stage.task is not None:
-            self._bars.update(stage.task, completed=stage.done, figures=_format_figures(stage.figures))
-            self._bars.stop_task(stage.task)
-            if stage.transient:
-                self._bars.remove_task(stage.task)
-        elif not stage.transient or verdict != "done":
-            self._last_line_s = self.clock()
-            self.print(stage.line(verdict))
+    def print_line(self, text: str) -> None:
+        """A plain line in the place of a bar."""
+        self._last_line_s = self.clock()
+        self.print(text)

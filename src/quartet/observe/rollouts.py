@@ -111,23 +111,17 @@ def _name_inside(packed: bytes) -> str | None:
     return packed[10 : packed.find(b"\0", 10)].decode("latin-1") if packed[3:4] == b"\x08" else None
 
 
-class RolloutWriter:
-    """Writes the records of one step at a time; a file appears complete or not at all."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-
-    def write(self, step: int, records: Sequence[RolloutRecord]) -> Path:
-        """Writes (or replaces) the file of ``step`` and returns its path."""
-        buffer = io.BytesIO()
-        # The name tells a file that was renamed to another step. No time, so that equal records give equal bytes.
-        with gzip.GzipFile(filename=_name(step), mode="wb", fileobj=buffer, compresslevel=1, mtime=0) as file:
-            for record in records:
-                file.write(_encode(record))
-        path = rollouts_path(self._directory, step)
-        replace_atomically(path, buffer.getvalue())
-        return path
+def write_step(directory: Path, step: int, records: Sequence[RolloutRecord]) -> Path:
+    """Writes (or replaces) the file of ``step``, complete or not at all, and returns its path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    # The name tells a file that was renamed to another step. No time, so that equal records give equal bytes.
+    with gzip.GzipFile(filename=_name(step), mode="wb", fileobj=buffer, compresslevel=1, mtime=0) as file:
+        for record in records:
+            file.write(_encode(record))
+    path = rollouts_path(directory, step)
+    replace_atomically(path, buffer.getvalue())
+    return path
 
 
 def read_step(directory: Path, step: int) -> list[RolloutRecord]:

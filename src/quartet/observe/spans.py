@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects
 
@@ -64,23 +65,14 @@ class SpanRecorder:
         self._lock = threading.Lock()
 
     @contextmanager
-    def span(
-        self,
-        name: str,
-        *,
-        step: int | None = None,
-        role: str | None = None,
-        mode: str | None = None,
-        chunk: int | None = None,
-        tokens: int | None = None,
-        nbytes: int | None = None,
-    ) -> Iterator[Span]:
+    def span(self, name: str, **about: Any) -> Iterator[Span]:
         """Opens a span; it is recorded when the block ends, with ``failed`` set when the block raises.
 
-        ``tokens`` and ``nbytes`` start at 0 where they are not known yet.
+        Args:
+            about: fields of the :class:`Span`: step, role, mode, chunk, tokens, nbytes, as far as they are known.
         """
         now = self._clock()
-        span = Span(name, now, now, step, role, mode, chunk, tokens or 0, nbytes or 0, failed=True)
+        span = Span(name, now, now, failed=True, **about)
         try:
             yield span
             span.failed = False
@@ -88,20 +80,17 @@ class SpanRecorder:
             span.end_s = self._clock()
             if span.marks:
                 span.start_s, span.end_s = span.marks[0], span.marks[-1]
-            self._record(span)
+            with self._lock:
+                self._spans.append(span)
+                if self._rows is not None:
+                    row = {k: value for k, value in asdict(span).items() if value is not None and value is not False}
+                    del row["marks"]
+                    row["start_s"], row["end_s"] = round(span.start_s, 6), round(span.end_s, 6)
+                    self._rows.append(row)
 
     def mark(self, span: Span) -> None:
         """The work of an open span is going on now. A span with marks is as long as from the first to the last."""
         span.marks.append(self._clock())
-
-    def _record(self, span: Span) -> None:
-        with self._lock:
-            self._spans.append(span)
-            if self._rows is not None:
-                row = {key: value for key, value in asdict(span).items() if value is not None and value is not False}
-                del row["marks"]
-                row["start_s"], row["end_s"] = round(span.start_s, 6), round(span.end_s, 6)
-                self._rows.append(row)
 
     def of_step(self, step: int | None) -> list[Span]:
         """The ended spans of one step that are still in memory, in order of their start."""

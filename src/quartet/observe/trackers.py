@@ -1,16 +1,12 @@
-"""Where metrics go: JSON Lines, TensorBoard, or several at once.
-
-Every tracker refuses names that :data:`quartet.observe.metrics.METRICS` does not explain.
-"""
+"""Where metrics go: JSON Lines, and TensorBoard beside it."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -22,29 +18,27 @@ _NUMBERS = TypeAdapter(dict[str, float | None], config=ConfigDict(strict=True))
 _NONFINITE = TypeAdapter(dict[str, Literal["nan", "inf", "-inf"]])
 
 
-class Tracker(Protocol):
-    """Takes the metrics of one step at a time."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records ``metrics`` under ``step``; ValueError for a name that the table does not know."""
-
-    def close(self) -> None:
-        """Writes what is still buffered; nothing may be logged afterwards."""
-
-
 class JsonlTracker:
     """One JSON object per line: ``{"step": 3, "time_s": 1700000000.0, "loss/policy": 0.1}``.
 
     JSON has no NaN, so a value that is not finite is written as ``null`` and named under ``nonfinite`` as
     ``"nan"``, ``"inf"`` or ``"-inf"``; :func:`read_metrics` restores it. A half-written last line of a killed
-    run is dropped on opening. ``clock`` gives Unix time in seconds.
+    run is dropped on opening.
+
+    Args:
+        tensorboard: gets the same metrics, and is closed with this one.
+        clock: Unix time in seconds.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, tensorboard: TensorBoardTracker | None = None, *, clock: Callable[[], float] = time.time
+    ) -> None:
         self._rows = RowAppender(path)
+        self._tensorboard = tensorboard
         self._clock = clock
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records ``metrics`` under ``step``; ValueError for a name that the table of metrics does not explain."""
         check_names(metrics)
         values = {name: float(value) for name, value in metrics.items()}
         row: dict[str, Any] = {"step": step, "time_s": round(self._clock(), 3)}
@@ -53,13 +47,19 @@ class JsonlTracker:
         if nonfinite:
             row["nonfinite"] = nonfinite
         self._rows.append(row)
+        if self._tensorboard is not None:
+            self._tensorboard.log(step, values)
 
     def written(self) -> FileDigest:
         """Of all rows that are in the file by now."""
         return self._rows.written()
 
     def close(self) -> None:
-        self._rows.close()
+        try:
+            self._rows.close()
+        finally:
+            if self._tensorboard is not None:
+                self._tensorboard.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -88,42 +88,22 @@ class TensorBoardTracker:
     """
 
     def __init__(self, directory: Path, resume_after: int | None = None) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._session = event_pb2.Event, event_pb2.SessionLog
-        self._summary = summary_pb2.Summary
+        self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(directory))
         if resume_after is not None:
-            start = self._session(status=self._session.START)
-            self._add(self._event(wall_time=time.time(), step=resume_after + 1, session_log=start))
+            self._add(resume_after + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def _add(self, event: Any) -> None:
-        self._writer.add_event(event)
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
         self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        check_names(metrics)
-        values = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
-        self._add(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step, summary=self._summary(value=values))
 
     def close(self) -> None:
         self._writer.close()
-
-
-class MultiTracker:
-    """Passes everything to several trackers; names are checked before the first of them writes."""
-
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = tuple(trackers)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        check_names(metrics)
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
-
-    def close(self) -> None:
-        """Closes all of them, even when one raises."""
-        with ExitStack() as stack:
-            for tracker in reversed(self._trackers):
-                stack.callback(tracker.close)

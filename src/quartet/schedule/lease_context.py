@@ -32,5 +32,5 @@ class LeaseContext:
     ) -> AsyncIterator[tuple[Lease, Span]]:
         """Waits for the lease; the span covers the block alone. Inputs are awaited before, never inside."""
         async with self.arbiter.lease(role, mode, reads=dict(reads or {}), writes=writes) as lease:
-            with self.recorder.span(name, step=step, role=role, mode=mode, chunk=chunk, tokens=tokens or None) as span:
+            with self.recorder.span(name, step=step, role=role, mode=mode, chunk=chunk, tokens=tokens) as span:
                 yield lease, span

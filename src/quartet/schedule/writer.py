@@ -20,7 +20,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import REWARD_PREFIX, STEP_PREFIX, STEP_SCORE_PREFIX
 from quartet.config import UserError
 from quartet.config.file_errors import write_error
-from quartet.observe.rollouts import RolloutRecord, RolloutWriter, rollouts_path
+from quartet.observe.rollouts import RolloutRecord, rollouts_path, write_step
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.groups import TEXT_END
 from quartet.text.examples import PromptText
@@ -76,7 +76,7 @@ class Writer(Checkpointed):
         def write() -> None:
             records = [record for pair in pairs for record in rollout_records(*pair, self._codec)]
             try:
-                RolloutWriter(directory).write(step, records)
+                write_step(directory, step, records)
             except OSError as error:
                 raise write_error(rollouts_path(directory, step), error) from error
 

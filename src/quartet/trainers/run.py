@@ -44,7 +44,7 @@ from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
 from quartet.observe.run_status import ENDED, LOCK
 from quartet.observe.spans import BACKGROUND, SpanRecorder
-from quartet.observe.trackers import JsonlTracker, MultiTracker, TensorBoardTracker, Tracker
+from quartet.observe.trackers import JsonlTracker, TensorBoardTracker
 from quartet.train.checkpoint import (
     Checkpoint,
     Shares,
@@ -259,11 +259,8 @@ class RunDirectory:
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
             truncate_rows_after(self.path / "spans.jsonl", step - 1)
             rollout_store.truncate_rollouts_after(self.path / "rollouts", step)
-            self._metrics = JsonlTracker(self.path / "metrics.jsonl")
-            trackers: list[Tracker] = [self._metrics]
-            if self.recipe.log.tensorboard:
-                trackers.append(TensorBoardTracker(self.path / "tensorboard", resume_after=step if step else None))
-            self.tracker = MultiTracker(trackers)
+            board = TensorBoardTracker(self.path / "tensorboard", step or None) if self.recipe.log.tensorboard else None
+            self.tracker = JsonlTracker(self.path / "metrics.jsonl", board)
             self._records.callback(self.tracker.close)
             self.recorder = SpanRecorder(self.path / "spans.jsonl")
             self._records.callback(self.recorder.close)
@@ -362,7 +359,7 @@ class RunDirectory:
                 writer raises it (``begin_checkpoint``, ``write_later``, ``drain``, ``finish``, the end of the run).
         """
         config = self.recipe.checkpoint
-        info = {**info, "recipe": self.recipe.model_dump(mode="json"), "metrics.jsonl": asdict(self._metrics.written())}
+        info = {**info, "recipe": self.recipe.model_dump(mode="json"), "metrics.jsonl": asdict(self.tracker.written())}
         info, parts = copy.deepcopy(info), snapshot(parts)
 
         def complete() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.observe.rollouts import RolloutRecord, RolloutWriter
+from quartet.observe.rollouts import RolloutRecord, write_step
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import JsonlTracker
 
@@ -102,7 +102,6 @@ def _write_rl(path: Path, steps: int, rng: random.Random, hostile: bool) -> None
         with recorder.span(name, step=step, role=role, mode=mode, chunk=chunk, tokens=tokens):
             clock_now[0] = at + length
 
-    writer = RolloutWriter(path / "rollouts")
     for step in range(1, steps + 1):
         x = step / steps
         noise = lambda scale: rng.gauss(0, scale)  # noqa: E731
@@ -156,7 +155,7 @@ def _write_rl(path: Path, steps: int, rng: random.Random, hostile: bool) -> None
                 elif prompt == 1 and index == 1:
                     pieces = ["[tool", " output]", *pieces]
                 records.append(make_record(step, prompt, index, pieces, text, quality, rng))
-        writer.write(step, records)
+        write_step(path / "rollouts", step, records)
     tracker.close()
     recorder.close()
 

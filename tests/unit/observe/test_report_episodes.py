@@ -11,7 +11,7 @@ import pytest
 
 from quartet.observe.report import build_report
 from quartet.observe.report.samples import ReportLimits, collect_rollouts
-from quartet.observe.rollouts import RolloutRecord, RolloutWriter
+from quartet.observe.rollouts import RolloutRecord, write_step
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -56,9 +56,8 @@ RECORDS = [
 
 
 def test_states_and_sequences_reach_the_page(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path)
-    writer.write(1, RECORDS)
-    writer.write(2, [record(0, 0, "ask", "seven", step=2), record(0, 1, "noted", "eight", step=2)])
+    write_step(tmp_path, 1, RECORDS)
+    write_step(tmp_path, 2, [record(0, 0, "ask", "seven", step=2), record(0, 1, "noted", "eight", step=2)])
     warned: list[str] = []
     data = collect_rollouts(tmp_path, ReportLimits(), warned.append)
     assert data is not None and not warned
@@ -81,7 +80,7 @@ def test_states_and_sequences_reach_the_page(tmp_path: Path) -> None:
 
 
 def test_limits_cut_trajectories_not_sequences(tmp_path: Path) -> None:
-    RolloutWriter(tmp_path).write(1, RECORDS)
+    write_step(tmp_path, 1, RECORDS)
     data = collect_rollouts(tmp_path, ReportLimits(responses_per_group=1), [].append)
     assert data is not None
     assert [s["id"] for s in data["samples"]["1"]] == ["1.0", "1.0.1"]
@@ -89,9 +88,8 @@ def test_limits_cut_trajectories_not_sequences(tmp_path: Path) -> None:
 
 
 def test_echoes_are_of_first_states(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path)
     for step in (1, 2, 3):
-        writer.write(step, [record(0, 0, "ask", "a", step=step), record(0, 1, "noted", "b", step=step)])
+        write_step(tmp_path, step, [record(0, 0, "ask", "a", step=step), record(0, 1, "noted", "b", step=step)])
     data = collect_rollouts(tmp_path, ReportLimits(steps=2), [].append)
     assert data is not None
     assert [(e["step"], e["text"], e["count"]) for e in data["echoes"]["p0"]] == [(2, "a", 1)]
@@ -124,7 +122,7 @@ class Texts(html.parser.HTMLParser):
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome found")
 def test_the_page_marks_observations_and_lays_the_sequences_side_by_side(tmp_path: Path) -> None:
     assert CHROMIUM is not None
-    RolloutWriter(tmp_path / "rollouts").write(1, RECORDS)
+    write_step(tmp_path / "rollouts", 1, RECORDS)
     (tmp_path / "run.json").write_text('{"job": "rl", "name": "episodes"}', encoding="utf-8")
     page = build_report(tmp_path)
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]

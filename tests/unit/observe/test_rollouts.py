@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from quartet.config.errors import UserError
 from quartet.observe.rollouts import (
     RolloutRecord,
-    RolloutWriter,
     list_steps,
     read_step,
     rollouts_path,
     truncate_rollouts_after,
+    write_step,
 )
 
 RECORD = RolloutRecord(
@@ -41,14 +41,14 @@ RECORD = RolloutRecord(
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     plain = replace(RECORD, sequence_id="other", rewards={}, score=None, columns={}, trajectory_id="t1")
-    path = RolloutWriter(tmp_path / "rollouts").write(12, [RECORD, plain])
+    path = write_step(tmp_path / "rollouts", 12, [RECORD, plain])
     assert path.name == "step_000012.jsonl.gz"
     assert read_step(tmp_path / "rollouts", 12) == [RECORD, plain]
     assert RECORD.trajectory_id == "3-0-1"
 
 
 def test_nan_comes_back(tmp_path: Path) -> None:
-    RolloutWriter(tmp_path).write(1, [replace(RECORD, columns={"kl": [math.nan, 0.0, 1.0]}, score=math.nan)])
+    write_step(tmp_path, 1, [replace(RECORD, columns={"kl": [math.nan, 0.0, 1.0]}, score=math.nan)])
     (back,) = read_step(tmp_path, 1)
     assert math.isnan(back.columns["kl"][0])
     assert back.score is not None
@@ -59,34 +59,32 @@ def test_nan_comes_back(tmp_path: Path) -> None:
 def test_any_text_and_any_float(tmp_path_factory: pytest.TempPathFactory, text: str, value: float) -> None:
     directory = tmp_path_factory.mktemp("store")
     record = replace(RECORD, response_text=text, response_tokens=[text] * 3, columns={"kl": [value] * 3})
-    RolloutWriter(directory).write(0, [record])
+    write_step(directory, 0, [record])
     assert read_step(directory, 0) == [record]
 
 
 def test_equal_records_give_equal_bytes(tmp_path: Path) -> None:
-    first = RolloutWriter(tmp_path / "a").write(1, [RECORD]).read_bytes()
-    second = RolloutWriter(tmp_path / "b").write(1, [RECORD]).read_bytes()
+    first = write_step(tmp_path / "a", 1, [RECORD]).read_bytes()
+    second = write_step(tmp_path / "b", 1, [RECORD]).read_bytes()
     assert first == second
 
 
 def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = RolloutWriter(tmp_path)
-    writer.write(1, [RECORD])
+    write_step(tmp_path, 1, [RECORD])
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("quartet.observe.jsonl.os.fsync", full)
     with pytest.raises(OSError, match="No space"):
-        writer.write(1, [])
+        write_step(tmp_path, 1, [])
     assert read_step(tmp_path, 1) == [RECORD]
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001.jsonl.gz"]
 
 
 def test_truncation_removes_later_steps_and_leftovers(tmp_path: Path) -> None:
-    writer = RolloutWriter(tmp_path)
     for step in (1, 2, 3, 1_000_000):
-        writer.write(step, [RECORD])
+        write_step(tmp_path, step, [RECORD])
     (tmp_path / "step_000003.jsonl.gz.tmp").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
     assert list_steps(tmp_path) == [1, 2, 3, 1_000_000]
@@ -101,14 +99,14 @@ def test_truncation_removes_later_steps_and_leftovers(tmp_path: Path) -> None:
 
 
 def test_missing_step_says_which_there_are(tmp_path: Path) -> None:
-    RolloutWriter(tmp_path).write(4, [RECORD])
+    write_step(tmp_path, 4, [RECORD])
     with pytest.raises(UserError, match="1 steps, 4 to 4"):
         read_step(tmp_path, 5)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 40, -9, -1])
 def test_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
-    RolloutWriter(tmp_path).write(1, [RECORD])
+    write_step(tmp_path, 1, [RECORD])
     path = rollouts_path(tmp_path, 1)
     data = path.read_bytes()
     path.write_bytes(data[:keep] or b"\x00")

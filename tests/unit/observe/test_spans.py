@@ -29,7 +29,7 @@ class Clock:
 def test_span_fields_may_be_set_inside(tmp_path: Path) -> None:
     clock = Clock()
     recorder = SpanRecorder(tmp_path / "spans.jsonl", clock)
-    with recorder.span("generate", step=2, role="actor", mode="generate", chunk=0, tokens=None) as span:
+    with recorder.span("generate", step=2, role="actor", mode="generate", chunk=0) as span:
         clock.now += 1.5
         span.tokens += 10
         span.tokens += 5

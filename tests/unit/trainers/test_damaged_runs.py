@@ -26,7 +26,7 @@ from quartet.observe.progress import Progress
 from quartet.observe.report.build import build_report
 from quartet.observe.report.collect import collect_run
 from quartet.observe.report.samples import ReportLimits
-from quartet.observe.rollouts import RolloutRecord, RolloutWriter, read_step, rollouts_path
+from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
 from quartet.quickstart.run import Quickstart
 from quartet.schedule.journal import Event, Journal
 from quartet.trainers.answers import EvaluationCache, read_answers
@@ -211,11 +211,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("made") / "run"
     with RunDirectory(path, RECIPE) as run:
         run.start(0)
-        writer = RolloutWriter(path / "rollouts")
         for done in (1, 2):
             with run.recorder.span("update", step=done - 1, role="actor", tokens=7):
                 pass
-            writer.write(done, [record(done)])
+            write_step(path / "rollouts", done, [record(done)])
             run.tracker.log(done, {"loss/sft": 0.5 / done})
             run.complete_checkpoint(run.begin_checkpoint(done), done, {"engine": {"x": done}}, {"metrics": {}})
         run.finish({"job": "sft", "stages": [{"name": "sft", "seconds": 1.5, "metrics": {"loss/sft": 0.25}}]})

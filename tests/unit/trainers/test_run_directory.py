@@ -20,7 +20,7 @@ from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, RLRecipe, SFTRecipe
 from quartet.observe.jsonl import read_rows
-from quartet.observe.rollouts import RolloutWriter
+from quartet.observe.rollouts import write_step
 from quartet.observe.run_status import ENDED, true_status
 from quartet.trainers.run import Interrupted, RunDirectory
 
@@ -225,8 +225,7 @@ def test_a_checkpoint_is_complete_only_after_the_records_before_it(
     rollout = tmp_path / "run" / "rollouts" / "step_000001.jsonl.gz"
     with RunDirectory(tmp_path / "run", RECIPE) as run:
         run.start(0)
-        writer = RolloutWriter(tmp_path / "run" / "rollouts")
-        run.write_later("write_rollouts", 1, lambda: writer.write(1, []))
+        run.write_later("write_rollouts", 1, lambda: write_step(tmp_path / "run" / "rollouts", 1, []))
         save(run, 1, {}, {})
         assert slow.begun.wait(10)
         assert not rollout.exists() and not list(run.checkpoints.glob("step_*"))
@@ -285,7 +284,7 @@ def test_rollouts_that_the_disk_refuses_become_a_message_and_no_checkpoint_follo
     with pytest.raises(UserError) as caught, RunDirectory(path, RECIPE) as run:
         run.start(0)
         monkeypatch.setattr(os, "fsync", _full_disk)
-        run.write_later("write_rollouts", 1, lambda: RolloutWriter(path / "rollouts").write(1, []))
+        run.write_later("write_rollouts", 1, lambda: write_step(path / "rollouts", 1, []))
         save(run, 1, {}, {})
         run.finish({})
     assert "could not be written" in caught.value.problem and "No space left" in caught.value.found

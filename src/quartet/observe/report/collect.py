@@ -53,11 +53,16 @@ def _collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
             found=f"{run_dir} is " + ("a file" if run_dir.exists() else "missing"),
             remedy=made_by(run_dir) or "name the directory a run has written",
         )
-    if not any((run_dir / name).exists() for name in _RUN_FILES):
-        _refuse_folder_of_runs(run_dir)
+    has_files = any((run_dir / name).exists() for name in _RUN_FILES)
+    if not has_files and (runs := sorted(str(marker.parent) for marker in run_dir.glob("*/run.json"))):
+        raise UserError(
+            "the directory holds runs, and is none itself",
+            found=", ".join(runs[:5]) + (f" and {len(runs) - 5} more" if len(runs) > 5 else ""),
+            remedy="name one of them",
+        )
     notes: list[str] = []
     stages = [_collect_stage(path, limits, notes) for path in _stage_dirs(run_dir)]
-    if not stages and not any((run_dir / name).exists() for name in _RUN_FILES):
+    if not stages and not has_files:
         raise UserError(
             "the directory holds no run",
             found=f"none of {', '.join(_RUN_FILES)}, rollouts/ in {run_dir}",
@@ -75,15 +80,6 @@ def _collect_run(run_dir: Path, limits: ReportLimits) -> dict[str, Any]:
     }
 
 
-def _refuse_folder_of_runs(path: Path) -> None:
-    if runs := sorted(str(marker.parent) for marker in path.glob("*/run.json")):
-        raise UserError(
-            "the directory holds runs, and is none itself",
-            found=", ".join(runs[:5]) + (f" and {len(runs) - 5} more" if len(runs) > 5 else ""),
-            remedy="name one of them",
-        )
-
-
 def _read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
     found = _read_info(run_dir / "run.json", notes.append)
     status = true_status(run_dir, found)
@@ -92,15 +88,15 @@ def _read_run(run_dir: Path, notes: list[str]) -> dict[str, Any]:
     return {"name": run_dir.resolve().name, **found, **({"status": status} if "status" in found else {})}
 
 
-def _is_stage(path: Path) -> bool:
-    has_rows = (path / "metrics.jsonl").exists() or (path / "spans.jsonl").exists()
-    return has_rows or bool(list_steps(path / "rollouts"))
-
-
 def _stage_dirs(run_dir: Path) -> list[Path]:
     """The run itself where it has figures, and those of its direct sub-directories which have."""
     children = sorted(path for path in run_dir.iterdir() if path.is_dir() and path.name != "rollouts")
-    return [path for path in (run_dir, *children) if _is_stage(path)]
+    figures = ("metrics.jsonl", "spans.jsonl")
+    return [
+        path
+        for path in (run_dir, *children)
+        if any((path / name).exists() for name in figures) or list_steps(path / "rollouts")
+    ]
 
 
 def _collect_stage(path: Path, limits: ReportLimits, notes: list[str]) -> dict[str, Any]:
@@ -216,12 +212,8 @@ def _show_alarms(rows: Sequence[Mapping[str, Any]], limits: ReportLimits) -> dic
     return {
         "text": str(last["text"]),
         "steps": [int(row["step"]) for row in rows],
-        "examples": [_example(example, limits) for example in last["examples"]],
-    }
-
-
-def _example(example: Mapping[str, Any], limits: ReportLimits) -> dict[str, Any]:
-    return {
-        name: value[: limits.echo_characters] if isinstance(value, str) else compact(value)
-        for name, value in example.items()
+        "examples": [
+            {name: v[: limits.echo_characters] if isinstance(v, str) else compact(v) for name, v in example.items()}
+            for example in last["examples"]
+        ],
     }

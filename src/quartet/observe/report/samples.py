@@ -63,24 +63,27 @@ def collect_rollouts(directory: Path, limits: ReportLimits, warn: Callable[[str]
     by_step = {step: records for step in chosen if (records := _read(directory, step, warn))}
     if not by_step:
         return None
-    prompts = _Prompts(limits)
+    keys: dict[tuple[str, tuple[int, ...]], str] = {}
+    prompts: dict[str, Any] = {}
     samples: dict[str, list[Any]] = {}
     embedded = cut = 0
     recurrence = Counter(p for records in by_step.values() for p in {r.prompt_id for r in records})
     for step, records in by_step.items():
         groups = _choose_groups(records, recurrence, limits, limits.tokens // len(by_step))
         taken = [record for group in groups for record in group]
-        samples[str(step)] = [_sample(record, prompts.key(record), limits) for record in taken]
+        for record in taken:
+            prompts.setdefault(_prompt_key(record, keys), _prompt(record, limits))
+        samples[str(step)] = [_sample(record, _prompt_key(record, keys), limits) for record in taken]
         cut += sum(len(record.response_ids) > limits.tokens_per_response for record in taken)
         embedded += num_trajectories(taken)
     other_steps = [step for step in evenly(steps, limits.scanned_steps) if step not in chosen]
     total = sum(num_trajectories(records) for records in by_step.values())
     return {
         "steps": list(by_step),
-        "prompts": prompts.found,
+        "prompts": prompts,
         "samples": samples,
         "counts": {str(step): num_trajectories(records) for step, records in by_step.items()},
-        "echoes": _echoes(directory, other_steps, set(prompts.found), limits, warn),
+        "echoes": _echoes(directory, other_steps, set(prompts), limits, warn),
         "note": _note(len(steps), len(by_step), total, embedded, cut, limits),
     }
 
@@ -89,24 +92,14 @@ def num_trajectories(records: Iterable[RolloutRecord]) -> int:
     return len({record.trajectory_id for record in records})
 
 
-class _Prompts:
-    """The prompts of the page, each once under its id; other states that are found under an id (an environment gives a
-    row several) have a number behind it."""
-
-    def __init__(self, limits: ReportLimits) -> None:
-        self.found: dict[str, Any] = {}
-        self._limits = limits
-        self._keys: dict[tuple[str, tuple[int, ...]], str] = {}
-        self._counts: Counter[str] = Counter()
-
-    def key(self, record: RolloutRecord) -> str:
-        state = (record.prompt_id, tuple(record.prompt_ids))
-        if state not in self._keys:
-            number = self._counts[record.prompt_id]
-            self._counts[record.prompt_id] += 1
-            self._keys[state] = f"{record.prompt_id}#{number}" if number else record.prompt_id
-            self.found[self._keys[state]] = _prompt(record, self._limits)
-        return self._keys[state]
+def _prompt_key(record: RolloutRecord, keys: dict[tuple[str, tuple[int, ...]], str]) -> str:
+    """The prompt's id on the page; other states that are found under an id (an environment gives a row several) have a
+    number behind it."""
+    state = (record.prompt_id, tuple(record.prompt_ids))
+    if state not in keys:
+        number = sum(prompt_id == record.prompt_id for prompt_id, _ in keys)
+        keys[state] = f"{record.prompt_id}#{number}" if number else record.prompt_id
+    return keys[state]
 
 
 def _note(steps: int, shown: int, total: int, embedded: int, cut: int, limits: ReportLimits) -> str | None:

@@ -26,6 +26,7 @@ def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
     detailed = evenly(steps, MAX_DETAILED_STEPS)
     names = list(dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.start_s)))
     dropped = sum(max(0, len(by_step[step]) - MAX_SPANS_PER_STEP) for step in detailed)
+    intervals = [union(_own(by_step[step])) for step in steps]
     parts = []
     if len(detailed) < len(ordered):
         parts.append(f"Timelines of {len(detailed)} of {len(ordered)} steps, evenly spaced.")
@@ -36,8 +37,8 @@ def show_timing(spans: Sequence[Span]) -> dict[str, Any] | None:
         "names": names,
         "seconds": {name: [_total(by_step[s], name, "seconds") for s in steps] for name in names},
         "tokens": {name: [_total(by_step[s], name, "tokens") for s in steps] for name in names},
-        "wall_s": [compact(_wall_s(by_step[step])) for step in steps],
-        "busy_s": [compact(sum(end - start for start, end in union(_own(by_step[step])))) for step in steps],
+        "wall_s": [compact(busy[-1][1] - busy[0][0]) for busy in intervals],
+        "busy_s": [compact(sum(end - start for start, end in busy)) for busy in intervals],
         "detail": {"null" if step is None else str(step): _detail(by_step[step]) for step in detailed},
         "note": " ".join(parts) or None,
     }
@@ -73,11 +74,6 @@ def _own(spans: Iterable[Span]) -> list[Span]:
 
 def _total(spans: Iterable[Span], name: str, attribute: str) -> float | int | str | None:
     return compact(sum(getattr(span, attribute) for span in spans if span.name == name))
-
-
-def _wall_s(spans: Sequence[Span]) -> float:
-    own = _own(spans)
-    return max(span.end_s for span in own) - min(span.start_s for span in own)
 
 
 def _detail(spans: list[Span]) -> list[dict[str, Any]]:
