@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quartet.cli.options import GroupedHelp, Resume, ResumeChoice, Version, as_argument, without
+from quartet.cli.options import RESUME, GroupedHelp, Resume, ResumeChoice, Version, as_argument
 from quartet.cli.recipe_commands import config, init
 from quartet.config import Interrupted, UserError
 from quartet.config.printable import printable
@@ -154,8 +154,12 @@ def _add_job(job: str, kind: str, meaning: str) -> None:
     """The sub-command of a job with a recipe, which the public class ``kind`` runs."""
 
     def command(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
-        if job in RUNS_ON_RAY:
-            _join_allocation()
+        if job in RUNS_ON_RAY and _is_in_allocation():
+            # The same command once more, in a process of its own with a Ray cluster of all nodes.
+            from quartet.cluster.torchrun import LauncherRank, run_under_torchrun
+
+            words = [sys.executable, "-m", "quartet", *sys.argv[1:], *ON_THE_CLUSTER]
+            sys.exit(run_under_torchrun(words, LauncherRank.found(os.environ)))
         _run(job, kind, recipe, overrides, resume)
 
     app.command(name=job, help=meaning)(command)
@@ -190,16 +194,6 @@ def _is_in_allocation() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _join_allocation() -> None:
-    """Started by torchrun: the same command once more, in a process of its own with a Ray cluster of all nodes."""
-    if not _is_in_allocation():
-        return
-    from quartet.cluster.torchrun import LauncherRank, run_under_torchrun
-
-    command = [sys.executable, "-m", "quartet", *sys.argv[1:], *ON_THE_CLUSTER]
-    sys.exit(run_under_torchrun(command, LauncherRank.found(os.environ)))
-
-
 def main() -> None:
     """Entry point: turns user errors and signals into messages and exit statuses."""
     with stop_signals(ends_process=True) as signals:
@@ -224,7 +218,7 @@ def _resume_command(arguments: list[str], path: Path) -> str:
     """The same command with ``--resume``, and the directory where it was not given."""
     from quartet.cli.show import command_name
 
-    words = [shlex.quote(word) for word in without(arguments)]
+    words = [shlex.quote(word) for word in arguments if word.partition("=")[0] != RESUME]
     if arguments[0] == "quickstart":
         named = any(word.startswith("--out") for word in arguments)
         where = [] if named else ["--out", shlex.quote(str(path))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import platform
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal
 
@@ -43,25 +42,13 @@ class GroupedHelp(TyperGroup):
                 ctx.fail(f"No such command {args[0]!r}: {no_such_job(args[0]).remedy}")
         return super().resolve_command(ctx, args)
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """All commands: those of ``GROUPS`` first, in its order."""
-        known = [name for names in GROUPS.values() for name in names if name in self.commands]
-        return [*known, *(name for name in self.commands if name not in known)]
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """One list for each group, and one for what is in none."""
-        grouped = {name for names in GROUPS.values() for name in names}
-        others = tuple(name for name in self.list_commands(ctx) if name not in grouped)
+        """One list for each group."""
         width = max(len(name) for name in self.commands)
-        for title, names in {**GROUPS, "Other": others}.items():
-            rows = [
-                (f"{name:<{width}}", self.commands[name].get_short_help_str(formatter.width - width - 6))
-                for name in names
-                if name in self.commands
-            ]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                shown = {name: self.commands[name].get_short_help_str(formatter.width - width - 6) for name in names}
+                formatter.write_dl([(f"{name:<{width}}", text) for name, text in shown.items()])
 
 
 def _show_versions(is_wanted: bool) -> None:
@@ -103,11 +90,6 @@ Resume = Annotated[
         show_default=False,
     ),
 ]
-
-
-def without(arguments: Sequence[str]) -> list[str]:
-    """The arguments without the option."""
-    return [argument for argument in arguments if argument.partition("=")[0] != RESUME]
 
 
 def as_argument(chosen: ResumeChoice | None) -> bool | Literal["auto"]:

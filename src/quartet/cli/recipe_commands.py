@@ -6,9 +6,8 @@ This module is imported for every command: the recipes are not, until one of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -93,14 +92,10 @@ def init(
     """A commented recipe: quartet init rl > recipe.yaml."""
     from quartet.config.starter import starter
 
-    typer.echo(starter(job, method=method, reward=reward, data=data, row=_first_row(data)), nl=False)
+    row = None
+    if data is not None and Path(data).expanduser().is_file():
+        from quartet.config.common import DataConfig
+        from quartet.data.readers import iter_rows
 
-
-def _first_row(data: str | None) -> Mapping[str, Any] | None:
-    """The first row of a file that is there."""
-    if data is None or not Path(data).expanduser().is_file():
-        return None
-    from quartet.config.common import DataConfig
-    from quartet.data.readers import iter_rows
-
-    return next(iter_rows(DataConfig(path=data, limit=1))).values
+        row = next(iter_rows(DataConfig(path=data, limit=1))).values
+    typer.echo(starter(job, method=method, reward=reward, data=data, row=row), nl=False)

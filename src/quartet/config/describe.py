@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Unit
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from quartet.config.schema import bare, item_annotation, members, tags
-from quartet.config.units import IN_NAMES, Unit
+from quartet.config.units import IN_NAMES
 from quartet.config.yamls import parse_yaml
 
 _SCALARS = {int: "integer", float: "number", bool: "true or false", str: "text"}
@@ -45,7 +45,7 @@ def unit(name: str, field: FieldInfo) -> str | None:
     """What a number counts: said by a ``Unit`` of its type, or by the last word of its name."""
     found = [part for part in (*_metadata(field.annotation), *field.metadata) if isinstance(part, Unit)]
     if found:
-        return found[0].name
+        return found[0].unit
     is_number = _words(field.annotation).startswith(("integer", "number"))
     return IN_NAMES.get(name.rpartition("_")[2]) if is_number else None
 

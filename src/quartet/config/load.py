@@ -23,6 +23,8 @@ from quartet.config.schema import chosen_member, item_annotation, members
 from quartet.config.validation import explain, shortened
 from quartet.config.yamls import MAX_CHARACTERS, MAX_DEPTH, dump_yaml, parse_yaml, yaml_complaint
 
+_KINDS = {dict: "a mapping", list: "a list", str: "text", type(None): "nothing"}
+
 
 def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """The validated recipe of ``job`` from a YAML file and dotted overrides.
@@ -105,7 +107,7 @@ def _read(path: Path, otherwise: str | None = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(
             "a recipe is a mapping of keys to values",
-            found=f"{path}: {_kind(value)}",
+            found=f"{path}: {_KINDS.get(type(value), f'the value {value!r}')}",
             remedy="write lines like `steps: 100`",
         )
     return value
@@ -114,21 +116,12 @@ def _read(path: Path, otherwise: str | None = None) -> dict[str, Any]:
 def _merge(data: dict[str, Any], fragment: dict[str, Any]) -> None:
     """Sets the fragment's keys, section by section; a section of another kind is replaced, and so is a list."""
     for key, value in fragment.items():
-        former = data.get(key)
-        if isinstance(former, dict) and isinstance(value, dict) and _is_of_kind(former, value):
+        former: Any = data.get(key)
+        are_sections = isinstance(former, dict) and isinstance(value, dict)
+        if are_sections and all(value[tag] == former.get(tag) for tag in ("type", "name") if tag in value):
             _merge(former, value)
         else:
             data[key] = value
-
-
-def _is_of_kind(former: dict[str, Any], value: dict[str, Any]) -> bool:
-    """Whether a fragment's section names no other kind than the one that is there."""
-    return all(value[tag] == former.get(tag) for tag in ("type", "name") if tag in value)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "a mapping", list: "a list", str: "text", type(None): "nothing"}
-    return names.get(type(value), f"the value {value!r}")
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -157,10 +150,10 @@ def _apply(data: dict[str, Any], override: str) -> None:
             remedy="for example actor.train.optim.lr=1e-6",
         )
     here: Any = data
-    for depth, key in enumerate(keys[:-1]):
-        following: Any = [] if keys[depth + 1].isdecimal() else {}
-        here = _child(here, key, following, override, ".".join(keys[:depth]))
-    _child(here, keys[-1], value, override, ".".join(keys[:-1]), replace=True)
+    for depth, key in enumerate(keys):
+        is_last = depth == len(keys) - 1
+        following = value if is_last else [] if keys[depth + 1].isdecimal() else {}
+        here = _child(here, key, following, override, ".".join(keys[:depth]), replace=is_last)
 
 
 def _child(here: Any, key: str, value: Any, override: str, place: str, *, replace: bool = False) -> Any:
@@ -194,7 +187,9 @@ def _with_defaults(model: type[BaseModel], data: dict[str, Any], place: BaseMode
     Needed because pydantic takes a partly given section's missing keys from the section's class, not from the
     default of the field that holds it. ``place`` is that default, where there is one.
     """
-    filled = {} if place is None else place.model_dump(mode="json", exclude=_derived(place))
+    # Values that follow from other fields, which may be about to change.
+    derived = {name for name, field in model.model_fields.items() if field.default_factory_takes_validated_data}
+    filled = {} if place is None else place.model_dump(mode="json", exclude=derived - place.model_fields_set)
     filled.update(data)
     for name, field in model.model_fields.items():
         if name not in data:
@@ -202,16 +197,10 @@ def _with_defaults(model: type[BaseModel], data: dict[str, Any], place: BaseMode
         if place is not None:
             default = getattr(place, name)
         else:
-            is_plain = not field.is_required() and not field.default_factory_takes_validated_data
+            is_plain = not field.is_required() and name not in derived
             default = field.get_default(call_default_factory=True) if is_plain else None
         filled[name] = _fill(field.annotation, data[name], default)
     return filled
-
-
-def _derived(place: BaseModel) -> set[str]:
-    """Fields of ``place`` whose value was not given but follows from other fields, which may be about to change."""
-    fields = type(place).model_fields.items()
-    return {n for n, field in fields if field.default_factory_takes_validated_data and n not in place.model_fields_set}
 
 
 def _fill(annotation: Any, value: Any, default: Any) -> Any:

@@ -18,8 +18,9 @@ asynchronous       any, by name                                             chun
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -156,13 +157,11 @@ class _Pools(_Placement):
                     raise ValueError(
                         f"{stage} cannot come after {other}: {other} needs what {stage} gives, or its update"
                     )
-        open_stages = dict(after)
-        while open_stages:
-            ready = [stage for stage, earlier in open_stages.items() if not set(earlier) & set(open_stages)]
-            if not ready:
-                raise ValueError(f"{', '.join(sorted(open_stages))} wait for each other: leave out one of these edges")
-            for stage in ready:
-                del open_stages[stage]
+        try:
+            TopologicalSorter(after).prepare()
+        except CycleError as error:
+            circle = ", ".join(sorted(set(error.args[1])))
+            raise ValueError(f"{circle} wait for each other: leave out one of these edges") from None
         return after
 
 
@@ -250,26 +249,32 @@ def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlace
     Raises:
         UserError: a role without a pool, a pool without a role, or an edge of a stage that the run does not have.
     """
-    home = _homes(config)
     pools = _pools_of(config)
+    home = {kind: name for name, (_, on_it) in pools.items() for kind in on_it}
     kinds = set(roles.values())
     for name, kind in roles.items():
         if kind not in home:
-            raise _homeless(config, name, kind)
-    for pool in pools:
-        _check_used(pool, home, kinds)
-    # Functions score, too, and need no pool.
-    kinds.add("reward")
-    after: Edges = config.after if isinstance(config, _Pools) else {stage: ("generate",) for stage in SCORING}
-    asynchronous = config if isinstance(config, AsynchronousPlacement) else None
-    return ResolvedPlacement(
+            raise _homeless(config, name, kind, home)
+    for name, (pool, on_it) in pools.items():
+        if not kinds.intersection(on_it):
+            raise UserError(
+                f"pool {name!r} would do nothing",
+                found=f"{pool.processes * pool.nodes} processes for {' and '.join(on_it)}, "
+                "which this run does not have",
+                remedy="leave the pool out, or use a placement without it",
+            )
+    resolved = ResolvedPlacement(
         type=config.type,
-        pools=pools,
+        pools=tuple(
+            ResolvedPool(name, pool.processes, pool.nodes, getattr(pool, "slots", 1), pool.budget_bytes)
+            for name, (pool, _) in pools.items()
+        ),
         pool_of={name: home[kind] for name, kind in roles.items()},
-        max_staleness=asynchronous.max_staleness if asynchronous is not None else None,
-        in_flight=asynchronous.in_flight if asynchronous is not None else "pick_up",
-        after=_edges_of_run(after, kinds, is_explicit=isinstance(config, _Pools)),
+        after=_edges_of_run(config, {*kinds, "reward"}),  # functions score, too, and need no pool
     )
+    if isinstance(config, AsynchronousPlacement):
+        return replace(resolved, max_staleness=config.max_staleness, in_flight=config.in_flight)
+    return resolved
 
 
 def check_devices(placement: ResolvedPlacement, devices_per_node: Sequence[int]) -> None:
@@ -296,36 +301,26 @@ def check_devices(placement: ResolvedPlacement, devices_per_node: Sequence[int])
     )
 
 
-def _pools_of(config: PlacementConfig) -> tuple[ResolvedPool, ...]:
+_ON: dict[str, tuple[Role, ...]] = {
+    **{role: (role,) for role in ROLES},
+    "actor_reference": ("actor", "reference"),
+    "critic_reward": ("critic", "reward"),
+    "models": ("actor", "critic", "reference", "reward"),
+    "pool": ROLES,
+}
+"""Roles on the pools that are keys of a placement of their own."""
+
+
+def _pools_of(config: PlacementConfig) -> dict[str, tuple[DevicesConfig, tuple[Role, ...]]]:
+    """The pools by name, each with the roles on it."""
     if isinstance(config, _Pools):
-        return tuple(_resolved(name, pool) for name, pool in config.pools.items())
+        return {name: (pool, pool.roles) for name, pool in config.pools.items()}
     given = {name: getattr(config, name) for name in type(config).model_fields}
-    return tuple(_resolved(name, part) for name, part in given.items() if isinstance(part, DevicesConfig))
+    return {name: (part, _ON[name]) for name, part in given.items() if isinstance(part, DevicesConfig)}
 
 
-def _homes(config: PlacementConfig) -> dict[Role, str]:
-    """Kind of role → name of its pool."""
-    match config:
-        case SeparatedPlacement():
-            return {role: role for role in ROLES if getattr(config, role) is not None}
-        case ForwardOffloadPlacement():
-            homes: dict[Role, str] = {"rollout": "rollout", "actor": "actor_reference", "reference": "actor_reference"}
-            second = "critic_reward"
-            return homes if config.critic_reward is None else {**homes, "critic": second, "reward": second}
-        case HomogeneousPlacement():
-            return {role: "rollout" if role == "rollout" else "models" for role in ROLES}
-        case FullOffloadPlacement():
-            return {role: "pool" for role in ROLES}
-    return {role: name for name, pool in config.pools.items() for role in pool.roles}
-
-
-def _resolved(name: str, config: DevicesConfig) -> ResolvedPool:
-    slots = config.slots if isinstance(config, PoolConfig) else 1
-    return ResolvedPool(name, config.processes, config.nodes, slots, config.budget_bytes)
-
-
-def _homeless(config: PlacementConfig, name: str, kind: Role) -> UserError:
-    placed = ", ".join(f"{role} on {pool}" for role, pool in sorted(_homes(config).items()))
+def _homeless(config: PlacementConfig, name: str, kind: Role, home: Mapping[Role, str]) -> UserError:
+    placed = ", ".join(f"{role} on {pool}" for role, pool in sorted(home.items()))
     if isinstance(config, _Pools):
         nearest = max(config.pools, key=lambda pool: config.pools[pool].processes * config.pools[pool].nodes)
         remedy = f"add {kind} to placement.pools.{nearest}.roles, say"
@@ -336,21 +331,12 @@ def _homeless(config: PlacementConfig, name: str, kind: Role) -> UserError:
     return UserError(f"{title} has no pool", found=f"placement {config.type}: {placed}", remedy=remedy)
 
 
-def _check_used(pool: ResolvedPool, home: Mapping[Role, str], kinds: set[Role]) -> None:
-    meant = [role for role, name in home.items() if name == pool.name]
-    if not kinds & set(meant):
-        raise UserError(
-            f"pool {pool.name!r} would do nothing",
-            found=f"{pool.num_processes} processes for {' and '.join(meant)}, which this run does not have",
-            remedy="leave the pool out, or use a placement without it",
-        )
-
-
-def _edges_of_run(after: Edges, kinds: set[Role], *, is_explicit: bool) -> dict[str, tuple[str, ...]]:
+def _edges_of_run(config: PlacementConfig, kinds: set[Role]) -> dict[str, tuple[str, ...]]:
     """Edges between stages that the run has; one that the recipe wrote about another stage is an error."""
+    after: Edges = config.after if isinstance(config, _Pools) else {stage: ("generate",) for stage in SCORING}
     named = {stage for stage, earlier in after.items() for stage in (stage, *earlier)}
     missing = sorted(stage for stage in named if ROLE_OF[stage] not in kinds)
-    if missing and is_explicit:
+    if missing and isinstance(config, _Pools):
         raise UserError(
             "placement.after names a stage that this run does not have",
             found=", ".join(f"{stage} (of the {ROLE_OF[stage]})" for stage in missing),

@@ -21,11 +21,4 @@ def printable(text: str) -> str:
     Line feeds and tabs stay, and so do the joiners that scripts and emoji need. What is safe comes back unchanged, so
     that doing it twice does nothing more.
     """
-    return _UNSAFE.sub(lambda match: _escaped(match[0]), text)
-
-
-def _escaped(character: str) -> str:
-    if character == "\r":
-        return "\\r"
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)

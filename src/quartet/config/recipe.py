@@ -7,7 +7,7 @@ into ``minibatches`` (one optimizer update each), and the whole is gone through 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -113,10 +113,6 @@ class EnvironmentConfig(Strict):
     weight: float = Field(1.0, description="Factor of the environment's own rewards in the score.")
 
 
-def _responses(algorithm: Any) -> int:
-    return int(getattr(algorithm, "default_responses", 1))
-
-
 class RLRecipe(Recipe):
     """Reinforcement learning of one actor against rewards."""
 
@@ -134,7 +130,7 @@ class RLRecipe(Recipe):
     steps: int = Field(100, ge=1, description="Iterations: sample, score, update.")
     prompts_per_step: Prompts = Field(32, ge=1, description="Prompts answered in each step.")
     responses_per_prompt: int = Field(
-        default_factory=lambda values: _responses(values.get("algorithm")),
+        default_factory=lambda values: getattr(values.get("algorithm"), "default_responses", 1),
         ge=1,
         description="Answers to each prompt, the group of group-relative methods; the method's own number if left out.",
     )

@@ -198,20 +198,17 @@ def _key(place: _Place, name: str, info: FieldInfo) -> Key:
     if info.is_required() and place.default is None:
         shown = None
     elif isinstance(default, BaseModel):
-        tagged = choices(info.annotation)
-        shown = _tagged(default, tagged) if tagged else inline(default)
+        shown = inline(default)
+        if tagged := choices(info.annotation):
+            # The name of the choice, and what else its default says differently from the choice's own defaults.
+            tag = tags(list(tagged.values()))[0]
+            own = type(default).model_construct().model_dump(mode="json")
+            shown = inline({tag: getattr(default, tag), **_difference(default.model_dump(mode="json"), own)})
     elif default is None and info.default_factory is not None:
         shown = ""
     else:
         shown = inline(default)
     return Key(name, type_words(info), unit(name, info), shown, meaning(place.model, name))
-
-
-def _tagged(default: BaseModel, tagged: Mapping[str, type[BaseModel]]) -> str:
-    """The name of a choice, and what else its default says differently from the choice's own defaults."""
-    tag = tags(list(tagged.values()))[0]
-    own = type(default).model_construct().model_dump(mode="json")
-    return inline({tag: getattr(default, tag), **_difference(default.model_dump(mode="json"), own)})
 
 
 def _below(place: _Place, name: str, info: FieldInfo) -> _Place | None:

@@ -296,32 +296,6 @@ class BreakerConfig(Strict):
     rest_s: float = Field(30.0, gt=0, description="How long nothing is asked of it then.")
 
 
-def _checked_url(url: str) -> str:
-    """``url`` itself.
-
-    Raises:
-        ValueError: it is not of the form, or has a host, a port or a path that no server can have.
-    """
-    if not _FORM.fullmatch(url):
-        raise ValueError(f"url is written http://host:port/path or https://…, without a query; found {url!r}")
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-    except ValueError as error:  # Brackets that hold no address, characters that stand for others.
-        raise ValueError(f"url has no host such as localhost or [::1]; found {url!r} ({error})") from None
-    try:
-        port = parts.port
-    except ValueError:
-        port = 0
-    if port == 0:
-        raise ValueError(f"the port of a url is a number from 1 to 65535; found {url!r}")
-    if not _is_host(host):
-        raise ValueError(f"url has no host such as localhost or 10.0.0.1; found {host!r} in {url!r}")
-    if not re.fullmatch(r"[!-~]*", parts.path):
-        raise ValueError(f"the path of a url is ASCII, anything else written as %…; found {parts.path!r}")
-    return url
-
-
 def _is_host(host: str) -> bool:
     if ":" in host:
         try:
@@ -354,7 +328,25 @@ class RemoteSource(Fallible):
     @field_validator("url")
     @classmethod
     def _is_http(cls, url: str) -> str:
-        return _checked_url(url)
+        """Refuses what is not of the form, or has a host, a port or a path that no server can have."""
+        if not _FORM.fullmatch(url):
+            raise ValueError(f"url is written http://host:port/path or https://…, without a query; found {url!r}")
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname or ""
+        except ValueError as error:  # Brackets that hold no address, characters that stand for others.
+            raise ValueError(f"url has no host such as localhost or [::1]; found {url!r} ({error})") from None
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if port == 0:
+            raise ValueError(f"the port of a url is a number from 1 to 65535; found {url!r}")
+        if not _is_host(host):
+            raise ValueError(f"url has no host such as localhost or 10.0.0.1; found {host!r} in {url!r}")
+        if not re.fullmatch(r"[!-~]*", parts.path):
+            raise ValueError(f"the path of a url is ASCII, anything else written as %…; found {parts.path!r}")
+        return url
 
 
 class HTTPReward(RemoteSource):

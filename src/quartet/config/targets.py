@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,15 @@ def load_target(target: str, what: str) -> Callable[..., Any]:
             found=repr(target),
             remedy="for example my_code.py:Name",
         )
-    if location.endswith(".py"):
-        module = _import_file(Path(location), what)
-    else:
-        module = _run_import(lambda: importlib.import_module(location), location, what)
-    found = _run_import(lambda: getattr(module, name, None), location, what)
+    path = Path(location) if location.endswith(".py") else None
+    if path is not None:
+        with contextlib.suppress(RuntimeError):  # "~name" of a user without a home directory
+            path = path.expanduser()
+        if not path.is_file():
+            raise missing_file(f"there is no such file for the {what}", path)
+    with _running_user_code(location if path is None else str(path), what):
+        module = importlib.import_module(location) if path is None else _import_file(path)
+        found = getattr(module, name, None)
     if not callable(found):
         defined = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise UserError(
@@ -46,28 +50,24 @@ def load_target(target: str, what: str) -> Callable[..., Any]:
     return found
 
 
-def _import_file(path: Path, what: str) -> Any:
-    with contextlib.suppress(RuntimeError):  # "~name" of a user without a home directory
-        path = path.expanduser()
-    if not path.is_file():
-        raise missing_file(f"there is no such file for the {what}", path)
+def _import_file(path: Path) -> Any:
     # A name of its own per path: two files of one name must not replace each other.
     name = "quartet_user_" + "".join(c if c.isalnum() else "_" for c in str(path.resolve()))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
-    module, loader = importlib.util.module_from_spec(spec), spec.loader
-    sys.modules[name] = module
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
-        _run_import(lambda: loader.exec_module(module), str(path), what)
-    except UserError:
+        spec.loader.exec_module(module)
+    except BaseException:
         del sys.modules[name]
         raise
     return module
 
 
-def _run_import(action: Callable[[], Any], source: str, what: str) -> Any:
+@contextlib.contextmanager
+def _running_user_code(source: str, what: str) -> Iterator[None]:
     try:
-        return action()
+        yield
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # User code may raise anything; it is passed on with its cause.

@@ -1,17 +1,13 @@
-"""What the numbers of a recipe count, where the name of a key does not end with it."""
+"""What the numbers of a recipe count, where the name of a key does not end with it.
+
+For `quartet config` and docs/reference; nothing is checked by it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
-
-@dataclass(frozen=True)
-class Unit:
-    """The unit of a number, for `quartet config` and docs/reference; nothing is checked by it."""
-
-    name: str
-
+from annotated_types import Unit
 
 Tokens = Annotated[int, Unit("tokens")]
 Rows = Annotated[int, Unit("rows")]

@@ -6,8 +6,9 @@ models, ``summary.json`` and ``report.html``.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +20,6 @@ from transformers.utils import logging as transformers_logging
 
 from quartet.config import Interrupted, UserError
 from quartet.models.loading import load_causal_lm, packed_causal_lm, save_causal_lm
-from quartet.models.packed import PackedCausalLM
 from quartet.observe.progress import Progress
 from quartet.observe.report import build_report
 from quartet.observe.run_status import ENDED, LOCK
@@ -151,7 +151,16 @@ class Quickstart:
         """``run.json`` of the run that is there; None where there is none yet."""
         marker = self.path / "run.json"
         if os.path.lexists(marker):
-            found = self._read_marker(marker)
+            try:
+                found: Any = read_json(marker)
+            except ValueError as error:
+                found = str(error)
+            if not isinstance(found, dict) or not isinstance(found.get("created"), str):
+                raise UserError(
+                    f"output directory {self.path} holds no run, or one whose run.json is damaged",
+                    found=found if isinstance(found, str) else f"{marker} does not say when it was created",
+                    remedy="restore run.json from a copy, or choose another --out",
+                )
             same = all(found.get(key) == value for key, value in self._identity().items())
             if not self.resume or not same:
                 raise UserError(
@@ -170,20 +179,6 @@ class Quickstart:
                 remedy="choose another --out",
             )
         return None
-
-    @staticmethod
-    def _read_marker(marker: Path) -> dict[str, Any]:
-        try:
-            found: Any = read_json(marker)
-        except ValueError as error:
-            found = str(error)
-        if not isinstance(found, dict) or not isinstance(found.get("created"), str):
-            raise UserError(
-                f"output directory {marker.parent} holds no run, or one whose run.json is damaged",
-                found=found if isinstance(found, str) else f"{marker} does not say when it was created",
-                remedy="restore run.json from a copy, or choose another --out",
-            )
-        return found
 
     def _claim(self) -> None:
         found = self._found()
@@ -273,26 +268,30 @@ class Quickstart:
 
     def _pairs(self) -> tuple[Path, Path]:
         """Completions of the SFT model, compared by a judge who errs; and clean pairs on held-out prompts."""
-        packed, codec = _open(self.path / "sft" / "model")
+        num, answers = self.size.pair_prompts, self.size.responses_per_pair_prompt
         found = []
-        num = self.size.pair_prompts
-        with self.progress.stage("sample pairs", (num + num // 4) * self.size.responses_per_pair_prompt) as bar:
+        with self._sampling("sft", "sample pairs", (num + num // 4) * answers) as sample:
             for split, count, error in (("train", num, JUDGE_ERROR_RATE), ("held_out", num // 4, 0.0)):
                 prompts = task.toy_prompts(self.seed + 1, count, split)  # type: ignore[arg-type]
-                answers = generate(
-                    packed,
-                    codec,
-                    prompts,
-                    SamplingParams(max_new_tokens=recipes.MAX_NEW_TOKENS),
-                    num_responses=self.size.responses_per_pair_prompt,
-                    seed=self.seed,
-                    max_running=256,
-                    on_done=bar.advance,
-                )
-                groups = [(p, [a.text for a in group]) for p, group in zip(prompts, answers, strict=True)]
+                groups = zip(prompts, sample(prompts, 1.0, answers), strict=True)
                 found.append(self._rows(f"pairs_{split}", judge_pairs(self.seed, groups, error)))
-        packed.release()
         return found[0], found[1]
+
+    @contextlib.contextmanager
+    def _sampling(self, stage: str, title: str, total: int) -> Iterator[Callable[..., list[list[str]]]]:
+        """A function ``(prompts, temperature, answers each)`` that samples texts from the model of a stage."""
+        path = self.path / stage / "model"
+        packed, codec = packed_causal_lm(load_causal_lm(str(path))), TextCodec.from_pretrained(path)
+        with self.progress.stage(title, total) as bar:
+            common: dict[str, Any] = {"seed": self.seed, "max_running": 256, "on_done": bar.advance}
+
+            def sample(prompts: list[str], temperature: float, num: int = 1) -> list[list[str]]:
+                sampling = SamplingParams(temperature=temperature, max_new_tokens=recipes.MAX_NEW_TOKENS)
+                found = generate(packed, codec, prompts, sampling, num_responses=num, **common)
+                return [[answer.text for answer in group] for group in found]
+
+            yield sample
+        packed.release()
 
     def _ppo(self) -> RLTrainer:
         prompts, held_out = (
@@ -308,24 +307,12 @@ class Quickstart:
     def _measure(self, stage: str) -> tuple[dict[float, float], list[str]]:
         """Exact match on held-out prompts at each temperature, and the greedy completions."""
         watch, prompts = Stopwatch(), self._held_out
-        packed, codec = _open(self.path / stage / "model")
-        texts: dict[float, list[str]] = {}
-        with self.progress.stage(f"evaluate {stage}", len(prompts) * len(TEMPERATURES)) as bar:
-            for temperature in TEMPERATURES:
-                sampling = SamplingParams(temperature=temperature, max_new_tokens=recipes.MAX_NEW_TOKENS)
-                answers = generate(
-                    packed, codec, prompts, sampling, seed=self.seed, max_running=256, on_done=bar.advance
-                )
-                texts[temperature] = [group[0].text for group in answers]
-        packed.release()
+        with self._sampling(stage, f"evaluate {stage}", len(prompts) * len(TEMPERATURES)) as sample:
+            texts = {t: [text for (text,) in sample(prompts, t)] for t in TEMPERATURES}
         exact = {t: sum(map(is_correct, prompts, found)) / len(prompts) for t, found in texts.items()}
         metrics = {f"eval/exact_match@{t}": value for t, value in exact.items()}
         self._stages.append({"name": f"evaluate_{stage}", "seconds": round(watch.seconds, 1), "metrics": metrics})
         return exact, texts[0.0]
-
-
-def _open(path: Path) -> tuple[PackedCausalLM, TextCodec]:
-    return packed_causal_lm(load_causal_lm(str(path))), TextCodec.from_pretrained(path)
 
 
 def _headline(before: Mapping[float, float], after: Mapping[float, float], best: float) -> list[dict[str, Any]]:

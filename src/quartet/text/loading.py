@@ -15,11 +15,6 @@ from quartet.config.nearest import missing_file
 from quartet.config.stages import made_by
 
 
-def looks_like_path(name: str) -> bool:
-    """Whether ``name`` can only be meant as a local path: a hub name is ``name`` or ``owner/name``."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/") or "\\" in name
-
-
 def local_or_hub(name: str | Path, what: str) -> str:
     """``name`` with ``~`` expanded, after checking that a local path is a directory.
 
@@ -36,7 +31,9 @@ def local_or_hub(name: str | Path, what: str) -> str:
         return str(path)
     if path.exists():
         raise UserError(f"the {what} is not a directory", found=text, remedy="name the directory that holds it")
-    if looks_like_path(text) or made_by(path) is not None:
+    # A hub name is ``name`` or ``owner/name``.
+    is_path = text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith("/") or "\\" in text
+    if is_path or made_by(path) is not None:
         raise missing_file(f"there is no {what} directory here", path)
     return text
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from quartet.config.errors import UserError
 from quartet.text import chat
-from quartet.text.display import token_texts
 from quartet.text.examples import Conversation, Document, Example, Messages, PromptText, Tokenised
 from quartet.text.loading import check_vocabulary, load_generation_config, load_tokenizer
 
@@ -35,6 +34,14 @@ _LONG_TOKEN = 16
 """Characters of a token, few have more: the beginning of a text that shows whether it is too long."""
 _CUT_TOKENS = 64
 """Tokens at the end of a text's beginning that may be others in the whole text."""
+_REPLACEMENT = "\ufffd"
+_LONGEST_CHARACTER = 4  # bytes of a UTF-8 character, each possibly a token of its own
+
+
+@lru_cache(maxsize=1 << 16)
+def _decode_window(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...]) -> str:
+    """Windows are a token or two long and come again and again, so they are worth remembering."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 @dataclass(frozen=True)
@@ -146,9 +153,23 @@ class TextCodec:
         if isinstance(example, Conversation):
             return self.encode_conversation(example.messages)
         if isinstance(example, Document):
-            return self._encode_document(example.text)
+            ids = self._encode_text(example.text)
+            if ids and ids[-1] not in self.eos_ids:
+                ids = [*ids, self.eos_id]
+            if len(ids) < 2:
+                raise UserError("the text has nothing to learn from", found=repr(example.text), remedy="remove the row")
+            return ids, [False] + [True] * (len(ids) - 1)
         if isinstance(example, Tokenised):
-            return self._checked(example)
+            # Only ids that the tokenizer has; the model has a row for each of those.
+            unknown = next((n for n, token in enumerate(example.input_ids) if not 0 <= token < self._num_ids), None)
+            if unknown is not None:
+                raise UserError(
+                    "a token id is not in the vocabulary",
+                    found=f"id {example.input_ids[unknown]} at place {unknown} of `input_ids`; the ids end at "
+                    f"{self._num_ids - 1}",
+                    remedy="use data that were tokenised for this model, or text",
+                )
+            return list(example.input_ids), list(example.loss_mask)
         prompt_ids, completion_ids = self.encode_completion(example.prompt, example.completion)
         return prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids)
 
@@ -212,8 +233,34 @@ class TextCodec:
         return self.decode(completion_ids, skip_special=skip_special)
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """One display piece per token; see ``quartet.text.display``."""
-        return token_texts(self.tokenizer, ids)
+        """The text that each token adds, special tokens included.
+
+        A character spread over several tokens belongs to the token that completes it; the tokens before it add
+        ``""``. Bytes that never become a character show as U+FFFD.
+
+        Returns:
+            One piece per id; their concatenation is the decoded text wherever its bytes are valid UTF-8.
+        """
+
+        def decode(start: int, stop: int) -> str:
+            return _decode_window(self.tokenizer, tuple(ids[start:stop]))
+
+        pieces: list[str] = []
+        # Decoding starts a little before the new token, because decoders treat the first token differently (they
+        # strip its leading space) and join bytes: [start, done) was shown, [done, i] is new.
+        start = done = 0
+        for i in range(len(ids)):
+            shown, text = decode(start, done), decode(start, i + 1)
+            held = i + 1 - done
+            incomplete = text.endswith(_REPLACEMENT) and held < _LONGEST_CHARACTER and i + 1 < len(ids)
+            if incomplete:
+                pieces.append("")
+                continue
+            if not text.startswith(shown):
+                text, shown = decode(done, i + 1), ""
+            pieces.append(text[len(shown) :])
+            start, done = done, i + 1
+        return pieces
 
     # Details ---------------------------------------------------------------------------------------------
 
@@ -267,26 +314,6 @@ class TextCodec:
         if whole[: len(before)] == before:
             return whole[len(before) :]
         return self.encode_continuation(tail)
-
-    def _encode_document(self, text: str) -> tuple[list[int], list[bool]]:
-        ids = self._encode_text(text)
-        if ids and ids[-1] not in self.eos_ids:
-            ids = [*ids, self.eos_id]
-        if len(ids) < 2:
-            raise UserError("the text has nothing to learn from", found=repr(text), remedy="remove the row")
-        return ids, [False] + [True] * (len(ids) - 1)
-
-    def _checked(self, example: Tokenised) -> tuple[list[int], list[bool]]:
-        """Ids that the tokenizer has; the model has a row for each of those."""
-        unknown = next((n for n, token in enumerate(example.input_ids) if not 0 <= token < self._num_ids), None)
-        if unknown is not None:
-            raise UserError(
-                "a token id is not in the vocabulary",
-                found=f"id {example.input_ids[unknown]} at place {unknown} of `input_ids`; the ids end at "
-                f"{self._num_ids - 1}",
-                remedy="use data that were tokenised for this model, or text",
-            )
-        return list(example.input_ids), list(example.loss_mask)
 
     @cached_property
     def _num_ids(self) -> int:

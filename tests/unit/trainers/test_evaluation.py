@@ -144,7 +144,8 @@ def test_records_keep_every_token_with_its_columns(causal_lm: Any, codec: TextCo
     prompts = [item.prompt for item in data][:2]
     found = generate(packed, codec, prompts, sampling, num_responses=2)
     groups = [
-        answers_of(codec, 7 + k, data.item(k), [answer.completion for answer in group]) for k, group in enumerate(found)
+        answers_of(codec, 7 + k, data.items[k], [answer.completion for answer in group])
+        for k, group in enumerate(found)
     ]
     chunk = chunk_of(3, 0, groups)
     scores = ColumnSet(chunk.data.ids, sequence={"reward/a": torch.tensor([1.0, 2.0, math.nan, 4.0])})
