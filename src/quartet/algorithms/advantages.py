@@ -136,11 +136,9 @@ def group_relative(
     Raises:
         ValueError: a group has one member only, so there is nothing to be relative to.
     """
-    member_N, num_groups = _group_index(group_N)
-    scores = wide(scores_N)
-    relative_N = scores - gather_owner(segment_mean(scores, member_N, num_groups), member_N)
+    relative_N, member_N, num_groups = _centred(scores_N, group_N)
     if normalise_std:
-        std_N = gather_owner(segment_std(scores, member_N, num_groups), member_N)
+        std_N = gather_owner(segment_std(wide(scores_N), member_N, num_groups), member_N)
         relative_N = relative_N / (std_N + STD_EPSILON)
     return _zero_equal_groups(relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups)
 
@@ -169,12 +167,10 @@ def leave_one_out(scores_N: Tensor, group_N: Tensor, *, raw_scores_N: Tensor | N
 
     Arguments and errors as for ``group_relative``; a group of equal scores gives exactly 0.
     """
-    member_N, num_groups = _group_index(group_N)
-    scores = wide(scores_N)
-    size_N = segment_count(member_N, num_groups)[member_N].to(scores.dtype)
-    mean_N = gather_owner(segment_mean(scores, member_N, num_groups), member_N)
+    centred_N, member_N, num_groups = _centred(scores_N, group_N)
+    size_N = segment_count(member_N, num_groups)[member_N].to(centred_N.dtype)
     # Equal to score - (sum - score) / (size - 1), without the cancellation in sum - score.
-    relative_N = (scores - mean_N) * size_N / (size_N - 1)
+    relative_N = centred_N * size_N / (size_N - 1)
     return _zero_equal_groups(relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups)
 
 
@@ -190,11 +186,9 @@ def length_weighted(
 
     Other arguments and errors as for ``group_relative``; a group of equal scores gives exactly 0.
     """
-    member_N, num_groups = _group_index(group_N)
-    scores = wide(scores_N)
-    length_N = lengths_N.to(scores.dtype)
     # Around the plain mean, so that scores of any size keep their digits.
-    centred_N = scores - gather_owner(segment_mean(scores, member_N, num_groups), member_N)
+    centred_N, member_N, num_groups = _centred(scores_N, group_N)
+    length_N = lengths_N.to(centred_N.dtype)
     baseline_G = segment_sum(length_N * centred_N, member_N, num_groups) / segment_sum(length_N, member_N, num_groups)
     relative_N = centred_N - gather_owner(baseline_G, member_N)
     return _zero_equal_groups(relative_N, scores_N if raw_scores_N is None else raw_scores_N, member_N, num_groups)
@@ -248,6 +242,13 @@ def _group_index(group_N: Tensor) -> tuple[Tensor, int]:
             f"group-relative advantages need at least two responses per group; groups of one: {alone[:8].tolist()}"
         )
     return member_N, int(labels.shape[0])
+
+
+def _centred(scores_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, int]:
+    """``[N]`` score less the mean of its group, the group's index ``[N]``, and the number of groups."""
+    member_N, num_groups = _group_index(group_N)
+    scores = wide(scores_N)
+    return scores - gather_owner(segment_mean(scores, member_N, num_groups), member_N), member_N, num_groups
 
 
 def _zero_equal_groups(relative_N: Tensor, raw_scores_N: Tensor, member_N: Tensor, num_groups: int) -> Tensor:

@@ -19,7 +19,6 @@ from quartet.config.foreign import as_score, described, excerpt, raised_at
 from quartet.envs.protocol import EnvironmentFactory, Item, Observation, StepResult
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
 from quartet.observe.global_state import GlobalStateGuard
-from quartet.text.examples import PromptText
 
 _T = TypeVar("_T")
 
@@ -199,13 +198,8 @@ def _total(rewards: Sequence[float]) -> float:
 
 def _observation(value: Any) -> Observation | None:
     """What an environment returned as an observation; None where it is none."""
-    if isinstance(value, Observation):
-        value, rewrites = value.content, value.rewrites
-    else:
-        rewrites = False
-    if isinstance(value, str):
-        return Observation(value, rewrites)
-    if isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value):
-        messages: PromptText = value
-        return Observation(messages, rewrites)
-    return None
+    found = value if isinstance(value, Observation) else Observation(value)
+    content: Any = found.content
+    if isinstance(content, list):
+        return found if all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in content) else None
+    return found if isinstance(content, str) else None

@@ -104,7 +104,7 @@ class CollectiveSend(BucketSend):
             self._number = next(_numbers)
         board = StoreBoard(self._store)
         board.clear(size)
-        self._watch_receivers(board, specs)
+        self._watch(board, specs)
         self._under_way = {}
         return {
             "group": self._number,
@@ -178,7 +178,7 @@ class CollectiveReceive(ReceiveTransport):
         offer, specs = announcement.offer, announcement.tensors
         if self._group is None:
             self._form(offer)
-        self._watch_sender(StoreBoard(self._store), specs)
+        self._watch(StoreBoard(self._store), specs)
         assert self._group is not None
         before: tuple[Bucket, Any] | None = None
         for bucket in plan_buckets(specs, int(offer["bucket_bytes"])):

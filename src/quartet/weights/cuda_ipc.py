@@ -99,7 +99,7 @@ class CudaIpcSend(BucketSend):
             ranks = range(self._num_receivers)
             self._exported = {str(rank): [self._handles.export(b) for b in self._buffers] for rank in ranks}
         board = SharedMemoryBoard.create(1 + self._num_receivers)
-        self._watch_receivers(board, specs)
+        self._watch(board, specs)
         return {"bucket_bytes": self._bucket_bytes, "buffers": self._exported, "board": board.path}
 
     def _wait_until_free(self, number: int) -> None:
@@ -127,7 +127,7 @@ class CudaIpcReceive(ReceiveTransport):
 
     def open(self, announcement: Announcement, sink: TensorSink) -> None:
         offer = announcement.offer
-        self._watch_sender(SharedMemoryBoard.open(offer["board"]), announcement.tensors)
+        self._watch(SharedMemoryBoard.open(offer["board"]), announcement.tensors)
         offered = offer["buffers"][str(self._rank)]
         if offered != self._offered:
             self._buffers = [self._handles.open(handle) for handle in offered]

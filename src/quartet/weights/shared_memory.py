@@ -119,7 +119,7 @@ class SharedMemorySend(SendTransport):
             self._drop()
             self._segment, self._offsets = Segment.create(num_bytes), offsets
         board = SharedMemoryBoard.create(1 + self._num_receivers)
-        self._watch_receivers(board, specs)
+        self._watch(board, specs)
         return {"path": path_of(self._segment.descriptor), "bytes": num_bytes, "board": board.path}
 
     def send(self, specs: Sequence[TensorSpec], tensors: Iterator[Tensor]) -> list[str]:
@@ -153,7 +153,7 @@ class SharedMemoryReceive(ReceiveTransport):
 
     def open(self, announcement: Announcement, sink: TensorSink) -> None:
         offer = announcement.offer
-        self._watch_sender(SharedMemoryBoard.open(offer["board"]), announcement.tensors)
+        self._watch(SharedMemoryBoard.open(offer["board"]), announcement.tensors)
         descriptor = open_shared(offer["path"], os.O_RDONLY)
         found = os.fstat(descriptor)
         identity = (found.st_dev, found.st_ino)

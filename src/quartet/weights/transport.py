@@ -42,7 +42,8 @@ class _Half(ABC):
     _board: ProgressBoard | None = None
     _progress: SyncProgress | None = None
 
-    def __init__(self, timeout_s: float, device: torch.device | str) -> None:
+    def __init__(self, end: int, others: Sequence[int], timeout_s: float, device: torch.device | str) -> None:
+        self._end, self._others = end, others
         self._timeout_s = timeout_s
         self._device = torch.device(device)
 
@@ -52,10 +53,11 @@ class _Half(ABC):
         assert self._progress is not None
         return self._progress
 
-    def _watch(self, board: ProgressBoard, end: int, others: Sequence[int], specs: Sequence[TensorSpec]) -> None:
+    def _watch(self, board: ProgressBoard, specs: Sequence[TensorSpec]) -> None:
         """The positions of this sync stand on ``board``, which is closed with the next one."""
         self._close_board()
-        self._board, self._progress = board, SyncProgress(board, end, others, specs, self._timeout_s)
+        self._board = board
+        self._progress = SyncProgress(board, self._end, self._others, specs, self._timeout_s)
 
     def fail(self, error: BaseException) -> None:
         """The sync failed; ends that wait for this one are told, and the next sync begins with ``open``."""
@@ -95,7 +97,7 @@ class SendTransport(_Half):
         device: torch.device | str = "cpu",
         host: str = "127.0.0.1",
     ) -> None:
-        super().__init__(timeout_s, device)
+        super().__init__(SENDER, range(1, 1 + num_receivers), timeout_s, device)
         self._num_receivers = num_receivers
         self._host = host
 
@@ -114,9 +116,6 @@ class SendTransport(_Half):
             WeightSyncError: a receiver failed, is gone or is late; it is named.
         """
 
-    def _watch_receivers(self, board: ProgressBoard, specs: Sequence[TensorSpec]) -> None:
-        self._watch(board, SENDER, range(1, 1 + self._num_receivers), specs)
-
 
 class ReceiveTransport(_Half):
     """A receiver's half.
@@ -127,7 +126,7 @@ class ReceiveTransport(_Half):
     """
 
     def __init__(self, rank: int = 0, *, timeout_s: float = 120.0, device: torch.device | str = "cpu") -> None:
-        super().__init__(timeout_s, device)
+        super().__init__(1 + rank, [SENDER], timeout_s, device)
         self._rank = rank
 
     @abstractmethod
@@ -141,6 +140,3 @@ class ReceiveTransport(_Half):
         Raises:
             WeightSyncError: the sender failed, is gone or is late.
         """
-
-    def _watch_sender(self, board: ProgressBoard, specs: Sequence[TensorSpec]) -> None:
-        self._watch(board, 1 + self._rank, [SENDER], specs)

@@ -57,7 +57,7 @@ class Packing(BucketSend):
         self.shipped: list[int] = []
 
     def open(self, specs: Sequence[TensorSpec], version: int) -> Offer:
-        self._watch_receivers(StoreBoard(HashStore()), specs)
+        self._watch(StoreBoard(HashStore()), specs)
         return {}
 
     def _wait_until_free(self, number: int) -> None:

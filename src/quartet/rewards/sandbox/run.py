@@ -39,6 +39,7 @@ _SETUP_S = 60.0
 _FIRST_USER, _NUM_USERS = 61184, 4336
 """Numbers that systems keep for users who own no files (systemd's dynamic ones)."""
 
+# As in config/rewards.py, which needs libraries; this folder does with Python alone.
 Isolation = Literal["namespaces", "process"]
 Confinement = Literal["bubblewrap", "namespaces", "process"]
 EndReason = Literal["by itself", "time", "output"]
