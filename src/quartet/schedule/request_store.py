@@ -130,10 +130,6 @@ class RequestStore:
             if (episode := self._episodes.pop(request_id, None)) is not None:
                 self._transcripts.pop(episode, None)
 
-    def clear(self) -> None:
-        for held in (self._prompts, self._completions, self._episodes, self._transcripts):
-            held.clear()
-
     def responses(self, index: int, request_ids: Sequence[str], greedy: str | None = None) -> RaggedBatch:
         """The group of these completions, which are not kept any longer; ``greedy`` is the baseline's."""
         made = tuple(self._response(request_id) for request_id in request_ids)

@@ -50,11 +50,10 @@ class Offloader(Protocol):
 
 @dataclass
 class Move:
-    """What moves before `role` can work in `mode`: offloads first, then an onload up to `target_bytes`."""
+    """What moves before `role` can work in `mode`: offloads first, then an onload of what is not there yet."""
 
     role: str
     mode: LeaseMode
-    target_bytes: int
     evict: tuple[str, ...]
     abandoned: bool = False
 
@@ -111,15 +110,13 @@ class Pool:
         """The move that lets `role` work in `mode` now (perhaps an empty one), or None if none does."""
         parts = self._parts[role]
         if self.is_resident(role, mode):
-            return Move(role, mode, parts.resident_bytes, evict=())
+            return Move(role, mode, evict=())
         if self._move is not None:
             return None
-        target = parts.spec.resident_bytes[mode]
-        if self.spec.budget_bytes is None:
-            return Move(role, mode, target, evict=())
-        excess = self.resident_bytes - parts.resident_bytes + target - self.spec.budget_bytes
-        evict = self._choose_evictions(role, excess)
-        return None if evict is None else Move(role, mode, target, evict)
+        budget = self.spec.budget_bytes
+        needed = self.resident_bytes - parts.resident_bytes + parts.spec.resident_bytes[mode]
+        evict = self._choose_evictions(role, 0 if budget is None else needed - budget)
+        return None if evict is None else Move(role, mode, evict)
 
     def has_room(self, claims: Mapping[str, int]) -> bool:
         """True when these roles (name → bytes) could all work beside the busy ones, idle parts offloaded."""
@@ -134,9 +131,10 @@ class Pool:
         parts = self._parts[move.role]
         parts.num_leases += 1
         self._touch(parts)
-        if move.target_bytes <= parts.resident_bytes:
+        target_bytes = parts.spec.resident_bytes[move.mode]
+        if target_bytes <= parts.resident_bytes:
             return False
-        parts.incoming_bytes = move.target_bytes
+        parts.incoming_bytes = target_bytes
         self._move = move
         return True
 
@@ -168,22 +166,20 @@ class Pool:
                 if offloader is not None:
                     await offloader.offload(name)
                 self._parts[name].resident_bytes = 0
-            if not move.abandoned:
-                await self._bring_in(move, offloader)
+            if move.abandoned:
+                return
+            parts = self._parts[move.role]
+            before_bytes = parts.resident_bytes
+            parts.resident_bytes = parts.incoming_bytes  # the room is taken from the first byte on
+            self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
+            try:
+                if offloader is not None:
+                    await offloader.onload(move.role, move.mode)
+            except BaseException:
+                parts.resident_bytes = before_bytes
+                raise
         finally:
             self.drop(move)
-
-    async def _bring_in(self, move: Move, offloader: Offloader | None) -> None:
-        parts = self._parts[move.role]
-        before_bytes = parts.resident_bytes
-        parts.resident_bytes = move.target_bytes  # the room is taken from the first byte on
-        self.peak_bytes = max(self.peak_bytes, self.resident_bytes)
-        try:
-            if offloader is not None:
-                await offloader.onload(move.role, move.mode)
-        except BaseException:
-            parts.resident_bytes = before_bytes
-            raise
 
     def _choose_evictions(self, besides: str, excess_bytes: int) -> tuple[str, ...] | None:
         """Idle roles to offload to free `excess_bytes`, least recently used first; None if too few."""

@@ -77,7 +77,7 @@ class RolloutWorker(WeightReceiverMixin):
         """The counts so far, for a new driver; what a former one left is given up."""
         self.engine.cancel(tuple(self._groups))
         self._groups.clear()
-        self._requests.clear()
+        self._requests = RequestStore(self._codec)
         return self.engine.stats()
 
     def run_steps(self, submit: Sequence[AnyRequest], cancel: Sequence[str], num_steps: int) -> EngineOutputs:

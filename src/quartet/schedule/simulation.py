@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -37,7 +37,7 @@ from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.score_prefetch import ScorePrefetcher
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.stream import AdmissionRule, GroupStream
-from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedGroup, TimedModel, TimedOffloader, TimedWeights
+from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedGroup, TimedModel, TimedOffloader
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import Needs
 
@@ -73,6 +73,7 @@ class SimulationResult:
         return [end - start for start, end in zip([0.0, *self.ended_s], self.ended_s, strict=False)]
 
 
+@dataclass(eq=False)
 class Simulation:
     """An RL run of a cost model under a placement.
 
@@ -83,42 +84,37 @@ class Simulation:
         sleep: in place of sleeping in this process.
     """
 
-    def __init__(
-        self,
-        costs: CostModel,
-        placement: ResolvedPlacement,
-        *,
-        prompts_per_step: int,
-        chunk_size: int,
-        patience: int = 4,
-        script: Sequence[Event] = (),
-        accept: Callable[[int], bool] | None = None,
-        offloader: Offloader | None = None,
-        sleep: Sleep = sleep_here,
-    ) -> None:
-        self.costs = costs
+    costs: CostModel
+    placement: ResolvedPlacement
+    _: KW_ONLY
+    prompts_per_step: int
+    chunk_size: int
+    patience: int = 4
+    script: Sequence[Event] = ()
+    accept: Callable[[int], bool] | None = None
+    offloader: Offloader | None = None
+    sleep: Sleep = sleep_here
+
+    def __post_init__(self) -> None:
+        costs, placement, accept = self.costs, self.placement, self.accept
         self.recorder = SpanRecorder(clock=now)
-        self.journal = Journal(script)
-        self.arbiter = placed_arbiter(
-            placement,
-            costs.sizes(),
-            offloader=TimedOffloader(costs, self.recorder) if offloader is None else offloader,
-            patience=patience,
-        )
+        self.journal = Journal(self.script)
+        offloader = TimedOffloader(costs, self.recorder) if self.offloader is None else self.offloader
+        self.arbiter = placed_arbiter(placement, costs.sizes(), offloader=offloader, patience=self.patience)
         self.leases = LeaseContext(self.arbiter, self.recorder)
-        self._sleep = sleep
         self._models: defaultdict[str, TimedModel] = defaultdict(TimedModel)
         self._publish_s = self._varied("publish", lambda: costs.publish_s)
         self._runs_ahead = placement.max_staleness is not None
-        self.rollout = self._rollout(placement)
+        self.rollout = self._rollout()
         self.stream: GroupStream[Group] = GroupStream(
             self.rollout.generate,
-            AdmissionRule(prompts_per_step, placement.max_staleness),
-            chunk_size=chunk_size,
+            AdmissionRule(self.prompts_per_step, placement.max_staleness),
+            chunk_size=self.chunk_size,
             accept=None if accept is None else lambda group: accept(group.index),
         )
         self.steps: list[list[Consumed]] = []
-        self.stages = self._stages(Barriers(placement.after, num_chunks=-(-prompts_per_step // chunk_size)))
+        num_chunks = -(-self.prompts_per_step // self.chunk_size)
+        self.stages = self._stages(Barriers(placement.after, num_chunks=num_chunks))
 
     async def run(self, num_steps: int) -> SimulationResult:
         """So many iterations, on whatever clock the loop has."""
@@ -145,11 +141,11 @@ class Simulation:
 
     # Generation ------------------------------------------------------------------------------------------
 
-    def _rollout(self, placement: ResolvedPlacement) -> Rollout:
-        generation, runs_ahead = self.costs.generation, placement.max_staleness is not None
+    def _rollout(self) -> Rollout:
+        generation, runs_ahead = self.costs.generation, self._runs_ahead
         # What runs ahead leaves the canary a place.
         max_running = generation.max_running + 1 if runs_ahead else generation.max_running
-        self.engine = TimedEngine(generation.step, max_running, TimedWeights())
+        self.engine = TimedEngine(generation.step, max_running)
         host = RolloutWorker(cast(RolloutEngine, self.engine), cast(TextCodec, TimedCodec()))
         return Rollout(
             self.leases,
@@ -161,7 +157,7 @@ class Simulation:
             trainer=self._timed("actor", "canary", self._models["actor"], lambda *args: 0.0),
             update_engine_weights=self._update_engine_weights,
             shares_actor=False,
-            in_flight=placement.in_flight,
+            in_flight=self.placement.in_flight,
             max_running=max_running if runs_ahead else None,
             journal=self.journal,
         )
@@ -176,8 +172,8 @@ class Simulation:
 
     async def _update_engine_weights(self, version: int) -> int:
         """The engine gets the weights that the actor has when they have come over."""
-        await drained(self._sleep("rollout", self._publish_s()))
-        self.engine.weights.num_updates = self._models["actor"].weights.num_updates
+        await drained(self.sleep("rollout", self._publish_s()))
+        self.engine.num_updates = self._models["actor"].num_updates
         self.engine.update_weights(None, version)
         return 0
 
@@ -214,7 +210,7 @@ class Simulation:
         return ModelLearner(self.leases, stage.role, model, UpdatePlan(1, 1, seed=0), _no_objective, stage.role)
 
     def _timed(self, role: str, stage: str, worker: Any, seconds: Callable[..., float]) -> TimedGroup:
-        return TimedGroup(worker, self._varied(stage, seconds), partial(self._sleep, role))
+        return TimedGroup(worker, self._varied(stage, seconds), partial(self.sleep, role))
 
     def _varied(self, stage: str, seconds: Callable[..., float]) -> Callable[..., float]:
         numbers = count()

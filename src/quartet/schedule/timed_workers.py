@@ -23,30 +23,23 @@ from quartet.schedule.leases import LeaseMode
 from quartet.schedule.role_group import RoleGroup
 
 
-@dataclass
-class TimedWeights:
-    """``num_updates``: how often they were updated."""
-
-    num_updates: int = 0
-
-    @property
-    def logprob(self) -> float:
-        """Of any token, in nats; exact in single precision."""
-        return -1.0 - self.num_updates / 64
+def logprob_of(num_updates: int) -> float:
+    """Of any token, in nats, under weights that were updated so often; exact in single precision."""
+    return -1.0 - num_updates / 64
 
 
 class TimedModel:
     """A model's worker: passes read its weights, updates count."""
 
-    def __init__(self) -> None:
-        self.weights = TimedWeights()
+    num_updates = 0
 
     def forward(self, batch: RaggedBatch, needs: Any) -> ColumnSet:
-        return ColumnSet(batch.ids, {"logprobs": torch.full((batch.num_tokens,), self.weights.logprob)})
+        logprobs = torch.full((batch.num_tokens,), logprob_of(self.num_updates))
+        return ColumnSet(batch.ids, {"logprobs": logprobs})
 
     def update(self, experience: RaggedBatch, updates: Sequence[Any]) -> list[dict[str, float]]:
         """One step's updates make one version."""
-        self.weights.num_updates += 1
+        self.num_updates += 1
         return [{} for _ in updates]
 
 
@@ -62,16 +55,16 @@ class TimedEngine:
 
     Args:
         step: cost of one decode step, by the requests that run.
-        weights: what it computes with: its own, or the actor's. ``update_weights`` says which version they are.
+        max_running: requests that run at a time.
     """
 
-    def __init__(self, step: Cost, max_running: int, weights: TimedWeights, version: int = 0) -> None:
-        self.weights = weights
+    def __init__(self, step: Cost, max_running: int) -> None:
+        self.num_updates = 0
         self.max_running = max_running
         self.held: dict[str, _Held] = {}
         self._step = step
         self._finished: list[Completion] = []
-        self._stats = EngineStats(policy_version=version)
+        self._stats = EngineStats(policy_version=0)
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
@@ -94,7 +87,7 @@ class TimedEngine:
         self._seconds += self._step.seconds(num_timed) if num_timed else 0.0
         for held in running:
             held.versions.append(self._stats.policy_version)
-            held.logprobs.append(self.weights.logprob)
+            held.logprobs.append(logprob_of(self.num_updates))
             self._stats.generated_tokens += 1
             if len(held.versions) == held.request.sampling.max_new_tokens:
                 self._end(held, FinishReason.LENGTH)

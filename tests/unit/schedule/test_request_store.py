@@ -19,7 +19,7 @@ from quartet.schedule.cost_model import Cost
 from quartet.schedule.groups import by_group
 from quartet.schedule.request_store import FinishedRequest, PromptRequest, RequestStore, SampleRequest, TurnRequest
 from quartet.schedule.rollout_worker import RolloutWorker
-from quartet.schedule.timed_workers import TimedEngine, TimedWeights
+from quartet.schedule.timed_workers import TimedEngine
 from quartet.text.tokenizer import TextCodec
 
 
@@ -48,7 +48,7 @@ class Engine(TimedEngine):
     """Refuses prompts with a question mark, and fails on requests that are poisoned."""
 
     def __init__(self) -> None:
-        super().__init__(Cost(), 9, TimedWeights())
+        super().__init__(Cost(), 9)
         self.poisoned: set[str] = set()
 
     def submit(self, requests: Sequence[Request]) -> None:

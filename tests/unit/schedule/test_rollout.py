@@ -39,7 +39,7 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
 from quartet.schedule.stream import AdmissionRule, GroupStream
-from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedModel, TimedWeights
+from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedModel, logprob_of
 from quartet.text.tokenizer import TextCodec
 
 PROBE = CanaryProbe("77", 2, 1e-6)
@@ -91,16 +91,11 @@ def responses_of(group: Group) -> list[tuple[tuple[int, ...], tuple[float, ...]]
     return [(tuple(versions), tuple(logprobs)) for versions, logprobs in members]
 
 
-def logprob_of(version: int) -> float:
-    """What weights of that version say of any token."""
-    return TimedWeights(version).logprob
-
-
 class CountingEngine(TimedEngine):
     """Gives each request the tokens that its id says; notes what it is told, and fails on what is poisoned."""
 
     def __init__(self, lengths: Callable[[str], int]) -> None:
-        super().__init__(Cost(), max_running=4, weights=TimedWeights())
+        super().__init__(Cost(), max_running=4)
         self.lengths = lengths
         self.log: list[tuple[str, Any]] = []
         self.poisoned: set[str] = set()
@@ -131,7 +126,7 @@ class CountingEngine(TimedEngine):
 
     def update_weights(self, source: None, version: int) -> None:
         self.log.append(("weights", version))
-        self.weights.num_updates = version
+        self.num_updates = version
         super().update_weights(source, version)
 
 
@@ -163,7 +158,7 @@ class Actor(TimedModel):
         self.heard: list[int] = []
 
     def forward(self, batch: RaggedBatch, needs: Any) -> ColumnSet:
-        self.heard.append(self.weights.num_updates)
+        self.heard.append(self.num_updates)
         return super().forward(batch, needs)
 
 
@@ -250,7 +245,7 @@ class World:
 
     async def update_engine_weights(self, version: int) -> int:
         await asyncio.sleep(self.seconds("rollout", "deliver"))
-        assert self.actor.weights.num_updates == version, "weights of another version would be taken"
+        assert self.actor.num_updates == version, "weights of another version would be taken"
         for engine in self.engines:
             engine.update_weights(None, version)
         return 10
@@ -307,10 +302,10 @@ class _Learner:
         world = self.world
         async with world.worker.turn(self.role, "train", f"train_{self.role}", step=step, writes=self.role):
             if self.role == "actor":
-                world.actor.weights.num_updates = -1  # neither the old ones nor the new ones
+                world.actor.num_updates = -1  # neither the old ones nor the new ones
             await asyncio.sleep(world.seconds(self.role, "train"))
             if self.role == "actor":
-                world.actor.weights.num_updates = step + 1
+                world.actor.num_updates = step + 1
         return {}
 
 
