@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -61,9 +62,13 @@ def write_error(path: Path, error: BaseException, *, what: str = "") -> UserErro
         found = f"{os.strerror(number)} ({found})"
     remedy = _REMEDIES.get(number, _UNKNOWN) if number is not None else _UNKNOWN
     if number in (None, errno.ENOSPC):
-        free, files = _free(path)
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        free = "unknown space"
+        with contextlib.suppress(OSError):
+            system, free = os.statvfs(there), f"{shutil.disk_usage(there).free / 2**20:.0f} MiB"
+            # Some file systems count no files and say 0 of 0.
+            remedy = _NO_FILES_LEFT if system.f_favail == 0 < system.f_files else remedy
         found = f"{found}; {free} free"
-        remedy = remedy if files else _NO_FILES_LEFT
     return UserError(f"{what}{path} could not be written", found=found, remedy=remedy)
 
 
@@ -91,15 +96,3 @@ def _number(error: BaseException | None) -> int | None:
         return error.errno
     told = re.search(r"os error (\d+)", str(error))
     return int(told[1]) if told else _number(error.__cause__)
-
-
-def _free(path: Path) -> tuple[str, bool]:
-    """Space left, and whether another file could be made."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    try:
-        system = os.statvfs(path)
-        # Some file systems count no files and say 0 of 0.
-        return f"{shutil.disk_usage(path).free / 2**20:.0f} MiB", system.f_favail > 0 or system.f_files == 0
-    except OSError:
-        return "unknown space", True

@@ -213,21 +213,17 @@ def _data(above: str, path: str, needs: tuple[str, ...], row: Row | None) -> Ite
     yield Line(f"{above}path", path, note=f"Columns: {', '.join(needs)}; docs/data.md.")
     if row is None:
         yield Line(f"{above}columns", {needs[0]: "question"}, is_example=True)
-    elif "messages" not in row and (mapped := _mapped(needs, row)):
-        yield Line(f"{above}columns", mapped)
+    elif "messages" not in row:
+        # Columns that are missing under our names and there under a usual one; none twice.
+        mapped: dict[str, str] = {}
+        for name in (name for name in needs if name not in row):
+            usual = [column for column in _ALIASES.get(name, ()) if column in row and column not in mapped.values()]
+            mapped |= {name: usual[0]} if usual else {}
+        if mapped:
+            yield Line(f"{above}columns", mapped)
     if row is not None and any("\n\nHuman:" in text for text in row.values() if isinstance(text, str)):
         yield Line(f"{above}turns", "messages", is_example=True)
     yield Line(f"{above}overlong", "skip")
-
-
-def _mapped(needs: tuple[str, ...], row: Row) -> dict[str, str]:
-    """Columns that are missing under our names and there under a usual one; none twice."""
-    found: dict[str, str] = {}
-    for name in needs:
-        usual = [column for column in _ALIASES.get(name, ()) if column in row and column not in found.values()]
-        if name not in row and usual:
-            found[name] = usual[0]
-    return found
 
 
 def _reward(above: str, kind: str) -> Iterator[Line]:

@@ -24,6 +24,7 @@ All of them take a ``Reading``: the names of columns, and whether Human/Assistan
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,20 +71,13 @@ class Parsed(Generic[T]):
     """
 
     items: Sequence[T] = ()
-    skipped: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, int] = field(default_factory=dict)
+    skipped: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
 
-    def skip(self, reason: str, place: str) -> None:
-        """Counts one more row that is left out."""
-        self._count(self.skipped, reason, place)
-
-    def note(self, reason: str, place: str) -> None:
-        """Counts one more row that was converted."""
-        self._count(self.notes, reason, place)
-
-    def _count(self, counts: dict[str, int], reason: str, place: str) -> None:
-        counts[reason] = counts.get(reason, 0) + 1
+    def count(self, rows: Counter[str], reason: str, place: str) -> None:
+        """Counts one more row among ``skipped`` or ``notes``."""
+        rows[reason] += 1
         known = self.places.setdefault(reason, [])
         known += [place][: _KEPT_PLACES - len(known)]
 
@@ -152,12 +146,12 @@ def parse_rows(parse: Callable[[Fields], T], rows: Sequence[Row], reading: Readi
         try:
             items.append(parse(fields))
         except Skip as reason:
-            parsed.skip(str(reason), row.place)
+            parsed.count(parsed.skipped, str(reason), row.place)
             continue
         if isinstance(row.values.get("tools"), list):
             fields.notes.append("`tools` are not told to the chat template")
         for note in fields.notes:
-            parsed.note(note, row.place)
+            parsed.count(parsed.notes, note, row.place)
     if not items:
         found = f"of {len(rows)} rows left out {parsed.counted(parsed.skipped)}"
         raise UserError("no row is left to use", found=found, remedy="use other data")

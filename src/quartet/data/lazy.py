@@ -174,7 +174,7 @@ class LazyDemonstrations:
         for row in rows.scan():
             parsed = demonstrations([row], reading)
             for note in parsed.notes:
-                told.note(note, row.place)
+                told.count(told.notes, note, row.place)
             with placed(row.place):
                 length = SFTItem.of(parsed.items[0], codec).num_tokens
             if too_long.fits(row.place, length):

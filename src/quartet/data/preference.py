@@ -132,10 +132,10 @@ class PreferenceData(AnsweredData):
                 is_beginning = body and rejected[: len(body)] == body
                 found = SAME if chosen == rejected else BEGINNING if is_beginning else None
             if found == SAME or (found is not None and doubtful != "keep"):
-                told.skip(found, pair.place)
+                told.count(told.skipped, found, pair.place)
                 continue
             if found is not None:
-                told.note(found, pair.place)
+                told.count(told.notes, found, pair.place)
             items.append(item)
         if doubtful == "error":
             refuse_doubtful(told)

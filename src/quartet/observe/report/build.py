@@ -24,7 +24,7 @@ SCRIPTS = ("dom.js", "charts.js", "curves.js", "timing.js", "colours.js", "token
 _SLOT = re.compile(r"\{\{ (\w+) \}\}")
 
 
-def build_report(run_dir: Path, out: Path | None = None, limits: ReportLimits | None = None) -> Path:
+def build_report(run_dir: Path, out: Path | None = None) -> Path:
     """Writes the report of ``run_dir`` and returns its path (default: ``report.html`` inside the run).
 
     The page loads nothing: data, style and script are in it, and its content security policy allows no more.
@@ -32,7 +32,7 @@ def build_report(run_dir: Path, out: Path | None = None, limits: ReportLimits | 
     Raises:
         UserError: ``run_dir`` holds no run, or the report cannot be written.
     """
-    data = collect_run(run_dir, limits if limits is not None else ReportLimits())
+    data = collect_run(run_dir, ReportLimits())
     path = out if out is not None else run_dir / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
