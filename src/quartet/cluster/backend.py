@@ -72,8 +72,8 @@ class Backend(AbstractContextManager["Backend"], Protocol):
             TimeoutError: not all are there within the time.
         """
 
-    def wait(self, refs: Sequence[Ref], timeout_s: float | None, *, fetch: bool) -> list[bool]:
-        """Waits until all are there or the time is up: which are there. ``fetch``: bring them to this node."""
+    def wait(self, refs: Sequence[Ref], timeout_s: float) -> list[bool]:
+        """Waits until all are there, on this node, or the time is up: which are there."""
 
     def soon(self, ref: Ref) -> asyncio.Future[Any]:
         """The value as a future of the running event loop, which comes as soon as it is made."""

@@ -93,7 +93,7 @@ class Pending:
             return
         ranks = list(self._waiting)
         backend = self._processes.backend
-        ready = backend.wait([self._waiting[rank] for rank in ranks], timeout_s, fetch=True)
+        ready = backend.wait([self._waiting[rank] for rank in ranks], timeout_s)
         ended = [rank for rank, is_there in zip(ranks, ready, strict=True) if is_there]
         self._take(ended, backend.get([self._waiting[rank] for rank in ended]))
 

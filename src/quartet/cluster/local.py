@@ -108,7 +108,7 @@ class LocalBackend(Backend):
     def get(self, refs: Sequence[LocalRef], timeout_s: float | None = None) -> list[Any]:
         return [ref.value for ref in refs]
 
-    def wait(self, refs: Sequence[LocalRef], timeout_s: float | None, *, fetch: bool) -> list[bool]:
+    def wait(self, refs: Sequence[LocalRef], timeout_s: float) -> list[bool]:
         return [True] * len(refs)
 
     def soon(self, ref: LocalRef) -> asyncio.Future[Any]:

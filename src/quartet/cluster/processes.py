@@ -257,7 +257,7 @@ class ProcessManager:
             if handle.rank not in pings:
                 (pings[handle.rank],) = self.backend.call(handle, "ping", ())
         ranks = sorted(pings)
-        ready = self.backend.wait([pings[rank] for rank in ranks], timeout_s, fetch=True)
+        ready = self.backend.wait([pings[rank] for rank in ranks], timeout_s)
         ended = [pings.pop(rank) for rank, is_there in zip(ranks, ready, strict=True) if is_there]
         return [value for value in self.backend.get(ended) if isinstance(value, Lost)]
 

@@ -302,8 +302,8 @@ class RayBackend(Backend):
                 raise TimeoutError from error
             return [_value_of(ref) for ref in refs]
 
-    def wait(self, refs: Sequence[Any], timeout_s: float | None, *, fetch: bool) -> list[bool]:
-        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s, fetch_local=fetch)
+    def wait(self, refs: Sequence[Any], timeout_s: float) -> list[bool]:
+        ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
         there = set(ready)
         return [ref in there for ref in refs]
 
