@@ -241,21 +241,15 @@ class NativeEngine:
                 cache.resize(0, 0)
             return
         longest = self._runner.contexts.slot_length(max(r.num_stored + len(r.draft) for r in running) + 1)
-        if (
-            longest > cache.capacity
-            or len(running) > cache.num_slots
-            or (limit is not None and cache.num_tokens > limit)
-        ):
-            cache.resize(
-                *slot_shape(
-                    (cache.num_slots, cache.capacity),
-                    num_rows=len(running),
-                    longest=longest,
-                    most=max(map(admission.slot_tokens, running)),
-                    max_rows=min(self._scheduler.max_running, len(self._scheduler.held)),
-                    limit=limit,
-                )
-            )
+        shape = slot_shape(
+            (cache.num_slots, cache.capacity),
+            num_rows=len(running),
+            longest=longest,
+            most=max(map(admission.slot_tokens, running)),
+            max_rows=min(self._scheduler.max_running, len(self._scheduler.held)),
+            limit=limit,
+        )
+        cache.resize(*shape)
 
     def _place(self, response: Response) -> None:
         """Fills the slot of a request that got its row from its block, and lets go of what it then has itself."""

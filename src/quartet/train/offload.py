@@ -214,7 +214,8 @@ class Offload:
             targets = self._stored(moving)
         else:
             moving = [p for p in pieces if p.key in homes or p.storage.device != self.device]
-            targets = self._fetched(moving)
+            targets = [torch.empty(piece.num_bytes, dtype=torch.uint8, device=self.device) for piece in moving]
+            self._copy([(storage_bytes(piece.storage), target) for piece, target in zip(moving, targets, strict=True)])
         pointed = [
             (tensor, reflected(tensor, target))
             for piece, target in zip(moving, targets, strict=True)
@@ -247,12 +248,6 @@ class Offload:
         are."""
         home = self._homes.get(piece.name)
         return home is not None and home.memory.numel() == piece.num_bytes and not _is_shared(home.memory)
-
-    def _fetched(self, pieces: Sequence[_Piece]) -> list[Tensor]:
-        """Copies of ``pieces`` on the device."""
-        fresh = [torch.empty(piece.num_bytes, dtype=torch.uint8, device=self.device) for piece in pieces]
-        self._copy([(storage_bytes(piece.storage), target) for piece, target in zip(pieces, fresh, strict=True)])
-        return fresh
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """All of them at once, and waits."""
