@@ -183,3 +183,23 @@ def test_chunks_that_nobody_needs_are_not_fetched() -> None:
 def test_arrange_refuses_missing_items() -> None:
     with pytest.raises(ValueError, match="missing or twice"):
         arrange([[1], [2]], [Share([0]), Share([2])])
+
+
+def test_a_segment_that_no_sequence_needs_has_no_columns_and_leaves_a_batch() -> None:
+    batch = RaggedBatch(torch.arange(6), (2, 3, 1), (-1, -1, 0), (2,), ("a",))
+    structure, count = survey([batch])
+    assert structure is not None
+    plan = plan_parts(count, 2, structure)
+    parts = [portion(batch, at, structure) for at in plan]
+    columns = [ColumnSet(part.ids, {"x": part.input_ids.float() + 1}) for part in parts]
+    merged = merge_results(columns, shares_of(plan, structure), structure)
+    assert join(batch, merged).token["x"].tolist() == [1, 2, 0, 0, 0, 6]
+    assert merge_results(parts, shares_of(plan, structure), structure).input_ids.tolist() == [0, 1, 5]
+
+
+def test_columns_go_to_a_table_of_the_same_sequences_whatever_its_segments_are_named() -> None:
+    batch = batch_of([[2, 3], [1]])
+    own, other = Structure.of(batch), Structure.of(batch)
+    parts = [ColumnSet(batch.select(at).ids, {"x": batch.select(at).token["logprobs"]}) for at in ([0, 2], [1])]
+    shares = [Share(at, own.select(at)) for at in ([0, 2], [1])]
+    assert torch.equal(arrange(parts, shares, other).token["x"], batch.token["logprobs"])
