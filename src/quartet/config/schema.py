@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -33,16 +33,12 @@ def bare(annotation: Any) -> Any:
 
 
 def tags(models: list[type[BaseModel]]) -> tuple[str, dict[str, type[BaseModel]]]:
-    """The field that tells the members of a tagged union apart, and its values."""
-    for name in models[0].model_fields:
-        by_tag: dict[str, type[BaseModel]] = {}
-        for model in models:
-            field = model.model_fields.get(name)
-            if field is not None and get_origin(field.annotation) is Literal:
-                by_tag.update(dict.fromkeys(get_args(field.annotation), model))
-        if len(set(by_tag.values())) == len(models):
-            return name, by_tag
-    raise TypeError(f"no field tells {[model.__name__ for model in models]} apart")
+    """The field that tells the members of a tagged union apart, and its values.
+
+    It is called ``type``, or ``name`` where there is no such field: a source of reward has both.
+    """
+    name = "type" if "type" in models[0].model_fields else "name"
+    return name, {tag: model for model in models for tag in get_args(model.model_fields[name].annotation)}
 
 
 def chosen_member(annotation: Any, value: dict[str, Any]) -> type[BaseModel] | None:
