@@ -54,6 +54,9 @@ class HackingAlarm:
     Args:
         false_alarm_rate: most probability of any alarm in a run in which the two did not both happen.
         num_evaluations: evaluations of the whole run, that before the first step not counted.
+
+    Attributes:
+        raised_at: steps of the evaluations at which the alarm was raised.
     """
 
     def __init__(self, false_alarm_rate: float, num_evaluations: int) -> None:
@@ -62,12 +65,7 @@ class HackingAlarm:
         self._best_step = 0
         self._best: dict[str, float] = {}
         self._training: list[tuple[int, float]] = []
-        self._raised_at: list[int] = []
-
-    @property
-    def raised_at(self) -> tuple[int, ...]:
-        """Steps of the evaluations at which the alarm was raised."""
-        return tuple(self._raised_at)
+        self.raised_at: tuple[int, ...] = ()
 
     @property
     def least_prompts(self) -> int:
@@ -102,7 +100,7 @@ class HackingAlarm:
                 training_p=training_p,
                 raised=held_out_p <= self._level / self._num_seen and training_p <= self._level,
             )
-            self._raised_at += [step] if verdict.raised else []
+            self.raised_at += (step,) if verdict.raised else ()
         self._num_seen += 1
         if not self._best or fmean(now.values()) > fmean(self._best.values()):
             self._best_step, self._best = step, now
@@ -116,7 +114,7 @@ class HackingAlarm:
             "best_step": self._best_step,
             "best": dict(self._best),
             "training": [[step, reward] for step, reward in self._training],
-            "raised_at": list(self._raised_at),
+            "raised_at": list(self.raised_at),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -124,7 +122,7 @@ class HackingAlarm:
         self._best_step = int(state["best_step"])
         self._best = {str(prompt): float(score) for prompt, score in state["best"].items()}
         self._training = [(int(step), float(reward)) for step, reward in state["training"]]
-        self._raised_at = [int(step) for step in state["raised_at"]]
+        self.raised_at = tuple(int(step) for step in state["raised_at"])
 
 
 def fall_p(differences: Sequence[float]) -> float:
