@@ -3,7 +3,7 @@ step says about itself beside its losses: seconds, lengths, episodes, baselines,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from quartet.schedule.iteration import StepLearner as AnyLearner
 from quartet.schedule.journal import Journal
 from quartet.schedule.learners import ModelLearner, UpdatePlan
 from quartet.schedule.lease_context import LeaseContext
-from quartet.schedule.model_worker import ModelStats
 from quartet.schedule.placement import placed_arbiter
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.score_prefetch import ScorePrefetcher
@@ -125,7 +124,7 @@ class RunAttempt:
         batch, before, after = experience.batch, self._before, self._generated
         generated = after.generated_tokens - before.generated_tokens
         done, minibatches = step + 1, self.recipe.minibatches * self.recipe.epochs
-        trained = done - self.roles.warmup_steps
+        trained, stats = done - self.roles.warmup_steps, (await self.roles.stats()).values()
         return {
             **timing(self._recorder.of_step(step), watch.seconds, generated),
             **batch_metrics(batch),
@@ -135,7 +134,9 @@ class RunAttempt:
             **await self.roles.refresh_reference(done),
             "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),
             "memory/rss_bytes": resident_bytes(),
-            **model_stats(await self.roles.stats()),
+            "optim/skipped_steps": float(sum(of.num_skipped for of in stats)),
+            "train/token_budget": float(min(of.token_budget for of in stats if of.token_budget)),
+            "train/num_oom": float(sum(of.num_oom for of in stats)),
             **self._offloader.take_metrics(),
         }
 
@@ -322,12 +323,3 @@ def greedy_metrics(batch: RaggedBatch) -> dict[str, float]:
     by_group = dict(zip(batch.sequence["group"].tolist(), batch.sequence[BASELINE].tolist(), strict=True))
     found = torch.tensor(list(by_group.values())).nanmean()
     return {} if bool(found.isnan()) else {"reward/greedy_mean": float(found)}
-
-
-def model_stats(stats: Mapping[str, ModelStats]) -> dict[str, float]:
-    """Of all roles' hosts."""
-    return {
-        "optim/skipped_steps": float(sum(of.num_skipped for of in stats.values())),
-        "train/token_budget": float(min(of.token_budget for of in stats.values() if of.token_budget)),
-        "train/num_oom": float(sum(of.num_oom for of in stats.values())),
-    }

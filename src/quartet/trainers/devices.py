@@ -158,11 +158,6 @@ class FrozenModels:
     precision: Precision = "fp32"
     moves_user_models: bool = False
 
-    @property
-    def are_meta(self) -> bool:
-        """Nothing is to be loaded but configs and headers."""
-        return self.device == META
-
     def causal(
         self, model: PreTrainedModel, *, is_user_object: bool = False, numerics: Numerics = "fast"
     ) -> PackedCausalLM:

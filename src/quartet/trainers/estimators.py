@@ -284,18 +284,13 @@ def learned_from(config: Selection, batch: RaggedBatch) -> RaggedBatch:
     batch = batch.with_token(loss_mask=is_trained_T)
     trained = torch.unique(owner_T[is_trained_T]).tolist()
     if isinstance(config, OnlineDPO):
-        trained = _whole_pairs(batch, trained)
+        groups = batch.sequence["group"][trained].tolist()
+        # Without responses whose partner has no token to learn from.
+        trained = [s for s, group in zip(trained, groups, strict=True) if groups.count(group) == 2]
     if not trained:
         return batch.with_token(loss_mask=torch.zeros_like(is_trained_T))
     batch = batch.select(trained)
     return _as_pairs(batch) if isinstance(config, OnlineDPO) else batch
-
-
-def _whole_pairs(batch: RaggedBatch, trained: list[int]) -> list[int]:
-    """Without responses whose partner has no token to learn from."""
-    group_S = batch.sequence["group"]
-    groups = group_S[trained].tolist()
-    return [s for s, group in zip(trained, groups, strict=True) if groups.count(group) == 2]
 
 
 def _as_pairs(batch: RaggedBatch) -> RaggedBatch:

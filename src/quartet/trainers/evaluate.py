@@ -421,7 +421,12 @@ class PeriodicEvaluation:
         if verdict is None:
             return {}
         if verdict.raised:
-            text = alarm_text(verdict)
+            slope = "" if verdict.training_slope is None else f" (by {verdict.training_slope:.3g} per step)"
+            text = (
+                f"reward hacking? The held-out score is {verdict.held_out_now:.3g} at step {verdict.step}, it was "
+                f"{verdict.held_out_before:.3g} at step {verdict.best_step} (p = {verdict.held_out_p:.1g}), while the "
+                f"training reward rose{slope}: compare the answers of both steps in alarms.jsonl or the report"
+            )
             self.progress.print(text)
             rows = RowAppender(self.path / "alarms.jsonl")
             rows.append({**asdict(verdict), "text": text, "examples": self._examples(verdict, answers)})
@@ -480,16 +485,6 @@ def hacking_examples(
         }
         lost[old.prompt_id] = (0.0 if math.isnan(gain) else -gain, change, row)
     return [row for _, _, row in sorted(lost.values(), key=lambda found: found[:2])]
-
-
-def alarm_text(verdict: AlarmVerdict) -> str:
-    """One line for the log and the report."""
-    slope = "" if verdict.training_slope is None else f" (by {verdict.training_slope:.3g} per step)"
-    return (
-        f"reward hacking? The held-out score is {verdict.held_out_now:.3g} at step {verdict.step}, it was "
-        f"{verdict.held_out_before:.3g} at step {verdict.best_step} (p = {verdict.held_out_p:.1g}), while the training "
-        f"reward rose{slope}: compare the answers of both steps in alarms.jsonl or the report"
-    )
 
 
 def _as_text(prompt: PromptText) -> str:

@@ -117,7 +117,11 @@ async def score_groups(
     for number, start in enumerate(range(0, len(groups), per_chunk)):
         places = range(start, min(start + per_chunk, len(groups)))
         missing = {i: [r for r in range(num_answers[i]) if _name(i, r) not in rewards] for i in places}
-        picked = [_only(groups[i], samples) for i, samples in missing.items() if samples]
+        picked = []
+        for i, samples in missing.items():
+            batch = groups[i].batch
+            wanted = torch.isin(batch.sequence["response"], torch.tensor(samples)).nonzero().squeeze(1)
+            picked += [replace(groups[i], batch=batch.select(wanted.tolist()))] if samples else []
         if not picked:
             continue
         names = [_name(i, r) for i, samples in missing.items() for r in samples]
@@ -127,12 +131,6 @@ async def score_groups(
             if cache is not None and not is_left_out:
                 cache.keep_rewards(name, scores)
     return [answer for i, group in enumerate(groups) for answer in _answers(i, group, rewards)]
-
-
-def _only(group: Group, responses: Sequence[int]) -> Group:
-    """The group with some of its trajectories."""
-    wanted = torch.isin(group.batch.sequence["response"], torch.tensor(responses))
-    return replace(group, batch=group.batch.select(wanted.nonzero().squeeze(1).tolist()))
 
 
 async def _scored(chunk: Chunk, scorers: Sequence[Scorer]) -> list[tuple[dict[str, float], bool]]:

@@ -19,7 +19,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +36,7 @@ from quartet.data.fields import Reading
 from quartet.data.formats import preferences
 from quartet.data.order import draws
 from quartet.data.readers import read_data_rows
+from quartet.models.loading import load_causal_lm
 from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
@@ -45,21 +46,13 @@ from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_metrics import by_prompt
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import Stopwatch, open_run, writing
+from quartet.trainers.run import Stopwatch, TrainResult, open_run, writing
 from quartet.trainers.run_files import Resume, completed
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 from quartet.trainers.sources import check_recipe, check_unweighted
 
 PREVIOUS = "previous_round"
 """Name under which the reward model of the round before scores fresh answers."""
-
-
-@dataclass(frozen=True)
-class IteratedResult:
-    """Where everything is, and what ``summary.json`` holds."""
-
-    path: Path
-    summary: dict[str, Any]
 
 
 class IteratedTrainer:
@@ -81,7 +74,7 @@ class IteratedTrainer:
         self._stages: list[dict[str, Any]] = []
         self._signals = StopSignals()
 
-    def train(self) -> IteratedResult:
+    def train(self) -> TrainResult:
         """All rounds.
 
         Raises:
@@ -94,7 +87,7 @@ class IteratedTrainer:
         except (Interrupted, KeyboardInterrupt) as stop:
             raise Interrupted(self.path, None, number_of(stop)) from stop
 
-    def _train(self) -> IteratedResult:
+    def _train(self) -> TrainResult:
         # Rows of complete rounds are made anew from what their stages have left.
         self.run.start(0)
         for number in range(1, self.recipe.rounds + 1):
@@ -107,7 +100,8 @@ class IteratedTrainer:
                     link.unlink()
                 if not link.is_symlink():
                     link.symlink_to(target)
-        return IteratedResult(self.path, self.run.finish({"stages": self._stages}))
+        policy = partial(load_causal_lm, str(self.path / "model"))
+        return TrainResult(self.path, self.run.finish({"stages": self._stages}), policy)
 
     def _round(self, number: int) -> dict[str, float]:
         found = self._collect(number)

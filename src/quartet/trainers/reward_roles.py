@@ -49,7 +49,7 @@ from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs
 from quartet.train.objectives import STEP_NEEDS
-from quartet.trainers.devices import FrozenModels
+from quartet.trainers.devices import META, FrozenModels
 from quartet.trainers.sources import vocabulary_size
 
 Rewards = Sequence[Callable[..., Any] | PreTrainedModel]
@@ -311,7 +311,7 @@ def _loaded(
 ) -> tuple[PreTrainedTokenizerBase, PackedScalarModel, TokenBudget]:
     """The model's own tokenizer, the model, and its token budget."""
     tokenizer = load_tokenizer(config.tokenizer or config.path)
-    packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.are_meta))
+    packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.device == META))
     check_vocabulary(tokenizer, vocabulary_size(packed.model))
     return (
         tokenizer,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -308,7 +308,8 @@ class RLTrainer:
             return _ResumePoint(0)
         await checkpoints.load(self._saved, found)
         if self.roles.critic is not None and "emitted" in found.parts:  # of earlier versions, whose driver noted ids
-            await self.roles.critic_group().call(CriticWorker.note_seen, found.parts["emitted"])
+            critic = cast(RoleGroup[CriticWorker], self.roles.groups["critic"])
+            await critic.call(CriticWorker.note_seen, found.parts["emitted"])
         buffered = await restored_buffered(self.workers.writer, found, self.roles.item)
         return _ResumePoint(found.step, found.info["stream"], buffered)
 

@@ -31,7 +31,7 @@ from quartet.models.packed import PackedModel
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.lease_context import LeaseContext
-from quartet.schedule.model_worker import CriticWorker, ModelStats, ModelWorker, TrainWorker
+from quartet.schedule.model_worker import ModelStats, ModelWorker, TrainWorker
 from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
@@ -161,9 +161,6 @@ class RLRoles:
     def train_group(self, name: str) -> RoleGroup[TrainWorker]:
         """The group of a role that trains: ``actor`` or ``critic``."""
         return cast(RoleGroup[TrainWorker], self.groups[name])
-
-    def critic_group(self) -> RoleGroup[CriticWorker]:
-        return cast(RoleGroup[CriticWorker], self.groups["critic"])
 
     async def describe(self) -> None:
         """Has the workers say anew what is to be said of their models.

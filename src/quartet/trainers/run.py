@@ -287,13 +287,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def latest(
-        self, shares: Collection[str] = (), parts: Collection[str] = (), counters: Collection[str] = ()
-    ) -> Checkpoint | None:
+    def latest(self, shares: Collection[str] = (), counters: Collection[str] = ()) -> Checkpoint | None:
         """The newest good checkpoint; what is newer and damaged is told.
 
         Args:
-            shares, parts, counters: names that it must have; shares are left to workers to read.
+            shares, counters: names that it must have; shares are left to workers to read.
 
         Raises:
             UserError: there are checkpoints, but no good one.
@@ -301,7 +299,7 @@ class RunDirectory:
         self.drain()
 
         def misfit(found: Collection[str], info: Mapping[str, Any]) -> str | None:
-            if lacking := [name for name in (*shares, *parts) if name not in found]:
+            if lacking := [name for name in shares if name not in found]:
                 return f"it has no {', '.join(lacking)}"
             if lacking := [name for name in counters if name not in info]:
                 return f"info.json does not say {', '.join(lacking)}"

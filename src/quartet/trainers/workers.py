@@ -131,11 +131,6 @@ def rollout_worker(
     return NativeRolloutWorker(engine, codec)
 
 
-def _load_order(role: str) -> int:
-    """A critic may start as a copy of a reward model, everything else as one of the actor."""
-    return {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}.get(role, 2)
-
-
 class PoolWorker(RolesWorker):
     """A process of a pool: the workers of all roles that are placed there. Loads only their models (and, for a moment,
     what a critic starts from).
@@ -167,8 +162,10 @@ class PoolWorker(RolesWorker):
             dp_group=dp_group,
         )
         self.roles: dict[str, ModelWorker | NativeRolloutWorker | Writer] = {}
-        # Each leaves before the next one comes; those that others start from come last.
-        for role in sorted(names, key=_load_order):
+        # Each leaves before the next one comes; those that others start from come last: a critic may start as a copy
+        # of a reward model, everything else as one of the actor.
+        order = {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}  # reward models are in the middle
+        for role in sorted(names, key=lambda name: order.get(name, 2)):
             worker: ModelWorker | NativeRolloutWorker
             if role == "rollout":
                 shares, is_own = shares_actor(recipe, placement), "actor" not in names

@@ -231,7 +231,7 @@ def small(made: Path, tmp_path: Path) -> Path:
 def resumed(path: Path) -> tuple[int, list[str]]:
     """The step it goes on from, and what was told."""
     with RunDirectory(path, RECIPE, resume=True) as run:
-        found = run.latest(parts=("engine",), counters=("metrics",))
+        found = run.latest(counters=("metrics",))
         assert found is not None and found.parts == {"engine": {"x": found.step}}
         run.start(found.step)
         return found.step, run.warnings
