@@ -1,13 +1,17 @@
-"""Sources: what they announce is what they give; fused parts."""
+"""Sources: what they announce is what they give; fused parts; a rank that is missing from a gather."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from quartet.weights.errors import WeightSyncTimeout
 from quartet.weights.fusion import GATE_UP, FusedProjection, qkv
-from quartet.weights.source import NamedSource
+from quartet.weights.source import GatherWatchdog, NamedSource
 
 
 def test_what_is_announced_is_what_comes() -> None:
@@ -36,6 +40,19 @@ def test_only_a_whole_component_of_a_name_is_fused() -> None:
 def test_shares_that_make_no_sense(shares: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="one above 0 for each"):
         FusedProjection("ab", ("a", "b"), shares)
+
+
+def test_the_rank_that_is_missing_from_a_gather_is_named() -> None:
+    store = dist.HashStore()
+    watches = [GatherWatchdog(store, rank, 3, timeout_s=0.5) for rank in range(3)]
+    with ThreadPoolExecutor(3) as ranks:
+        for name in ("first", "second"):  # again and again, on one store
+            list(ranks.map(GatherWatchdog.wait, watches, [name] * 3))
+        others = [ranks.submit(watches[rank].wait, "third") for rank in (0, 2)]
+    with pytest.raises(WeightSyncTimeout, match="rank 1 did not come") as caught:
+        others[0].result()
+    assert (caught.value.rank, caught.value.tensor) == (1, "third")
+    assert store.num_keys() == 2 * 1 + 3, "keys of steps that all have left are gone"
 
 
 def test_each_tensor_comes_in_the_dtype_that_is_wanted() -> None:
