@@ -603,6 +603,14 @@ def test_a_detached_group_is_found_by_name(backend: Backend) -> None:
         WorkerGroup.find("lasting/ref")
 
 
+def test_a_detached_group_without_one_of_its_workers_says_which(backend: Backend) -> None:
+    made = WorkerGroup(ResourcePool([3], **TINY), Member, name="torn", detached=True)
+    backend.stop(made._processes.handles[1:2])
+    with pytest.raises(ClusterError, match="worker 1 of the detached group 'torn' is gone"):
+        WorkerGroup.find("torn")
+    made.stop()
+
+
 def test_groups_share_a_pool(backend: Backend) -> None:
     pool = ResourcePool([1], cpus=0.02, groups=2)
     one, other = WorkerGroup(pool, Member), WorkerGroup(pool, Member, 1)

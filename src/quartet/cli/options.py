@@ -16,7 +16,7 @@ GROUPS = {
     "Train": ("sft", "reward-model", "process-reward", "preference", "rl", "iterated-reward-model"),
     "Look at a model or a run": ("eval", "generate", "report"),
 }
-"""Commands in the order of the help."""
+"""Commands in the order of the help; each of them is in one group."""
 
 
 class GroupedHelp(TyperGroup):

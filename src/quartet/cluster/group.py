@@ -191,6 +191,7 @@ class WorkerGroup:
 
         Raises:
             UserError: there is none.
+            ClusterError: its first worker is there, another is gone.
             TimeoutError: its first worker is busy for longer than the time.
         """
         backend = backend or current_backend()

@@ -167,10 +167,11 @@ def arrange(values: Sequence[Any], shares: Sequence[Share], target: Structure | 
     if isinstance(first, RaggedBatch):
         if target is not None and len(target.table.segments_of(range(len(target)))) < len(target.names):
             target = None  # a segment that no sequence needs has no tokens to put there
+        batch = RaggedBatch.concat(values) if len(values) > 1 else first
         structures = [s.table if s.table is not None else Structure.of(v) for v, s in zip(values, shares, strict=True)]
-        return _regrouped(RaggedBatch.concat(values), Structure.concat(structures), order, target)
+        return _regrouped(batch, Structure.concat(structures), order, target)
     if isinstance(first, ColumnSet):
-        columns = ColumnSet.concat(values)
+        columns = ColumnSet.concat(values) if len(values) > 1 else first
         if not columns.token:
             return columns if order is None else cut(columns, order, None)
         known = [share.table for share in shares if share.table is not None]
@@ -207,10 +208,13 @@ def _regrouped(
     batch: RaggedBatch, own: Structure, order: Sequence[int] | None, target: Structure | None
 ) -> RaggedBatch:
     """A batch of parts one after the other, ``own`` its structure, in that order and over the target's segments."""
-    order = range(len(batch)) if order is None else order
-    table = (own.merged(order) if target is None else target).table
+    places = range(len(batch)) if order is None else order
+    target = own.merged(places) if target is None else target
+    if order is None and target.describes(batch):
+        return batch  # as it is: it may be large
+    table = target.table
     segments: list[int | None] = [None] * len(table.parents)
-    for s in reversed(range(len(order))):  # of a segment that several parts hold the first one's values count
-        for k, held in zip(table.chain(s), batch.chain(order[s]), strict=True):
+    for s in reversed(range(len(places))):  # of a segment that several parts hold the first one's values count
+        for k, held in zip(table.chain(s), batch.chain(places[s]), strict=True):
             segments[k] = held
-    return batch.regrouped(segments, table.segment_lengths, table.parents, table.leaves, order)
+    return batch.regrouped(segments, table.segment_lengths, table.parents, table.leaves, places)

@@ -123,6 +123,7 @@ class ProcessManager:
         """Those of the detached group with that name.
 
         Raises:
+            ClusterError: another of its workers is gone.
             TimeoutError: its first worker is busy for longer than the time.
         """
         first = backend.find(name, 0)
@@ -131,11 +132,14 @@ class ProcessManager:
         (spec,) = backend.get(backend.call(first, "recall", ()), timeout_s)
         if not isinstance(spec, GroupSpec):  # it died meanwhile, or is only being started
             return None
-        handles = [backend.find(name, rank) for rank in range(spec.layout.world_size)]
         processes = cls(backend, spec)
-        processes.handles = [handle for handle in handles if handle is not None]
+        for rank in range(spec.layout.world_size):
+            handle = backend.find(name, rank)
+            if handle is None:
+                raise ClusterError(f"worker {rank} of the detached group {name!r} is gone: start one of another name")
+            processes.handles.append(handle)
         processes._introduce()
-        return processes if len(processes.handles) == len(handles) else None
+        return processes
 
     def _introduce(self) -> None:
         for handle in self.handles:
@@ -242,8 +246,8 @@ class ProcessManager:
                 self._check_started()
             if watched is not self.handles:  # those that a restart ended do not count
                 watched, pings = self.handles, {}
-            lost = self._lost(watched, pings, 0.0) if watched else []
             await asyncio.sleep(every_s)
+            lost = await asyncio.to_thread(self._lost, watched, pings, 0.0) if watched else []
             if lost and watched is self.handles:
                 return [await asyncio.to_thread(self._death, each, "a watch over whether it lives") for each in lost]
 

@@ -103,12 +103,12 @@ class WorkerProcess:
 
     def build(self, spec: GroupSpec) -> Failure | None:
         """Makes the roles' objects, in order."""
-        self._spec = spec if spec.detached else None  # arguments may be large: not kept for nothing
         for name, deferred in spec.roles.items():
             made = self._caught(f"{name}.__init__", deferred)
             if isinstance(made, Failure):
                 return made
             self._roles[name] = made
+        self._spec = spec if spec.detached else None  # arguments may be large: not kept for nothing
         return None
 
     def recall(self) -> GroupSpec | None:

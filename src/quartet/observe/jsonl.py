@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
+from uuid import uuid4
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -104,16 +105,16 @@ def begins_with(path: Path, written: FileDigest) -> bool:
 def replace_atomically(path: Path, data: bytes) -> None:
     """Writes ``data`` to ``path``; a kill or a full disk leaves the old content or the new, no mixture.
 
-    Several processes may write one file at a time.
+    Several processes, also of several machines, may write one file at a time.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)  # the rename itself must survive a crash of the machine

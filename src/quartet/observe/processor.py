@@ -106,8 +106,8 @@ def _warnings(threads: int, repeats: bool, first: int | None) -> list[str]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Of the first core; empty where the system does not say."""
+    """Of the first core, and what is said of all; empty where the system does not say."""
     path = Path("/proc/cpuinfo")
-    first = path.read_text(encoding="utf-8").partition("\n\n")[0] if path.exists() else ""
-    pairs = (line.partition(":") for line in first.splitlines())
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    pairs = (line.partition(":") for line in reversed(lines))  # of equal names the first one's value stays
     return {name.strip(): value.strip() for name, _, value in pairs}

@@ -103,7 +103,10 @@ class SubprocessFunction(FunctionSource):
                     # Looked at after the process is known, so that one of the two threads ends what begins here.
                     if call.is_abandoned:
                         raise SubprocessDied("its caller was cancelled")
-                    return call.process.ask(arguments)
+                    try:
+                        return call.process.ask(arguments)
+                    finally:  # before another call takes the process
+                        call.process = None
             except SubprocessDied as error:
                 if call.is_abandoned:
                     # The next call's time is not to be spent on a start.
@@ -117,8 +120,6 @@ class SubprocessFunction(FunctionSource):
                 raise
             except Exception as error:  # What pickling the user's objects raises.
                 raise self._not_plain(described(error)) from error
-            finally:
-                call.process = None
 
     def _read(self, answer: Any, num: int) -> list[float | None]:
         """The scores in an answer, of which nothing is certain but that it came as JSON."""

@@ -68,7 +68,8 @@ async def run_iteration(step: int, stages: IterationStages) -> tuple[Any, dict[s
                 stages.prefetch.resume()
         metrics = {name: value for task in updates for name, value in task.result().items()}
     except BaseExceptionGroup as failures:
-        raise _first(failures) from None
+        first = _first(failures)
+        raise first from first.__cause__
     return experience, metrics
 
 
@@ -94,7 +95,8 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as tasks:
             begun = [tasks.create_task(work) for work in works]
     except BaseExceptionGroup as failures:
-        raise _first(failures) from None
+        first = _first(failures)
+        raise first from first.__cause__
     return [task.result() for task in begun]
 
 

@@ -89,6 +89,7 @@ class GroupStream(Generic[G]):
         self._cursor = 0  # every index below it is consumed or rejected
         self._next_launch = 0
         self._consumed = 0
+        self._num_waiting = 0  # accepted and not yet passed by the cursor
         self._open_steps = 0
         self._versions_published = 0
         self._boundary = self._snapshot()  # where the last whole step ended
@@ -104,7 +105,7 @@ class GroupStream(Generic[G]):
     @property
     def num_accepted(self) -> int:
         """Groups accepted since the start of the run, those not consumed yet included."""
-        return self._consumed + sum(group is not None for group in self._decided.values())
+        return self._consumed + self._num_waiting
 
     async def chunks(self, step: int) -> AsyncIterator[list[G]]:
         """The next `prompts_per_step` accepted groups in index order, each chunk as soon as it is complete.
@@ -196,6 +197,7 @@ class GroupStream(Generic[G]):
         if buffered is not None:
             self._check_age(buffered)
             self._decided = {**buffered.groups, **dict.fromkeys(buffered.rejected)}
+            self._num_waiting = len(buffered.groups)
 
     def _check_age(self, buffered: BufferedGroups[G]) -> None:
         """A group's step is at the latest the one that it comes into when all before it are accepted."""
@@ -257,6 +259,7 @@ class GroupStream(Generic[G]):
                 self._cursor += 1
                 if group is not None:
                     self._consumed += 1
+                    self._num_waiting -= 1
                     return group
                 continue
             if self._closed:
@@ -309,7 +312,8 @@ class GroupStream(Generic[G]):
             for other in self._running.values():
                 other.cancel()
         else:
-            self._decided[index] = task.result()
+            group = self._decided[index] = task.result()
+            self._num_waiting += group is not None
             if not self._running:
                 self._launch()
         self._news.tell()

@@ -397,18 +397,18 @@ class PeriodicEvaluation:
     async def _answers(self, prompts: PromptData, leases: LeaseContext, rollout: Rollout, step: int) -> list[Answer]:
         """Every held-out prompt's samples; episodes where the run has an environment."""
         roles, config = self.roles, self.config
+        scorers = roles.reward_scorers(leases, held_out=True)
         async with rollout.quiet():
             if roles.environment is not None:
                 runner, sampling = roles.episode_runner(rollout), sampling_params(config.sampling, roles.codec)
                 # Negative indices: no group of the stream has one.
                 num, items = config.samples_per_prompt, enumerate(prompts.items)
                 begun = [runner.group(-1 - i, item, sampling, num, draw=-1) for i, item in items]
-                groups = await side_by_side(begun)
-            else:
-                num, seed = config.samples_per_prompt, roles.recipe.seed
-                asked = prompt_requests(prompts, roles.codec, config.sampling, seed=seed, samples=num)
-                groups = await rollout.evaluate(asked, step)
-        return await score_groups(groups, roles.reward_scorers(leases, held_out=True), step=step)
+                return await score_groups(await side_by_side(begun), scorers, step=step)
+            num, seed = config.samples_per_prompt, roles.recipe.seed
+            asked = prompt_requests(prompts, roles.codec, config.sampling, seed=seed, samples=num)
+            groups = await rollout.evaluate(asked, step)
+        return await score_groups(groups, scorers, step=step)
 
     # The alarm ---------------------------------------------------------------------------------------------
 

@@ -55,6 +55,14 @@ def shares_of(plan: Sequence[Positions], structure: Structure | None = None) -> 
 GROUPS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
+def test_parts_that_come_in_order_are_not_stored_twice() -> None:
+    batch = batch_of([[2, 1], [3]])
+    assert arrange([batch], [Share(range(3))]) is batch
+    structure, plan = Structure.of(batch), [range(2), range(2, 3)]
+    joined = arrange([batch.select(part) for part in plan], shares_of(plan, structure), structure)
+    assert_same(joined, batch)
+
+
 @given(GROUPS, st.integers(1, 5), st.integers(0, 12))
 def test_split_and_merged_a_batch_and_its_columns_are_what_they_were(
     groups: list[list[int]], num_parts: int, prompt: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,18 @@ def test_failed_replacement_keeps_the_old_file(tmp_path: Path, monkeypatch: pyte
         replace_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_two_writers_of_one_file_are_not_in_each_others_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, sync = tmp_path / "run.json", os.fsync
+
+    def another_writes(number: int) -> None:  # as from another machine, where the process may have the same number
+        monkeypatch.setattr("quartet.observe.jsonl.os.fsync", sync)
+        replace_atomically(path, b"theirs")
+
+    monkeypatch.setattr("quartet.observe.jsonl.os.fsync", another_writes)
+    replace_atomically(path, b"ours")
+    assert path.read_bytes() == b"ours" and [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_rows_with_lone_surrogates_survive(tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ class Broken(RuntimeError):
 
 def _fails(role: str, which: int) -> tuple[Simulation, BaseException]:
     error = Broken(f"{role} {which}")
+    error.__cause__ = OSError("why")
     return Simulation(fails={(role, which): error}), error
 
 
@@ -189,7 +190,7 @@ def test_an_error_comes_out_itself_and_nothing_is_left_running(role: str, which:
     simulation, error = _fails(role, which)
     with pytest.raises(Broken) as caught:
         simulation.run()
-    assert caught.value is error
+    assert caught.value is error and caught.value.__cause__ is error.__cause__ is not None
     assert simulation.num_running == 0
     assert simulation.arbiter.is_idle
 

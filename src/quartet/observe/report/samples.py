@@ -72,7 +72,8 @@ def collect_rollouts(directory: Path, limits: ReportLimits, warn: Callable[[str]
         groups = _choose_groups(records, recurrence, limits, limits.tokens // len(by_step))
         taken = [record for group in groups for record in group]
         for record in taken:
-            prompts.setdefault(_prompt_key(record, keys), _prompt(record, limits))
+            if (key := _prompt_key(record, keys)) not in prompts:
+                prompts[key] = _prompt(record, limits)
         samples[str(step)] = [_sample(record, _prompt_key(record, keys), limits) for record in taken]
         cut += sum(len(record.response_ids) > limits.tokens_per_response for record in taken)
         embedded += num_trajectories(taken)
