@@ -26,7 +26,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.worker import free_port
 from quartet.config.algorithms import GRPO
 from quartet.config.common import OptimConfig, TrainConfig
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import PolicyObjective

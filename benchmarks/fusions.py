@@ -24,7 +24,7 @@ from common import MODELS, arguments, build_model, markdown, write_results
 
 from quartet.models import fused
 from quartet.models.attention import PackedAttention
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import compute_weights, merged_layers
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.merged_layers import MergedLayers

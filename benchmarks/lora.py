@@ -25,7 +25,7 @@ from common import DTYPES, MODELS, Group, arguments, build_model, markdown, prom
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models.loading import packed_causal_lm
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.compute_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams

@@ -11,7 +11,7 @@ turns = Turns()
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from quartet.models.packed import PackedCausalLM  # noqa: E402
+from quartet.models.packed_model import PackedCausalLM  # noqa: E402
 from quartet.rollout.engine import NativeEngine  # noqa: E402
 from quartet.rollout.protocol import Request, SamplingParams  # noqa: E402
 from quartet.rollout.seeds import sample_seed  # noqa: E402

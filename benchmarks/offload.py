@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from common import MODELS, arguments, build_model, markdown, write_results
 
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.train.offload import MappedFiles, Moved, Offload, PinnedMemory
 
 

@@ -32,7 +32,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import PPO, RLOO, KLConfig, PolicyGradient
 from quartet.config.common import TrainConfig
 from quartet.models.loading import scalar_model_from
-from quartet.models.packed import PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.schedule.model_worker import model_bytes

@@ -24,7 +24,7 @@ from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss
 from quartet.models.loading import scalar_model_from
-from quartet.models.packed import PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.data_parallel import DataParallelGroup, RankFailed
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective

@@ -29,7 +29,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import GRPO, PPO, GSPOLoss
 from quartet.config.common import TrainConfig
 from quartet.config.preference import DPOLoss
-from quartet.models.packed import PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import Needs, TrainEngine, forward_only
 from quartet.train.objectives import STEP_NEEDS, PolicyObjective, SFTObjective, StepObjective, ValueObjective
 from quartet.train.preference_objectives import PairwiseObjective, PreferenceObjective

@@ -12,7 +12,7 @@ from machine import peak_memory, seconds_of, synchronize
 from shapes import build, config_of, decode_bytes
 from transformers import PreTrainedModel
 
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 

@@ -16,7 +16,7 @@ from training import engine_of, objective_of
 
 from quartet.algorithms.advantages import broadcast_to_tokens, group_relative
 from quartet.batch.ragged import RaggedBatch
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.train.engine import TrainEngine

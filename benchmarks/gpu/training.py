@@ -13,7 +13,7 @@ from shapes import Group, build, config_of, training_flops
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import GRPO
 from quartet.config.common import OptimConfig, TrainConfig
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.train.engine import Objective, TrainEngine
 from quartet.train.objectives import PolicyObjective, SFTObjective
 

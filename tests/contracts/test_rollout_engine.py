@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.config import UserError
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.contexts import Contexts, PlainContexts
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams

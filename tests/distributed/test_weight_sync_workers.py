@@ -19,7 +19,7 @@ from quartet.cluster import ResourcePool, WorkerDied, WorkerGroup
 from quartet.config import UserError
 from quartet.config.common import TrainConfig
 from quartet.models.loading import packed_causal_lm
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.schedule.role_group import RemoteGroup, RolesWorker

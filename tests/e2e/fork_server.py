@@ -26,7 +26,7 @@ import preload
 from quartet.cli.main import main
 from quartet.observe.trackers import JsonlTracker
 from quartet.rollout.engine import NativeEngine
-from quartet.train import shares
+from quartet.train import checkpoint_shares
 from quartet.train.engine import TrainEngine
 from quartet.trainers import run as run_module
 
@@ -36,7 +36,7 @@ EVENTS: dict[str, tuple[Any, str]] = {
     "log": (JsonlTracker, "log"),
     "update": (TrainEngine, "train_step"),
     "decode": (NativeEngine, "step"),
-    "snapshot": (shares, "snapshot"),
+    "snapshot": (checkpoint_shares, "snapshot"),
     "finish": (run_module.RunDirectory, "finish"),
 }
 SLOWED_S = 0.5
@@ -68,7 +68,7 @@ def kill_before(event: str, n: int) -> None:
 
 def slow_down(saving: threading.Event) -> None:
     """Sets ``saving`` from the copy for a checkpoint until it is written, and makes each of its files take its time."""
-    snapshot, complete, fsync = shares.snapshot, run_module.complete_checkpoint, os.fsync
+    snapshot, complete, fsync = checkpoint_shares.snapshot, run_module.complete_checkpoint, os.fsync
 
     def begin(state: Any) -> Any:
         saving.set()
@@ -84,7 +84,7 @@ def slow_down(saving: threading.Event) -> None:
         time.sleep(SLOWED_S * saving.is_set())
         fsync(descriptor)
 
-    shares.snapshot, run_module.complete_checkpoint, os.fsync = begin, end, slow_fsync
+    checkpoint_shares.snapshot, run_module.complete_checkpoint, os.fsync = begin, end, slow_fsync
 
 
 def run(command: dict[str, Any]) -> int:

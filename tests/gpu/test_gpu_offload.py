@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from quartet.models.packed import PackedCausalLM, Precision
+from quartet.models.packed_model import PackedCausalLM, Precision
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.models.packed import PackedCausalLM, Precision
+from quartet.models.packed_model import PackedCausalLM, Precision
 
 pytestmark = pytest.mark.gpu
 

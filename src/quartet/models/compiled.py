@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quartet.config import UserError
 from quartet.models.attention import NAME
-from quartet.models.packed import PackedModel
+from quartet.models.packed_model import PackedModel
 
 _MIN_VARIANTS = 64
 """Compiled forms of one function that are kept: kinds of context x gradient mode x precision x architectures."""

@@ -22,7 +22,7 @@ from quartet.models.exact import (
     decode_attention,
     key_length,
 )
-from quartet.models.packed import PackedCausalLM, PackedModel
+from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.models.probe import model_context_length
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -30,7 +30,7 @@ from quartet.config.common import LoRAConfig
 from quartet.models.attention import own_attention
 from quartet.models.directories import check_loaded, load_warnings, load_weights, loading, named, read_config
 from quartet.models.exact_check import check_exact
-from quartet.models.packed import Numerics, PackedCausalLM, PackedModel, PackedScalarModel, Precision
+from quartet.models.packed_model import Numerics, PackedCausalLM, PackedModel, PackedScalarModel, Precision
 from quartet.models.pad_token import padding_with, with_pad_token
 from quartet.models.probe import positions_are_relative, probe
 from quartet.models.tiny_model import tiny_random_model

@@ -28,7 +28,7 @@ from quartet.models.attention import (
     masked_attention,
     visible,
 )
-from quartet.models.packed import PackedCausalLM, PackedModel
+from quartet.models.packed_model import PackedCausalLM, PackedModel
 
 _LENGTHS = (5, 3, 4, 2, 3)
 _PARENTS = (-1, 0, 0, 2, 2)

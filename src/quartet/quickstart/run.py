@@ -28,8 +28,8 @@ from quartet.quickstart.checker import JUDGE_ERROR_RATE, is_correct, judge_pairs
 from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.rollout.protocol import SamplingParams
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.answers import write_rows
 from quartet.trainers.evaluation import generate
+from quartet.trainers.evaluation_files import write_rows
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, software_versions, write_json, writing

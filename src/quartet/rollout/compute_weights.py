@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quartet.models.lora import AdaptedLayer
 from quartet.models.memory import note_derived
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.merged_layers import MergedLayers
 from quartet.rollout.weight_copies import (
     ConvertedWeight,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quartet.config import UserError
 from quartet.models.exact import MIN_ROWS
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.models.probe import check_decoding, model_context_length
 from quartet.rollout.admission import Admission
 from quartet.rollout.cache import KVCache, slot_shape

@@ -18,7 +18,7 @@ from torch import Tensor
 from quartet.models.attention import AttentionContext
 from quartet.models.exact import row_step
 from quartet.models.memory import to_device
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.admission import PrefillChunk
 from quartet.rollout.cache import KVCache
 from quartet.rollout.contexts import Contexts, PlainContexts, StepAttention, begins

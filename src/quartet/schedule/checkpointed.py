@@ -13,8 +13,8 @@ from torch import Tensor
 from quartet.cluster.dispatch import RANK_ZERO, dispatch
 from quartet.config import UserError
 from quartet.observe.digests import FileDigest
-from quartet.train.old_checkpoint import load_part
-from quartet.train.shares import Share, ShareWriter
+from quartet.train.checkpoint_old_format import load_part
+from quartet.train.checkpoint_shares import Share, ShareWriter
 from quartet.train.state import REST, Shape, fill, shapes_of, tensors_of
 
 

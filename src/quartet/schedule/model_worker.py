@@ -20,16 +20,16 @@ from quartet.cluster.dispatch import RANK_ZERO, SPLIT, dispatch
 from quartet.config.file_errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
-from quartet.models.packed import PackedModel, PackedScalarModel
+from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.weight_sync import WeightSenderMixin
-from quartet.train.budget import TokenBudget
+from quartet.train.checkpoint_old_format import model_state, training_state
 from quartet.train.engine import LossTerm, Needs, Objective, TrainEngine, forward_only
 from quartet.train.offload import Offload, Store
-from quartet.train.old_checkpoint import model_state, training_state
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
+from quartet.train.token_budget import TokenBudget
 
 _SEEN = "seen_token_ids"
 

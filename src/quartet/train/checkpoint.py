@@ -2,7 +2,7 @@
 
 ::
 
-    checkpoints/step_00000050/   actor/, …       a share per role, written by its workers (train/shares.py)
+    checkpoints/step_00000050/   actor/, …       a share per role, written by its workers (train/checkpoint_shares.py)
                                  <part>.pt       the driver's own parts, where it has any
                                  info.json       counters, cursors, the recipe
                                  manifest.json   size and SHA-256 of each file (train/manifest.py)
@@ -29,8 +29,8 @@ from quartet.config import UserError
 from quartet.config.file_errors import read_error, write_error
 from quartet.observe.digests import DigestingFile, FileDigest, digested_file, sync_directory
 from quartet.train import manifest as manifests
+from quartet.train.checkpoint_old_format import load_part
 from quartet.train.manifest import CheckpointManifest, Damage
-from quartet.train.old_checkpoint import load_part
 
 _NAME = re.compile(r"step_([0-9]{8,})")
 _DAMAGED = "damaged_"

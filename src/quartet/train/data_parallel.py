@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from quartet.batch.partition import plan_tree_shares
 from quartet.batch.ragged import RaggedBatch
-from quartet.train.budget import TokenBudget, is_out_of_memory, num_computed_tokens
 from quartet.train.metrics import MetricSums, PlainSums
+from quartet.train.token_budget import TokenBudget, is_out_of_memory, num_computed_tokens
 
 T = TypeVar("T")
 Atoms = Sequence[Sequence[int]]

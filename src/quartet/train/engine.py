@@ -22,9 +22,8 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch, sent
 from quartet.config.common import TrainConfig
 from quartet.models.memory import drop_derived
-from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import pack
-from quartet.train.budget import TokenBudget
 from quartet.train.data_parallel import DataParallelGroup, Replica
 from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Offload, OffloadPart, Store
@@ -41,6 +40,7 @@ from quartet.train.state import (
     shapes_of,
     tensors_of,
 )
+from quartet.train.token_budget import TokenBudget
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quartet.models.memory import reflected, storage_bytes
-from quartet.models.packed import PackedModel
+from quartet.models.packed_model import PackedModel
 from quartet.observe.memory import held_bytes
 from quartet.train.host_memory import MappedFiles, PinnedMemory
 

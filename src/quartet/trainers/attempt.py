@@ -33,9 +33,9 @@ from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.train.engine import Objective
 from quartet.train.objectives import PolicyObjective, ValueObjective
 from quartet.train.preference_objectives import BestOfNObjective, PreferenceObjective
-from quartet.trainers.advantages import Assembler, Experience, KLCoefficient, sampled_and_greedy, sampled_only
 from quartet.trainers.dynamic_sampling import DynamicSampling
 from quartet.trainers.estimators import BASELINE, learned_from
+from quartet.trainers.experience import Assembler, Experience, KLCoefficient, sampled_and_greedy, sampled_only
 from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import RunDirectory, Stopwatch, resident_bytes, writing
 from quartet.trainers.workers import RoleOffloader, RunWorkers, Sizes

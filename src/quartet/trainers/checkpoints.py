@@ -23,7 +23,7 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.stream import BufferedGroups
 from quartet.schedule.writer import Writer
 from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
-from quartet.trainers.advantages import Experience
+from quartet.trainers.experience import Experience
 from quartet.trainers.run import RunDirectory, writing
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from quartet.config import UserError
 from quartet.config.common import DEVICES, PrecisionChoice
 from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
-from quartet.models.packed import Numerics, PackedCausalLM, PackedScalarModel, Precision
+from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision
 from quartet.schedule.role_group import RolesWorker
 from quartet.train.data_parallel import DataParallelGroup
 from quartet.trainers.run_files import flatten

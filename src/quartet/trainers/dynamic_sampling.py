@@ -20,7 +20,7 @@ from quartet.config.algorithms import DynamicSamplingConfig
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Scorer, score_all
 from quartet.schedule.stream import AdmissionRule, GroupStream, TooFewGroups
-from quartet.trainers.advantages import ScoredGroups
+from quartet.trainers.experience import ScoredGroups
 
 
 class DynamicSampling:

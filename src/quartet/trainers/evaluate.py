@@ -22,7 +22,7 @@ from quartet.config.common import ModelConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe, EvaluationConfig
 from quartet.data.datasets import PromptData
 from quartet.models.directories import load_warnings
-from quartet.observe.alarm import AlarmVerdict, HackingAlarm
+from quartet.observe.hacking_alarm import AlarmVerdict, HackingAlarm
 from quartet.observe.jsonl import RowAppender
 from quartet.observe.jsonl import truncate_after as truncate_rows_after
 from quartet.observe.progress import Progress
@@ -34,7 +34,9 @@ from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.rollout import Rollout
 from quartet.text.examples import PromptText
 from quartet.text.loading import load_tokenizer, local_or_hub
-from quartet.trainers.answers import (
+from quartet.trainers.devices import FrozenModels, precision_on
+from quartet.trainers.evaluation import EvaluationModel, prompt_requests, sampling_params, score_groups
+from quartet.trainers.evaluation_files import (
     Answer,
     EvaluationCache,
     drop_after,
@@ -45,8 +47,6 @@ from quartet.trainers.answers import (
     write_answers,
     write_rows,
 )
-from quartet.trainers.devices import FrozenModels, precision_on
-from quartet.trainers.evaluation import EvaluationModel, prompt_requests, sampling_params, score_groups
 from quartet.trainers.evaluation_metrics import (
     AnswerJudge,
     BothOrders,

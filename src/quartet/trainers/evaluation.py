@@ -28,7 +28,7 @@ from quartet.config.rewards import RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.progress import ProgressBar
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.combine import LEFT_OUT_PREFIX
@@ -43,8 +43,8 @@ from quartet.schedule.request_store import PromptRequest, SampleRequest, complet
 from quartet.schedule.role_group import LocalGroup
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec, check_vocabulary
-from quartet.trainers.answers import Answer, EvaluationCache, matched
 from quartet.trainers.devices import FrozenModels
+from quartet.trainers.evaluation_files import Answer, EvaluationCache, matched
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.reward_roles import (
     Rewards,

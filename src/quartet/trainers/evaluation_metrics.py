@@ -25,7 +25,7 @@ from quartet.config import UserError
 from quartet.config.evaluation import AnswerConfig, GradingConfig, NumberAnswer, RegexAnswer
 from quartet.rewards.combine import combine
 from quartet.text.examples import PromptText
-from quartet.trainers.answers import Answer, EvaluationCache, nulls_for_nan, or_null
+from quartet.trainers.evaluation_files import Answer, EvaluationCache, nulls_for_nan, or_null
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 LENGTH = "eval/length_mean"

@@ -40,9 +40,9 @@ from quartet.models.loading import load_causal_lm
 from quartet.observe.digests import FileDigest, changed_file, digest_file, seal, unseal
 from quartet.observe.jsonl import replace_atomically
 from quartet.observe.progress import Progress
-from quartet.trainers.answers import Answer, write_answers, write_rows
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
+from quartet.trainers.evaluation_files import Answer, write_answers, write_rows
 from quartet.trainers.evaluation_metrics import by_prompt
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer

@@ -26,7 +26,7 @@ from quartet.models.loading import (
     packed_scalar_model,
     scalar_model_from,
 )
-from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, ScoreWorker, TrainWorker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.data_parallel import DataParallelGroup

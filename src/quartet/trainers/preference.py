@@ -30,12 +30,12 @@ from quartet.data.preference import JudgedData, PreferenceData
 from quartet.models.loading import load_causal_lm
 from quartet.observe.progress import Progress
 from quartet.schedule.role_group import RoleGroup
-from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs, Objective, Outputs, forward_only
 from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
+from quartet.train.token_budget import TokenBudget
 from quartet.trainers.devices import FrozenModels, precision_on
-from quartet.trainers.reference import Reference, ReferenceTables, Tables, weights_digest
+from quartet.trainers.reference_cache import Reference, ReferenceTables, Tables, weights_digest
 from quartet.trainers.run_files import Resume
 from quartet.trainers.sources import (
     ModelLike,

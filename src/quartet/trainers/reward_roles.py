@@ -31,7 +31,7 @@ from quartet.config.nearest import nearest
 from quartet.config.rewards import DiscountedSteps, GateConfig, ModelReward, ProcessModelReward, RewardConfig
 from quartet.data.datasets import PromptData, PromptItem
 from quartet.models.loading import load_process_settings, load_scalar_model
-from quartet.models.packed import PackedScalarModel
+from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.metrics import METRICS, check_names
 from quartet.rewards.build import build_reward
 from quartet.rewards.combine import LEFT_OUT_PREFIX, RewardWeights
@@ -46,9 +46,9 @@ from quartet.text.examples import PromptText
 from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
 from quartet.text.steps import Step, answer_pieces, join_steps, last_tokens, split_steps
 from quartet.text.tokenizer import TextCodec, check_vocabulary
-from quartet.train.budget import TokenBudget
 from quartet.train.engine import Needs
 from quartet.train.objectives import STEP_NEEDS
+from quartet.train.token_budget import TokenBudget
 from quartet.trainers.devices import META, FrozenModels
 from quartet.trainers.sources import vocabulary_size
 

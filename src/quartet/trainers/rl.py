@@ -18,7 +18,7 @@ from quartet.cluster import ClusterError, WorkerDied
 from quartet.config.recipe import RLRecipe
 from quartet.envs.protocol import Environment
 from quartet.models.loading import load_causal_lm, load_scalar_model, load_trained
-from quartet.models.packed import PackedCausalLM, PackedModel
+from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
@@ -27,11 +27,11 @@ from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.stream import BufferedGroups
 from quartet.trainers import checkpoints
-from quartet.trainers.advantages import KLCoefficient
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.evaluate import PeriodicEvaluation
 from quartet.trainers.event_loop import run_async
+from quartet.trainers.experience import KLCoefficient
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import Stopwatch, TrainResult, open_run

@@ -27,7 +27,7 @@ from quartet.data.order import draw
 from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import Environment, EnvironmentFactory, environment_factory
 from quartet.envs.transcript import SOURCE
-from quartet.models.packed import PackedModel
+from quartet.models.packed_model import PackedModel
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.lease_context import LeaseContext

@@ -41,7 +41,7 @@ from quartet.models.loading import (
     packed_scalar_model,
     seen_tokens,
 )
-from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.observe.progress import Progress
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.model_worker import Described, TrainWorker

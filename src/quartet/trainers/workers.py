@@ -25,7 +25,7 @@ from quartet.config.placement import (
 )
 from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.schedule.compute_thread import ComputeThread

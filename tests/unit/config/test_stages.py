@@ -17,7 +17,7 @@ from quartet.config.stages import _TOKENS, made_by
 from quartet.models.loading import load_causal_lm, load_scalar_model
 from quartet.observe.report import build_report
 from quartet.text.loading import load_tokenizer
-from quartet.trainers.answers import read_answers
+from quartet.trainers.evaluation_files import read_answers
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import scalar_model_from
-from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 
 VOCAB = 61
 

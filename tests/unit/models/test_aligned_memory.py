@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quartet.models.loading import load_causal_lm, scalar_model_from
-from quartet.models.packed import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.train.host_memory import MappedFiles
 from quartet.train.offload import Offload
 

@@ -25,7 +25,7 @@ from quartet.models.loading import (
     save_scalar_model,
     scalar_model_from,
 )
-from quartet.models.packed import PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.models.packing import pack
 
 VISION = {"vision_tower", "multi_modal_projector"}

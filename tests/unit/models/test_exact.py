@@ -25,7 +25,7 @@ from quartet.models.exact import (
 )
 from quartet.models.exact_check import check_exact
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 
 Build = Callable[..., PreTrainedModel]
 

@@ -16,7 +16,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from quartet.models import fused
 from quartet.models.attention import PackedAttention
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 
 Build = Callable[..., PreTrainedModel]
 Close = Callable[..., None]

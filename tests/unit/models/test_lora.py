@@ -31,7 +31,7 @@ from quartet.models.loading import (
     save_scalar_model,
     scalar_model_from,
 )
-from quartet.models.packed import PackedCausalLM, PackedModel
+from quartet.models.packed_model import PackedCausalLM, PackedModel
 
 LORA = LoRAConfig(rank=4, alpha=6.0)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quartet.models.exact import ExactPackedAttention
-from quartet.models.packed import PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 
 
 def _gradients(packed, hidden):

@@ -34,7 +34,7 @@ from quartet.models.loading import (
     scalar_model_from,
     seen_tokens,
 )
-from quartet.models.packed import PackedScalarModel
+from quartet.models.packed_model import PackedScalarModel
 from quartet.models.packing import pack
 from quartet.models.pad_token import with_pad_token
 from quartet.text.loading import PAD_TOKEN, load_tokenizer, reads_the_same

@@ -41,7 +41,7 @@ from quartet.config.common import TrainConfig
 from quartet.models import attention
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.models.probe import check_decoding, model_context_length, probe
 from quartet.train.engine import Needs, TrainEngine
 

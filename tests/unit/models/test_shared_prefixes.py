@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.models.packing import pack
 
 FAMILIES = ("llama", "qwen2", "gemma2")

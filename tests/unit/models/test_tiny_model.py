@@ -32,7 +32,7 @@ from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models import directories
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.models.probe import check_decoding, model_context_length, probe
 from quartet.models.tiny_model import MAX_PARAMETERS, tiny_random_model
 

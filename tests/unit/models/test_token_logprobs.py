@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from quartet.models import logprobs as logprobs_module
 from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 
 ROWS = 23
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.attention import LayerRule
 from quartet.models.exact import decode_attention, exact_masked_attention, row_step
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import exact_contexts
 from quartet.rollout.contexts import Contexts
 from quartet.rollout.engine import NativeEngine

@@ -13,7 +13,7 @@ from quartet.config.common import LoRAConfig
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm
 from quartet.models.memory import drop_derived
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import weight_copies
 from quartet.rollout.compute_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import admission
 from quartet.rollout.contexts import PlainContexts
 from quartet.rollout.engine import NativeEngine

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quartet.models.attention import PackedAttention
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import merged_layers, weight_copies
 from quartet.rollout.compute_weights import ComputeWeights
 from quartet.rollout.merged_layers import MergedLayer, MergedLayers

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quartet.config import UserError
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import admission
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig
 from quartet.models.loading import packed_causal_lm
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.rollout.protocol import Completion, Request
 from quartet.rollout.weight_copies import MIN_PACKED

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.loading import scalar_model_from
-from quartet.models.packed import Numerics, PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel
 from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import Needs, TrainEngine
 

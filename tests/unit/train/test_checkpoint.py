@@ -23,8 +23,8 @@ from quartet.train.checkpoint import (
     list_checkpoints,
     newest_checkpoint,
 )
+from quartet.train.checkpoint_shares import Share, ShareWriter, write_share
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
-from quartet.train.shares import Share, ShareWriter, write_share
 from quartet.train.state import snapshot
 
 

@@ -25,7 +25,7 @@ from quartet.train.checkpoint import (
     prune,
     set_aside_after,
 )
-from quartet.train.shares import Share, write_share
+from quartet.train.checkpoint_shares import Share, write_share
 
 OLD, NEW = "step_00000002", "step_00000004"
 SHARES = ("actor", "critic")

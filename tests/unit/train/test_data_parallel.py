@@ -20,11 +20,11 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, RLOO, KLConfig
 from quartet.config.preference import DPOLoss
-from quartet.train.budget import num_computed_tokens
 from quartet.train.data_parallel import DataParallelGroup, GradientBuckets, RankFailed, fingerprint, shard_batches
 from quartet.train.engine import LossTerm
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.preference_objectives import PreferenceObjective
+from quartet.train.token_budget import num_computed_tokens
 
 PTX = SFTObjective("loss/ptx")
 

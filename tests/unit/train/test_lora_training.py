@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
-from quartet.models.packed import PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import SFTObjective
 from quartet.train.preference_objectives import PairwiseObjective

@@ -12,9 +12,9 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.models.memory import note_derived
-from quartet.train.budget import TokenBudget, is_out_of_memory
 from quartet.train.engine import Needs, forward_only
 from quartet.train.objectives import PolicyObjective, SFTObjective
+from quartet.train.token_budget import TokenBudget, is_out_of_memory
 
 
 def _policy():

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
-from quartet.models.packed import PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.rollout.weight_copies import ConvertedWeight, CopySource, transposed
 from quartet.train import offload as module
 from quartet.train.engine import Needs, TrainEngine, forward_only

@@ -13,7 +13,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig
 from quartet.schedule.iteration import Chunk
-from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.experience import Assembler, Experience
 
 NAN = float("nan")
 NO_KL = KLConfig(coef=0.0)

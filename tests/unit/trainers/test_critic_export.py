@@ -16,7 +16,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CriticConfig
-from quartet.models.packed import PackedScalarModel
+from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.rollouts import list_steps, read_step
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.train.engine import TrainEngine

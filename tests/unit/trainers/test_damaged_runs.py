@@ -29,7 +29,7 @@ from quartet.observe.report.samples import ReportLimits
 from quartet.observe.rollouts import RolloutRecord, read_step, rollouts_path, write_step
 from quartet.quickstart.run import Quickstart
 from quartet.schedule.journal import Event, Journal
-from quartet.trainers.answers import EvaluationCache, read_answers
+from quartet.trainers.evaluation_files import EvaluationCache, read_answers
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.run_files import changed_keys, completed, write_models
 from quartet.trainers.sft import SFTTrainer

@@ -50,9 +50,9 @@ from quartet.schedule.learners import UpdatePlan
 from quartet.schedule.request_store import FinishedRequest, RequestStore, TurnRequest
 from quartet.schedule.scorers import PartScorer
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.attempt import episode_metrics
 from quartet.trainers.episodes import EpisodeRunner
+from quartet.trainers.experience import Assembler, Experience
 from quartet.trainers.rl import RLTrainer
 
 NO_KL = KLConfig(coef=0.0)

@@ -25,10 +25,10 @@ from quartet.schedule.groups import chunk_of, without_texts
 from quartet.schedule.writer import record_columns, rollout_records
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers import evaluation
-from quartet.trainers.advantages import Assembler
-from quartet.trainers.answers import Answer
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation import EvaluationModel, answers_of, as_completion, generate, sampling_params
+from quartet.trainers.evaluation_files import Answer
+from quartet.trainers.experience import Assembler
 
 
 @pytest.fixture

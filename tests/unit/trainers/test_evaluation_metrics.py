@@ -12,7 +12,7 @@ import pytest
 from quartet.algorithms.evaluation import win_rate_interval
 from quartet.config import UserError
 from quartet.config.evaluation import GradingConfig, NumberAnswer, RegexAnswer, TextAnswer
-from quartet.trainers.answers import Answer
+from quartet.trainers.evaluation_files import Answer
 from quartet.trainers.evaluation_metrics import (
     BothOrders,
     EvaluationMetric,

@@ -24,9 +24,9 @@ from quartet.schedule import model_worker
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.scorers import PartScorer
-from quartet.trainers.advantages import Assembler, Experience, sampled_and_greedy, sampled_only
 from quartet.trainers.attempt import greedy_metrics
 from quartet.trainers.evaluation import generate
+from quartet.trainers.experience import Assembler, Experience, sampled_and_greedy, sampled_only
 from quartet.trainers.rl import RLTrainer
 
 PROMPTS, RESPONSES = 3, 2

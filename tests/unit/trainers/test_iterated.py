@@ -17,7 +17,7 @@ from quartet.config.rewards import LengthReward
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
 from quartet.trainers import iterated
-from quartet.trainers.answers import Answer
+from quartet.trainers.evaluation_files import Answer
 from quartet.trainers.iterated import IteratedTrainer, make_pair
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer

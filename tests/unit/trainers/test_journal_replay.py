@@ -34,7 +34,7 @@ from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.train.engine import Needs
 from quartet.train.objectives import PolicyObjective
-from quartet.trainers.advantages import Assembler, Experience
+from quartet.trainers.experience import Assembler, Experience
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.roles import RLRoles
 

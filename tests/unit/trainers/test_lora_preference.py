@@ -14,12 +14,12 @@ from torch import Tensor
 
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import CachedReferenceConfig, DPOLoss, KTOLoss, PreferenceRecipe
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
+from quartet.train.checkpoint_shares import Share
 from quartet.train.engine import Needs, forward_only
 from quartet.train.preference_objectives import answer_logprobs
-from quartet.train.shares import Share
 from quartet.trainers.preference import PreferenceTrainer
-from quartet.trainers.reference import weights_digest
+from quartet.trainers.reference_cache import weights_digest
 
 TRAIN = TrainConfig(optim=OptimConfig(lr=1e-2), lora=LoRAConfig(rank=4, alpha=8.0))
 EQUAL = {"atol": 1e-4, "rtol": 1e-5}

@@ -29,7 +29,7 @@ from quartet.config.recipe import (
     SFTRecipe,
 )
 from quartet.models.loading import packed_causal_lm
-from quartet.models.packed import PackedCausalLM
+from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
@@ -40,8 +40,8 @@ from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
+from quartet.train.checkpoint_shares import Share
 from quartet.train.engine import Needs, forward_only
-from quartet.train.shares import Share
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer

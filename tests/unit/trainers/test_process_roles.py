@@ -28,8 +28,8 @@ from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.placement import local_arbiter
 from quartet.schedule.role_group import LocalGroup
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.advantages import Assembler, Experience
 from quartet.trainers.devices import FrozenModels
+from quartet.trainers.experience import Assembler, Experience
 from quartet.trainers.reward_roles import ProcessModelRole, reward_models, steps_of
 from split_workers import SplitWorkers, without_ids
 

@@ -17,7 +17,7 @@ from quartet.config.algorithms import GPG, GRPO, PPO, RLOO, Distillation, KLConf
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig
 from quartet.schedule.iteration import Chunk
-from quartet.trainers.advantages import Assembler
+from quartet.trainers.experience import Assembler
 from quartet.trainers.rl import RLTrainer
 
 

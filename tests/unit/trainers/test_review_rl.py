@@ -15,7 +15,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig, OffPolicyConfig
 from quartet.config.recipe import LogConfig, RLRecipe, SFTRecipe
 from quartet.schedule.iteration import Chunk
-from quartet.trainers.advantages import Assembler, Experience, KLCoefficient
+from quartet.trainers.experience import Assembler, Experience, KLCoefficient
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory
 from quartet.trainers.sources import check_budget

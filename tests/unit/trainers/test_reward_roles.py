@@ -20,7 +20,7 @@ from quartet.config.common import SamplingConfig
 from quartet.config.recipe import RolloutConfig
 from quartet.config.rewards import FunctionReward, GateConfig, HTTPReward, LengthReward, RegexReward, RetryConfig
 from quartet.data.datasets import PromptItem
-from quartet.models.packed import PackedScalarModel
+from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.spans import SpanRecorder
 from quartet.observe.trackers import read_metrics
 from quartet.rewards.combine import RewardWeights
@@ -29,8 +29,8 @@ from quartet.schedule.iteration import Chunk
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.placement import local_arbiter
 from quartet.text.tokenizer import TextCodec
-from quartet.train.budget import TokenBudget
-from quartet.trainers.advantages import Assembler
+from quartet.train.token_budget import TokenBudget
+from quartet.trainers.experience import Assembler
 from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole, reward_functions, reward_weights
 from quartet.trainers.rl import RLTrainer
 from split_workers import SplitWorkers, without_ids
