@@ -1,0 +1,94 @@
+"""What the pages point to is there: links, anchors, and files that are named."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HISTORY = {"CHANGELOG.md", "log.md"}
+"""Pages that name files of their day, which may be gone."""
+FOLDERS = ("src", "tests", "benchmarks", "recipes", "examples")
+OF_USERS = {"recipe.yaml", "fragment.yaml", "program.py", "path/to/file.py"}
+"""Names that stand for files of the reader's own."""
+
+_FENCED = re.compile(r"^```.*?^```", flags=re.M | re.S)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_INLINE_CODE = re.compile(r"`([^`\n]+)`")
+_FILE = re.compile(r"(?<![\w./*<>…-])[\w./-]+\.(?:pyi?|toml|yaml)\b(?!/)")
+_IN_REPOSITORY = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/](?![\w<{{*-])")
+
+
+@cache
+def _files() -> frozenset[str]:
+    """Every end of the path of every file, "/a/b.py" and "/b.py"."""
+    paths = (path.relative_to(ROOT).parts for folder in FOLDERS for path in (ROOT / folder).rglob("*.*"))
+    return frozenset("/" + "/".join(parts[start:]) for parts in paths for start in range(len(parts)))
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of the page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.+)$", _FENCED.sub("", page.read_text(encoding="utf-8")), flags=re.M)
+    texts = (_LINK.sub("", heading).replace("[", "") for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
+
+
+def _broken_links(page: Path) -> list[str]:
+    found = []
+    for target in _LINK.findall(_FENCED.sub("", page.read_text(encoding="utf-8"))):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            found.append(target)
+    return found
+
+
+def _missing_files(page: Path) -> list[str]:
+    """Files that are named in code but are not there; in fenced code, those below the repository's folders."""
+    text = page.read_text(encoding="utf-8")
+    named = {name for code in _INLINE_CODE.findall(_FENCED.sub("", text)) for name in _FILE.findall(code)}
+    missing = {name for name in named - OF_USERS if f"/{name}" not in _files()}
+    code = [*_FENCED.findall(text), *_INLINE_CODE.findall(_FENCED.sub("", text))]
+    missing |= {path for part in code for path in _IN_REPOSITORY.findall(part) if not (ROOT / path).exists()}
+    return sorted(missing)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert _broken_links(page) == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    assert _missing_files(page) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "links", "files"),
+    [
+        ("[here](#a-title-with-code) [there](other.md#two) [out](https://example.com/x.md)", [], []),
+        ("[gone](gone.md)", ["gone.md"], []),
+        ("[no such heading](other.md#three)", ["other.md#three"], []),
+        ("[a comment in code is no heading](other.md#not-a-heading)", ["other.md#not-a-heading"], []),
+        ("[nowhere here](#two)", ["#two"], []),
+        ("`rollout/engine.py`, `engine.py`, `my own recipe.yaml`, `tests/unit/`", [], []),
+        ("`rollout/no_such.py` and `no_such.py`", [], ["no_such.py", "rollout/no_such.py"]),
+        ("`python benchmarks/no_such.py --fast`", [], ["benchmarks/no_such.py"]),
+        ("`tests/unit/no_such/`", [], ["tests/unit/no_such/"]),
+        ("```\nquartet rl recipes/no_such.yaml my.yaml\n```", [], ["recipes/no_such.yaml"]),
+    ],
+)
+def test_what_is_broken_is_found(tmp_path: Path, text: str, links: list[str], files: list[str]) -> None:
+    (tmp_path / "other.md").write_text("# One\n## Two\n```\n# Not a heading\n```\n", encoding="utf-8")
+    page = tmp_path / "page.md"
+    page.write_text(f"# A title, with `code`\n\n{text}\n", encoding="utf-8")
+    assert _broken_links(page) == links
+    assert _missing_files(page) == files
