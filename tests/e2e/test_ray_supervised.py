@@ -19,7 +19,7 @@ from quartet.config import UserError
 from quartet.config.recipe import ProcessRewardRecipe
 from quartet.schedule.role_group import RolesWorker
 from quartet.trainers.process_reward import ProcessRewardTrainer
-from quartet.trainers.supervised import SupervisedWorker
+from quartet.trainers.supervised_worker import SupervisedWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
 RAY = {"type": "ray", "cpus_per_process": 0.1}

@@ -46,11 +46,11 @@ from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation_files import Answer, EvaluationCache, matched
 from quartet.trainers.event_loop import run_async
-from quartet.trainers.reward_roles import (
+from quartet.trainers.reward_roles import encode_answer
+from quartet.trainers.reward_sources import (
     Rewards,
     RewardSources,
     check_columns,
-    encode_answer,
     reward_functions,
     reward_models,
 )

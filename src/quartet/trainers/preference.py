@@ -48,7 +48,8 @@ from quartet.trainers.sources import (
     vocabulary_size,
     with_name,
 )
-from quartet.trainers.supervised import CausalWorker, Given, SupervisedTrainer
+from quartet.trainers.supervised import SupervisedTrainer
+from quartet.trainers.supervised_worker import CausalWorker, Given
 
 _AT_A_TIME = 128
 """Rows of one forward-only pass."""

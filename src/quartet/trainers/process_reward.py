@@ -17,7 +17,8 @@ from quartet.train.engine import TrainEngine
 from quartet.train.objectives import STEP_NEEDS, StepObjective
 from quartet.trainers.run import writing
 from quartet.trainers.sources import Reader, step_reader
-from quartet.trainers.supervised import ScalarWorker, SupervisedTrainer
+from quartet.trainers.supervised import SupervisedTrainer
+from quartet.trainers.supervised_worker import ScalarWorker
 
 _ANSWERS_PER_PASS = 128
 

@@ -14,7 +14,8 @@ from quartet.data.preference import PreferenceData
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.preference_objectives import PairwiseObjective
 from quartet.trainers.sources import Reader, longest_group, pair_reader
-from quartet.trainers.supervised import ScalarWorker, SupervisedTrainer
+from quartet.trainers.supervised import SupervisedTrainer
+from quartet.trainers.supervised_worker import ScalarWorker
 
 _PAIRS_PER_PASS = 128
 

@@ -29,10 +29,10 @@ from quartet.schedule.stream import BufferedGroups
 from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts
-from quartet.trainers.evaluate import PeriodicEvaluation
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.experience import KLCoefficient
 from quartet.trainers.model_loader import UserObjects
+from quartet.trainers.periodic_evaluation import PeriodicEvaluation
 from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import Stopwatch, TrainResult, open_run
 from quartet.trainers.run_files import Resume

@@ -43,15 +43,10 @@ from quartet.trainers.devices import CPU, META
 from quartet.trainers.episodes import EpisodeRunner
 from quartet.trainers.evaluation import prompt_request, sampling_params
 from quartet.trainers.model_loader import ModelLoader, UserObjects
+from quartet.trainers.process_reward_roles import ProcessScorer
 from quartet.trainers.ptx import build_ptx
-from quartet.trainers.reward_roles import (
-    ProcessScorer,
-    RewardModelRole,
-    RewardSources,
-    check_columns,
-    reward_functions,
-    reward_weights,
-)
+from quartet.trainers.reward_roles import RewardModelRole
+from quartet.trainers.reward_sources import RewardSources, check_columns, reward_functions, reward_weights
 from quartet.trainers.sources import (
     UNLIMITED,
     check_budget,

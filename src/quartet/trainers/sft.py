@@ -11,7 +11,8 @@ from quartet.data.datasets import SFTData
 from quartet.train.engine import Needs
 from quartet.train.objectives import SFTObjective
 from quartet.trainers.sources import demonstration_reader
-from quartet.trainers.supervised import CausalWorker, SupervisedTrainer
+from quartet.trainers.supervised import SupervisedTrainer
+from quartet.trainers.supervised_worker import CausalWorker
 
 _ROWS_PER_PASS = 256
 

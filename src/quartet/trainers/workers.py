@@ -41,7 +41,7 @@ from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import enter_process, worker_device
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
-from quartet.trainers.reward_roles import user_object_names
+from quartet.trainers.reward_sources import user_object_names
 from quartet.trainers.roles import RLRoles, refresh_steps
 
 TRAINED_ROLES = ("actor", "critic")

@@ -22,8 +22,8 @@ from quartet.observe.hacking_alarm import HackingAlarm
 from quartet.observe.report import build_report
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
-from quartet.trainers.evaluate import PeriodicEvaluation, hacking_examples
 from quartet.trainers.evaluation_files import Answer, evaluation_path, read_answers
+from quartet.trainers.periodic_evaluation import PeriodicEvaluation, hacking_examples
 from quartet.trainers.rl import RLTrainer
 
 LENGTH = 6

@@ -30,7 +30,8 @@ from quartet.schedule.role_group import LocalGroup
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.experience import Assembler, Experience
-from quartet.trainers.reward_roles import ProcessModelRole, reward_models, steps_of
+from quartet.trainers.process_reward_roles import ProcessModelRole, steps_of
+from quartet.trainers.reward_sources import reward_models
 from split_workers import SplitWorkers, without_ids
 
 NO_KL = KLConfig(coef=0.0)

@@ -31,7 +31,8 @@ from quartet.schedule.placement import local_arbiter
 from quartet.text.tokenizer import TextCodec
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers.experience import Assembler
-from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole, reward_functions, reward_weights
+from quartet.trainers.reward_roles import RewardFunctionRole, RewardModelRole
+from quartet.trainers.reward_sources import reward_functions, reward_weights
 from quartet.trainers.rl import RLTrainer
 from split_workers import SplitWorkers, without_ids
 

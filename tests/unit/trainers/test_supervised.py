@@ -15,7 +15,7 @@ from quartet.config.recipe import CheckpointConfig, LogConfig, ProcessRewardReci
 from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.sft import SFTTrainer, SFTWorker
-from quartet.trainers.supervised import Given
+from quartet.trainers.supervised_worker import Given
 
 COMMON: dict[str, Any] = {
     "threads": 1,

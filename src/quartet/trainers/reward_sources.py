@@ -1,0 +1,209 @@
+"""The sources of reward that a recipe and Python code name: reward models and functions, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from quartet.batch.trajectory import REWARD_PREFIX
+from quartet.config import UserError
+from quartet.config.common import TrainConfig
+from quartet.config.nearest import nearest
+from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
+from quartet.data.datasets import PromptData
+from quartet.models.loading import load_process_settings, load_scalar_model
+from quartet.models.packed_model import PackedScalarModel
+from quartet.observe.metrics import METRICS, check_names
+from quartet.rewards.build import build_reward
+from quartet.rewards.combine import RewardWeights
+from quartet.rewards.functions import FunctionReward
+from quartet.rewards.source import GuardedReward
+from quartet.schedule.iteration import Scorer
+from quartet.schedule.lease_context import LeaseContext
+from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.role_group import RoleGroup
+from quartet.text.loading import load_generation_config, load_tokenizer, reads_the_same
+from quartet.text.tokenizer import TextCodec, check_vocabulary
+from quartet.train.token_budget import TokenBudget
+from quartet.trainers.devices import META, FrozenModels
+from quartet.trainers.process_reward_roles import ProcessModelRole
+from quartet.trainers.reward_roles import FunctionScorer, RewardFunctionRole, RewardModelRole
+from quartet.trainers.sources import vocabulary_size
+
+Rewards = Sequence[Callable[..., Any] | PreTrainedModel]
+"""What Python code passes: functions and reward models."""
+
+
+class RewardSources:
+    """The sources that answers are scored by, and the weight of each by its name.
+
+    Args:
+        own: weights of sources without a scorer: an environment's own rewards come with its episodes.
+
+    Raises:
+        UserError: as ``reward_weights``.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[RewardModelRole],
+        functions: Sequence[RewardFunctionRole],
+        own: Mapping[str, float] | None = None,
+    ) -> None:
+        self.models, self.functions = models, functions
+        self.weights = reward_weights([*models, *functions], own)
+
+    def scorers(self, leases: LeaseContext, groups: Mapping[str, RoleGroup[ModelWorker]]) -> list[Scorer]:
+        """``groups`` have the models, by the roles' names."""
+        scorers = [role.scorer(leases, groups[role.name]) for role in self.models]
+        return [*scorers, *(FunctionScorer(leases, role.reward) for role in self.functions)]
+
+    def warnings(self) -> list[str]:
+        """What the functions have to say, and which samples they left out."""
+        return [warning for role in self.functions for warning in role.reward.warnings()]
+
+    def close(self) -> None:
+        for role in self.functions:
+            role.reward.close()
+
+
+def reward_weights(
+    sources: Sequence[RewardModelRole | RewardFunctionRole], own: Mapping[str, float] | None = None
+) -> RewardWeights:
+    """Weight of every source by name, and the gates; ``own`` as for ``RewardSources``.
+
+    Raises:
+        UserError: two of one name, a name that cannot be logged, or a gate that names no other source.
+    """
+    pairs = [*(own or {}).items(), *((source.name, source.weight) for source in sources)]
+    names = [name for name, _ in pairs]
+    taken = sorted({name for name in names if names.count(name) > 1 or REWARD_PREFIX + name in METRICS})
+    if taken:
+        raise UserError(
+            "a reward needs a name of its own",
+            found=f"{taken}, used twice or for a metric",
+            remedy="set another `name`",
+        )
+    for name in names:
+        try:
+            check_names([REWARD_PREFIX + name])
+        except ValueError:
+            raise UserError(
+                "the name of a reward cannot be part of a metric's",
+                found=repr(name),
+                remedy="use letters, digits, and any of _.+@:- in its `name`",
+            ) from None
+    weights = RewardWeights(pairs, {source.name: source.gate for source in sources if source.gate is not None})
+    for name, gate in weights.gates.items():
+        if gate.source == name or gate.source not in weights:
+            others = [other for other in names if other != name]
+            raise UserError(
+                f"the gate of the reward {name!r} names no other reward",
+                found=f"source: {gate.source}; the others are {', '.join(others) or 'none'}",
+                remedy=nearest(gate.source, others) or "name one of them in gate.source",
+            )
+    return weights
+
+
+# From a recipe, and from Python ----------------------------------------------------------------------------
+
+
+def reward_functions(configs: Sequence[RewardConfig], rewards: Rewards) -> list[RewardFunctionRole]:
+    """The recipe's sources that are asked with text, then the functions passed from Python."""
+    found = [
+        RewardFunctionRole(build_reward(config), config.weight, config.gate)
+        for config in configs
+        if not isinstance(config, ModelReward | ProcessModelReward)
+    ]
+    passed = [reward for reward in rewards if not isinstance(reward, PreTrainedModel)]
+    return found + [RewardFunctionRole(GuardedReward(FunctionReward(reward)), 1.0) for reward in passed]
+
+
+def check_columns(functions: Sequence[RewardFunctionRole], data: PromptData) -> None:
+    """Refuses data without a column that a function needs."""
+    names = sorted({name for item in data.items for name in item.columns})
+    for function in functions:
+        function.reward.check_columns(names)
+
+
+def reward_models(
+    configs: Sequence[RewardConfig], rewards: Rewards, codec: TextCodec, train: TrainConfig, frozen: FrozenModels
+) -> list[RewardModelRole]:
+    """The recipe's reward models, then those passed from Python (which share the policy's tokenizer), then the recipe's
+    process reward models.
+
+    Args:
+        codec: the policy's.
+
+    Raises:
+        UserError: a model cannot be loaded, or does not go with its tokenizer; of a process reward model it is not
+            known how its steps end, or a tokenizer loses the separator.
+    """
+    roles = [_reward_model(config, codec, frozen) for config in configs if isinstance(config, ModelReward)]
+    models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
+    for name, reward in zip(user_object_names(len(models), after=len(roles)), models, strict=True):
+        check_vocabulary(codec.tokenizer, vocabulary_size(reward))
+        packed = frozen.scalar(reward, is_user_object=True)
+        roles.append(RewardModelRole(name, packed, forward_budget(train), None, 1.0))
+    return roles + [_process_model(one, codec, frozen) for one in configs if isinstance(one, ProcessModelReward)]
+
+
+def user_object_names(num: int, *, after: int) -> list[str]:
+    """What ``num`` reward models passed from Python are called, beside ``after`` of the recipe's."""
+    return ["reward_model"] if num == 1 and not after else [f"reward_model_{i + 1}" for i in range(num)]
+
+
+def forward_budget(train: TrainConfig) -> TokenBudget:
+    return TokenBudget(train.forward_token_budget, "actor.train.forward_token_budget")
+
+
+def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -> RewardModelRole:
+    tokenizer, packed, budget = _loaded(config, frozen)
+    same = reads_the_same(tokenizer, codec.tokenizer)
+    foreign = None if same else TextCodec.of(tokenizer, load_generation_config(config.path))
+    return RewardModelRole(config.name, packed, budget, foreign, config.weight, config.gate)
+
+
+def _process_model(config: ProcessModelReward, codec: TextCodec, frozen: FrozenModels) -> ProcessModelRole:
+    own_separator = load_process_settings(config.path) or config.separator
+    if own_separator is None:
+        raise UserError(
+            f"it is not known how the steps of process reward {config.name!r} end",
+            found=f"{config.path} has no process_reward.json, and the recipe no separator",
+            remedy="set separator to what ended the steps it was trained on",
+        )
+    separator = config.separator or own_separator
+    tokenizer, packed, budget = _loaded(config, frozen)
+    own = TextCodec.of(tokenizer, load_generation_config(config.path))
+    for reader, text, whose in ((codec, separator, "policy"), (own, own_separator, f"process reward {config.name!r}")):
+        kept = reader.decode(reader.encode_prompt(f"1{text}1"), skip_special=False)
+        if text not in kept:  # no step would ever end
+            raise UserError(
+                f"the tokenizer of the {whose} does not keep the separator of steps",
+                found=f"{f'1{text}1'!r} becomes {kept!r}",
+                remedy="choose a separator that it knows",
+            )
+    reads_tokens = reads_the_same(tokenizer, codec.tokenizer) and separator == own_separator
+    return ProcessModelRole(
+        *(config.name, packed, budget, None if reads_tokens else own, config.weight, config.gate),
+        config=config,
+        policy_codec=codec,
+        separator=separator,
+        own_separator=own_separator,
+    )
+
+
+def _loaded(
+    config: ModelReward | ProcessModelReward, frozen: FrozenModels
+) -> tuple[PreTrainedTokenizerBase, PackedScalarModel, TokenBudget]:
+    """The model's own tokenizer, the model, and its token budget."""
+    tokenizer = load_tokenizer(config.tokenizer or config.path)
+    packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.device == META))
+    check_vocabulary(tokenizer, vocabulary_size(packed.model))
+    return (
+        tokenizer,
+        packed,
+        TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}"),
+    )
