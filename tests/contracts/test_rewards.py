@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -222,8 +223,21 @@ def test_the_name_can_be_part_of_a_metric(source: Case) -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_close_may_be_called_twice(name: str, serve: Any) -> None:
+def test_close_may_be_called_twice_and_leaves_no_thread_and_no_process(name: str, serve: Any) -> None:
+    build(name, serve).reward.close()  # before anything was scored
+    before = alive()
     made = build(name, serve)
-    score(made, ALL[:1])
+    assert len(score(made, ALL[:1]).scores) == 1
     made.reward.close()
     made.reward.close()
+    until = time.monotonic() + 20
+    while alive() - before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert alive() <= before
+
+
+def alive() -> set[threading.Thread | int]:
+    """Threads, without those of the servers that are asked, and numbers of processes that this one started."""
+    tasks = Path("/proc/self/task").glob("*/children") if sys.platform == "linux" else ()
+    pids = {int(pid) for path in tasks for pid in path.read_text().split()}
+    return pids | {thread for thread in threading.enumerate() if "serve_forever" not in thread.name}

@@ -74,9 +74,10 @@ def test_an_updates_forward_and_backward_never_wait(tmp_path: Path) -> None:
     trainer = sft(tmp_path / "run")
     engine, batch = trainer.engine, trainer.data.batch(0, 6, 0)
     engine.train_step(batch, trainer.objective)
-    part = engine._backward_part
+    part, watches = engine._backward_part, []
 
     def watched(*arguments: Any) -> None:
+        watches.append(arguments)
         torch.cuda.set_sync_debug_mode("error")
         try:
             part(*arguments)
@@ -85,3 +86,4 @@ def test_an_updates_forward_and_backward_never_wait(tmp_path: Path) -> None:
 
     engine._backward_part = watched
     engine.train_step(batch, trainer.objective)
+    assert watches, "the update goes through what is watched"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,10 @@ def test_all_reasons_are_given_at_once() -> None:
     ],
 )
 def test_what_fits_is_taken(overrides: list[str]) -> None:
-    rl(*overrides)
+    recipe = rl(*overrides)
+    for override in overrides:
+        path, _, value = override.partition("=")
+        assert str(attrgetter(path)(recipe)) == value
 
 
 def test_options_of_one_loss_or_method_belong_to_no_other() -> None:

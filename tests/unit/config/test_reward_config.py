@@ -56,10 +56,10 @@ def test_every_type_and_its_defaults(tmp_path: Path) -> None:
 
 
 def test_defaults_stand_alone() -> None:
-    MathReward()
-    CodeReward()
-    HTTPReward(url="http://localhost:1")
-    JudgeReward(url="http://localhost:1/v1", model="m")
+    http, judge = HTTPReward(url="http://localhost:1"), JudgeReward(url="http://localhost:1/v1", model="m")
+    made = [MathReward(), CodeReward(), http, judge]
+    assert [source.type for source in made] == ["math", "code", "http", "judge"]
+    assert {source.weight for source in made} == {1.0} and all(source.gate is None for source in made)
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,13 @@ def test_settings_that_rule_it_out(build_architecture: Build) -> None:
         check_exact(PackedCausalLM(build_architecture("qwen3_moe"), numerics="exact"))
 
 
+def test_a_model_on_another_device_is_refused(build_architecture: Build) -> None:
+    packed = PackedCausalLM(build_architecture("llama").to("meta"), numerics="exact")
+    with pytest.raises(UserError, match="numerics: exact cannot be had here") as caught:
+        check_exact(packed)
+    assert "a model on meta" in caught.value.found and "numerics: fast" in caught.value.remedy
+
+
 @pytest.fixture
 def wide(sensitive_kernels: None, build_architecture: Build) -> PackedCausalLM:
     """An intermediate size that is no multiple of 32, and sums long enough to show their order."""

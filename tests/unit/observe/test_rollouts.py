@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,10 +83,14 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert [p.name for p in tmp_path.iterdir()] == ["step_000001.jsonl.gz"]
 
 
-def test_truncation_removes_later_steps_and_leftovers(tmp_path: Path) -> None:
+def test_truncation_removes_later_steps_and_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_file, written = os.replace, []
+    monkeypatch.setattr(os, "replace", lambda *paths: (written.append(paths[0]), replace_file(*paths)))
     for step in (1, 2, 3, 1_000_000):
         write_step(tmp_path, step, [RECORD])
-    (tmp_path / "step_000003.jsonl.gz.tmp").write_bytes(b"half")
+    assert len(set(written)) == 4
+    for path in written:  # as if killed before the rename, of steps that are kept, too
+        Path(path).write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
     assert list_steps(tmp_path) == [1, 2, 3, 1_000_000]
     assert truncate_rollouts_after(tmp_path, 2) == [3, 1_000_000]

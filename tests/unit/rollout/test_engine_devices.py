@@ -56,20 +56,22 @@ def test_plain_operations_give_what_the_kernels_give(
     options = {"max_running": 10, "max_prefill_tokens": 20}
     expected = run_all(NativeEngine(packed, **options), asked)
     found = run_all(NativeEngine(packed, contexts=PlainContexts(), **options), asked)
-    differences, same = [], 0
+    differences, num_left = [], 0
     for name, theirs in expected.items():
         ours = found[name]
-        # In bf16 a number near a border may pick another token; up to there the log-probabilities are comparable.
+        # In bf16 a random number near a border may pick another token; up to there log-probabilities are comparable.
         pairs = zip(ours.token_ids, theirs.token_ids, strict=True)
         common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        same += common is None
+        num_left += common is not None
         differences.append(torch.tensor(ours.logprobs[:common]) - torch.tensor(theirs.logprobs[:common]))
     difference = torch.cat(differences).abs()
     if precision == "fp32":
-        assert same == len(asked)
+        assert num_left == 0
         assert float(difference.max()) <= tolerances[torch.float32][0]
     else:
-        assert same >= len(asked) // 2
+        # Which completions leave the common path, and where, is a matter of the last bits, which every processor has
+        # of its own (about one token in 15 to 200 does). Engines that disagree leave it with most tokens.
+        assert len(difference) >= 5 * num_left
         assert float(difference.mean()) <= tolerances[torch.bfloat16][0]
 
 

@@ -672,10 +672,11 @@ def test_only_one_moves_a_model(build, files):
 
 def test_a_model_is_free_for_another_once_its_first_is_gone(frozen, files):
     first = Offload(frozen, files)
-    first.offload()
+    num_bytes = first.offload().num_bytes
     first.onload()
     del first
-    Offload(frozen, files).offload()
+    second = Offload(frozen, files)
+    assert second.offload().num_bytes == num_bytes > 0 and not second.is_resident(["params"])
 
 
 @pytest.mark.parametrize("has_room", [True, False])

@@ -13,6 +13,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig, OffPolicyConfig
+from quartet.config.load import load_recipe
 from quartet.config.recipe import LogConfig, RLRecipe, SFTRecipe
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.experience import Assembler, Experience, KLCoefficient
@@ -136,6 +137,7 @@ def test_a_recipe_with_words_of_older_yaml_can_be_resumed(tmp_path: Path, text: 
     recipe = SFTRecipe(output_dir=str(tmp_path), data={"path": text})
     with RunDirectory(tmp_path, recipe):
         pass
+    assert load_recipe("sft", tmp_path / "recipe.yaml") == recipe
     with RunDirectory(tmp_path, recipe, resume=True):
         pass
 

@@ -121,7 +121,8 @@ def test_what_changes_no_weight_may_change(tmp_path: Path) -> None:
     moved = RECIPE.model_copy(
         update={"output_dir": "elsewhere", "checkpoint": CheckpointConfig(every_steps=7), "log": LogConfig()}
     )
-    RunDirectory(tmp_path / "run", moved, resume=True)
+    with RunDirectory(tmp_path / "run", moved, resume=True) as run:
+        assert run.path == tmp_path / "run" and status(run.path) == "running"
 
 
 def test_resuming_nothing_starts(tmp_path: Path) -> None:
