@@ -56,7 +56,7 @@ class CallPlan:
     Attributes:
         collect: ``(results, shares)`` → the call's result; ``shares`` are the items that each was made of, None where
             the call was not split.
-        partition: of a split call a name for the way in which its items are divided.
+        partition: a name for the way in which a split call's items are divided; None where it is not split.
     """
 
     calls: Sequence[Call | None]

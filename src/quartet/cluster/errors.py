@@ -48,7 +48,11 @@ class Failure:
         return f"rank {self.rank} of group {self.group!r}: {self.summary}"
 
     def error(self, also: Sequence[str] = ()) -> UserError | WorkerError:
-        """What the driver raises: a ``UserError`` as one, everything else as ``WorkerError``, as for its ``also``."""
+        """What the driver raises: a ``UserError`` again as one, everything else as ``WorkerError``.
+
+        Args:
+            also: of the other ranks that failed, a line each, for the ``WorkerError``.
+        """
         if self.user_error is None:
             return WorkerError(self, also)
         problem, found, remedy = self.user_error

@@ -145,7 +145,7 @@ class BatchFuture(Pending):
         return await asyncio.to_thread(self._collected, found)
 
     def _collected(self, found: Sequence[Any]) -> Any:
-        """The call's result, of the ranks' own or of manifests of their parts."""
+        """The call's result from ``found``, what its ranks returned: their results, or manifests of their parts."""
         if not self.parts:
             return self._plan.collect(list(found), self._plan.shares)
         values = self._processes.backend.get([ref for part in self.parts for ref in part.chunks])

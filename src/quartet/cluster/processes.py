@@ -230,7 +230,8 @@ class ProcessManager:
         if self._gone is not None:
             return [self._gone]
         self._check_started()
-        lost = self._lost(self.handles, self._pings, timeout_s)
+        self._ping(self.handles, self._pings)
+        lost = self._lost(self._pings, timeout_s)
         return [self._death(each, "a look at whether it lives") for each in lost]
 
     async def died(self, every_s: float) -> list[Death]:
@@ -246,20 +247,23 @@ class ProcessManager:
                 self._check_started()
             if watched is not self.handles:  # those that a restart ended do not count
                 watched, pings = self.handles, {}
+            self._ping(watched, pings)
             await asyncio.sleep(every_s)
-            lost = await asyncio.to_thread(self._lost, watched, pings, 0.0) if watched else []
+            lost = await asyncio.to_thread(self._lost, pings, 0.0) if pings else []
             if lost and watched is self.handles:
                 return [await asyncio.to_thread(self._death, each, "a watch over whether it lives") for each in lost]
 
-    def _lost(self, handles: Sequence[WorkerHandle], pings: dict[int, Ref], timeout_s: float) -> list[Lost]:
-        """Of the workers that are asked whether they live those that never answer; a busy one does when it is idle.
-
-        Args:
-            pings: by rank, those that were not answered yet.
-        """
+    def _ping(self, handles: Sequence[WorkerHandle], pings: dict[int, Ref]) -> None:
+        """Asks each whether it lives, unless it was asked and has not answered; ``pings`` are those calls, by rank."""
         for handle in handles:
             if handle.rank not in pings:
                 (pings[handle.rank],) = self.backend.call(handle, "ping", ())
+
+    def _lost(self, pings: dict[int, Ref], timeout_s: float) -> list[Lost]:
+        """The pinged workers that are dead, by rank; takes the calls that have ended out of ``pings``.
+
+        A busy worker answers when it is idle again, and its call fails at once when it dies.
+        """
         ranks = sorted(pings)
         ready = self.backend.wait([pings[rank] for rank in ranks], timeout_s)
         ended = [pings.pop(rank) for rank, is_there in zip(ranks, ready, strict=True) if is_there]
@@ -284,7 +288,7 @@ class ProcessManager:
         stored: dict[int, Ref] = {}
 
         def sent(value: Any) -> Any:
-            """Of a future what its reader fetches; of a large value that several ranks get, the one that is stored."""
+            """What stands for an argument: a future's references; of a large value of several ranks, the stored one."""
             if isinstance(value, BatchFuture):
                 return Gather(value.parts)
             if readers[id(value)] < 2 or isinstance(value, Gather) or not is_large(value):

@@ -46,8 +46,8 @@ class Structure:
 
     def describes(self, batch: RaggedBatch) -> bool:
         """Whether ``batch`` has these sequences, and its token fields lie as this table says."""
-        parts = ("ids", "segment_lengths", "parents", "leaves")
-        return all(getattr(self.table, part) == getattr(batch, part) for part in parts)
+        ours, theirs = ((b.ids, b.segment_lengths, b.parents, b.leaves) for b in (self.table, batch))
+        return ours == theirs
 
     def fits(self, columns: ColumnSet) -> bool:
         size = self.table.num_tokens
