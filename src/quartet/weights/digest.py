@@ -17,6 +17,7 @@ next one made 5 modulo 8, which gives its powers the longest period. The digest 
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -138,6 +139,10 @@ def as_text(total: int) -> str:
 @cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "digest")
+
+
+# A forked child has none of the threads, and would wait for them.
+os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def tensor_digest(tensor: Tensor, threads: int | None = None) -> str:

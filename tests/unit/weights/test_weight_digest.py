@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -161,3 +164,19 @@ def test_copying_gives_the_bytes_and_their_digest(threads: int, num_bytes: int) 
     target = torch.full((num_bytes,), 7, dtype=torch.uint8)
     assert as_text(piece_digest(source, 0, target, threads)) == tensor_digest(source)
     assert torch.equal(source, target)
+
+
+def test_a_forked_child_digests_with_threads_of_its_own() -> None:
+    code = """
+import os, signal
+import torch
+from quartet.weights.digest import BLOCK_BYTES, tensor_digest
+tensor = torch.arange(40 * BLOCK_BYTES, dtype=torch.uint8)
+digest = tensor_digest(tensor, threads=2)
+if os.fork() == 0:
+    signal.alarm(20)
+    os._exit(0 if tensor_digest(tensor, threads=2) == digest else 1)
+print(os.wait()[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "0\n", done.stderr
