@@ -268,8 +268,12 @@ class RaggedBatch:
         leaves: Sequence[int],
         sequences: Sequence[int],
     ) -> RaggedBatch:
-        """The fields of these ``sequences`` over a table of segments of their own, which ``lengths``, ``parents`` and
-        ``leaves`` describe; the tokens of segment k are those of ``segments[k]`` here, zeros where that is None."""
+        """These ``sequences`` over another segment table.
+
+        Args:
+            segments: for each segment of the new table the one here that its tokens are taken from; None: zeros.
+            lengths, parents, leaves: the new table, as in the constructor.
+        """
         spans = [None if k is None else slice(*self.segment_offsets[k : k + 2]) for k in segments]
 
         def tokens(values: Tensor) -> Tensor:

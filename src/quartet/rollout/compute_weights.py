@@ -117,9 +117,11 @@ class ComputeWeights:
             kinds = MergedLayers()
             with packed.without_adapters():
                 found = [m for m in packed.body.modules() if isinstance(m, GradientCheckpointingLayer)]
-                for layer in filter(None, (kinds.merge(module, self._num_rows, adapted) for module in found)):
-                    merged.update(layer.linears)
-                    yield layer
+                for module in found:
+                    layer = kinds.merge(module, self._num_rows, adapted)
+                    if layer is not None:
+                        merged.update(layer.linears)
+                        yield layer
         yield from self._single_weights(adapted, merged)
 
     def _single_weights(self, adapted: dict[nn.Module, AdaptedLayer], done: set[nn.Module]) -> Iterator[WeightCopy]:

@@ -197,7 +197,8 @@ def _rule_of(layer: nn.Module) -> LayerRule | None:
         _own(layer, *_example(layer, 1, torch.Generator().manual_seed(0)), context)
     except (RuntimeError, TypeError):
         return None
-    return context.calls[-1][-1] if context.calls else None
+    rules = [rule for _, _, _, rule in context.calls]
+    return rules[-1] if rules else None
 
 
 def _example(layer: Any, num_rows: int, generator: torch.Generator) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -8,7 +8,7 @@ lease, so that nothing is held meanwhile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -61,17 +61,17 @@ class Barriers:
 
     async def run(self, stage: str, step: int, work: Callable[[], Awaitable[Any]]) -> Any:
         """A part of the stage, once everything that the stage comes after has ended in the step."""
-        while any(self._missing(stage, step)):
+        while self._missing(stage, step):
             await self._news.wait(lambda: f"{stage} of step {step} waits for {', '.join(self._missing(stage, step))}")
         result = await work()
         self._part_ended(stage, step)
         return result
 
-    def _missing(self, stage: str, step: int) -> Iterator[str]:
-        ended = self._ended[step]
-        for earlier in self._after.get(stage, ()):
-            if ended[earlier] < self._parts[earlier]:
-                yield f"{earlier} ({ended[earlier]} of {self._parts[earlier]})"
+    def _missing(self, stage: str, step: int) -> list[str]:
+        """The stages that it waits for, with how many of their parts have ended."""
+        ended, parts = self._ended[step], self._parts
+        waits_for = [earlier for earlier in self._after.get(stage, ()) if ended[earlier] < parts[earlier]]
+        return [f"{earlier} ({ended[earlier]} of {parts[earlier]})" for earlier in waits_for]
 
     def _part_ended(self, stage: str, step: int) -> None:
         self._ended[step][stage] += 1

@@ -34,8 +34,8 @@ class EngineClient:
         self.engine = engine
         self._rollout = rollout
         self._waiting: dict[str, asyncio.Future[FinishedRequest]] = {}
-        self._queue: dict[tuple[str, ...], tuple[AnyRequest, int]] = {}  # by their ids: not admitted, and their groups
-        self._to_send: dict[tuple[str, ...], AnyRequest] = {}  # admitted, not sent
+        self._queue: dict[tuple[str, ...], tuple[AnyRequest, int]] = {}  # not admitted, with group index
+        self._to_send: dict[tuple[str, ...], AnyRequest] = {}  # admitted, not sent; both by request ids
         self._running: set[str] = set()  # admitted, not ended
         self._cancelled: list[str] = []  # sent, not waited for any more: the engine does not know yet
         self._task: asyncio.Task[None] | None = None
@@ -208,7 +208,7 @@ class EngineClient:
             await self.engine.call(RolloutWorker.run_steps, (), cancel, 0)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """What ended the client early is raised in all that wait for it."""
+        """What ended the task early is raised in every ``complete`` that waits."""
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             return

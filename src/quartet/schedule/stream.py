@@ -282,7 +282,7 @@ class GroupStream(Generic[G]):
             self._next_launch += 1
 
     def _admits_another(self) -> bool:
-        """By the admission rule; counts are since the first step of the run."""
+        """Whether the rule and ``max_attempts`` let one more group start; counts are since the run's first step."""
         rule = self.rule
         steps = self._open_steps if rule.max_staleness is None else rule.max_staleness + self._versions_published + 1
         if self.num_accepted + len(self._running) >= steps * rule.prompts_per_step:
