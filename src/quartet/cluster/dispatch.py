@@ -221,7 +221,9 @@ class Split:
 
             return Call.each(mine, args, kwargs)
 
-        partition = lead.partition if direct else f"{lead.partition or uuid4().hex}/{layout.parts}"
+        # Named after the future, not after its partition: of results that are divided alike, lengths and chunks may
+        # differ, and by these the readers' parts are chosen.
+        partition = lead.partition if direct else f"{lead.name}/{layout.parts}"
         return self._of_parts(layout, list(map(call, range(layout.parts))), None, partition)
 
 

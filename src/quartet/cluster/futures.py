@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from quartet.cluster.backend import Ref
 from quartet.cluster.errors import Failure, Lost
@@ -124,6 +125,7 @@ class BatchFuture(Pending):
     ) -> None:
         super().__init__(processes, refs, plan.answers, during)
         self.parts = tuple(parts)
+        self.name = uuid4().hex
         self.partition = plan.partition
         self._plan = plan
 

@@ -30,6 +30,15 @@ class Splitter(Worker):
         responses = [[[p[0], i] * n for i, n in enumerate(of)] for p, of in zip(prompts, lengths, strict=True)]
         return RaggedBatch.from_groups(prompts, responses, [f"{p[0]}.{i}" for p in prompts for i in range(number)])
 
+    @dispatch(SPLIT, blocking=False)
+    def copied(self, batch: RaggedBatch) -> RaggedBatch:
+        return batch
+
+    @dispatch(SPLIT)
+    def both(self, first: RaggedBatch, second: RaggedBatch) -> list[str]:
+        assert first.ids == second.ids
+        return list(first.ids)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def backend() -> Iterator[None]:
@@ -109,3 +118,13 @@ def test_a_result_that_another_group_splits_anew_comes_back_in_order(group: Work
         weights = torch.rand(len(batch), dtype=torch.float64)
         for reader in (group, three):
             check(batch, weights, reader.work(made, weights, list(batch.ids)))
+
+
+def test_results_that_lay_in_other_chunks_are_split_together(group: WorkerGroup, three: WorkerGroup) -> None:
+    """Where the readers of each were given other parts, a third group finds its own."""
+    for seed in range(BATCHES):
+        draw = random.Random(seed)
+        prompts = [[i] * draw.randint(1, 9) for i in range(1, draw.randint(3, 9))]
+        made = group.respond(prompts, draw.randint(1, 4))
+        first, second = three.copied(made), three.copied(group.copied(made))
+        assert three.both(first, second) == list(made.result().ids)
