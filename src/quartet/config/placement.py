@@ -266,7 +266,9 @@ def resolve(config: PlacementConfig, roles: Mapping[str, Role]) -> ResolvedPlace
     resolved = ResolvedPlacement(
         type=config.type,
         pools=tuple(
-            ResolvedPool(name, pool.processes, pool.nodes, getattr(pool, "slots", 1), pool.budget_bytes)
+            ResolvedPool(
+                name, pool.processes, pool.nodes, pool.slots if isinstance(pool, PoolConfig) else 1, pool.budget_bytes
+            )
             for name, (pool, _) in pools.items()
         ),
         pool_of={name: home[kind] for name, kind in roles.items()},

@@ -218,7 +218,8 @@ def _data(above: str, path: str, needs: tuple[str, ...], row: Row | None) -> Ite
         mapped: dict[str, str] = {}
         for name in (name for name in needs if name not in row):
             usual = [column for column in _ALIASES.get(name, ()) if column in row and column not in mapped.values()]
-            mapped |= {name: usual[0]} if usual else {}
+            if usual:
+                mapped[name] = usual[0]
         if mapped:
             yield Line(f"{above}columns", mapped)
     if row is not None and any("\n\nHuman:" in text for text in row.values() if isinstance(text, str)):

@@ -243,7 +243,8 @@ class PromptData(Ordered):
 
         def item(row: Prompt) -> PromptItem:
             ids = codec.encode_prompt(row.prompt)
-            seen.update(ids if len(ids) <= limit.max_tokens else ())
+            if len(ids) <= limit.max_tokens:
+                seen.update(ids)
             return PromptItem(f"{prefix}{next(numbers)}", row.prompt, row.columns, row.place, len(ids))
 
         kept, warnings = tokenised(parsed, item, limit, "prompt")

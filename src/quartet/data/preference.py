@@ -127,10 +127,14 @@ class PreferenceData(AnsweredData):
                 _, rejected = codec.encode_completion(pair.prompt, pair.rejected)
             answers = (tuple(chosen), tuple(rejected))
             item = AnsweredItem(tuple(prompt), answers, (True, False), pair.place, pair.margin or 0.0)
-            found, body = None, chosen[:-1]  # without end-of-text; empty answers are known from their text
-            if item.num_tokens <= limit.max_tokens:
-                is_beginning = body and rejected[: len(body)] == body
-                found = SAME if chosen == rejected else BEGINNING if is_beginning else None
+            body = chosen[:-1]  # without end-of-text; empty answers were found by their text
+            found = None
+            if item.num_tokens > limit.max_tokens:
+                pass  # told as too long
+            elif chosen == rejected:
+                found = SAME
+            elif body and rejected[: len(body)] == body:
+                found = BEGINNING
             if found == SAME or (found is not None and doubtful != "keep"):
                 told.count(told.skipped, found, pair.place)
                 continue

@@ -83,7 +83,9 @@ class SubprocessFunction(FunctionSource):
         except asyncio.CancelledError:
             call.is_abandoned = True
             if (process := call.process) is not None:
-                process.kill()  # What has begun cannot be interrupted otherwise.
+                # What has begun cannot be interrupted otherwise. Where the call has just ended, and its process serves
+                # another one, that one is made again (``_ask``), as all that share a killed process are.
+                process.kill()
             raise
         except SubprocessDied as error:
             what = f"lost its process: {error} (os._exit, a crash in native code, too much memory)"
@@ -160,12 +162,12 @@ def _start(target: str, num_threads: int) -> Subprocess:
     match process.greeting:
         case {"name": _, "named": dict(), "takes_all": _, "is_async": _}:
             return process
-        case {"error": [str() as problem, str() as found, str() as remedy]}:
-            pass
+        case {"error": [str() as told, str() as found, str() as advice]}:
+            refusal = UserError(told, found=found, remedy=advice)
         case said:
-            found = f"it said {said!r}"[:400]
+            refusal = UserError(problem, found=f"it said {said!r}"[:400], remedy=remedy)
     process.end()
-    raise UserError(problem, found=found, remedy=remedy)
+    raise refusal
 
 
 def _close(pool: SubprocessPool, *threads: Threads) -> None:

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from quartet.cli import main as cli
-from quartet.cli.options import as_argument
+from quartet.cli.options import GROUPS, as_argument
 from quartet.config import UserError
 from quartet.trainers.run import Interrupted
 from quartet.trainers.signals import STOP_SIGNALS, StopSignals
 
-COMMANDS = ("quickstart", "sft", "reward-model", "preference", "rl", "eval", "generate", "report")
+COMMANDS = [name for names in GROUPS.values() for name in names]
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -36,6 +37,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_help_names_every_command(run: Run) -> None:
+    registered: Any = typer.main.get_command(cli.app)
+    assert sorted(registered.commands) == sorted(COMMANDS), "one that is in no group is not in the help"
     status, out, _ = run("--help")
     assert status == 0
     assert all(command in out for command in COMMANDS)
