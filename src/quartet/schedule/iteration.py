@@ -13,7 +13,8 @@ through chunks and named steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -57,7 +58,7 @@ async def run_iteration(step: int, stages: IterationStages) -> tuple[Any, dict[s
 
     A failing part cancels the others and its error comes out as it is.
     """
-    try:
+    with _first_error():
         if stages.prefetch is not None:
             await stages.prefetch.pause()
         experience = await stages.assemble(await _scored_chunks(step, stages))  # no texts live on beside it
@@ -66,11 +67,7 @@ async def run_iteration(step: int, stages: IterationStages) -> tuple[Any, dict[s
             updates.append(tasks.create_task(_publish(stages, step + 1)))
             if stages.prefetch is not None:
                 stages.prefetch.resume()
-        metrics = {name: value for task in updates for name, value in task.result().items()}
-    except BaseExceptionGroup as failures:
-        first = _first(failures)
-        raise first from first.__cause__
-    return experience, metrics
+    return experience, {name: value for task in updates for name, value in task.result().items()}
 
 
 async def _scored_chunks(step: int, stages: IterationStages) -> list[tuple[Chunk, list[ColumnSet]]]:
@@ -91,12 +88,9 @@ async def score_all(scorers: Sequence[Scorer], chunk: Chunk) -> list[ColumnSet]:
 
 async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Results in order. When one fails the others are cancelled; the error that came first comes out as it is."""
-    try:
+    with _first_error():
         async with asyncio.TaskGroup() as tasks:
             begun = [tasks.create_task(work) for work in works]
-    except BaseExceptionGroup as failures:
-        first = _first(failures)
-        raise first from first.__cause__
     return [task.result() for task in begun]
 
 
@@ -111,7 +105,13 @@ async def _publish(stages: IterationStages, version: int) -> Mapping[str, float]
     return metrics
 
 
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that came first; the others are its consequences (cancellations are left out already)."""
-    first = failures.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+@contextmanager
+def _first_error() -> Iterator[None]:
+    """Raises, of a task group's errors, the one that came first as it is: the others are its consequences."""
+    try:
+        yield
+    except BaseExceptionGroup as failures:
+        first: BaseException = failures
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from first.__cause__  # without the group as its context
