@@ -1,12 +1,15 @@
-"""What the pages point to is there: links, anchors, and files that are named."""
+"""What the pages point to is there: links, anchors, and the files, modules and commands that are named."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
 from pathlib import Path
+from pydoc import locate
 
 import pytest
+
+from quartet.cli.options import GROUPS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -20,6 +23,8 @@ _FENCED = re.compile(r"^```.*?^```", flags=re.M | re.S)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INLINE_CODE = re.compile(r"`([^`\n]+)`")
 _FILE = re.compile(r"(?<![\w./*<>…-])[\w./-]+\.(?:pyi?|toml|yaml)\b(?!/)")
+_COMMAND = re.compile(r"(?:^|[`$(] ?)quartet ([a-z][a-z-]*)", flags=re.M)
+_MODULE = re.compile(r"\bquartet\.[\w.]*\w")
 _IN_REPOSITORY = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/](?![\w<{{*-])")
 
 
@@ -59,6 +64,15 @@ def _missing_files(page: Path) -> list[str]:
     return sorted(missing)
 
 
+def _missing_names(page: Path) -> list[str]:
+    """Commands and dotted names of quartet in code that are not there."""
+    text = page.read_text(encoding="utf-8")
+    code = "\n".join([*_FENCED.findall(text), *(f"`{code}" for code in _INLINE_CODE.findall(_FENCED.sub("", text)))])
+    commands = {name for names in GROUPS.values() for name in names}
+    missing = [f"quartet {name}" for name in _COMMAND.findall(code) if name not in commands]
+    return missing + [name for name in _MODULE.findall(code) if locate(name) is None]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     assert _broken_links(page) == []
@@ -67,8 +81,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name not in HISTORY], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+def test_what_a_page_names_is_there(page: Path) -> None:
     assert _missing_files(page) == []
+    assert _missing_names(page) == []
 
 
 @pytest.mark.parametrize(
@@ -92,3 +107,14 @@ def test_what_is_broken_is_found(tmp_path: Path, text: str, links: list[str], fi
     page.write_text(f"# A title, with `code`\n\n{text}\n", encoding="utf-8")
     assert _broken_links(page) == links
     assert _missing_files(page) == files
+
+
+def test_commands_and_modules_that_are_gone_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "quartet shows, `quartet show`, `quartet rl x.yaml`, `quartet.RLRecipe`, `quartet.NoSuch`\n"
+        "`quartet.data.order`, `quartet.data.no_such`\n"
+        "```\nquartet sft x.yaml\n$ quartet trian x.yaml\nimport quartet as q\n```\n",
+        encoding="utf-8",
+    )
+    assert sorted(_missing_names(page)) == ["quartet show", "quartet trian", "quartet.NoSuch", "quartet.data.no_such"]
