@@ -80,11 +80,13 @@ class TreeIndex:
 
 
 def tree_index(tree: SegmentTree) -> TreeIndex:
-    ends = dict(zip(tree.offsets, tree.offsets[1:], strict=False)) | {node.start: node.stop for node in tree.inner}
+    ends = list(tree.offsets[1:])
+    for segment, stop in tree.stops.items():
+        ends[segment] = stop
     sizes = torch.tensor(tree.lengths)
     starts, depths = torch.tensor(tree.offsets[:-1]), torch.tensor(tree.depths)
     positions = torch.arange(tree.offsets[-1]) - (starts - depths).repeat_interleave(sizes)
-    return TreeIndex(positions.int(), torch.tensor(list(ends.values())).repeat_interleave(sizes).int())
+    return TreeIndex(positions.int(), torch.tensor(ends).repeat_interleave(sizes).int())
 
 
 def dense_mask(tree: SegmentTree, window: int | None) -> Tensor:

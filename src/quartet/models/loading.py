@@ -167,10 +167,13 @@ def _take_over(
     lora: LoRAConfig | None = None,
     seed: int = 0,
 ) -> _P:
-    """Takes the model over for packed runs, after probing it.
+    """Takes ``model`` over for packed runs as a ``kind``, after probing it; ``release`` gives it back as it was.
 
     Args:
         lora: train adapters, whose first factors are drawn from ``seed``, instead of all weights but a scalar head.
+
+    Raises:
+        UserError: the architecture is refused by the probe, or by the check of exact numerics.
     """
     packed = kind(model, precision, numerics=numerics, activation_checkpointing=activation_checkpointing)
     try:
@@ -193,7 +196,9 @@ def _take_over(
 
 
 packed_causal_lm = partial(_take_over, PackedCausalLM)
+"""Takes over a policy or its reference; arguments as for ``_take_over``, without ``kind``."""
 packed_scalar_model = partial(_take_over, PackedScalarModel)
+"""The same of a reward model or critic."""
 
 
 def _probe_tiny_model(packed: PackedModel) -> None:
@@ -326,13 +331,13 @@ _PROCESS_FILE = "process_reward.json"
 _PROCESS_KIND = "process reward model: the score at a step's last token is the logit of the step being right"
 
 
-def save_process_settings(separator: str, directory: Path) -> None:
-    """Notes what ends every step but perhaps the last, beside a model."""
+def save_step_separator(separator: str, directory: Path) -> None:
+    """Writes what ends every step but perhaps the last into a model's directory."""
     text = json.dumps({"kind": _PROCESS_KIND, "separator": separator}, indent=2, ensure_ascii=False)
     (directory / _PROCESS_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def load_process_settings(path: str) -> str | None:
+def load_step_separator(path: str) -> str | None:
     """The separator of a model directory or hub name; None where it has none.
 
     Raises:

@@ -9,6 +9,7 @@ one autocast policy and one set of weights.
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -85,9 +86,9 @@ class PackedModel:
 
     head: nn.Module
 
+    @abstractmethod
     def _find_head(self, model: PreTrainedModel) -> nn.Module:
         """The model's head; UserError where it has none of this kind."""
-        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:

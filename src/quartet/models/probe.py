@@ -267,7 +267,8 @@ class _Continued:
 @contextlib.contextmanager
 def _measuring(packed: PackedModel) -> Iterator[None]:
     """Within, the model runs without gradients in the precision of its weights, and what it fails with refuses the
-    architecture by name."""
+    architecture by name.
+    """
     precision, packed.precision = packed.precision, "fp32"
     try:
         with torch.no_grad():
@@ -278,7 +279,7 @@ def _measuring(packed: PackedModel) -> Iterator[None]:
         # The run was given one, so it was lost on the way.
         found = "its layers keep the attention context, a keyword argument, from their attention"
         raise _refuse(packed, found) from error
-    except Exception as error:
+    except Exception as error:  # a model's own code may raise anything
         line = next(iter(str(error).strip().splitlines()), "no message")
         found = f"a forward pass of a few tokens failed with {type(error).__name__}: {line}"
         raise _refuse(packed, found) from error

@@ -130,12 +130,17 @@ class SegmentTree:
         return tuple((len(list(run)), length) for length, run in groupby(self.lengths))
 
     @cached_property
-    def inner(self) -> tuple[Inner, ...]:
+    def stops(self) -> dict[int, int]:
+        """Where the last descendant of each segment ends that has any."""
         stops: dict[int, int] = {}
         for chain, stop in zip(self.chains, self.offsets[1:], strict=True):
             for a in chain:
                 stops[a] = stop
-        return tuple(Inner(self.offsets[a], self.offsets[a + 1], stop) for a, stop in sorted(stops.items()))
+        return stops
+
+    @cached_property
+    def inner(self) -> tuple[Inner, ...]:
+        return tuple(Inner(self.offsets[a], self.offsets[a + 1], stop) for a, stop in sorted(self.stops.items()))
 
 
 def _join_only_children(lengths: Sequence[int], parents: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -229,8 +234,8 @@ def _pieces(x: Tensor, tree: SegmentTree) -> list[Tensor]:
     """Views ``[n, H, L, ...]`` of the runs of ``x [1, H, T, ...]``."""
     pieces = x.split([num * length for num, length in tree.equal_runs], 2)
     return [
-        piece if run[0] == 1 else piece[0].unflatten(1, run).transpose(0, 1)
-        for run, piece in zip(tree.equal_runs, pieces, strict=True)
+        piece if num == 1 else piece[0].unflatten(1, (num, length)).transpose(0, 1)
+        for (num, length), piece in zip(tree.equal_runs, pieces, strict=True)
     ]
 
 

@@ -12,7 +12,7 @@ from quartet.algorithms.process import calibration_error, step_loss
 from quartet.cluster.dispatch import RANK_ZERO, dispatch
 from quartet.config.recipe import ProcessRewardRecipe
 from quartet.data.process import ProcessData
-from quartet.models.loading import save_process_settings, saved_paths
+from quartet.models.loading import save_step_separator, saved_paths
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import STEP_NEEDS, StepObjective
 from quartet.trainers.run import writing
@@ -52,7 +52,7 @@ class ProcessRewardWorker(ScalarWorker[ProcessRewardRecipe, ProcessData]):
         warning = super().write_model(path)
         with writing(path):
             for written in saved_paths(self.packed, path):
-                save_process_settings(self.recipe.separator, written)
+                save_step_separator(self.recipe.separator, written)
         return warning
 
 

@@ -13,7 +13,7 @@ from quartet.config.common import TrainConfig
 from quartet.config.nearest import nearest
 from quartet.config.rewards import ModelReward, ProcessModelReward, RewardConfig
 from quartet.data.datasets import PromptData
-from quartet.models.loading import load_process_settings, load_scalar_model
+from quartet.models.loading import load_scalar_model, load_step_separator
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.metrics import METRICS, check_names
 from quartet.rewards.build import build_reward
@@ -167,7 +167,7 @@ def _reward_model(config: ModelReward, codec: TextCodec, frozen: FrozenModels) -
 
 
 def _process_model(config: ProcessModelReward, codec: TextCodec, frozen: FrozenModels) -> ProcessModelRole:
-    own_separator = load_process_settings(config.path) or config.separator
+    own_separator = load_step_separator(config.path) or config.separator
     if own_separator is None:
         raise UserError(
             f"it is not known how the steps of process reward {config.name!r} end",
@@ -187,7 +187,12 @@ def _process_model(config: ProcessModelReward, codec: TextCodec, frozen: FrozenM
             )
     reads_tokens = reads_the_same(tokenizer, codec.tokenizer) and separator == own_separator
     return ProcessModelRole(
-        *(config.name, packed, budget, None if reads_tokens else own, config.weight, config.gate),
+        name=config.name,
+        model=packed,
+        budget=budget,
+        codec=None if reads_tokens else own,
+        weight=config.weight,
+        gate=config.gate,
         config=config,
         policy_codec=codec,
         separator=separator,
@@ -202,8 +207,5 @@ def _loaded(
     tokenizer = load_tokenizer(config.tokenizer or config.path)
     packed = frozen.scalar(load_scalar_model(config.path, empty=frozen.device == META))
     check_vocabulary(tokenizer, vocabulary_size(packed.model))
-    return (
-        tokenizer,
-        packed,
-        TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}"),
-    )
+    budget = TokenBudget(config.forward_token_budget, f"forward_token_budget of reward {config.name!r}")
+    return tokenizer, packed, budget

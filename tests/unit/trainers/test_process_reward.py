@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, TrainConfig
 from quartet.config.recipe import ProcessRewardRecipe
-from quartet.models.loading import load_process_settings
+from quartet.models.loading import load_step_separator
 from quartet.trainers.process_reward import ProcessRewardTrainer
 
 
@@ -98,7 +98,7 @@ def test_what_is_saved_loads_with_from_pretrained_and_says_how_steps_end(
         pooled = plain(torch.tensor([item.prompt_ids + item.completion_ids])).logits.item()
     assert pooled == pytest.approx(plain_logits(plain, item)[-1], abs=1e-6), "its own pooling is the last step's score"
     assert AutoTokenizer.from_pretrained(path).get_vocab() == tokenizer.get_vocab()
-    assert load_process_settings(str(path)) == ";"
+    assert load_step_separator(str(path)) == ";"
     assert "process reward model" in json.loads((path / "process_reward.json").read_text())["kind"]
 
 
@@ -119,8 +119,8 @@ def test_bad_rows_stop_the_run_before_anything_is_written(
 def test_a_damaged_settings_file_is_reported(content: str, tmp_path: Path) -> None:
     (tmp_path / "process_reward.json").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match="of a process reward model cannot be read"):
-        load_process_settings(str(tmp_path))
+        load_step_separator(str(tmp_path))
 
 
 def test_a_directory_without_settings_has_none(tmp_path: Path) -> None:
-    assert load_process_settings(str(tmp_path)) is None
+    assert load_step_separator(str(tmp_path)) is None

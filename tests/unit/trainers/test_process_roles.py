@@ -21,7 +21,7 @@ from quartet.config.common import TrainConfig
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import DiscountedSteps, MinSteps, ProcessModelReward, SumSteps
 from quartet.data.datasets import PromptItem
-from quartet.models.loading import save_process_settings
+from quartet.models.loading import save_step_separator
 from quartet.observe.spans import SpanRecorder
 from quartet.schedule.iteration import Chunk
 from quartet.schedule.lease_context import LeaseContext
@@ -72,7 +72,7 @@ def role_of(
         # Beside the model it would be loaded as the tokenizer of the model's kind.
         own.save_pretrained(tmp_path / "tokenizer")
         if trained_with is not None:
-            save_process_settings(trained_with, path)
+            save_step_separator(trained_with, path)
         config = ProcessModelReward(path=str(path), tokenizer=str(tmp_path / "tokenizer"), **changes)
         (role,) = reward_models([config], (), codec, TrainConfig(), FrozenModels())
         return role
