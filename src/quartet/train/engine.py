@@ -426,7 +426,7 @@ def compute(
     packed_batch = pack(batch, share=shares(packed, share))
     attention = packed_batch.attention(exact=packed.numerics == "exact")
     hidden = packed.hidden(sent(packed_batch.input_ids, device), sent(packed_batch.position_ids, device), attention)
-    outputs: dict[str, Tensor] = {}
+    logprobs = entropies = values = scores = step_scores = None
     if needs.logprobs or needs.values:
         rows, labels, targets = (sent(x, device) for x in packed_batch.predicted(batch.token[needs.mask]))
         # Positions without a label go no further.
@@ -440,17 +440,16 @@ def compute(
                 entropy=needs.entropies,
                 entropy_grad=needs.entropy_gradient,
             )
-            outputs["logprobs"] = packed_batch.scatter(found, targets)
-            if entropy is not None:
-                outputs["entropies"] = packed_batch.scatter(entropy, targets)
+            logprobs = packed_batch.scatter(found, targets)
+            entropies = packed_batch.scatter(entropy, targets) if entropy is not None else None
         if needs.values:
-            outputs["values"] = packed_batch.scatter(_scalar(packed).scalars(selected), targets)
+            values = packed_batch.scatter(_scalar(packed).scalars(selected), targets)
     if needs.scores:
-        outputs["scores"] = _scalar(packed).scalars(hidden.index_select(0, sent(packed_batch.last_rows(), device)))
+        scores = _scalar(packed).scalars(hidden.index_select(0, sent(packed_batch.last_rows(), device)))
     if needs.step_scores:
         rows, targets = (sent(x, device) for x in packed_batch.own_rows(batch.token[needs.mask]))
-        outputs["step_scores"] = packed_batch.scatter(_scalar(packed).scalars(hidden.index_select(0, rows)), targets)
-    return Outputs(**outputs)
+        step_scores = packed_batch.scatter(_scalar(packed).scalars(hidden.index_select(0, rows)), targets)
+    return Outputs(logprobs, entropies, values, scores, step_scores)
 
 
 def _on(device: torch.device, denominators: Any) -> Any:
