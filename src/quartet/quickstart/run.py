@@ -279,15 +279,22 @@ class Quickstart:
 
     @contextlib.contextmanager
     def _sampling(self, stage: str, title: str, total: int) -> Iterator[Callable[..., list[list[str]]]]:
-        """A function ``(prompts, temperature, answers each)`` that samples texts from the model of a stage."""
+        """Within: a function of prompts, temperature and answers per prompt that samples texts from a stage's model."""
         path = self.path / stage / "model"
         packed, codec = packed_causal_lm(load_causal_lm(str(path))), TextCodec.from_pretrained(path)
         with self.progress.stage(title, total) as bar:
-            common: dict[str, Any] = {"seed": self.seed, "max_running": 256, "on_done": bar.advance}
 
             def sample(prompts: list[str], temperature: float, num: int = 1) -> list[list[str]]:
-                sampling = SamplingParams(temperature=temperature, max_new_tokens=recipes.MAX_NEW_TOKENS)
-                found = generate(packed, codec, prompts, sampling, num_responses=num, **common)
+                found = generate(
+                    packed,
+                    codec,
+                    prompts,
+                    SamplingParams(temperature=temperature, max_new_tokens=recipes.MAX_NEW_TOKENS),
+                    num_responses=num,
+                    seed=self.seed,
+                    max_running=256,
+                    on_done=bar.advance,
+                )
                 return [[answer.text for answer in group] for group in found]
 
             yield sample

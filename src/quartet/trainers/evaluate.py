@@ -174,10 +174,10 @@ class Evaluator:
                 write_answers(self.path / "answers.jsonl", answers)
                 if others:
                     write_answers(self.path / "against.jsonl", others)
-            compared, common = (self._compare(answers, others), pairs(answers, others)) if others else (None, [])
-            if others and not len(common) == len(answers) == len(others):
+            compared, num_pairs = self._compare(answers, others) if others else None, len(pairs(answers, others))
+            if others and not num_pairs == len(answers) == len(others):
                 found = f"{len(answers)} answers here, {len(others)} there"
-                self._notes.append(f"{len(common)} pairs of answers compared: {found}")
+                self._notes.append(f"{num_pairs} pairs of answers compared: {found}")
             figures, against = self._figures(answers), self._figures(others) if others else []
             result = EvaluationResult(
                 path=self.path,
@@ -269,5 +269,11 @@ def _identity(answers: Sequence[Answer]) -> list[list[Any]]:
 
 def _figure_row(figure: EvaluationMetric) -> dict[str, Any]:
     """A row of the summary's table."""
-    middle = {name: getattr(figure, name) for name in ("value", "low", "high", "interval")}
-    return {"figure": figure.name, **middle, "prompts": figure.num_prompts}
+    return {
+        "figure": figure.name,
+        "value": figure.value,
+        "low": figure.low,
+        "high": figure.high,
+        "interval": figure.interval,
+        "prompts": figure.num_prompts,
+    }

@@ -78,8 +78,8 @@ def sampling_params(config: SamplingConfig, codec: TextCodec) -> SamplingParams:
 def prompt_request(
     name: str, item: PromptItem, params: SamplingParams, *, seed: int, draw: int, samples: int
 ) -> PromptRequest:
-    """So many samples of a prompt. Each depends on ``seed``, ``draw``, the prompt's id and its place alone, so two
-    models get the same random numbers."""
+    """The request for ``samples`` responses to a prompt. A response's random numbers depend on ``seed``, ``draw``, the
+    prompt's id and the response's place alone, so two models get the same ones."""
     seeds = [sample_seed(seed, draw, item.prompt_id, r) for r in range(samples)]
     requests = [SampleRequest(f"{name}.{r}", replace(params, seed=one)) for r, one in enumerate(seeds)]
     return PromptRequest(name, item.prompt, tuple(requests))
@@ -89,8 +89,11 @@ def prompt_requests(
     prompts: PromptData, codec: TextCodec, sampling: SamplingConfig, *, seed: int, samples: int
 ) -> list[tuple[PromptItem, PromptRequest]]:
     """What an evaluation asks for each prompt."""
-    params, options = sampling_params(sampling, codec), {"seed": seed, "draw": -1, "samples": samples}
-    return [(item, prompt_request(f"eval.{i}", item, params, **options)) for i, item in enumerate(prompts)]
+    params = sampling_params(sampling, codec)
+    return [
+        (item, prompt_request(f"eval.{i}", item, params, seed=seed, draw=-1, samples=samples))
+        for i, item in enumerate(prompts)
+    ]
 
 
 def _name(place: int, sample: int) -> str:
@@ -119,9 +122,10 @@ async def score_groups(
         missing = {i: [r for r in range(num_answers[i]) if _name(i, r) not in rewards] for i in places}
         picked = []
         for i, samples in missing.items():
-            batch = groups[i].batch
-            wanted = torch.isin(batch.sequence["response"], torch.tensor(samples)).nonzero().squeeze(1)
-            picked += [replace(groups[i], batch=batch.select(wanted.tolist()))] if samples else []
+            if samples:
+                batch = groups[i].batch
+                wanted = torch.isin(batch.sequence["response"], torch.tensor(samples)).nonzero().squeeze(1)
+                picked.append(replace(groups[i], batch=batch.select(wanted.tolist())))
         if not picked:
             continue
         names = [_name(i, r) for i, samples in missing.items() for r in samples]

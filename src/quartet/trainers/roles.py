@@ -146,11 +146,11 @@ class RLRoles:
 
     @property
     def reward_models(self) -> list[RewardModelRole]:
-        """All of them, those that are asked about held-out answers only at the end."""
+        """Those of training, then those that score held-out answers only."""
         return [*self.rewards.models, *self.evaluation_rewards.models]
 
     async def stats(self) -> dict[str, ModelStats]:
-        """Of every role with a model."""
+        """Counters of every role with a model."""
         return {name: await group.call(ModelWorker.stats) for name, group in self.groups.items()}
 
     def train_group(self, name: str) -> RoleGroup[TrainWorker]:
@@ -210,10 +210,12 @@ class RLRoles:
 
     def _cut_short(self) -> list[str]:
         recipe, found = self.recipe, list[str]()
+        if recipe.environment is not None:
+            return found
         asked = [("rollout", self.prompts, recipe.rollout.sampling)]
         if self.evaluation_prompts is not None and recipe.evaluation is not None:
             asked.append(("evaluation", self.evaluation_prompts, recipe.evaluation.sampling))
-        for section, prompts, sampling in asked if recipe.environment is None else []:
+        for section, prompts, sampling in asked:
             lengths, key = (item.num_tokens for item in prompts), f"{section}.sampling.max_new_tokens"
             found += cut_short(lengths, sampling.max_new_tokens, self.context, key)
         return found
@@ -293,9 +295,9 @@ class RLRoles:
         if self.environment is None:
             return rollout.generate
         recipe = self.recipe
-        player = self.episode_runner(rollout, on_episode_end)
+        runner = self.episode_runner(rollout, on_episode_end)
         sampling = sampling_params(recipe.rollout.sampling, self.codec)
-        return lambda index: player.group(index, self.item(index), sampling, recipe.responses_per_prompt)
+        return lambda index: runner.group(index, self.item(index), sampling, recipe.responses_per_prompt)
 
     def episode_runner(self, policy: Rollout, on_episode_end: Callable[[int], None] | None = None) -> EpisodeRunner:
         recipe, config = self.recipe, self.recipe.environment

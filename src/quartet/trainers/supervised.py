@@ -153,7 +153,12 @@ class SupervisedTrainer(Generic[R, W]):
         pool = ResourcePool([recipe.processes] * recipe.nodes, cpus=cpus, gpus=gpus, strategy=cluster.strategy)
         start = partial(
             WorkerGroup,
-            *(pool, SupervisedProcess, self.worker_class, recipe, self._given, os.getcwd()),
+            pool,
+            SupervisedProcess,
+            self.worker_class,
+            recipe,
+            self._given,
+            os.getcwd(),
             name=recipe.job,
             backend=self._backend,
             start_timeout_s=cluster.start_timeout_s,
