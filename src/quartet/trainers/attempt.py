@@ -1,5 +1,5 @@
-"""Arbiter, stream, scorers and learners of an RL run from one step on, made anew after a worker's death; and what a
-step says about itself beside its losses: seconds, lengths, episodes, baselines, what memory did."""
+"""Arbiter, stream, scorers and learners of an RL run from one step on, made anew after a worker's death; and the
+metrics of a step beside its losses: seconds, lengths, episodes, baselines, memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from quartet.trainers.workers import RoleOffloader, RunWorkers, Sizes
 
 @dataclass(frozen=True)
 class RunContext:
-    """What all sessions of a run have in common.
+    """What all attempts of a run have in common.
 
     Args:
         on_finished: told of completions, or episodes, that ended.
@@ -59,7 +59,8 @@ class RunContext:
 
 
 class RunAttempt:
-    """
+    """What an RL run computes with from ``step`` on, until it ends or a worker dies.
+
     Args:
         step: complete steps so far, which is the version of all weights.
         sizes: role → mode → bytes.
@@ -111,16 +112,16 @@ class RunAttempt:
         await context.workers.connect_engines()
         await context.workers.update_engine_weights(step)
         await context.workers.clear()
-        session = cls(context, step, sizes)
-        await session.rollout.begin()
-        return session
+        attempt = cls(context, step, sizes)
+        await attempt.rollout.begin()
+        return attempt
 
     def begin_step(self) -> None:
         self.is_learning = False
         self._before = self.rollout.stats()
 
     async def metrics(self, step: int, experience: Experience, watch: Stopwatch) -> dict[str, float]:
-        """Of the iteration that is complete, beside what scoring and training say themselves."""
+        """Metrics of a complete iteration, beside those that scorers and learners return."""
         batch, before, after = experience.batch, self._before, self._generated
         generated = after.generated_tokens - before.generated_tokens
         done, minibatches = step + 1, self.recipe.minibatches * self.recipe.epochs
@@ -159,8 +160,9 @@ class RunAttempt:
         )
 
     def _open_journal(self, step: int) -> Journal | None:
-        """What durations decide when generation runs ahead, kept where it can be followed: in ``journal.jsonl``, of a
-        session that begins after ``step`` steps in ``journal_<step>.jsonl``."""
+        """The record of what depends on timing when generation runs ahead, so that another run can repeat it: in
+        ``journal.jsonl``, of an attempt that begins after ``step`` steps in ``journal_<step>.jsonl``. None where it
+        cannot be repeated."""
         placement = self.recipe.placement
         if not isinstance(placement, AsynchronousPlacement):
             return None
@@ -199,7 +201,7 @@ class RunAttempt:
         )
 
     def _collect(self, step: int, index: int, groups: Sequence[Group]) -> Chunk:
-        """A chunk of groups, of which the journal is told; followed, it compares them."""
+        """A chunk of groups, which is noted in the journal, or compared with the one that is repeated."""
         if self._journal is not None:
             self._journal.consume(step, index, [group.consumed() for group in groups])
         # Now, not when all is scored: how far an engine elsewhere has come by then is a matter of time.
@@ -207,8 +209,8 @@ class RunAttempt:
         return chunk_of(step, index, groups)
 
     def _scorers(self) -> list[tuple[str, Scorer, bool]]:
-        """With their stages, and whether training leaves their columns as they are: rewards, unless groups come with
-        theirs, and columns, which greedy responses have not."""
+        """Stage, scorer, and whether its columns stay the same while the actor trains. Rewards are left out where
+        groups are scored as they are sampled; greedy responses have rewards, but no columns of models."""
         has_greedy = needs_greedy(self.recipe)
         found: list[tuple[str, Scorer, bool]] = []
         for reward in self.roles.reward_scorers(self.leases) if self._sampling is None else []:

@@ -105,7 +105,7 @@ async def _written(workers: Workers, draft: Path) -> Shares | None:
 
 
 async def told(ask: Callable[[], Awaitable[T | None]]) -> T:
-    """What ``ask`` tells, asked again and again until it is something."""
+    """Polls ``ask`` until its result is not None, and returns that."""
     pause_s = _POLL_S
     while (found := await ask()) is None:
         await asyncio.sleep(pause_s)
@@ -151,7 +151,7 @@ async def _finished(writer: RoleGroup[Writer], step: int) -> None:
 
 
 async def hold_buffered(writer: RoleGroup[Writer], buffered: BufferedGroups[Group]) -> bool:
-    """Hands the writer what its share of the next checkpoint is; False where that is nothing."""
+    """Hands the writer the groups to save with the next checkpoint; False where there are none."""
     if not buffered.groups and not buffered.rejected:
         return False
     groups = list(buffered.groups.values())

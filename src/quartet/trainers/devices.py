@@ -104,7 +104,7 @@ def worker_device(seen: torch.device, recipe: RLRecipe | SupervisedRecipe) -> to
 
 
 def use_threads(recipe: Recipe) -> None:
-    """As many as the recipe allows; exact numerics compute with one."""
+    """Sets torch's number of threads to the recipe's; to one where ``numerics`` is exact."""
     threads = 1 if getattr(recipe, "numerics", None) == "exact" else recipe.threads
     if threads is not None:
         torch.set_num_threads(threads)

@@ -24,7 +24,7 @@ from quartet.schedule.rollout import Rollout
 
 
 class EpisodeRunner:
-    """Plays episodes side by side, at most ``max_environments`` at a time.
+    """Runs episodes side by side, at most ``max_environments`` at a time.
 
     Args:
         make: a fresh environment.

@@ -57,7 +57,7 @@ _REQUIRED = _KEYS - {"length", "rewards"}
 
 
 def or_null(value: float) -> float | None:
-    """JSON has no NaN."""
+    """None for NaN, which JSON does not have."""
     return None if math.isnan(value) else value
 
 
@@ -70,7 +70,7 @@ def _nan_for_nulls(rewards: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Whole or not at all. Readable in any language; a lone surrogate is written as JSON's own escape."""
+    """Writes JSON lines, whole or not at all; text is not escaped, except lone surrogates."""
     text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_atomically(path, text.encode("utf-8", errors="backslashreplace"))
@@ -213,7 +213,7 @@ class EvaluationCache:
             self._keep(one.request_id, token_ids=one.token_ids, finish_reason=reason, text_end=one.text_end)
 
     def keep_rewards(self, sample: str, rewards: Mapping[str, float]) -> None:
-        """NaN where a source does not apply."""
+        """Keeps the scores of ``sample``, NaN where a source does not apply."""
         self._keep(sample, rewards=nulls_for_nan(rewards))
 
     def keep_preference(self, sample: str, preference: float) -> None:

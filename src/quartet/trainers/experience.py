@@ -78,10 +78,10 @@ class ScoredGroups:
 
 
 class KLCoefficient:
-    """The coefficient of the KL term: ``value`` is now in force, an adaptive one moves after each step.
+    """The coefficient of the KL term: ``value`` is the present one; an adaptive one changes after each step.
 
     Args:
-        warmup_steps: first steps, in which it stays, as the actor does.
+        warmup_steps: of the critic, at the run's beginning: neither the actor nor the coefficient changes.
     """
 
     def __init__(self, config: PolicyGradientConfig | SelectionConfig, warmup_steps: int = 0) -> None:
@@ -90,7 +90,7 @@ class KLCoefficient:
         self._warmup_steps = warmup_steps
 
     def adapt(self, batch: RaggedBatch, step: int) -> None:
-        """Moves it by the KL of the responses of an experience that take part."""
+        """Adapts ``value`` to the mean KL of the responses of ``batch`` that are trained on."""
         num = len(torch.unique(trajectory_index(batch)[batch.token["action_mask"]]))
         if self.term.target is None or "ref_logprobs" not in batch.token or step < self._warmup_steps or not num:
             return
@@ -166,7 +166,7 @@ class Assembler:
         return Experience(batch, metrics, greedy)
 
     def judge(self, batch: RaggedBatch, step: int | None = None) -> ScoredGroups:
-        """What the rewards say of a batch that has their columns, whatever else it has.
+        """Scores of a batch that has the columns of rewards; it needs no others.
 
         Args:
             step: whose scores are shuffled, in a control experiment; None leaves them.

@@ -77,7 +77,8 @@ class UserObjects:
 
 
 class ModelLoader:
-    """
+    """The models of an RL recipe, each loaded when it is first asked for.
+
     Args:
         device: where loaded models go; with ``moves_user_models`` those passed from Python, too. On ``meta`` they have
             no contents: whether they fit together is seen from configs and headers.
@@ -257,7 +258,7 @@ class ModelLoader:
         return sources[role].worker()
 
     def _packing(self, train: TrainConfig) -> dict[str, Any]:
-        """How a model that trains is taken over."""
+        """Arguments of ``packed_causal_lm`` and ``packed_scalar_model`` for a model that is trained."""
         return {
             "precision": precision_on(self._computes, train.precision),
             "activation_checkpointing": train.activation_checkpointing,
@@ -272,7 +273,7 @@ class ModelLoader:
         return TrainEngine(packed, train, total_steps=total_steps, name=f"{role}.train", dp_group=self._dp_group)
 
     def _own(self, packed: _P) -> _P:
-        """Taken over; given back by ``release``."""
+        """Notes that ``release`` gives ``packed`` back."""
         self._taken.callback(packed.release)
         return packed
 

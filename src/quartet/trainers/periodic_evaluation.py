@@ -50,7 +50,7 @@ from quartet.trainers.run import writing
 
 
 class PeriodicEvaluation:
-    """What an RL run asks of its held-out prompts, and what it remembers of the answers; nothing where it has none.
+    """Evaluates an RL run on its held-out prompts and runs the alarm; does nothing where there are no such prompts.
 
     Args:
         path: the run directory.

@@ -326,7 +326,7 @@ def prompt_data(
     config: DataConfig | None, rows: Sequence[Any] | None, codec: TextCodec, context: int, key: str
 ) -> PromptData:
     """Tokenised prompts that leave room for at least one token of ``context``."""
-    # Prompts of a single source keep their ids when others join it as further sources.
+    # One per source, in their order. Prompts of a single source keep their ids when others join it as further sources.
     prefixes = chain(["p"], (f"s{n}p" for n in count(1)))
 
     def build(parsed: Parsed[Any], codec: TextCodec, limit: TokenLimit) -> PromptData:
