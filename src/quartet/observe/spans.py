@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from quartet.observe.jsonl import RowAppender, as_dataclass, read_objects
 
@@ -65,14 +64,20 @@ class SpanRecorder:
         self._lock = threading.Lock()
 
     @contextmanager
-    def span(self, name: str, **about: Any) -> Iterator[Span]:
-        """Opens a span; it is recorded when the block ends, with ``failed`` set when the block raises.
-
-        Args:
-            about: fields of the :class:`Span`: step, role, mode, chunk, tokens, nbytes, as far as they are known.
-        """
+    def span(
+        self,
+        name: str,
+        *,
+        step: int | None = None,
+        role: str | None = None,
+        mode: str | None = None,
+        chunk: int | None = None,
+        tokens: int = 0,
+        nbytes: int = 0,
+    ) -> Iterator[Span]:
+        """Opens a span; it is recorded when the block ends, with ``failed`` set when the block raises."""
         now = self._clock()
-        span = Span(name, now, now, failed=True, **about)
+        span = Span(name, now, now, step, role, mode, chunk, tokens, nbytes, failed=True)
         try:
             yield span
             span.failed = False
