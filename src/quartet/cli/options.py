@@ -93,5 +93,5 @@ Resume = Annotated[
 
 
 def as_argument(chosen: ResumeChoice | None) -> bool | Literal["auto"]:
-    """What the trainers take."""
+    """The option as the trainers' argument ``resume``."""
     return "auto" if chosen is ResumeChoice.auto else chosen is not None

@@ -1,4 +1,4 @@
-"""What of an RL recipe does not fit together, and what fits and yet does nothing.
+"""Checks across the sections of an RL recipe: settings that contradict each other, and settings without effect.
 
 The reasons are grouped by topic; a group yields every reason that it finds, and all of them are reported at once.
 """
@@ -188,7 +188,7 @@ def _placements(recipe: RLRecipe) -> Iterator[str]:
 
 
 def without_effect(recipe: RLRecipe) -> list[str]:
-    """What the recipe says and its method does not read, or what cannot do what it is there for, in words.
+    """Warnings about settings that the method does not read, or that cannot have the effect they are for.
 
     It is not refused: one line of a recipe picks another method, and the sections of the former one may stay.
     """

@@ -1,4 +1,4 @@
-"""What user code or a server gave or raised: as a score, or in words, however an object describes itself."""
+"""Values and errors of user code and servers: read as scores, or described for messages, whatever their methods do."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class EnvironmentConfig(Strict):
     max_tokens: int | None = Field(
         None, ge=2, description="Longest sequence, state and action together; the model's context when left out."
     )
-    max_environments: int = Field(64, ge=1, description="Episodes that are played at a time.")
+    max_environments: int = Field(64, ge=1, description="Episodes that run at a time.")
     timeout_s: float = Field(60.0, gt=0, description="Longest reset or step.")
     weight: float = Field(1.0, description="Factor of the environment's own rewards in the score.")
 

@@ -141,7 +141,7 @@ class Overlength:
         return False
 
     def warning(self, num_rows: int, what: str) -> tuple[str, ...]:
-        """What is said when they are left out, nothing where all rows fit.
+        """The warning that such rows are left out; empty where all rows fit.
 
         Raises:
             UserError: too long rows are errors, or no other row is left.
@@ -162,7 +162,7 @@ class Overlength:
 def tokenised(
     parsed: Parsed[E], tokenise: Callable[[E], T], limit: TokenLimit, what: str
 ) -> tuple[tuple[T, ...], tuple[str, ...]]:
-    """The rows that ``tokenise`` makes of examples, as far as they fit, and what is to be said about all others.
+    """Rows that ``tokenise`` makes of the examples and that are within the limit, and warnings about the others.
 
     Raises:
         UserError: the tokenizer or the chat template refuses a row, which is named; rows are too long.

@@ -27,7 +27,7 @@ _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.
 
 @contextlib.contextmanager
 def placed(place: str) -> Iterator[None]:
-    """What the tokenizer or the chat template refuses is reported with its row."""
+    """Adds the row to errors of the tokenizer and the chat template."""
     try:
         yield
     except UserError as error:

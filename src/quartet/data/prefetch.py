@@ -29,7 +29,7 @@ class Prefetcher(Generic[T]):
         self._waiting: dict[int, Future[T]] = {}
 
     def start(self, number: int) -> None:
-        """Prepares ``number`` and what follows it; what waits for others is given up."""
+        """Prepares ``number`` and what follows it; what is prepared beyond these is dropped."""
         if self._thread is None:
             return
         wanted = range(number, number + self._ahead)

@@ -1,4 +1,4 @@
-"""Plays one episode: the policy acts, the environment answers, until it is done or may go no further.
+"""Runs one episode: the policy acts, the environment answers, until it is done or may go no further.
 
 An episode deals in text. Its tokens are kept where the policy is (``transcript.Transcript``).
 """

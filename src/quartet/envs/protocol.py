@@ -34,7 +34,7 @@ class Item:
         columns: the row's other columns.
         prompt_id: names the row, the same at every step of training.
         seed: for whatever an environment draws at random. A function of the run's seed, the row and the place in the
-            stream, so that a resumed run plays the same episodes; equal for the episodes of a group, which are compared
+            stream, so that a resumed run has the same episodes; equal for the episodes of a group, which are compared
             with each other.
         episode: place of the episode in its group.
     """

@@ -234,7 +234,7 @@ class GuardedReward:
 
 
 class Threads:
-    """Calls that wait or compute beside the event loop, each in a thread of its own, so many at a time.
+    """Runs calls beside the event loop, each in a thread of its own, at most ``concurrency`` at a time.
 
     They keep no process alive: the end of a run does not wait for a call that never comes back.
     """

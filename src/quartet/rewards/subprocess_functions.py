@@ -25,7 +25,7 @@ _WORKER = "quartet.rewards.function_worker"
 
 @dataclass
 class _Call:
-    """One call: where it is under way, and whether its caller was cancelled, which another thread says."""
+    """One call: the process that computes it, and whether its caller was cancelled (set by the event loop's thread)."""
 
     process: Subprocess | None = None
     is_abandoned: bool = False
@@ -124,7 +124,7 @@ class SubprocessFunction(FunctionSource):
                 raise self._not_plain(described(error)) from error
 
     def _read(self, answer: Any, num: int) -> list[float | None]:
-        """The scores in an answer, of which nothing is certain but that it came as JSON."""
+        """The scores in an answer, which may be any JSON."""
         match answer:
             case {"scores": list() as values}:
                 return scores_of(values, num)
@@ -150,7 +150,7 @@ class _Traceback(Exception):
 
 
 def _start(target: str, num_threads: int) -> Subprocess:
-    """A process that has loaded the function, and greets with what it is."""
+    """A process that has loaded the function; its greeting is the function's name and parameters."""
     problem = f"the process of the function {target!r} does not start"
     remedy = "correct what its module does while it is imported"
     torch = sys.modules.get("torch")

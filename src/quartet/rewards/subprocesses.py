@@ -43,7 +43,7 @@ class SubprocessTimeout(SubprocessDied):
 
 
 class Subprocess:
-    """One process, which is ready when it is made; ``greeting`` is what it said then.
+    """One process, which is ready when it is made; ``greeting`` is the first message that it sent.
 
     Args:
         module: whose ``serve(settings, channel)`` runs there, found as this process finds modules. It answers question
@@ -253,7 +253,7 @@ class _PoolSlot:
 
 
 class SubprocessPool:
-    """So many processes, each started when it is first needed, and again when it is gone.
+    """``num`` processes, each started when it is first needed, and again when it is gone.
 
     Args:
         start: makes one that is ready; its errors go to the call that needed the process.
