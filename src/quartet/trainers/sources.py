@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain, count
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -35,10 +35,20 @@ Reward: TypeAlias = Callable[..., Any] | PreTrainedModel
 
 R = TypeVar("R", bound=Recipe)
 D = TypeVar("D", bound=Ordered)
-Reader: TypeAlias = tuple[Callable[..., Parsed[Any]], Callable[..., D]]
-"""What parses the rows of one source (``data.formats``), and what tokenises the result."""
 UNLIMITED = 1 << 30
 """Context of a model whose config names none."""
+
+
+class Reader(NamedTuple, Generic[D]):
+    """How rows of one kind become data.
+
+    Attributes:
+        parse: ``(rows, reading=)`` of one source to typed examples (``data.formats``).
+        build: ``(parsed, codec, limit=)`` to token ids.
+    """
+
+    parse: Callable[..., Parsed[Any]]
+    build: Callable[..., D]
 
 
 # What Python code may pass: objects, paths and hub names, one bare reward ------------------------------------
@@ -269,7 +279,7 @@ def read_data(
     Raises:
         UserError: there are no rows, or some that cannot be used.
     """
-    (parse, build), options = reader, config or DataConfig()
+    options = config or DataConfig()
     if key.startswith("evaluation"):
         check_unweighted(options, key)
     parts: list[tuple[Sequence[Row], Reading]]
@@ -293,7 +303,7 @@ def read_data(
         ]
     longest = min(room, options.max_tokens or room)
     limit, limited = TokenLimit(longest, options.overlong, key), codec.limited(longest)
-    found = [build(parse(of_part, reading=reading), limited, limit=limit) for of_part, reading in parts]
+    found = [reader.build(reader.parse(part, reading=how), limited, limit=limit) for part, how in parts]
     if len(found) == 1:
         return found[0]
     if len({type(part) for part in found}) > 1:
@@ -332,14 +342,14 @@ def prompt_data(
     def build(parsed: Parsed[Any], codec: TextCodec, limit: TokenLimit) -> PromptData:
         return PromptData.build(parsed, codec, limit, next(prefixes))
 
-    return read_data(config, rows, codec, context - 1, key, (prompts, build))
+    return read_data(config, rows, codec, context - 1, key, Reader(prompts, build))
 
 
-demonstration_reader: Reader[SFTData] = (demonstrations, SFTData.build)
+demonstration_reader: Reader[SFTData] = Reader(demonstrations, SFTData.build)
 
 
 def pair_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData]:
-    return partial(preferences, doubtful=doubtful), partial(PreferenceData.build, doubtful=doubtful)
+    return Reader(partial(preferences, doubtful=doubtful), partial(PreferenceData.build, doubtful=doubtful))
 
 
 def pair_or_judgement_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData | JudgedData]:
@@ -355,12 +365,12 @@ def pair_or_judgement_reader(doubtful: DoubtfulPairs) -> Reader[PreferenceData |
             return JudgedData.build(parsed, codec, limit)
         return PreferenceData.build(parsed, codec, limit, doubtful)
 
-    return parse, build
+    return Reader(parse, build)
 
 
 def step_reader(separator: str) -> Reader[ProcessData]:
     """Step-labelled answers, whose steps end with ``separator``."""
-    return partial(step_labelled, separator=separator), partial(ProcessData.build, separator=separator)
+    return Reader(partial(step_labelled, separator=separator), partial(ProcessData.build, separator=separator))
 
 
 def longest_group(data: PreferenceData | JudgedData, *, share: bool) -> int:
