@@ -66,8 +66,8 @@ def write_error(path: Path, error: BaseException, *, what: str = "") -> UserErro
         free = "unknown space"
         with contextlib.suppress(OSError):
             system, free = os.statvfs(there), f"{shutil.disk_usage(there).free / 2**20:.0f} MiB"
-            # Some file systems count no files and say 0 of 0.
-            remedy = _NO_FILES_LEFT if system.f_favail == 0 < system.f_files else remedy
+            if system.f_favail == 0 and system.f_files > 0:  # some file systems count no files and say 0 of 0
+                remedy = _NO_FILES_LEFT
         found = f"{found}; {free} free"
     return UserError(f"{what}{path} could not be written", found=found, remedy=remedy)
 
