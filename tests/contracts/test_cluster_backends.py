@@ -569,7 +569,7 @@ def test_a_death_is_noticed_without_a_call(backend: Backend) -> None:
         assert not first.done(), "they live"
         await asyncio.to_thread(group.restart)
         await asyncio.sleep(0.3)
-        assert not first.done(), "whom a restart ended is nobody's concern"
+        assert not first.done(), "a worker that a restart ended does not count as dead"
         backend.stop(group._processes.handles[1:])
         found = await asyncio.wait_for(first, 30)
         second = asyncio.create_task(group.died(every_s=0.1))

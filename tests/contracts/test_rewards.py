@@ -164,7 +164,7 @@ def test_one_finite_score_per_completion_or_none_where_it_does_not_apply(source:
     assert outcome.failed == [False] * len(ALL) and outcome.reasons == ()
 
 
-def test_scores_do_not_depend_on_company_order_or_event_loop(source: Case) -> None:
+def test_scores_do_not_depend_on_other_samples_order_or_event_loop(source: Case) -> None:
     together = score(source, ALL).scores
     assert [score(source, [n]).scores[0] for n in ALL] == together
     assert score(source, ALL[::-1]).scores == together[::-1]
@@ -213,7 +213,11 @@ def test_the_event_loop_is_free_meanwhile(source: Case) -> None:
         return turns
 
     score(source, ALL)  # whatever starts once has started
-    assert asyncio.run(count()) >= 100, "a source that holds the loop leaves it some ten turns in all"
+    # How many turns a free loop gets is a matter of time, and so of what else the machine does; one try is enough.
+    tries = [0]
+    while tries[-1] < 100 and len(tries) < 10:
+        tries.append(asyncio.run(count()))
+    assert tries[-1] >= 100, f"{tries}: a source that holds the loop leaves it some ten turns each time"
 
 
 def test_the_name_can_be_part_of_a_metric(source: Case) -> None:

@@ -144,7 +144,7 @@ def test_greedy_is_argmax(case: Case, model: PreTrainedModel) -> None:
     assert logits[len(request.prompt_ids) - 1 : -1].argmax(-1).tolist() == list(tokens)
 
 
-def test_seeds_decide_and_company_does_not(case: Case) -> None:
+def test_seeds_decide_and_other_requests_do_not(case: Case) -> None:
     group = [ask(f"r{i}", group="g", seed=i % 10, max_new_tokens=12) for i in range(20)]
     together = run(case.engine, group)
     assert together["r0"].token_ids == together["r10"].token_ids

@@ -117,7 +117,7 @@ def test_the_drivers_failure_ends_all_with_its_status(allocation: Allocation) ->
     assert allocation.left() == []
 
 
-def test_whoever_is_killed_ends_all(allocation: Allocation, tmp_path: Path) -> None:
+def test_any_killed_process_ends_all(allocation: Allocation, tmp_path: Path) -> None:
     """Rank 1 only waits, yet without it the driver is ended, and so is Ray."""
     code = f"import pathlib, time; pathlib.Path({str(tmp_path / 'runs')!r}).touch(); time.sleep(600)"
     allocation.start(1, 2, "-c", code)

@@ -183,7 +183,7 @@ def test_without_adapters_the_model_is_its_base_to_the_bit(
     assert torch.equal(packed_logits(packed, packed_hidden, sequences), learned), "also after an error"
 
 
-def test_nobody_else_uses_the_switch_meanwhile(make_model: Make) -> None:
+def test_the_adapter_switch_is_held_by_one_caller_at_a_time(make_model: Make) -> None:
     packed = packed_causal_lm(make_model(), lora=LORA)
     for first in (packed.without_adapters, packed.with_merged_adapters):
         for second in (packed.without_adapters, packed.with_merged_adapters):

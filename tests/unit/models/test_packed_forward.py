@@ -63,7 +63,7 @@ def test_fp64_is_exact(family, make_twins, sequences, packed_hidden, close, monk
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_company_does_not_matter(family, make_twins, sequences, packed_hidden, close):
+def test_other_sequences_of_a_pack_do_not_matter(family, make_twins, sequences, packed_hidden, close):
     """Batch invariance: alone, in another order and among others, a sequence has the same hidden states."""
     packed = make_twins(family, torch.float64).packed
     with torch.no_grad():

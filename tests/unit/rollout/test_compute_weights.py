@@ -179,7 +179,7 @@ def test_packed_products_follow_the_weights(tiny: Any, tolerances: Any, how: str
 
 
 @pytest.mark.usefixtures("all_packed")
-def test_packed_products_give_a_request_the_same_bits_in_any_company(
+def test_packed_products_give_a_request_the_same_bits_in_any_batch(
     tiny: Any, make_request: Make, run_all: RunAll
 ) -> None:
     requests = [make_request(f"r{i}", length=5 + 3 * i, seed=i, max_new_tokens=6 + i) for i in range(9)]

@@ -160,7 +160,7 @@ def test_only_fast_fp32_is_merged(precision: Any, numerics: Any, build_architect
 
 
 @pytest.mark.parametrize("blocked", [False, True])
-def test_a_request_gets_the_same_bits_in_any_company(
+def test_a_request_gets_the_same_bits_in_any_batch(
     blocked: bool,
     tiny: Any,
     make_request: Callable[..., Request],

@@ -63,7 +63,7 @@ def test_shared_and_copied_prompts_give_the_same_tokens(
     assert {n: c.token_ids for n, c in shared.items()} == {n: c.token_ids for n, c in copied.items()}
 
 
-def test_the_company_changes_no_bit(tiny: Any, make_request: Make, run_all: RunAll) -> None:
+def test_other_requests_in_the_batch_change_no_bit(tiny: Any, make_request: Make, run_all: RunAll) -> None:
     """Each group on its own, with its members admitted a few at a time, against all groups at once."""
     requests = mixed(make_request)
     together = run_all(tiny.engine(), requests)

@@ -18,12 +18,12 @@ QUICK = settings(deadline=None, max_examples=200)
 
 def played(delays: list[int], rejects: frozenset[int]) -> tuple[list[list[int]], list[frozenset[int]]]:
     """The groups of each step, and which were in flight when each group began."""
-    company: list[frozenset[int]] = []
+    in_flight: list[frozenset[int]] = []
     running: set[int] = set()
 
     async def produce(index: int) -> int:
         running.add(index)
-        company.append(frozenset(running))
+        in_flight.append(frozenset(running))
         await asyncio.sleep(delays[index % len(delays)])
         running.discard(index)
         return index
@@ -42,7 +42,7 @@ def played(delays: list[int], rejects: frozenset[int]) -> tuple[list[list[int]],
                 stream.published(step + 1)
         return steps
 
-    return run_virtual(main()), company
+    return run_virtual(main()), in_flight
 
 
 delays = st.lists(st.integers(0, 9), min_size=1, max_size=8)
@@ -50,23 +50,23 @@ delays = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 
 @QUICK
 @given(delays, delays, st.frozensets(st.integers(0, 20), max_size=12))
-def test_neither_the_step_nor_the_company_depends_on_time(
+def test_neither_the_step_nor_what_is_in_flight_depends_on_time(
     one: list[int], other: list[int], rejects: frozenset[int]
 ) -> None:
-    steps, company = played(one, rejects)
-    assert (steps, company) == played(other, rejects)
+    steps, in_flight = played(one, rejects)
+    assert (steps, in_flight) == played(other, rejects)
     accepted = [index for index in range(100) if index not in rejects]
     assert steps == [accepted[step * SIZE : (step + 1) * SIZE] for step in range(STEPS)]
-    assert len(company) == steps[-1][-1] + 1, "nothing is made that is not needed"
+    assert len(in_flight) == steps[-1][-1] + 1, "nothing is made that is not needed"
 
 
 def test_a_round_is_as_large_as_what_is_missing() -> None:
-    _, company = played([1], frozenset({0, 1, 4}))
-    begun = [len(running) for running in company]
+    _, in_flight = played([1], frozenset({0, 1, 4}))
+    begun = [len(running) for running in in_flight]
     assert begun[:7] == [1, 2, 3, 4, 1, 2, 1], "0 to 3, then 4 and 5 for two rejected ones, then 6 for 4"
 
 
-def test_whoever_sets_the_filter_says_what_is_wrong() -> None:
+def test_the_filters_owner_words_the_error() -> None:
     shortages: list[TooFewGroups] = []
 
     def say(shortage: TooFewGroups) -> UserError:

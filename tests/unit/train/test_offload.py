@@ -65,7 +65,7 @@ def build(make_model):
 
 @pytest.fixture
 def frozen(make_model):
-    """A causal model that nobody trains."""
+    """A causal model that is not trained."""
     packed = PackedCausalLM(make_model("causal", torch.float32))
     packed.model.requires_grad_(False)
     return packed
@@ -613,7 +613,7 @@ def test_a_full_store_is_no_matter_for_what_has_its_place(frozen):
         offload.offload()
 
 
-# Nobody computes with what is away -----------------------------------------------------------------------
+# What is away is not computed with -----------------------------------------------------------------------
 
 
 def test_passes_on_what_is_away_name_it(build, frozen, data, files):
@@ -684,9 +684,12 @@ def test_a_released_model_computes_wherever_it_lies(has_room, frozen, data, file
     expected = dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token)
     offload = Offload(frozen, files)
     offload.offload()
+    away = {parameter.data_ptr() for parameter in frozen.model.parameters()}
     if not has_room:
         failing_copies(monkeypatch, torch.OutOfMemoryError("the device is full"))
     offload.release()
+    places = {parameter.data_ptr() for parameter in frozen.model.parameters()}
+    assert away.isdisjoint(places) if has_room else away == places
     assert_same(dict(forward_only(frozen, data, Needs(logprobs=True), 1000).token), expected)
     monkeypatch.undo()
     Offload(frozen, files).offload()

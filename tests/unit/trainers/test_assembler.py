@@ -161,7 +161,7 @@ def test_a_group_reduced_to_one_member_is_left_out(config: AlgorithmConfig) -> N
     assert experience.metrics["reward/not_applicable"] == 1.0
 
 
-def test_ppo_needs_no_company() -> None:
+def test_ppo_takes_a_group_of_one_scored_member() -> None:
     config = PPO(kl=NO_KL, whiten_advantages=False)
     chunks = step([[1, 1]], {"score": [3.0, NAN]}, columns={"values": [1.0, 1.0]})
     experience = assemble(config, chunks)

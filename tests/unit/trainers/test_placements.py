@@ -218,7 +218,7 @@ def test_a_run_is_resumed_under_another_placement(run: Any, tight: Any) -> None:
 
 
 def test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache(run: Any) -> None:
-    """The canary asks for the first prompt alone; the next step reads it, and a resumed one computes it in company."""
+    """The canary asks for the first prompt alone; the next step reads it, and a resumed one computes it with others."""
     prompts = ["3=", "4=", "12+34=", "5="]
     serial, _ = run("serial", prompts=prompts)
     _, path = run("killed", prompts=prompts)
