@@ -80,8 +80,9 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.
 
 
 def software_versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("quartet-rl", "torch", "transformers"):
+    """Of torch with its build (``2.13.0+cpu``), which the installed package does not always name."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for package in ("quartet-rl", "transformers"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
