@@ -12,8 +12,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "one_process_memory.py"
 
 
 def test_an_update_holds_no_copy_of_the_weights(tmp_path: Path) -> None:
-    """Weights, moments and gradients are 4; activations of 16 answers, logits and free memory between are 2.2 here.
-    With the rollout engine's copies the peak is at 7.3.
+    """Weights, moments and gradients are 4; activations of 16 answers, logits and free memory between are 1.9 to 2.2.
+    With the rollout engine's copies the peak is at 6.9 to 7.1. Pages of libraries are not counted: a torch that was
+    built with CUDA maps more of them.
     """
     results = tmp_path / "results.json"
     command = [sys.executable, str(SCRIPT), "--smoke", "--threads", "1", "--steps", "2", "--foreground"]
@@ -30,5 +31,5 @@ def test_an_update_holds_no_copy_of_the_weights(tmp_path: Path) -> None:
     assert parts["gradients"] == weights
     assert 2 * weights <= parts["moments"] < 2.01 * weights
     assert parts["copies for decoding"] == 0 < stages["between steps"]["parts"]["copies for decoding"]
-    above = found["peak_bytes"] - stages["import"]["end_bytes"]
-    assert above < 6.7 * weights, f"{above / weights:.2f} times the weights, during {found['peak_during']}"
+    above = found["peak_anonymous_bytes"] - stages["import"]["end_anonymous_bytes"]
+    assert above < 6.6 * weights, f"{above / weights:.2f} times the weights, during {found['peak_during']}"
