@@ -26,7 +26,7 @@ import torch
 from common import arguments, markdown, write_results
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from quartet.algorithms.process import CombinationRule, mean_gap, process_rewards, step_scores
+from quartet.algorithms.process_rewards import CombinationRule, mean_gap, process_rewards, step_scores
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import ModelConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import (

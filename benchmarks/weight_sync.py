@@ -33,7 +33,7 @@ from quartet.weights import control
 from quartet.weights.digest import BLOCK_BYTES, piece_digest
 from quartet.weights.disk import DiskReceive, DiskSend
 from quartet.weights.endpoint import TRANSPORTS, WeightReceiver, WeightSender
-from quartet.weights.shared import sync_in_process
+from quartet.weights.in_process import sync_in_process
 from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource
 from quartet.weights.transport import ReceiveTransport, SendTransport

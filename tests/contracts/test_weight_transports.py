@@ -24,8 +24,8 @@ from quartet.weights import control
 from quartet.weights.endpoint import WeightReceiver, WeightSender
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable, WeightSyncError, WeightSyncTimeout
 from quartet.weights.fusion import FusedProjection
+from quartet.weights.in_process import sync_in_process
 from quartet.weights.manifest import WeightManifest
-from quartet.weights.shared import sync_in_process
 from quartet.weights.sink import Status, TensorSink
 from quartet.weights.source import NamedSource
 

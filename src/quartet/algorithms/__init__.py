@@ -41,7 +41,7 @@ online DPO             ``preference.best_and_worst``                  ``preferen
 best of n              ``preference.best_of_groups``                  ``losses.sft_loss``
 ====================== ============================================== ==================================
 
-Around them: ``process`` (rewards of steps), ``aggregate`` (four aggregations, global denominators), ``kl`` (k1, k2, k3,
-the adaptive coefficient), ``off_policy`` (importance weights), ``segments`` and ``scan`` (what all of it is computed
-with).
+Around them: ``process_rewards`` (rewards of steps), ``aggregate`` (four aggregations, global denominators), ``kl`` (k1,
+k2, k3, the adaptive coefficient), ``off_policy`` (importance weights), ``segments`` and ``scan`` (what all of it is
+computed with).
 """

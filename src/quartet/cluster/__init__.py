@@ -1,7 +1,7 @@
 """Workers in many processes behind one handle on the driver.
 
 - ``worker``: a process's place among others, from environment variables; process groups
-- ``pool``: processes per node and what each needs, checked before anything starts
+- ``resource_pool``: processes per node and what each needs, checked before anything starts
 - ``group``: worker groups, fused roles, detached groups
 - ``dispatch``: how a call becomes calls on workers, and results one; ``layout`` and ``balance`` say who gets what
 - ``futures``, ``manifests``: calls in flight, results that travel from worker to worker
@@ -17,7 +17,7 @@ from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup, colocate
 from quartet.cluster.items import PerRank, Whole
 from quartet.cluster.layout import Layout
-from quartet.cluster.pool import ResourcePool
+from quartet.cluster.resource_pool import ResourcePool
 from quartet.cluster.worker import Worker
 from quartet.cluster.worker_process import ClassWithArgs
 

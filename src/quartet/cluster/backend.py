@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from quartet.cluster.pool import Node, ResourcePool
+from quartet.cluster.resource_pool import Node, ResourcePool
 from quartet.cluster.worker_process import ProcessInfo
 from quartet.config.errors import UserError
 

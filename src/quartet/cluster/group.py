@@ -11,8 +11,8 @@ from quartet.cluster.dispatch import BROADCAST, DispatchMode, Mark, marks_of
 from quartet.cluster.errors import Death
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.layout import Layout
-from quartet.cluster.pool import ResourcePool
 from quartet.cluster.processes import GroupSpec, ProcessManager, StartOptions
+from quartet.cluster.resource_pool import ResourcePool
 from quartet.cluster.worker_process import ClassWithArgs, ProcessInfo
 from quartet.config.errors import UserError
 

@@ -19,7 +19,7 @@ import torch
 from quartet.cluster.backend import Backend, WorkerHandle, forget
 from quartet.cluster.errors import Lost
 from quartet.cluster.futures import BatchFuture
-from quartet.cluster.pool import Node, ResourcePool, check_pool
+from quartet.cluster.resource_pool import Node, ResourcePool, check_pool
 from quartet.cluster.worker import TAKES_TURNS
 from quartet.cluster.worker_process import ProcessInfo, WorkerProcess
 

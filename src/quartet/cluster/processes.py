@@ -16,7 +16,7 @@ from quartet.cluster.futures import BatchFuture, Pending
 from quartet.cluster.items import is_large
 from quartet.cluster.layout import Layout
 from quartet.cluster.manifests import Gather, PartRefs
-from quartet.cluster.pool import ResourcePool
+from quartet.cluster.resource_pool import ResourcePool
 from quartet.cluster.worker import LOOPBACK, RankInfo
 from quartet.cluster.worker_process import CallHead, ClassWithArgs, ProcessInfo
 from quartet.config.errors import UserError

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from quartet.cluster.backend import Backend, WorkerHandle, forget
 from quartet.cluster.errors import Failure, Lost
-from quartet.cluster.pool import Node, ResourcePool, check_pool, refused
 from quartet.cluster.ray_address import NAMESPACE, check_same, join_cluster
+from quartet.cluster.resource_pool import Node, ResourcePool, check_pool, refused
 from quartet.cluster.worker_process import ProcessInfo, WorkerProcess
 from quartet.config.errors import UserError
 

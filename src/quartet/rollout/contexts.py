@@ -13,7 +13,6 @@ from torch import Tensor
 from quartet.models.attention import AttentionContext, LayerRule, PackedAttention, masked_attention, visible
 from quartet.models.exact import MIN_ROWS
 from quartet.rollout.admission import PrefillChunk
-from quartet.rollout.cache import KVCache, round_up
 from quartet.rollout.decode_attention import (
     DecodeAttention,
     SpanAttention,
@@ -22,6 +21,7 @@ from quartet.rollout.decode_attention import (
     join,
     partial_attention,
 )
+from quartet.rollout.kv_cache import KVCache, round_up
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.rows import DecodeRows, DraftRows
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
 
 from quartet.models.attention import LayerRule
-from quartet.rollout.cache import KVCache, round_up
+from quartet.rollout.kv_cache import KVCache, round_up
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.rows import SPARE_ROWS, DecodeRows, DraftRows, RowRange, SharedReads
 

@@ -26,9 +26,9 @@ from quartet.models.exact import (
     padded_rows,
 )
 from quartet.rollout.admission import PrefillChunk
-from quartet.rollout.cache import KVCache
 from quartet.rollout.contexts import Contexts, PrefillAttention
 from quartet.rollout.decode_attention import DecodeAttention
+from quartet.rollout.kv_cache import KVCache
 from quartet.rollout.rows import DecodeRows, DraftRows
 
 

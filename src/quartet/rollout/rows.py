@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quartet.models.memory import to_device
-from quartet.rollout.cache import round_up
+from quartet.rollout.kv_cache import round_up
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.sampler import SamplingRows
 from quartet.rollout.scheduler import BAND, Response

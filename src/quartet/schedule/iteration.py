@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from quartet.batch.columns import ColumnSet
+from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Chunk, Group
 from quartet.schedule.score_prefetch import PrefetchedChunk, ScorePrefetcher
-from quartet.schedule.stream import GroupStream
 
 T = TypeVar("T")
 Collect = Callable[[int, int, Sequence[Group]], Chunk]

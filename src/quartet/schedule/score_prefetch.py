@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quartet.batch.columns import ColumnSet
+from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Chunk, Group
-from quartet.schedule.stream import GroupStream
 
 if TYPE_CHECKING:
     from quartet.schedule.iteration import Collect, Scorer

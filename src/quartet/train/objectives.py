@@ -29,7 +29,7 @@ from quartet.algorithms.policy_losses import (
     reinforce_loss,
     sequence_policy_loss,
 )
-from quartet.algorithms.process import step_loss
+from quartet.algorithms.process_rewards import step_loss
 from quartet.algorithms.segments import keep, segment_sum
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import (

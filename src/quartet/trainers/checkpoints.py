@@ -18,10 +18,10 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
 from quartet.data.datasets import PromptItem
 from quartet.schedule.checkpointed import Checkpointed
+from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.groups import Group, by_group
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.stream import BufferedGroups
-from quartet.schedule.writer import Writer
+from quartet.schedule.rollout_writer import Writer
 from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
 from quartet.trainers.experience import Experience
 from quartet.trainers.run import RunDirectory, writing

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.kl import adaptive_kl_coef, kl_estimate
-from quartet.algorithms.process import mean_gap, right_answers
+from quartet.algorithms.process_rewards import mean_gap, right_answers
 from quartet.algorithms.segments import masked_mean, masked_owner, segment_count, segment_is_constant
 from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch

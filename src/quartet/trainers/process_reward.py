@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.algorithms.process import calibration_error, step_loss
+from quartet.algorithms.process_rewards import calibration_error, step_loss
 from quartet.cluster.dispatch import RANK_ZERO, dispatch
 from quartet.config.recipe import ProcessRewardRecipe
-from quartet.data.process import ProcessData
+from quartet.data.process_rewards import ProcessData
 from quartet.models.loading import save_step_separator, saved_paths
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import STEP_NEEDS, StepObjective

@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from quartet.algorithms.process import process_rewards, step_credits, step_scores
+from quartet.algorithms.process_rewards import process_rewards, step_credits, step_scores
 from quartet.algorithms.segments import gather_owner, segment_count
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch

@@ -22,10 +22,10 @@ from quartet.models.packed_model import PackedCausalLM, PackedModel
 from quartet.observe.progress import Progress, ProgressBar
 from quartet.observe.trackers import read_metrics
 from quartet.schedule.checkpointed import Checkpointed
+from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.iteration import run_iteration
 from quartet.schedule.model_worker import CriticWorker, TrainWorker
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.stream import BufferedGroups
 from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts

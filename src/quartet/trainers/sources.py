@@ -21,7 +21,7 @@ from quartet.data.datasets import Ordered, PromptData, SFTData, TokenLimit, join
 from quartet.data.fields import Reading
 from quartet.data.formats import Parsed, demonstrations, has_judgements, judgements, preferences, prompts
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.data.process import ProcessData, step_labelled
+from quartet.data.process_rewards import ProcessData, step_labelled
 from quartet.data.readers import Row, read_data_rows
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
 from quartet.models.probe import model_context_length

@@ -35,8 +35,8 @@ from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.placement import local_placement
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup, RolesWorker
 from quartet.schedule.rollout_worker import NativeRolloutWorker
+from quartet.schedule.rollout_writer import Writer
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
-from quartet.schedule.writer import Writer
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import enter_process, worker_device
 from quartet.trainers.model_loader import ModelLoader, UserObjects

@@ -38,9 +38,9 @@ from torch import Tensor
 from quartet.weights.collective import CollectiveReceive, CollectiveSend
 from quartet.weights.cuda_ipc import CudaIpcReceive, CudaIpcSend
 from quartet.weights.errors import WeightSyncError
+from quartet.weights.in_process import SharedReceive, SharedSend
 from quartet.weights.manifest import DTYPES, WeightManifest, dtype_name
 from quartet.weights.progress import machine_id
-from quartet.weights.shared import SharedReceive, SharedSend
 from quartet.weights.shared_memory import SharedMemoryReceive, SharedMemorySend
 from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource

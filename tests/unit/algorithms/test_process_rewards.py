@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quartet.algorithms.process import (
+from quartet.algorithms.process_rewards import (
     calibration_error,
     mean_gap,
     process_rewards,

@@ -15,7 +15,7 @@ from quartet.data.datasets import SFTData, TokenLimit
 from quartet.data.dialogues import as_dialogue, split_texts
 from quartet.data.fields import Reading
 from quartet.data.formats import demonstrations, has_judgements, judgements, preferences, prompts
-from quartet.data.process import step_labelled
+from quartet.data.process_rewards import step_labelled
 from quartet.data.readers import Row
 from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.text.examples import Conversation, Demonstration, Document, Judgement, Preference, Prompt, Tokenised

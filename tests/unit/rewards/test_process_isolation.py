@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet.rewards.sandbox.refuse import has_landlock
+from quartet.rewards.sandbox.kernel_filters import has_landlock
 from quartet.rewards.sandbox.run import (
     SandboxError,
     SandboxLimits,
@@ -213,9 +213,9 @@ def test_memory_output_and_files_are_limited() -> None:
 
 
 def _number(call: str) -> int:
-    from quartet.rewards.sandbox import refuse
+    from quartet.rewards.sandbox import kernel_filters
 
-    return refuse._CALLS[call][refuse._ARCHITECTURES[os.uname().machine][0]]
+    return kernel_filters._CALLS[call][kernel_filters._ARCHITECTURES[os.uname().machine][0]]
 
 
 def test_there_is_no_network() -> None:
@@ -318,7 +318,7 @@ def test_it_works_without_being_root(tmp_path: Path) -> None:
 import ctypes, os, sys, types
 sys.modules["quartet"] = package = types.ModuleType("quartet")  # its libraries may be missing here
 package.__path__ = [{str(source / "quartet")!r}]
-from quartet.rewards.sandbox.refuse import has_landlock
+from quartet.rewards.sandbox.kernel_filters import has_landlock
 from quartet.rewards.sandbox.run import SandboxLimits, SolutionCheck, run_program, run_tests
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 ctypes.CDLL(None).prctl(4, 1)  # as open to others of its user as a process that was never root

@@ -6,7 +6,7 @@ import pytest
 
 from quartet.config import UserError
 from quartet.rollout.admission import Admission, StepPlan
-from quartet.rollout.cache import round_up
+from quartet.rollout.kv_cache import round_up
 from quartet.rollout.prefix_cache import MIN_SHARED_TOKENS
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.scheduler import Scheduler

@@ -29,6 +29,7 @@ from quartet.rollout.protocol import (
 )
 from quartet.schedule.clock import drained, now, run_virtual
 from quartet.schedule.cost_model import Cost
+from quartet.schedule.group_stream import AdmissionRule, GroupStream
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.journal import Journal
@@ -38,7 +39,6 @@ from quartet.schedule.request_store import PromptRequest, SampleRequest, TurnReq
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
-from quartet.schedule.stream import AdmissionRule, GroupStream
 from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedModel, logprob_of
 from quartet.text.tokenizer import TextCodec
 

@@ -25,7 +25,7 @@ from quartet.schedule.groups import Group, answered, chunk_of, group_batch, with
 from quartet.schedule.model_worker import ScoreWorker
 from quartet.schedule.placement import LOCAL_POOL, local_placement
 from quartet.schedule.role_group import RemoteGroup
-from quartet.schedule.writer import Writer
+from quartet.schedule.rollout_writer import Writer
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import Needs
 from quartet.trainers.model_loader import UserObjects

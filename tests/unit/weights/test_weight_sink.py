@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from quartet.weights.digest import BLOCK_BYTES, tensor_digest
 from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
 from quartet.weights.fusion import GATE_UP
+from quartet.weights.in_process import sync_in_process
 from quartet.weights.manifest import TensorSpec, WeightManifest
-from quartet.weights.shared import sync_in_process
 from quartet.weights.sink import Status, TensorSink
 from quartet.weights.source import NamedSource
 

@@ -53,41 +53,41 @@ def _make_importable() -> None:
 if __name__ == "__main__":
     _make_importable()
 
-from quartet.rewards.sandbox import confine, refuse  # noqa: E402 - only now can they be found
+from quartet.rewards.sandbox import kernel_filters, namespaces  # noqa: E402 - only now can they be found
 
 
 def main() -> None:
     job = json.loads(sys.stdin.buffer.read())
     with _reported(job["status_fd"]):
-        confine.end_with_parent()
+        namespaces.end_with_parent()
     if job["confinement"] == "bubblewrap":
         _in_bubblewrap(job)
-    from quartet.rewards.sandbox import work  # while it can be found; not above, since bubblewrap does without
+    from quartet.rewards.sandbox import child  # while it can be found; not above, since bubblewrap does without
 
     {"namespaces": _in_namespaces, "process": _in_group, "inside": _inside}[job["confinement"]](job)
     os.write(job["status_fd"], b"ok")
     os.close(job["status_fd"])
-    work.ROLES[job["role"]](job)
+    child.ROLES[job["role"]](job)
 
 
 def _in_bubblewrap(job: dict[str, Any]) -> None:
     """Never returns: this program is started again inside."""
     status = int(job["status_fd"])
     with _reported(status):
-        confine.adopt_orphans()
+        namespaces.adopt_orphans()
     bwrap = _fork()
     if bwrap:
         os.close(status)
         _end_as(bwrap, signal.SIGKILL, wait_for_all=True)
 
     with _reported(status):
-        confine.end_with_parent()
+        namespaces.end_with_parent()
         again = os.memfd_create("job", 0)
         os.write(again, json.dumps({**job, "confinement": "inside"}).encode())
         os.lseek(again, 0, os.SEEK_SET)
         os.dup2(again, 0)
         os.close(again)
-        shown = confine.visible([sys.base_prefix, sys.base_exec_prefix])
+        shown = namespaces.visible([sys.base_prefix, sys.base_exec_prefix])
         command = [job["bwrap"], "--die-with-parent", "--new-session", "--clearenv", "--unshare-cgroup-try"]
         command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
         # Which bubblewrap itself would open to their owner alone.
@@ -95,9 +95,9 @@ def _in_bubblewrap(job: dict[str, Any]) -> None:
             command += ["--perms", "0755", "--dir", parent]
         for path in shown:
             command += ["--ro-bind", path, path]
-        for path, target in confine.links():
+        for path, target in namespaces.links():
             command += ["--symlink", target, path]
-        for name in confine.DEVICES:
+        for name in namespaces.DEVICES:
             command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         # The worker mounts /tmp itself, since bubblewrap cannot limit how many files are in it.
         command += ["--dir", "/tmp", "--cap-add", "CAP_SYS_ADMIN"]
@@ -109,18 +109,18 @@ def _in_bubblewrap(job: dict[str, Any]) -> None:
 def _inside(job: dict[str, Any]) -> None:
     """What bubblewrap leaves to do in the worker."""
     with _reported(int(job["status_fd"])):
-        confine.mount_memory("/tmp", job["limits"]["disk_bytes"], "1777")
+        namespaces.mount_memory("/tmp", job["limits"]["disk_bytes"], "1777")
         os.chdir("/tmp")
-        confine.drop_privileges(job["user"])
-        confine.end_with_parent()
-        confine.forbid_tracing()
+        namespaces.drop_privileges(job["user"])
+        namespaces.end_with_parent()
+        namespaces.forbid_tracing()
         # Where this user made the namespace, bubblewrap's own process in it is counted, too.
         _limit_worker(job, others=0 if job["user"] != job["trainer"] else 1)
 
 
 def _limit_worker(job: dict[str, Any], others: int) -> None:
-    confine.limit(**job["limits"], others=others)
-    refuse.refuse_calls()
+    namespaces.limit(**job["limits"], others=others)
+    kernel_filters.refuse_calls()
 
 
 def _in_namespaces(job: dict[str, Any]) -> None:
@@ -133,22 +133,22 @@ def _in_namespaces(job: dict[str, Any]) -> None:
         os.close(told[0])
         if os.read(ready[0], 1):
             with _reported(status):
-                confine.write_id_maps(builder)
+                namespaces.write_id_maps(builder)
             os.write(told[1], b"1")
         os.close(status)
         _end_as(builder, signal.SIGTERM)
     os.close(told[1])
 
     with _reported(status):
-        confine.end_with_parent()
-        confine.enter_namespaces()
+        namespaces.end_with_parent()
+        namespaces.enter_namespaces()
         os.write(ready[1], b"1")
         if not os.read(told[0], 1):
             os._exit(1)  # the launcher has said why
         prefixes = [sys.base_prefix, sys.base_exec_prefix]
-        confine.change_root(job["mount_point"], prefixes, job["limits"]["disk_bytes"])
-        confine.drop_privileges()
-        confine.end_with_parent()  # forgotten when the user changes
+        namespaces.change_root(job["mount_point"], prefixes, job["limits"]["disk_bytes"])
+        namespaces.drop_privileges()
+        namespaces.end_with_parent()  # forgotten when the user changes
     for fd in (*ready, told[0]):
         os.close(fd)
     init = _fork()
@@ -156,8 +156,8 @@ def _in_namespaces(job: dict[str, Any]) -> None:
         os.close(status)
         _end_as(init, signal.SIGKILL)
     with _reported(status):
-        confine.end_with_parent()
-        confine.forbid_tracing()
+        namespaces.end_with_parent()
+        namespaces.forbid_tracing()
     worker = _fork()
     if worker:
         os.close(status)
@@ -172,10 +172,10 @@ def _in_group(job: dict[str, Any]) -> None:
     status = int(job["status_fd"])
 
     with _reported(status):
-        confine.adopt_orphans()
-        confine.forbid_tracing()
+        namespaces.adopt_orphans()
+        namespaces.forbid_tracing()
         # The kernel counts all processes of a user together; no other process has this one, unless it is the trainer's.
-        others = 0 if os.geteuid() == 0 else confine.num_tasks(os.geteuid())
+        others = 0 if os.geteuid() == 0 else namespaces.num_tasks(os.geteuid())
     worker = _fork()
     if worker:
         os.close(status)
@@ -185,15 +185,15 @@ def _in_group(job: dict[str, Any]) -> None:
     with _reported(status):
         os.setpgid(0, 0)
         os.chdir(job["folder"])
-        shown = confine.visible([sys.base_prefix, sys.base_exec_prefix])
+        shown = namespaces.visible([sys.base_prefix, sys.base_exec_prefix])
         opened = {path: os.open(path, os.O_PATH) for path in shown}
-        if refuse.has_landlock():
+        if kernel_filters.has_landlock():
             _import_through(opened)
-        confine.drop_privileges(job["user"])
-        confine.end_with_parent()
-        confine.forbid_tracing()
+        namespaces.drop_privileges(job["user"])
+        namespaces.end_with_parent()
+        namespaces.forbid_tracing()
         # "." because folders above it need not be open to the code's user.
-        refuse.restrict_files(list(opened.values()), ".")
+        kernel_filters.restrict_files(list(opened.values()), ".")
         _limit_worker(job, others)
         os.listdir(sys.path[-1])  # an error where the code's user cannot read the interpreter's modules
 
@@ -249,7 +249,7 @@ def _end_group(worker: int) -> None:
     the group at once.
     """
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(worker, signal.SIGKILL))
-    confine.end_with_parent(signal.SIGTERM)  # The kernel would end the worker, and not what that has started.
+    namespaces.end_with_parent(signal.SIGTERM)  # The kernel would end the worker, and not what that has started.
     # Not yet reaped, so that the number of the group stays its own.
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quartet.rewards.sandbox.work import MAX_REASON, PASSED, REFUSED
+from quartet.rewards.sandbox.child import MAX_REASON, PASSED, REFUSED
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _SETUP_S = 60.0

@@ -14,7 +14,7 @@ import platform
 import struct
 from collections.abc import Iterator, Sequence
 
-from quartet.rewards.sandbox.confine import DEVICES, checked, libc
+from quartet.rewards.sandbox.namespaces import DEVICES, checked, libc
 
 # Calls by name, each with its numbers on x86-64 and ARM64 -------------------------------------------------------
 

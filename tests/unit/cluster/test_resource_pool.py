@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from quartet.cluster import ResourcePool
-from quartet.cluster.pool import Node, Strategy, check_pool, fits, refused
+from quartet.cluster.resource_pool import Node, Strategy, check_pool, fits, refused
 from quartet.config.errors import UserError
 
 
