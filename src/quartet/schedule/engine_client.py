@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.rollout.protocol import EngineStats
+from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.clock import drained
 from quartet.schedule.journal import Diverged
 from quartet.schedule.leases import MissedVersion
 from quartet.schedule.request_store import AnyRequest, FinishedRequest, PromptRequest
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.rollout_worker import CanaryProbe, EngineOutputs, RolloutWorker
+from quartet.schedule.rollout_worker import EngineOutputs, RolloutWorker
 
 if TYPE_CHECKING:
     from quartet.schedule.rollout import Rollout

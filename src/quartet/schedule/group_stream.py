@@ -22,6 +22,7 @@ from typing import Generic, Protocol, TypeVar
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import News, drained
+from quartet.schedule.staleness import AdmissionRule
 
 
 class Aged(Protocol):
@@ -31,19 +32,6 @@ class Aged(Protocol):
 
 
 G = TypeVar("G", bound=Aged)
-
-
-@dataclass(frozen=True)
-class AdmissionRule:
-    """How many groups may be in flight.
-
-    `max_staleness` None is synchronous: only the groups of the step being consumed. Otherwise generation runs
-    ahead, so far that no group is trained on with weights more than `max_staleness` versions newer than those
-    it began with.
-    """
-
-    prompts_per_step: int
-    max_staleness: int | None = None
 
 
 @dataclass(frozen=True)
@@ -201,18 +189,11 @@ class GroupStream(Generic[G]):
 
     def _check_age(self, buffered: BufferedGroups[G]) -> None:
         """A group's step is at the latest the one that it comes into when all before it are accepted."""
-        oldest, rejected = self.rule.max_staleness or 0, sorted(buffered.rejected)
+        rejected = sorted(buffered.rejected)
         for index, group in buffered.groups.items():
-            before = index - self._cursor - bisect_left(rejected, index)
-            lead = before // self.rule.prompts_per_step
-            age = self._open_steps + lead - group.first_version
-            if max(lead, age) > oldest:
-                raise UserError(
-                    "the checkpoint holds groups that were generated further ahead than this run may",
-                    found=f"group {index} is for step {self._open_steps + lead}, made with weights of version "
-                    f"{group.first_version}; max_staleness={self.rule.max_staleness}",
-                    remedy=f"resume with max_staleness of at least {max(lead, age)}",
-                )
+            ahead = (index - self._cursor - bisect_left(rejected, index)) // self.rule.prompts_per_step
+            step = self._open_steps + ahead
+            self.rule.check_restored(index, first_version=group.first_version, step=step, ahead=ahead)
 
     async def close(self) -> None:
         """Cancels what is in flight and waits until it has really stopped. May be called again."""
@@ -283,14 +264,13 @@ class GroupStream(Generic[G]):
 
     def _admits_another(self) -> bool:
         """Whether the rule and ``max_attempts`` let one more group start; counts are since the run's first step."""
-        rule = self.rule
-        steps = self._open_steps if rule.max_staleness is None else rule.max_staleness + self._versions_published + 1
-        if self.num_accepted + len(self._running) >= steps * rule.prompts_per_step:
+        admitted = self.rule.num_admitted(open_steps=self._open_steps, versions_published=self._versions_published)
+        if self.num_accepted + len(self._running) >= admitted:
             return False
         if self.max_attempts is None:
             return True
         # Without this a filter that rejects everything would keep an idle consumer's producer busy for ever.
-        steps_ahead = 1 + (rule.max_staleness or 0)
+        steps_ahead = 1 + (self.rule.max_staleness or 0)
         return self._next_launch < self._boundary["next_index"] + steps_ahead * self.max_attempts
 
     async def _attempt(self, index: int) -> G | None:

@@ -13,13 +13,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, TypeVar, cast
 
-from torch import Tensor
-
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.placement import InFlight
 from quartet.envs.episode import FinishedEpisode
 from quartet.rollout.protocol import EngineStats
+from quartet.schedule.canary import CanaryProbe, canary_difference
 from quartet.schedule.clock import News
 from quartet.schedule.engine_client import EngineClient
 from quartet.schedule.groups import Group, by_group
@@ -28,7 +27,7 @@ from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.request_store import FinishedRequest, PromptRequest, TurnRequest
 from quartet.schedule.role_group import RoleGroup
-from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
+from quartet.schedule.rollout_worker import RolloutWorker
 from quartet.train.engine import Needs
 
 _T = TypeVar("_T")
@@ -196,14 +195,7 @@ class Rollout:
                 difference = await self._difference(probed, version)
         finally:
             self.num_publishing -= 1
-        if not difference <= self.canary.tolerance:
-            raise UserError(
-                f"after weight update {version} the rollout engine computes with other weights than the trainer",
-                found=f"log-probabilities of the canary prompt differ by {difference:.3g}, "
-                f"more than {self.canary.tolerance:.3g}",
-                remedy="if both are meant to differ by that much (another precision), raise canary_tolerance; "
-                "otherwise the engine kept old or other weights",
-            )
+        self.canary.check(difference, version)
         return {"agreement/canary_diff": difference, "policy_version": float(version)}
 
     async def _swap(self, version: int) -> list[RaggedBatch]:
@@ -247,9 +239,7 @@ class Rollout:
         turn = self.leases.turn("actor", "forward", "canary", step=version - 1, reads={"actor": version})
         async with turn:
             columns = await self.trainer.call(ModelWorker.forward, batch, Needs(logprobs=True))
-        mask = batch.token["loss_mask"]
-        expected: Tensor = columns.token["logprobs"][mask]
-        return float((batch.token["rollout_logprobs"][mask] - expected.double()).abs().max())
+        return canary_difference(batch, columns)
 
 
 async def _each(works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:

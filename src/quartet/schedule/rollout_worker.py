@@ -24,25 +24,16 @@ from quartet.rollout.protocol import (
     RolloutEngine,
     SamplingParams,
 )
+from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import model_bytes
 from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.request_store import AnyRequest, FinishedRequest, PromptRequest, RequestStore
 from quartet.schedule.weight_sync import WeightReceiverMixin
-from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
 from quartet.train.offload import Moved, Offload, Store
 
 CANARY = "canary"
-
-
-@dataclass(frozen=True)
-class CanaryProbe:
-    """A fixed prompt whose log-probabilities engine and trainer must agree on after every weight update."""
-
-    prompt: PromptText
-    num_tokens: int
-    tolerance: float
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from quartet.config.placement import ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
 from quartet.rollout.protocol import RolloutEngine, SamplingParams
 from quartet.schedule.barriers import Barriers
+from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.clock import drained, now
 from quartet.schedule.cost_model import CostModel, StageCost
-from quartet.schedule.group_stream import AdmissionRule, GroupStream
+from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.journal import Consumed, Event, Journal
@@ -34,9 +35,10 @@ from quartet.schedule.leases import Offloader
 from quartet.schedule.placement import placed_arbiter
 from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
+from quartet.schedule.rollout_worker import RolloutWorker
 from quartet.schedule.score_prefetch import ScorePrefetcher
 from quartet.schedule.scorers import ModelScorer
+from quartet.schedule.staleness import AdmissionRule
 from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedGroup, TimedModel, TimedOffloader
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import Needs

@@ -19,7 +19,7 @@ from quartet.config.algorithms import BestOfN, GroupAlgorithm, OnlineDPO, Select
 from quartet.config.placement import AsynchronousPlacement
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.schedule.barriers import Barriers
-from quartet.schedule.group_stream import AdmissionRule, GroupStream
+from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Group, chunk_of, staleness_metrics, without_texts
 from quartet.schedule.iteration import Chunk, IterationStages, Scorer
 from quartet.schedule.iteration import StepLearner as AnyLearner
@@ -30,6 +30,7 @@ from quartet.schedule.placement import placed_arbiter
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.score_prefetch import ScorePrefetcher
 from quartet.schedule.scorers import PartScorer
+from quartet.schedule.staleness import AdmissionRule
 from quartet.train.engine import Objective
 from quartet.train.objectives import PolicyObjective, ValueObjective
 from quartet.train.preference_objectives import BestOfNObjective, PreferenceObjective

@@ -17,9 +17,10 @@ from quartet.batch.columns import join
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import DynamicSamplingConfig
-from quartet.schedule.group_stream import AdmissionRule, GroupStream, TooFewGroups
+from quartet.schedule.group_stream import GroupStream, TooFewGroups
 from quartet.schedule.groups import Group, chunk_of
 from quartet.schedule.iteration import Scorer, score_all
+from quartet.schedule.staleness import AdmissionRule
 from quartet.trainers.experience import ScoredGroups
 
 

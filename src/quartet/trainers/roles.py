@@ -28,6 +28,7 @@ from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import Environment, EnvironmentFactory, environment_factory
 from quartet.envs.transcript import SOURCE
 from quartet.models.packed_model import PackedModel
+from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.lease_context import LeaseContext
@@ -35,7 +36,6 @@ from quartet.schedule.model_worker import ModelStats, ModelWorker, TrainWorker
 from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.rollout_worker import CanaryProbe
 from quartet.schedule.scorers import ModelScorer, PartScorer
 from quartet.text.tokenizer import check_vocabulary
 from quartet.train.engine import Needs, TrainEngine

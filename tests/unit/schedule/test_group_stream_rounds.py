@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import run_virtual
-from quartet.schedule.group_stream import AdmissionRule, GroupStream, TooFewGroups
+from quartet.schedule.group_stream import GroupStream, TooFewGroups
+from quartet.schedule.staleness import AdmissionRule
 
 SIZE, STEPS = 4, 3
 QUICK = settings(deadline=None, max_examples=200)

@@ -27,9 +27,10 @@ from quartet.rollout.protocol import (
     RolloutEngine,
     SamplingParams,
 )
+from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.clock import drained, now, run_virtual
 from quartet.schedule.cost_model import Cost
-from quartet.schedule.group_stream import AdmissionRule, GroupStream
+from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.journal import Journal
@@ -38,7 +39,8 @@ from quartet.schedule.leases import Arbiter, PoolSpec, RoleSpec
 from quartet.schedule.request_store import PromptRequest, SampleRequest, TurnRequest
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout import Rollout
-from quartet.schedule.rollout_worker import CanaryProbe, RolloutWorker
+from quartet.schedule.rollout_worker import RolloutWorker
+from quartet.schedule.staleness import AdmissionRule
 from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedModel, logprob_of
 from quartet.text.tokenizer import TextCodec
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.group_stream import AdmissionRule, GroupStream
+from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.score_prefetch import ScorePrefetcher
+from quartet.schedule.staleness import AdmissionRule
 
 Seconds = Callable[[str], float]
 

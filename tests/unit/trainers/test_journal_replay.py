@@ -21,7 +21,7 @@ from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig, Sampling
 from quartet.observe.spans import SpanRecorder
 from quartet.rollout.engine import NativeEngine, own_copy
 from quartet.schedule.clock import now, run_virtual
-from quartet.schedule.group_stream import AdmissionRule, GroupStream
+from quartet.schedule.group_stream import GroupStream
 from quartet.schedule.groups import Group, chunk_of, staleness_metrics
 from quartet.schedule.iteration import Chunk, IterationStages, run_iteration
 from quartet.schedule.journal import Diverged, Event, Journal
@@ -32,6 +32,7 @@ from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import RolloutWorker
 from quartet.schedule.scorers import ModelScorer
+from quartet.schedule.staleness import AdmissionRule
 from quartet.train.engine import Needs
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers.experience import Assembler, Experience
