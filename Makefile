@@ -21,12 +21,12 @@ test: $(VENV)/.installed-test lint types processor
 
 # What decides the order of sums, and so the last bits of every figure.
 processor: $(VENV)/.installed-test
-	@OMP_NUM_THREADS=1 $(BIN)/python -c "from quartet.observe.processor import processor; print('processor:', processor())"
+	@OMP_NUM_THREADS=1 $(BIN)/python -c "from quartet.observe.cpu import processor; print('processor:', processor())"
 
 # Whatever promises equal bits, or a distance in them, again with the kernels of a processor that has no AVX-512.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 BITS := tests/unit/models/test_aligned_memory.py tests/unit/models/test_exact.py tests/unit/models/test_shared_prefixes.py \
-	tests/unit/rollout/test_agreement.py tests/unit/rollout/test_lora_rollout.py tests/unit/observe/test_processor.py \
+	tests/unit/rollout/test_agreement.py tests/unit/rollout/test_lora_rollout.py tests/unit/observe/test_cpu.py \
 	tests/unit/trainers/test_placements.py tests/unit/trainers/test_whole_step.py tests/golden \
 	"tests/e2e/test_ray_placements.py::test_workers_train_the_same_model[pipelined]" \
 	tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another

@@ -25,7 +25,7 @@ from common import MODELS, arguments, build_model, markdown, write_results
 from quartet.models import fused
 from quartet.models.attention import PackedAttention
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout import compute_weights, merged_layers
+from quartet.rollout import compute_dtype_weights, merged_layers
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.merged_layers import MergedLayers
 from quartet.rollout.protocol import Request, SamplingParams
@@ -50,7 +50,7 @@ def without(fusions: tuple[str, ...]) -> Iterator[None]:
         if "layers" in fusions:
             stack.enter_context(mock.patch.object(MergedLayers, "merge", return_value=None))
         if "forms" in fusions:
-            for module in (compute_weights, merged_layers):
+            for module in (compute_dtype_weights, merged_layers):
                 stack.enter_context(mock.patch.object(module, "is_packed_best", return_value=False))
                 stack.enter_context(mock.patch.object(module, "plain_form", return_value=as_it_is))
         yield

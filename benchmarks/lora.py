@@ -26,7 +26,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.compute_weights import ComputeWeights
+from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.schedule.model_worker import TrainWorker

@@ -50,10 +50,10 @@ from quartet.text.steps import split_steps
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import TrainEngine
 from quartet.trainers.evaluation import generate
+from quartet.trainers.input_sources import read_data, step_reader
 from quartet.trainers.process_reward import ProcessRewardTrainer, score_steps
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer
-from quartet.trainers.sources import read_data, step_reader
 
 WEIGHTS = {"outcome": (1.0, 0.0), "process": (0.0, 1.0), "both": (1.0, 1.0)}
 """Of the outcome and of the process reward."""

@@ -1,4 +1,5 @@
-"""Products of a decode step: the weight as it is, transposed in memory, and packed (``rollout/compute_weights.py``).
+"""Products of a decode step: the weight as it is, transposed in memory, and packed
+(``rollout/compute_dtype_weights.py``).
 
     python benchmarks/products.py [--model small] [--rows 16 32 48 64] [--threads 2]
 

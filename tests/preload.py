@@ -12,7 +12,7 @@ MODULES = (
     "quartet.cli.show",
     "quartet.cluster.torchrun",
     "quartet.observe.report",
-    "quartet.trainers.evaluate",
+    "quartet.trainers.evaluation_job",
     "quartet.trainers.evaluation",
     "quartet.trainers.preference",
     "quartet.trainers.process_reward",

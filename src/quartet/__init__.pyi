@@ -124,7 +124,7 @@ from .envs.protocol import (
 )
 from .observe.progress import Progress as Progress
 from .observe.report import build_report as build_report
-from .trainers.evaluate import Evaluator as Evaluator
+from .trainers.evaluation_job import Evaluator as Evaluator
 from .trainers.iterated import IteratedTrainer as IteratedTrainer
 from .trainers.preference import PreferenceTrainer as PreferenceTrainer
 from .trainers.process_reward import ProcessRewardTrainer as ProcessRewardTrainer

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quartet.config import UserError
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.contexts import Contexts, PlainContexts
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
+from quartet.rollout.step_attention import Contexts, PlainContexts
 
 VOCAB = 61
 CONTEXT = 96

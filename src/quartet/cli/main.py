@@ -107,7 +107,7 @@ def generate(
     from quartet.text.tokenizer import TextCodec
     from quartet.trainers.devices import FrozenModels, find_device, precision_on
     from quartet.trainers.evaluation import generate as run
-    from quartet.trainers.sources import context_length, cut_short
+    from quartet.trainers.input_sources import context_length, cut_short
 
     sampling = SamplingParams(
         temperature=temperature,

@@ -17,7 +17,7 @@ from quartet.config.printable import printable
 
 if TYPE_CHECKING:
     from quartet.quickstart.run import QuickstartResult
-    from quartet.trainers.evaluate import EvaluationResult
+    from quartet.trainers.evaluation_job import EvaluationResult
 
 _SHOWN = {
     "sft": ("loss/sft", "eval/loss"),

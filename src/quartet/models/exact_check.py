@@ -23,7 +23,7 @@ from quartet.models.exact import (
     key_length,
 )
 from quartet.models.packed_model import PackedCausalLM, PackedModel
-from quartet.models.probe import model_context_length
+from quartet.models.packing_probe import model_context_length
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Under these names configs keep the number of experts."""

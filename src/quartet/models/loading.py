@@ -31,8 +31,8 @@ from quartet.models.attention import own_attention
 from quartet.models.directories import check_loaded, load_warnings, load_weights, loading, named, read_config
 from quartet.models.exact_check import check_exact
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedModel, PackedScalarModel, Precision
+from quartet.models.packing_probe import positions_are_relative, probe
 from quartet.models.pad_token import padding_with, with_pad_token
-from quartet.models.probe import positions_are_relative, probe
 from quartet.models.tiny_model import tiny_random_model
 from quartet.text.loading import load_generation_config, local_or_hub, save_tokenizer
 

@@ -19,16 +19,16 @@ from torch import Tensor
 from quartet.config import UserError
 from quartet.models.exact import MIN_ROWS
 from quartet.models.packed_model import PackedCausalLM
-from quartet.models.probe import check_decoding, model_context_length
+from quartet.models.packing_probe import check_decoding, model_context_length
 from quartet.rollout.admission import Admission
-from quartet.rollout.compute_weights import ComputeWeights
-from quartet.rollout.contexts import Contexts
+from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.kv_cache import KVCache, slot_shape
 from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, Request
 from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
 from quartet.rollout.scheduler import Response, Scheduler, check_proposals, check_request
+from quartet.rollout.step_attention import Contexts
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.weights.in_process import sync_in_process
 from quartet.weights.sink import TensorSink

@@ -32,8 +32,8 @@ from typing import Any
 
 from quartet.config.errors import UserError
 from quartet.schedule.clock import News, Waiting
+from quartet.schedule.policy_versions import Access, MissedVersion, Versions
 from quartet.schedule.residency import LeaseMode, Move, Offloader, Pool, PoolSpec, RoleSpec
-from quartet.schedule.versions import Access, MissedVersion, Versions
 
 
 class NestedLease(RuntimeError):

@@ -46,6 +46,14 @@ from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.devices import FrozenModels
 from quartet.trainers.evaluation_files import Answer, EvaluationCache, matched
 from quartet.trainers.event_loop import run_async
+from quartet.trainers.input_sources import (
+    context_length,
+    cut_short,
+    prompt_data,
+    resolve_model,
+    resolve_tokenizer,
+    vocabulary_size,
+)
 from quartet.trainers.reward_roles import encode_answer
 from quartet.trainers.reward_sources import (
     Rewards,
@@ -53,14 +61,6 @@ from quartet.trainers.reward_sources import (
     check_columns,
     reward_functions,
     reward_models,
-)
-from quartet.trainers.sources import (
-    context_length,
-    cut_short,
-    prompt_data,
-    resolve_model,
-    resolve_tokenizer,
-    vocabulary_size,
 )
 
 CHUNK = 64

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from quartet.algorithms.evaluation import (
+from quartet.algorithms.evaluation_math import (
     Interval,
     bootstrap_interval,
     majority_vote,

@@ -44,12 +44,12 @@ from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.evaluation import EvaluationModel
 from quartet.trainers.evaluation_files import Answer, write_answers, write_rows
 from quartet.trainers.evaluation_metrics import by_prompt
+from quartet.trainers.input_sources import check_recipe, check_unweighted
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import Stopwatch, TrainResult, open_run, writing
 from quartet.trainers.run_files import Resume, completed
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
-from quartet.trainers.sources import check_recipe, check_unweighted
 
 PREVIOUS = "previous_round"
 """Name under which the reward model of the round before scores fresh answers."""

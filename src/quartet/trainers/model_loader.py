@@ -32,10 +32,10 @@ from quartet.text.tokenizer import TextCodec
 from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import TrainEngine
 from quartet.trainers.devices import CPU, META, FrozenModels, precision_on
+from quartet.trainers.input_sources import resolve_model, resolve_tokenizer, vocabulary_size
 from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_roles import RewardModelRole
 from quartet.trainers.reward_sources import Rewards, forward_budget, reward_models
-from quartet.trainers.sources import resolve_model, resolve_tokenizer, vocabulary_size
 
 _P = TypeVar("_P", bound=PackedModel)
 

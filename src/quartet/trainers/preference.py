@@ -35,9 +35,7 @@ from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers.devices import FrozenModels, precision_on
-from quartet.trainers.reference_cache import Reference, ReferenceTables, Tables, weights_digest
-from quartet.trainers.run_files import Resume
-from quartet.trainers.sources import (
+from quartet.trainers.input_sources import (
     ModelLike,
     Reader,
     TokenizerLike,
@@ -48,6 +46,8 @@ from quartet.trainers.sources import (
     vocabulary_size,
     with_name,
 )
+from quartet.trainers.reference_cache import Reference, ReferenceTables, Tables, weights_digest
+from quartet.trainers.run_files import Resume
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import CausalWorker, Given
 

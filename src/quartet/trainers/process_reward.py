@@ -15,8 +15,8 @@ from quartet.data.process_rewards import ProcessData
 from quartet.models.loading import save_step_separator, saved_paths
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import STEP_NEEDS, StepObjective
+from quartet.trainers.input_sources import Reader, step_reader
 from quartet.trainers.run import writing
-from quartet.trainers.sources import Reader, step_reader
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import ScalarWorker
 

@@ -17,7 +17,7 @@ from quartet.data.prefetch import Prefetcher
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import LossTerm
 from quartet.train.objectives import SFTObjective
-from quartet.trainers.sources import check_budget
+from quartet.trainers.input_sources import check_budget
 
 _ORDER = 7_919
 """Added to the run's seed: where prompts and demonstrations are the same rows, they do not come in the same order."""

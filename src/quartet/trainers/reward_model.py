@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quartet.algorithms.evaluation import Interval, bootstrap_interval, wilson_interval
+from quartet.algorithms.evaluation_math import Interval, bootstrap_interval, wilson_interval
 from quartet.config.recipe import RewardModelRecipe
 from quartet.data.preference import PreferenceData
 from quartet.train.engine import Needs, TrainEngine
 from quartet.train.preference_objectives import PairwiseObjective
-from quartet.trainers.sources import Reader, longest_group, pair_reader
+from quartet.trainers.input_sources import Reader, longest_group, pair_reader
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import ScalarWorker
 

@@ -28,9 +28,9 @@ from quartet.text.loading import load_generation_config, load_tokenizer, reads_t
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers.devices import META, FrozenModels
+from quartet.trainers.input_sources import vocabulary_size
 from quartet.trainers.process_reward_roles import ProcessModelRole
 from quartet.trainers.reward_roles import FunctionScorer, RewardFunctionRole, RewardModelRole
-from quartet.trainers.sources import vocabulary_size
 
 Rewards = Sequence[Callable[..., Any] | PreTrainedModel]
 """What Python code passes: functions and reward models."""

@@ -31,13 +31,7 @@ from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.experience import KLCoefficient
-from quartet.trainers.model_loader import UserObjects
-from quartet.trainers.periodic_evaluation import PeriodicEvaluation
-from quartet.trainers.roles import RLRoles, needs_greedy
-from quartet.trainers.run import Stopwatch, TrainResult, open_run
-from quartet.trainers.run_files import Resume
-from quartet.trainers.signals import take_back_signals
-from quartet.trainers.sources import (
+from quartet.trainers.input_sources import (
     ModelLike,
     Reward,
     TokenizerLike,
@@ -46,6 +40,12 @@ from quartet.trainers.sources import (
     with_name,
     with_names,
 )
+from quartet.trainers.model_loader import UserObjects
+from quartet.trainers.periodic_evaluation import PeriodicEvaluation
+from quartet.trainers.roles import RLRoles, needs_greedy
+from quartet.trainers.run import Stopwatch, TrainResult, open_run
+from quartet.trainers.run_files import Resume
+from quartet.trainers.signals import take_back_signals
 from quartet.trainers.workers import LocalRunWorkers, RayRunWorkers, RunWorkers, placement_of, shares_reference
 from quartet.weights.errors import WeightSyncError
 

@@ -42,12 +42,7 @@ from quartet.train.engine import Needs, TrainEngine
 from quartet.trainers.devices import CPU, META
 from quartet.trainers.episodes import EpisodeRunner
 from quartet.trainers.evaluation import prompt_request, sampling_params
-from quartet.trainers.model_loader import ModelLoader, UserObjects
-from quartet.trainers.process_reward_roles import ProcessScorer
-from quartet.trainers.ptx import build_ptx
-from quartet.trainers.reward_roles import RewardModelRole
-from quartet.trainers.reward_sources import RewardSources, check_columns, reward_functions, reward_weights
-from quartet.trainers.sources import (
+from quartet.trainers.input_sources import (
     UNLIMITED,
     check_budget,
     check_context,
@@ -56,6 +51,11 @@ from quartet.trainers.sources import (
     prompt_data,
     vocabulary_size,
 )
+from quartet.trainers.model_loader import ModelLoader, UserObjects
+from quartet.trainers.process_reward_roles import ProcessScorer
+from quartet.trainers.ptx import build_ptx
+from quartet.trainers.reward_roles import RewardModelRole
+from quartet.trainers.reward_sources import RewardSources, check_columns, reward_functions, reward_weights
 
 CANARY_TOKENS = 4
 CANARY_TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}

@@ -35,7 +35,7 @@ from quartet.config import Interrupted, UserError
 from quartet.config.file_errors import write_error
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
-from quartet.observe import processor
+from quartet.observe import cpu
 from quartet.observe import rollouts as rollout_store
 from quartet.observe.background import BackgroundWriter
 from quartet.observe.digests import FileDigest
@@ -162,7 +162,7 @@ class RunDirectory:
             "status": "running",
             "versions": software_versions(),
             "resolved": self._resolved,
-            **processor.record(),
+            **cpu.record(),
             **({"remarks": former["remarks"]} if isinstance(former.get("remarks"), list) else {}),
             "inputs": input_digests(named),
         }
@@ -171,7 +171,7 @@ class RunDirectory:
                 replace_atomically(self.path / "recipe.yaml", dump_recipe(self.recipe).encode("utf-8"))
         write_json(self.path / "run.json", self._info)
         for text in (
-            *processor.processor_changes(former, self._info),
+            *cpu.processor_changes(former, self._info),
             *device_changes(former, self._info),
             *changed_inputs(former.get("inputs"), self._info["inputs"], named),
         ):

@@ -10,7 +10,7 @@ from quartet.config.recipe import SFTRecipe
 from quartet.data.datasets import SFTData
 from quartet.train.engine import Needs
 from quartet.train.objectives import SFTObjective
-from quartet.trainers.sources import demonstration_reader
+from quartet.trainers.input_sources import demonstration_reader
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import CausalWorker
 

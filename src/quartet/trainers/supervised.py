@@ -26,15 +26,15 @@ from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup
 from quartet.trainers import checkpoints
 from quartet.trainers.event_loop import run_async
-from quartet.trainers.run import Stopwatch, TrainResult, open_run
-from quartet.trainers.run_files import Resume
-from quartet.trainers.signals import take_back_signals
-from quartet.trainers.sources import (
+from quartet.trainers.input_sources import (
     ModelLike,
     TokenizerLike,
     check_recipe,
     with_names,
 )
+from quartet.trainers.run import Stopwatch, TrainResult, open_run
+from quartet.trainers.run_files import Resume
+from quartet.trainers.signals import take_back_signals
 from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedProcess, SupervisedWorker
 
 R = TypeVar("R", bound=SupervisedRecipe)

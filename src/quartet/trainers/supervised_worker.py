@@ -41,7 +41,7 @@ from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import Objective, TrainEngine
 from quartet.trainers.devices import enter_process, precision_on, worker_device
-from quartet.trainers.sources import (
+from quartet.trainers.input_sources import (
     Reader,
     check_budget,
     context_length,

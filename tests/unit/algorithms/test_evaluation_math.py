@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.algorithms.evaluation import (
+from quartet.algorithms.evaluation_math import (
     bootstrap_interval,
     majority_vote,
     pass_at_k,

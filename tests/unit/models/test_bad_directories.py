@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from quartet.config import UserError
 from quartet.models.directories import load_warnings
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, scalar_model_from
-from quartet.trainers.sources import resolve_scalar_model
+from quartet.trainers.input_sources import resolve_scalar_model
 
 Damage = Callable[[Path], Any]
 INDEX = "model.safetensors.index.json"

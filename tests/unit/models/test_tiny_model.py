@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_probe import PASSING, REFUSED
+from test_packing_probe import PASSING, REFUSED
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
@@ -33,7 +33,7 @@ from quartet.config.common import LoRAConfig
 from quartet.models import directories
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM
-from quartet.models.probe import check_decoding, model_context_length, probe
+from quartet.models.packing_probe import check_decoding, model_context_length, probe
 from quartet.models.tiny_model import MAX_PARAMETERS, tiny_random_model
 
 

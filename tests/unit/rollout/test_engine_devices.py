@@ -15,10 +15,10 @@ from torch import Tensor
 
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import admission
-from quartet.rollout.contexts import PlainContexts
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 from quartet.rollout.runner import choose_contexts
+from quartet.rollout.step_attention import PlainContexts
 
 MIXTURE: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

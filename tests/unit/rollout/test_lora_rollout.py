@@ -16,7 +16,7 @@ from quartet.config.common import LoRAConfig
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm
 from quartet.models.packed_model import PackedCausalLM
-from quartet.rollout.compute_weights import ComputeWeights
+from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 from quartet.train.engine import Needs, forward_only

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from quartet.models.attention import PackedAttention
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import merged_layers, weight_copies
-from quartet.rollout.compute_weights import ComputeWeights
+from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.merged_layers import MergedLayer, MergedLayers
 from quartet.rollout.protocol import Completion, Request
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from quartet.models.attention import LayerRule, masked_attention, visible
 from quartet.rollout.admission import PrefillChunk
-from quartet.rollout.contexts import Contexts, PrefillAttention, StepAttention
 from quartet.rollout.decode_attention import DecodeAttention, join, partial_attention
 from quartet.rollout.kv_cache import KVCache
 from quartet.rollout.prefix_cache import Block
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.rollout.rows import DecodeRows, RowRange
 from quartet.rollout.scheduler import RequestGroup, Response
+from quartet.rollout.step_attention import Contexts, PrefillAttention, StepAttention
 
 HEADS, HEADS_KV, SIZE = 6, 2, 8
 RULES = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quartet.algorithms.evaluation import win_rate_interval
+from quartet.algorithms.evaluation_math import win_rate_interval
 from quartet.config import UserError
 from quartet.config.evaluation import GradingConfig, NumberAnswer, RegexAnswer, TextAnswer
 from quartet.trainers.evaluation_files import Answer

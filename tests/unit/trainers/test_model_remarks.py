@@ -19,10 +19,10 @@ from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.recipe import CheckpointConfig, ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
 from quartet.observe.progress import Progress
-from quartet.trainers.evaluate import Evaluator
+from quartet.trainers.evaluation_job import Evaluator
+from quartet.trainers.input_sources import cut_short
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.sources import cut_short
 
 
 def _saved(model: Any, tokenizer: Any, path: Path, **more: torch.Tensor) -> str:

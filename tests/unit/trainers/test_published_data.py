@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from quartet.algorithms.evaluation import wilson_interval
+from quartet.algorithms.evaluation_math import wilson_interval
 from quartet.cli.show import show_run
 from quartet.config import UserError
 from quartet.config.common import CheckpointConfig, DataConfig, LogConfig, OptimConfig, SourceConfig, TrainConfig

@@ -17,9 +17,9 @@ from quartet.config.load import load_recipe
 from quartet.config.recipe import LogConfig, RLRecipe, SFTRecipe
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.experience import Assembler, Experience, KLCoefficient
+from quartet.trainers.input_sources import check_budget
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import RunDirectory
-from quartet.trainers.sources import check_budget
 
 NAN = float("nan")
 

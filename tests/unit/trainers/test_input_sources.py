@@ -19,10 +19,8 @@ from quartet.data.lazy import stored_rows
 from quartet.data.order import Mixture
 from quartet.quickstart.tokenizer import build_tokenizer
 from quartet.text.tokenizer import TextCodec
-from quartet.trainers.evaluate import Evaluator
-from quartet.trainers.iterated import IteratedTrainer
-from quartet.trainers.sft import SFTTrainer
-from quartet.trainers.sources import (
+from quartet.trainers.evaluation_job import Evaluator
+from quartet.trainers.input_sources import (
     demonstration_reader,
     pair_or_judgement_reader,
     pair_reader,
@@ -30,6 +28,8 @@ from quartet.trainers.sources import (
     read_data,
     step_reader,
 )
+from quartet.trainers.iterated import IteratedTrainer
+from quartet.trainers.sft import SFTTrainer
 
 
 def sft_data(*given: Any) -> Any:

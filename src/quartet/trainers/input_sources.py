@@ -24,7 +24,7 @@ from quartet.data.preference import JudgedData, PreferenceData
 from quartet.data.process_rewards import ProcessData, step_labelled
 from quartet.data.readers import Row, read_data_rows
 from quartet.models.loading import load_causal_lm, load_scalar_model, scalar_model_from
-from quartet.models.probe import model_context_length
+from quartet.models.packing_probe import model_context_length
 from quartet.text.examples import Judgement
 from quartet.text.loading import load_generation_config, load_tokenizer, local_or_hub
 from quartet.text.tokenizer import TextCodec

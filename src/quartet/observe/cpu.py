@@ -22,7 +22,7 @@ _MOST_ROWS, _MANY_ROWS = 33, 520
 _EXACT_ROWS = 16
 """From so many rows on a product must keep a row's bits for ``numerics: exact``."""
 _ENGINE_ROWS = 16
-"""The rollout engine computes no fewer in either numerics (``quartet.rollout.contexts``)."""
+"""The rollout engine computes no fewer in either numerics (``quartet.rollout.step_attention``)."""
 
 
 def processor() -> dict[str, Any]:

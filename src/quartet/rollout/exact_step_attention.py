@@ -26,10 +26,10 @@ from quartet.models.exact import (
     padded_rows,
 )
 from quartet.rollout.admission import PrefillChunk
-from quartet.rollout.contexts import Contexts, PrefillAttention
 from quartet.rollout.decode_attention import DecodeAttention
 from quartet.rollout.kv_cache import KVCache
 from quartet.rollout.rows import DecodeRows, DraftRows
+from quartet.rollout.step_attention import Contexts, PrefillAttention
 
 
 class ExactContexts(Contexts):

@@ -42,10 +42,7 @@ from quartet.trainers.evaluation_metrics import (
     win_rate,
 )
 from quartet.trainers.event_loop import run_async
-from quartet.trainers.run import Stopwatch, open_run, writing
-from quartet.trainers.run_files import Resume
-from quartet.trainers.signals import number_of, stop_signals
-from quartet.trainers.sources import (
+from quartet.trainers.input_sources import (
     ModelLike,
     Reward,
     TokenizerLike,
@@ -54,6 +51,9 @@ from quartet.trainers.sources import (
     check_unweighted,
     with_names,
 )
+from quartet.trainers.run import Stopwatch, open_run, writing
+from quartet.trainers.run_files import Resume
+from quartet.trainers.signals import number_of, stop_signals
 
 
 @dataclass(frozen=True)

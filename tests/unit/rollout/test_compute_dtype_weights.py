@@ -15,7 +15,7 @@ from quartet.models.loading import packed_causal_lm
 from quartet.models.memory import drop_derived
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout import weight_copies
-from quartet.rollout.compute_weights import ComputeWeights
+from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.merged_layers import MergedLayers
 from quartet.rollout.protocol import Completion, Request

@@ -42,7 +42,7 @@ from quartet.models import attention
 from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM
-from quartet.models.probe import check_decoding, model_context_length, probe
+from quartet.models.packing_probe import check_decoding, model_context_length, probe
 from quartet.train.engine import Needs, TrainEngine
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
