@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import importlib
 import json
 import re
@@ -53,7 +54,11 @@ def test_sleeping_on_the_real_clock_takes_what_the_virtual_one_says(overlap: Any
     case = overlap.CASES[3]
     costs, placement = case.seconds.costs(), overlap.placed(case.placement)
     planned = overlap.simulated(costs, placement).step_s[0]
-    real = min(overlap.simulated(costs.times(1 / 300), placement, run=asyncio.run).step_s[0] * 300 for _ in range(3))
+    real = math.inf
+    for _ in range(10):
+        real = min(real, overlap.simulated(costs.times(1 / 300), placement, run=asyncio.run).step_s[0] * 300)
+        if real <= planned * 1.25:
+            break
     assert planned * 0.99 <= real <= planned * 1.25
 
 
