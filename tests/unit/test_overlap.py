@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import importlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
