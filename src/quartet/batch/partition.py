@@ -1,143 +1,190 @@
-"""Cuts a mini-batch into micro-batches under a token budget, as equal in cost as they come.
+"""Cuts mini-batches into micro-batches under a token budget, for one rank or for several that compute side by side.
 
-In a part of a ragged batch a prompt that several of its sequences share is computed once. ``plan_tree_micro_batches``
-cuts a batch under a budget, ``plan_tree_shares`` deals one out to several workers, ``deal`` knows costs alone.
+``plan_micro_batches`` keeps all of these together: no part computes more tokens than the budget; every rank has equally
+many parts; each sequence is in one part, with those it must stay with; a group stays with its prompt where that is
+cheaper; parts are as equal in cost as they come (``balancing``), and as few.
+
+**Cost.** Its unit is a token attending to one token. A token costs ``token_cost`` (everything but attention) and one
+for each token that it attends to: its ancestors, those before it in its segment, and itself. A segment of n tokens
+below d costs ``n (token_cost + d) + n (n + 1) / 2``; a prompt's cost counts once per part.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from quartet.batch.balancing import balanced_under, best_fit
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 
+Atoms = Sequence[Sequence[int]]
+"""Sequences that must stay together, usually one each; every sequence of a batch once."""
+
+TOKEN_COST = 16_384
+"""Where the model's shape is not known. By FLOPs it is six times the width of a usual decoder layer, 12 width² weights
+of two FLOPs each against 4 width FLOPs per attended token; models of 0.5 to 7 billion weights have 8,000 to 32,000."""
+
 _FINENESSES = (1, 2, 4, 8, 16)
-"""Pieces of groups are at most a fair share over one of these."""
+"""Pieces of groups cost at most a fair share over one of these."""
 _EVEN = 1.02
-"""Shares this close to a fair one are not made more equal."""
+"""Parts this close to a fair one are not made more equal."""
+_FINE = 256
+"""Runs of a group are made equal to within one part in so many."""
 
 
-def plan_tree_micro_batches(
-    batch: RaggedBatch, atoms: Sequence[Sequence[int]], budget: int, *, share: bool, budget_key: str
-) -> list[list[int]]:
-    """Balanced micro-batches of a ragged batch, none of which computes more than ``budget`` tokens.
+def plan_micro_batches(
+    batches: Sequence[tuple[RaggedBatch, Atoms]],
+    budget: int,
+    *,
+    num_ranks: int = 1,
+    share: bool,
+    budget_key: str,
+    token_cost: int = TOKEN_COST,
+) -> list[list[list[list[int]]]]:
+    """``plan[rank][batch]``: that rank's micro-batches of that batch, each the sequences of one, atoms in order.
 
-    With ``share`` a part computes each segment that its sequences need once. Atoms with a common segment (the members
-    of a group) stay in one part where they fit. A group that does not fit is cut, in the order of its tree, into the
-    fewest runs of atoms, as equal as they come; each run computes a copy of its prefix.
+    Every rank has equally many of a batch; where atoms run out, some are empty. The n-th ones of all ranks are alike
+    in cost, the largest come first, and of these the rank that has least so far gets the dearest. The result is a
+    function of the arguments alone.
 
     Args:
-        atoms: sequences that must stay together, usually one each; every sequence of the batch once.
-        share: otherwise every sequence counts with its ancestors, and groups do not matter.
+        budget: most tokens that a micro-batch computes.
+        share: a part computes each segment that its sequences need once. Otherwise every sequence counts with its
+            ancestors, and groups do not matter.
         budget_key: the recipe key behind ``budget``, for messages.
-
-    Returns:
-        Sequence indices of each part, atoms in the order given; parts in the order of their first atoms. The result
-        is a function of the arguments alone.
 
     Raises:
         UserError: an atom alone is above ``budget``.
         ValueError: a sequence is in no atom or in several, or an atom is empty.
     """
-    if sorted(s for atom in atoms for s in atom) != list(range(len(batch))) or not all(atoms):
-        raise ValueError(f"atoms must hold each of the {len(batch)} sequences once, found {[list(a) for a in atoms]}")
-    tree = AtomTree(batch, atoms, share)
-    _check_atoms(batch, atoms, [tree.cost([a]) for a in range(len(atoms))], budget, budget_key)
-    blocks = tree.blocks(budget)
-    costs = [tree.cost(block) for block in blocks]
-    parts = sorted(sorted(a for b in part for a in blocks[b]) for part in _few_parts(costs, budget))
-    return [[s for a in part for s in atoms[a]] for part in parts]
+    plan: list[list[list[list[int]]]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for batch, atoms in batches:
+        if sorted(s for atom in atoms for s in atom) != list(range(len(batch))) or not all(atoms):
+            raise ValueError(
+                f"atoms must hold each of the {len(batch)} sequences once, found {[list(a) for a in atoms]}"
+            )
+        tree = AtomTree(batch, atoms, share=share, token_cost=token_cost)
+        _check_atoms(batch, atoms, [block.tokens for block in tree.alone], budget, budget_key)
+        for of_rank in plan:
+            of_rank.append([])
+        parts = sorted(_parts(tree, budget, num_ranks), key=lambda part: (-part.cost, part.atoms))
+        # Neighbours are alike in cost. Passes with most tokens go first: if memory does not suffice, it shows there.
+        rounds = [parts[i : i + num_ranks] for i in range(0, len(parts), num_ranks)]
+        for side_by_side in sorted(rounds, key=lambda found: -max(part.tokens for part in found)):
+            idlest_first = sorted(range(num_ranks), key=loads.__getitem__)
+            for part, rank in zip(side_by_side, idlest_first, strict=True):
+                loads[rank] += part.cost
+                plan[rank][-1].append([s for a in part.atoms for s in atoms[a]])
+    return plan
 
 
-def plan_tree_shares(
-    batch: RaggedBatch, atoms: Sequence[Sequence[int]], num_shares: int, *, share: bool
-) -> list[list[int]]:
-    """The atoms of a ragged batch dealt out to ``num_shares`` workers, as equal in computed tokens as they come.
+class Block(NamedTuple):
+    """Atoms that are computed in one pass, with the tokens and the cost of that pass."""
 
-    With ``share`` every worker computes each segment that its sequences need once, so a group is cut where that evens
-    out more than copies of its prefix cost: the best of several finenesses is taken.
+    atoms: list[int]
+    tokens: int
+    cost: int
 
-    Args:
-        atoms: sequences that must stay together; none is empty.
-        share: otherwise every sequence counts with its ancestors, and groups do not matter.
 
-    Returns:
-        Atoms of each worker, ascending, none where they run out. The result is a function of the arguments alone.
+def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
+    """A multiple of ``num_ranks`` parts under ``budget``, few first of all, then as equal in cost as they come.
+
+    Ranks wait for the dearest part, so groups are cut where that evens out more than copies of prompts cost: the best
+    of several finenesses is taken. One rank computes one part after the other and cuts groups for the budget alone.
     """
-    if not atoms:
-        return [[] for _ in range(num_shares)]
-    tree = AtomTree(batch, atoms, share)
-    every = range(len(atoms))
-    fair, largest = -(-tree.cost(every) // num_shares), max(tree.cost([a]) for a in every)
-    best: list[list[int]] = []
-    least = 0
-    for fineness in _FINENESSES:
-        cap = max(fair // fineness, largest)
-        blocks = tree.blocks(cap)
-        parts = [
-            [a for b in part for a in blocks[b]] for part in deal([tree.cost(block) for block in blocks], num_shares)
-        ]
-        dearest = max(map(tree.cost, parts))
-        if not best or dearest < least:
-            best, least = parts, dearest
-        if not share or cap == largest or least <= _EVEN * fair:
+    if not tree.alone:
+        return []
+    whole, largest = tree.block(range(len(tree.alone))), max(block.cost for block in tree.alone)
+    fair = whole.cost // _multiple(-(-whole.tokens // budget), num_ranks)
+    limits = [whole.cost]
+    if num_ranks > 1 and tree.share:
+        limits += [int(_EVEN * max(fair // fineness, largest)) for fineness in _FINENESSES]
+    best: list[Block] = []
+    for limit in dict.fromkeys(limits):
+        blocks = tree.blocks(budget, limit)
+        dealt = _few_parts(blocks, budget, num_ranks)
+        parts = [tree.block(sorted(a for b in part for a in blocks[b].atoms)) for part in dealt]
+        if not best or (len(parts), _dearest(parts)) < (len(best), _dearest(best)):
+            best = parts
+        if _dearest(best) <= _EVEN * max(whole.cost / len(best), largest):
             break
-    return [sorted(part) for part in best]
+    return best
 
 
-def deal(costs: Sequence[int], num_parts: int) -> list[list[int]]:
-    """Items dealt to exactly so many parts, the dearest first, each to the cheapest part so far."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    # The count breaks ties, so that items of cost 0 fill empty parts; the index makes the rest deterministic.
-    heap = [(0, 0, p) for p in range(num_parts)]
-    for b in sorted(range(len(costs)), key=lambda b: (-costs[b], b)):
-        cost, count, p = heap[0]
-        parts[p].append(b)
-        heapq.heapreplace(heap, (cost + costs[b], count + 1, p))
+def _dearest(parts: Sequence[Block]) -> int:
+    return max(part.cost for part in parts)
+
+
+def _multiple(number: int, of: int) -> int:
+    """The next multiple that is not below ``number``."""
+    return -(-number // of) * of
+
+
+def _few_parts(blocks: Sequence[Block], budget: int, num_ranks: int) -> list[list[int]]:
+    """Blocks, which stay whole, dealt to few parts under ``budget``, in a multiple of ``num_ranks``."""
+    costs, tokens = [block.cost for block in blocks], [block.tokens for block in blocks]
+    # Two blocks of more than half the budget never share a part.
+    num_parts = _multiple(max(-(-sum(tokens) // budget), sum(2 * n > budget for n in tokens)), num_ranks)
+    most = None
+    while (parts := balanced_under(costs, num_parts, tokens, budget)) is None:
+        if most is None:
+            most = _multiple(len(best_fit(tokens, budget)), num_ranks)
+        # About 3 % more: an attempt costs as much as the plan, and few are needed this way.
+        num_parts = min(_multiple(num_parts + max(num_parts // 32, 1), num_ranks), most)
     return parts
 
 
-def _few_parts(costs: Sequence[int], budget: int) -> list[list[int]]:
-    """Blocks that stay whole into few parts of equal cost; at most as many as blocks."""
-    if not costs:
-        return []
-    # Two blocks of more than half the budget never share a part; without this bound such input takes many
-    # attempts.
-    num_parts = max(-(-sum(costs) // budget), sum(2 * cost > budget for cost in costs), 1)
-    while True:
-        parts = deal(costs, min(num_parts, len(costs)))
-        if all(sum(costs[b] for b in part) <= budget for part in parts):
-            return parts
-        # About 3 % more: an attempt costs as much as the plan, and few are needed this way.
-        num_parts += max(num_parts // 32, 1)
-
-
 class AtomTree:
-    """Atoms (sequences that stay together) of a batch, and the segments that each needs."""
+    """Atoms (sequences that stay together) of a batch, the segments that each needs, and what passes over them cost.
 
-    def __init__(self, batch: RaggedBatch, atoms: Sequence[Sequence[int]], share: bool) -> None:
-        self._lengths, self._share = batch.segment_lengths, share
-        self._chains = [[batch.chain(s) for s in atom] for atom in atoms]
-        self._needed = [{k for chain in of_atom for k in chain} for of_atom in self._chains]
+    Attributes:
+        share: a pass computes each segment once.
+        alone: of each atom, a pass over it alone.
+    """
 
-    def cost(self, part: Sequence[int]) -> int:
-        """Tokens that a part of these atoms computes."""
-        if self._share:
-            return sum(self._lengths[k] for k in set().union(*(self._needed[a] for a in part)))
-        return sum(self._lengths[k] for a in part for chain in self._chains[a] for k in chain)
+    def __init__(self, batch: RaggedBatch, atoms: Atoms, *, share: bool, token_cost: int = TOKEN_COST) -> None:
+        self.share = share
+        self._tokens = batch.segment_lengths
+        self._parents = batch.parents
+        depths: list[int] = []
+        for parent in batch.parents:
+            depths.append(depths[parent] + self._tokens[parent] if parent >= 0 else 0)
+        self._costs = [n * (token_cost + d) + n * (n + 1) // 2 for n, d in zip(self._tokens, depths, strict=True)]
+        self._needed: list[tuple[int, ...]] = []
+        self.alone: list[Block] = []
+        for a, atom in enumerate(atoms):
+            chains = [batch.chain(s) for s in atom]
+            needed = chains[0] if len(chains) == 1 else tuple(dict.fromkeys(k for chain in chains for k in chain))
+            self._needed.append(needed)
+            self.alone.append(self._pass([a], needed if share else [k for chain in chains for k in chain]))
 
-    def blocks(self, cap: int) -> list[list[int]]:
-        """Atoms that travel together: whole groups, or the runs of at most ``cap`` tokens into which they are cut."""
-        if not self._share:
-            return [[a] for a in range(len(self._chains))]
+    def block(self, atoms: Sequence[int]) -> Block:
+        """One pass over these atoms."""
+        if not self.share:
+            alone = [self.alone[a] for a in atoms]
+            return Block(list(atoms), sum(block.tokens for block in alone), sum(block.cost for block in alone))
+        return self._pass(list(atoms), {k for a in atoms for k in self._needed[a]})
+
+    def _pass(self, atoms: list[int], segments: Iterable[int]) -> Block:
+        return Block(atoms, sum(map(self._tokens.__getitem__, segments)), sum(map(self._costs.__getitem__, segments)))
+
+    def blocks(self, budget: int, limit: int) -> list[Block]:
+        """Whole groups, or the runs of at most ``budget`` tokens and ``limit`` cost into which they are cut.
+
+        A group is cut in the order of its tree into the fewest runs, as equal as they come; each run computes a copy of
+        its prefix. An atom dearer than the limit is a run. Unshared, every atom is a block.
+        """
+        if not self.share:
+            return self.alone
         # In the order of the tree, so that neighbours have most in common.
-        groups = [sorted(group, key=self._chains.__getitem__) for group in self.groups()]
-        return [run for group in groups for run in self._equal_runs(group, cap)]
+        groups = [sorted(group, key=self._needed.__getitem__) for group in self.groups()]
+        return [run for group in groups for run in self._equal_runs(group, budget, limit)]
 
     def groups(self) -> list[list[int]]:
         """Atoms that have a root in common, directly or through others; each list ascends."""
-        roots = [[chain[0] for chain in of_atom] for of_atom in self._chains]
+        roots = [[k for k in needed if self._parents[k] < 0] for needed in self._needed]
         leader: dict[int, int] = {}
 
         def find(root: int) -> int:
@@ -153,34 +200,37 @@ class AtomTree:
             groups.setdefault(find(of_atom[0]), []).append(a)
         return list(groups.values())
 
-    def _equal_runs(self, group: Sequence[int], budget: int) -> list[list[int]]:
-        """The fewest runs of ``group`` under ``budget``, and of these the ones whose dearest costs least."""
-        runs = self._filled(group, budget)
-        if len(runs) == 1:
-            return runs
-        low, high = max(self.cost([a]) for a in group), budget
-        while low < high:
+    def _equal_runs(self, group: Sequence[int], budget: int, limit: int) -> list[Block]:
+        """The fewest runs, and of these about the ones whose dearest costs least."""
+        if len(group) == 1:
+            return [self.alone[group[0]]]
+        whole = self.block(group)
+        if whole.tokens <= budget and whole.cost <= limit:
+            return [whole]
+        runs = self._filled(group, budget, limit)
+        low, high = max(-(-whole.cost // len(runs)), *(self.alone[a].cost for a in group)), _dearest(runs)
+        while high - low > high // _FINE:
             middle = (low + high) // 2
-            found = self._filled(group, middle)
+            found = self._filled(group, budget, middle)
             if len(found) <= len(runs):
-                runs, high = found, middle
+                runs, high = found, _dearest(found)
             else:
                 low = middle + 1
         return runs
 
-    def _filled(self, group: Sequence[int], cap: int) -> list[list[int]]:
-        """Runs filled one after the other up to ``cap`` distinct tokens."""
-        runs: list[list[int]] = []
+    def _filled(self, group: Sequence[int], budget: int, limit: int) -> list[Block]:
+        """Runs filled one after the other."""
+        runs: list[Block] = []
         held: set[int] = set()
-        cost = 0
         for a in group:
-            more = sum(self._lengths[k] for k in self._needed[a] - held)
-            if not runs or cost + more > cap:
-                runs.append([])
-                held, cost, more = set(), 0, self.cost([a])
-            runs[-1].append(a)
-            held |= self._needed[a]
-            cost += more
+            _, tokens, cost = self._pass([], [k for k in self._needed[a] if k not in held])
+            if not runs or runs[-1].tokens + tokens > budget or runs[-1].cost + cost > limit:
+                runs.append(self.alone[a]._replace(atoms=[]))
+                held.clear()
+            else:
+                runs[-1] = runs[-1]._replace(tokens=runs[-1].tokens + tokens, cost=runs[-1].cost + cost)
+            runs[-1].atoms.append(a)
+            held.update(self._needed[a])
         return runs
 
 

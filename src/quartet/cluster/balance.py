@@ -1,15 +1,16 @@
-"""Which items each data-parallel rank gets: about equal tokens, groups whole where that is possible."""
+"""Which items each data-parallel rank gets: about equal cost, groups whole where that is possible."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from quartet.batch.partition import AtomTree, deal
+from quartet.batch.balancing import balanced
+from quartet.batch.partition import AtomTree
 from quartet.cluster.structure import Structure
 
 EVEN_ENOUGH = 1.05
-"""Tokens of the dearest part over the mean at which a plan is taken without cutting smaller."""
+"""Cost of the dearest part over the mean at which a plan is taken without cutting smaller."""
 
 
 def plan_parts(
@@ -17,7 +18,7 @@ def plan_parts(
 ) -> list[Sequence[int]]:
     """Item indices of each part, ascending; a function of the arguments alone.
 
-    Items without a structure are dealt out in order, equally many each. Sequences of a batch are balanced by tokens,
+    Items without a structure are dealt out in order, equally many each. Sequences of a batch are balanced by cost,
     cut no smaller than balance needs: first whole ``chunks`` (how the data already lies), then whole groups (sequences
     that share a root segment), then runs of a group's sequences, each of which stores what they share once more.
     Parts are empty where there are fewer items than parts.
@@ -27,24 +28,22 @@ def plan_parts(
     if not len(structure):
         return [[] for _ in range(parts)]
     tree = AtomTree(structure.table, [[s] for s in range(len(structure))], share=True)
-    num_tokens = structure.table.num_tokens
+    cost = tree.block(range(len(structure))).cost
     best: list[Sequence[int]] = []
-    fewest = float("inf")
-    for blocks in _cuts(tree, parts, chunks, num_tokens):
-        dealt = map(sorted, deal([tree.cost(block) for block in blocks], parts))
+    least = float("inf")
+    for blocks in _cuts(tree, parts, chunks, cost):
+        dealt = map(sorted, balanced([tree.block(block).cost for block in blocks], parts))
         in_order = sorted(dealt, key=lambda part: part[0] if part else len(blocks))
         plan = [sorted(s for b in part for s in blocks[b]) for part in in_order]
-        dearest = max(map(tree.cost, plan))
-        if dearest < fewest:
-            best, fewest = list(plan), dearest
-        if fewest <= EVEN_ENOUGH * (num_tokens / parts):
+        dearest = max(tree.block(part).cost for part in plan)
+        if dearest < least:
+            best, least = list(plan), dearest
+        if least <= EVEN_ENOUGH * (cost / parts):
             break
     return best
 
 
-def _cuts(
-    tree: AtomTree, parts: int, chunks: Sequence[Sequence[int]], num_tokens: int
-) -> Iterator[list[Sequence[int]]]:
+def _cuts(tree: AtomTree, parts: int, chunks: Sequence[Sequence[int]], cost: int) -> Iterator[list[Sequence[int]]]:
     """Ways to cut the batch into blocks that travel whole, the coarsest first."""
     if chunks:
         yield [chunk for chunk in chunks if chunk]
@@ -52,7 +51,7 @@ def _cuts(
     yield [*groups]
     for fineness in (1, 2, 4, sum(map(len, groups))):
         # Runs of about equally many sequences, so many that none is dearer than its part of the batch.
-        counts = [min(-(-tree.cost(group) * parts * fineness // num_tokens), len(group)) for group in groups]
+        counts = [min(-(-tree.block(group).cost * parts * fineness // cost), len(group)) for group in groups]
         yield [
             group[a:b]
             for group, count in zip(groups, counts, strict=True)

@@ -98,6 +98,19 @@ class PackedModel:
     def vocab_size(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
+    @cached_property
+    def token_cost(self) -> int:
+        """What a token costs besides its attention, in tokens attended to: FLOPs by the shapes of the body's weights.
+
+        A product of a weight takes two FLOPs; a token attended to takes four for each feature of a layer's heads.
+        """
+        config = self.model.config.get_text_config()
+        embedding = self.model.get_input_embeddings().weight
+        weights = sum(p.numel() for p in self.body.parameters() if p.ndim > 1 and p is not embedding)
+        heads = config.num_attention_heads
+        features = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        return max(1, round(weights / (2 * config.num_hidden_layers * features)))
+
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.precision == "bf16":
             return torch.autocast(self.device.type, dtype=torch.bfloat16)

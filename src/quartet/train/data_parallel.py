@@ -18,20 +18,19 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quartet.batch.partition import plan_tree_shares
+from quartet.batch.partition import Atoms
 from quartet.batch.ragged import RaggedBatch
 from quartet.train.metrics import MetricSums, PlainSums
-from quartet.train.token_budget import TokenBudget, is_out_of_memory, num_computed_tokens
+from quartet.train.token_budget import TokenBudget, is_out_of_memory
 
 T = TypeVar("T")
-Atoms = Sequence[Sequence[int]]
 Plans = Sequence[Sequence[Sequence[int]]]
 
 IN_PLACE_BYTES = 2**20
@@ -90,53 +89,6 @@ class DataParallelGroup:
             yield
         except RuntimeError as error:
             raise RankFailed(f"the other ranks of {self.size} cannot be reached any more: {error}") from error
-
-
-# Sharing out ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BatchShard:
-    """One rank's share of one batch: the sequences there, and atoms by their numbers in the share."""
-
-    sequences: tuple[int, ...]
-    atoms: tuple[tuple[int, ...], ...]
-
-
-def shard_batches(
-    batches: Sequence[tuple[RaggedBatch, Atoms]], num_ranks: int, *, share: bool
-) -> list[list[BatchShard]]:
-    """Of each rank its piece of every batch, as equal in tokens as they come; the same result on every rank.
-
-    The largest piece of a batch goes to the rank that has least so far.
-
-    Args:
-        batches: each with the sequences that must stay together.
-        share: prompts are computed once.
-    """
-    shards: list[list[BatchShard]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for batch, atoms in batches:
-        dealt = [[atoms[a] for a in part] for part in plan_tree_shares(batch, atoms, num_ranks, share=share)]
-        costs = [num_computed_tokens(batch, [s for atom in part for s in atom], share=share) for part in dealt]
-        dearest_first = sorted(range(num_ranks), key=lambda p: -costs[p])
-        idlest_first = sorted(range(num_ranks), key=loads.__getitem__)
-        for p, rank in zip(dearest_first, idlest_first, strict=True):
-            loads[rank] += costs[p]
-            shards[rank].append(_shard(dealt[p]))
-    return shards
-
-
-def _shard(atoms: Atoms) -> BatchShard:
-    sequences = sorted(s for atom in atoms for s in atom)
-    number = {s: i for i, s in enumerate(sequences)}
-    return BatchShard(tuple(sequences), tuple(tuple(number[s] for s in atom) for atom in atoms))
-
-
-def outline(batch: RaggedBatch) -> RaggedBatch:
-    """What planning needs of a batch: lengths, parents and ids."""
-    ids = torch.zeros(batch.num_tokens, dtype=torch.int64)
-    return replace(batch, input_ids=ids, token={}, sequence={}, objects={})
 
 
 # Gradients -----------------------------------------------------------------------------------------------
@@ -247,21 +199,22 @@ class Replica:
 
     def accumulate(
         self,
-        backward: Callable[[Sequence[RaggedBatch], Plans], MetricSums],
+        backward: Callable[[Plans], MetricSums],
         batches: Sequence[tuple[RaggedBatch, Atoms]],
         parameters: Sequence[nn.Parameter],
         budget: TokenBudget,
         *,
         share: bool,
+        token_cost: int,
         num_updates: int,
     ) -> MetricSums:
         """Leaves the gradients of whole batches in ``parameters``.
 
         Args:
-            backward: ``(own, plans)`` drops former gradients and makes those of this rank's piece of every batch, in
-                the micro-batches of ``plans``.
+            backward: ``(plans)`` drops former gradients and makes those of this rank's micro-batches of every batch.
             batches: each with the sequences that must stay together.
             share: prompts are computed once.
+            token_cost: as in ``plan_micro_batches``.
             num_updates: so far.
 
         Returns:
@@ -272,24 +225,16 @@ class Replica:
             RankFailed: another rank failed.
             RuntimeError: the ranks did not begin with the same weights, batches and budget.
         """
-        this, whole = self.dp_group.rank, [batch for batch, _ in batches]
-        shards = shard_batches(batches, self.dp_group.size, share=share)
-        own = [batch.select(shard.sequences) for batch, shard in zip(whole, shards[this], strict=True)]
-        # Every rank plans for all, so that all come to the same budget; of others' batches outlines are enough.
-        outlines = [outline(batch) for batch in whole]
-        everybody = [
-            (own[i] if rank == this else outlines[i].select(shard.sequences), shard.atoms)
-            for rank, of_rank in enumerate(shards)
-            for i, shard in enumerate(of_rank)
-        ]
-        mine = slice(this * len(whole), (this + 1) * len(whole))
-        outset = self._outset(num_updates, whole, parameters)
+        outset = self._outset(num_updates, [batch for batch, _ in batches], parameters)
         return budget.run_several(
             lambda plans: self._attempt(
-                lambda: backward(own, plans[mine]), parameters, {**outset, budget.key: str(budget.tokens)}
+                lambda: backward(plans), parameters, {**outset, budget.key: str(budget.tokens)}
             ),
-            everybody,
+            batches,
             share=share,
+            token_cost=token_cost,
+            rank=self.dp_group.rank,
+            num_ranks=self.dp_group.size,
         )
 
     def _outset(

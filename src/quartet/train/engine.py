@@ -226,16 +226,18 @@ class TrainEngine(Generic[Model]):
         # Batches stay on the host, where tokens are counted and packs laid out without waiting for the device.
         denominators = [_on(device, term.objective.denominators(term.batch)) for term in terms]
         batches = [(term.batch, term.objective.atoms(term.batch)) for term in terms]
+        backward, token_cost = partial(self._backward, terms, denominators), self.packed.token_cost
         if self._replica is None:
-            return self.budget.run_several(partial(self._backward, terms, denominators), batches, share=share)
-
-        def backward(own: Sequence[RaggedBatch], plans: Sequence[Sequence[Sequence[int]]]) -> MetricSums:
-            mine = [replace(term, batch=piece) for term, piece in zip(terms, own, strict=True)]
-            return self._backward(mine, denominators, plans)
-
+            return self.budget.run_several(backward, batches, share=share, token_cost=token_cost)
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
         return self._replica.accumulate(
-            backward, batches, trained, self.budget, share=share, num_updates=self.num_updates
+            backward,
+            batches,
+            trained,
+            self.budget,
+            share=share,
+            token_cost=token_cost,
+            num_updates=self.num_updates,
         )
 
     def _backward(
@@ -246,7 +248,7 @@ class TrainEngine(Generic[Model]):
         self.optimizer.zero_grad(set_to_none=True)
         sums = MetricSums()
         for term, parts, of_batch in zip(terms, plans, denominators, strict=True):
-            for indices in parts:
+            for indices in filter(None, parts):
                 self._backward_part(replace(term, batch=term.batch.select(indices)), of_batch, sums)
         return sums
 
@@ -374,6 +376,7 @@ def forward_only(
         lambda plans: _columns(packed, batch, plans[0], needs, logprob_chunk, share),
         [(batch, [[s] for s in range(len(batch))])],
         share=shares(packed, share),
+        token_cost=packed.token_cost,
     )
     return ColumnSet(
         batch.ids,

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from quartet.batch.partition import plan_tree_micro_batches
+from quartet.batch.partition import TOKEN_COST, AtomTree, plan_micro_batches
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 
@@ -24,16 +24,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return "DefaultCPUAllocator" in text and "allocate memory" in text
 
 
-def num_computed_tokens(batch: RaggedBatch, sequences: Sequence[int], *, share: bool) -> int:
-    """Tokens of a forward pass over some sequences of ``batch``; shared ancestors count once."""
-    chains = [batch.chain(s) for s in sequences]
-    segments = {k for chain in chains for k in chain} if share else [k for chain in chains for k in chain]
-    return sum(batch.segment_lengths[k] for k in segments)
-
-
-def _dearest(batch: RaggedBatch, parts: Sequence[Sequence[int]], share: bool) -> int:
+def _largest(batch: RaggedBatch, parts: Sequence[Sequence[int]], share: bool) -> int:
     """Tokens of the largest part."""
-    return max((num_computed_tokens(batch, part, share=share) for part in parts), default=0)
+    return max((block.tokens for block in AtomTree(batch, parts, share=share).alone), default=0)
 
 
 class TokenBudget:
@@ -66,26 +59,32 @@ class TokenBudget:
         batches: Sequence[tuple[RaggedBatch, Sequence[Sequence[int]]]],
         *,
         share: bool,
+        token_cost: int = TOKEN_COST,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> T:
         """``work(plans)`` with one list of parts per batch, each part the sequences of a micro-batch; from its start
         with smaller parts where memory ran out. The result is that of the budget which was enough, and the budget
         stays there.
 
+        With several ranks all plan for all, so that they come to the same budget. ``work`` is given the parts of
+        ``rank``: equally many on all, some of them empty where atoms run out.
+
         Args:
             work: drops what an earlier call left behind.
             batches: each with its atoms, the sequences that must stay in one part.
             share: ancestors are computed once per part.
+            token_cost: as in ``plan_micro_batches``.
 
         Raises:
             UserError: an atom is larger than the budget, or memory ran out at the smallest parts.
         """
         while True:
-            plans = [
-                plan_tree_micro_batches(batch, atoms, self.tokens, share=share, budget_key=self.key)
-                for batch, atoms in batches
-            ]
+            plans = plan_micro_batches(
+                batches, self.tokens, num_ranks=num_ranks, share=share, budget_key=self.key, token_cost=token_cost
+            )
             try:
-                return work(plans)
+                return work(plans[rank])
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -93,8 +92,10 @@ class TokenBudget:
             # Not before the handler has ended: until then its traceback holds the tensors of the failed attempt.
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-            largest = max(_dearest(batch, parts, share) for (batch, _), parts in zip(batches, plans, strict=True))
-            smallest = max(_dearest(batch, atoms, share) for batch, atoms in batches)
+            largest = max(
+                _largest(batch, parts, share) for plan in plans for (batch, _), parts in zip(batches, plan, strict=True)
+            )
+            smallest = max(_largest(batch, atoms, share) for batch, atoms in batches)
             if largest <= smallest:
                 raise UserError(
                     f"memory ran out at the smallest micro-batch that {self.key} allows",

@@ -3,27 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet.batch.partition import deal, plan_tree_micro_batches
+from quartet.batch.balancing import longest_first
+from quartet.batch.partition import AtomTree, plan_micro_batches
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
-
-
-@given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 7))
-def test_items_are_dealt_out_to_within_one_item(costs, num_parts):
-    parts = deal(costs, num_parts)
-    assert len(parts) == num_parts and sorted(i for part in parts for i in part) == list(range(len(costs)))
-    loads = [sum(costs[i] for i in part) for part in parts]
-    assert max(loads) - min(loads) <= max(costs, default=0)
-    assert deal(tuple(costs), num_parts) == parts
-
-
-def test_dealt_by_hand():
-    assert deal([6, 5, 4, 3, 2], 3) == [[0], [1, 4], [2, 3]]
-    assert deal([5], 3) == [[0], [], []]
-    assert sorted(deal([0, 0, 4], 3)) == [[0], [1], [2]], "items of no cost fill empty parts first"
-
-
-# Trees -----------------------------------------------------------------------------------------------------------
 
 
 def group_batch(prompts: list[int], responses: list[list[int]]) -> RaggedBatch:
@@ -58,18 +41,88 @@ def computed(batch: RaggedBatch, sequences, share: bool = True) -> int:
     return part.num_tokens if share else sum(part.sequence_lengths())
 
 
-def plan_tree(batch, budget, share=True, atoms=None, key="actor.train.token_budget"):
+def plan_ranks(batch, budget, num_ranks, share=True, atoms=None, key="actor.train.token_budget", **cost):
+    """Every rank's micro-batches."""
     atoms = [[s] for s in range(len(batch))] if atoms is None else atoms
-    return plan_tree_micro_batches(batch, atoms, budget, share=share, budget_key=key)
+    plan = plan_micro_batches([(batch, atoms)], budget, num_ranks=num_ranks, share=share, budget_key=key, **cost)
+    assert len(plan) == num_ranks
+    return [parts for (parts,) in plan]
 
 
-@given(tree_batches(), st.integers(75, 160), st.booleans())
-def test_no_tree_part_computes_more_than_the_budget(batch, budget, share):
-    plan = plan_tree(batch, budget, share)
-    assert sorted(s for part in plan for s in part) == list(range(len(batch)))
-    assert all(part == sorted(part) for part in plan) and plan == sorted(plan)
-    assert all(computed(batch, part, share) <= budget for part in plan)
-    assert plan == plan_tree(batch, budget, share)
+def plan_tree(batch, budget, share=True, atoms=None, key="actor.train.token_budget"):
+    (parts,) = plan_ranks(batch, budget, 1, share, atoms, key)
+    return parts
+
+
+def in_order(parts):
+    """Parts by their first sequences; a plan has the largest first."""
+    return sorted(parts)
+
+
+def cost_of(batch, sequences, token_cost, share=True):
+    """Token by token: ``token_cost`` and one for each token that it attends to."""
+    if not share:
+        return sum(n * token_cost + n * (n + 1) // 2 for n in (batch.sequence_lengths()[s] for s in sequences))
+    part, cost = batch.select(sequences), 0
+    for k, length in enumerate(part.segment_lengths):
+        above, position = part.parents[k], 0
+        while above >= 0:
+            above, position = part.parents[above], position + part.segment_lengths[above]
+        cost += sum(token_cost + position + at + 1 for at in range(length))
+    return cost
+
+
+@given(tree_batches(), st.integers(75, 160), st.integers(1, 5), st.booleans(), st.integers(1, 3), st.data())
+def test_what_every_plan_keeps_to(batch, budget, num_ranks, share, size, data):
+    """All of it together: the budget, equal counts, each sequence once, atoms whole, the same plan each time."""
+    order = data.draw(st.permutations(range(len(batch))))
+    atoms = [list(order[i : i + size]) for i in range(0, len(order), size)]
+    largest = max(computed(batch, atom, share) for atom in atoms)
+    budget = max(budget, largest)
+    plan = plan_ranks(batch, budget, num_ranks, share, atoms, token_cost=50)
+    assert len(set(map(len, plan))) == 1, "equally many micro-batches on every rank"
+    parts = [part for of_rank in plan for part in of_rank]
+    assert sorted(s for part in parts for s in part) == list(range(len(batch)))
+    assert all(computed(batch, part, share) <= budget for part in parts if part)
+    assert all(sum(set(atom) <= set(part) for part in parts) == 1 for atom in atoms)
+    assert plan == plan_ranks(batch, budget, num_ranks, share, atoms, token_cost=50)
+    # No rank has an empty one but in the last round, where groups are not worth cutting further or atoms ran out.
+    assert all(part for of_rank in plan for part in of_rank[:-1])
+    tokens = [[computed(batch, part, share) if part else 0 for part in side] for side in zip(*plan, strict=True)]
+    assert list(map(max, tokens)) == sorted(map(max, tokens), reverse=True), "the largest first"
+    tree = AtomTree(batch, parts, share=share, token_cost=50)
+    assert [block.cost for block in tree.alone] == [cost_of(batch, part, 50, share) for part in parts]
+
+
+def todays_longest_first(costs, budget):
+    """What the plan was before: blocks dealt by tokens alone, with more parts until the budget is kept to."""
+    num_parts = max(-(-sum(costs) // budget), sum(2 * cost > budget for cost in costs), 1)
+    while True:
+        parts = longest_first(costs, min(num_parts, len(costs)))
+        if all(sum(costs[b] for b in part) <= budget for part in parts):
+            return parts
+        num_parts += max(num_parts // 32, 1)
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(500, 2000), st.integers(20, 5000))
+def test_never_more_parts_nor_dearer_ones_than_longest_first(lengths, budget, token_cost):
+    batch = RaggedBatch.from_sequences([[1] * n for n in lengths])
+    (parts,) = plan_ranks(batch, budget, 1, token_cost=token_cost)
+    former = todays_longest_first(lengths, budget)
+    assert len(parts) <= len(former)
+    if len(parts) == len(former):
+        dearest, formerly = (max(cost_of(batch, part, token_cost) for part in plan) for plan in (parts, former))
+        assert dearest <= formerly
+
+
+@given(tree_batches(), st.integers(1, 5), st.booleans())
+def test_ranks_have_equal_shares_to_within_an_atom(batch, num_ranks, share):
+    shares = [part for (part,) in plan_ranks(batch, 10**6, num_ranks, share, token_cost=50)]
+    costs = [cost_of(batch, part, 50, share) if part else 0 for part in shares]
+    alone = [cost_of(batch, [s], 50, share) for s in range(len(batch))]
+    assert max(costs) <= sum(alone) / num_ranks + 1.02 * max(alone)
+    if not share and len(batch) >= num_ranks:
+        assert max(costs) - min(costs) <= max(alone)
 
 
 @given(tree_batches(), st.integers(75, 160))
@@ -116,17 +169,17 @@ def test_a_group_is_cut_into_few_equal_runs(prompt, responses, budget):
 def test_trees_by_hand():
     # Two groups of 10 + 3·2 = 16 tokens and one of 4 + 2 = 6; unshared they would cost 36, 36 and 6.
     batch = group_batch([10, 10, 4], [[2, 2, 2], [2, 2, 2], [2]])
-    assert plan_tree(batch, 32) == [[0, 1, 2, 6], [3, 4, 5]]
-    assert plan_tree(batch, 38) == [[0, 1, 2, 3, 4, 5, 6]]
+    assert in_order(plan_tree(batch, 32)) == [[0, 1, 2, 6], [3, 4, 5]]
+    assert in_order(plan_tree(batch, 38)) == [[0, 1, 2, 3, 4, 5, 6]]
     # 16 do not fit 15: each group becomes two runs of 14 and 12.
-    assert plan_tree(batch, 15) == [[0, 1], [2], [3, 4], [5], [6]]
+    assert in_order(plan_tree(batch, 15)) == [[0, 1], [2], [3, 4], [5], [6]]
     # The unshared plan: sequences of 12 tokens, one of 6.
-    assert plan_tree(batch, 24, share=False) == [[0, 4], [1, 5], [2, 6], [3]]
+    assert in_order(plan_tree(batch, 24, share=False)) == [[0, 5], [1, 4], [2, 6], [3]]
 
 
 def test_a_large_group_is_cut_evenly():
     # 10 + 9·5 = 55 tokens under 30: filling up would leave 4, 4 and 1 members.
-    assert plan_tree(group_batch([10], [[5] * 9]), 30) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert in_order(plan_tree(group_batch([10], [[5] * 9]), 30)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 def test_a_forked_tree_is_cut_along_its_branches():
@@ -138,15 +191,15 @@ def test_a_forked_tree_is_cut_along_its_branches():
         leaves=(3, 4, 5, 6),
         ids=("a", "b", "c", "d"),
     )
-    assert plan_tree(batch, 34) == [[0, 1, 2, 3]]
-    assert plan_tree(batch, 33) == [[0, 2], [1, 3]]
+    assert in_order(plan_tree(batch, 34)) == [[0, 1, 2, 3]]
+    assert in_order(plan_tree(batch, 33)) == [[0, 2], [1, 3]]
 
 
 def test_pairs_count_their_prompt_once():
     batch = group_batch([10, 10], [[3, 4], [5, 5]])
     pairs = [[0, 1], [2, 3]]
-    assert plan_tree(batch, 20, atoms=pairs) == [[0, 1], [2, 3]]
-    assert plan_tree(batch, 37, atoms=pairs) == [[0, 1, 2, 3]]
+    assert in_order(plan_tree(batch, 20, atoms=pairs)) == [[0, 1], [2, 3]]
+    assert in_order(plan_tree(batch, 37, atoms=pairs)) == [[0, 1, 2, 3]]
     with pytest.raises(UserError) as caught:
         plan_tree(batch, 19, atoms=pairs, key="train.token_budget")
     assert caught.value.problem == "sequences that must stay together are longer than train.token_budget"
@@ -158,8 +211,8 @@ def test_pairs_count_their_prompt_once():
 
 def test_atoms_across_groups_keep_both_together():
     batch = group_batch([10, 10], [[1, 1], [1, 1]])
-    assert plan_tree(batch, 24, atoms=[[0], [1, 2], [3]]) == [[0, 1, 2, 3]]
-    assert plan_tree(batch, 23, atoms=[[0], [1, 2], [3]]) == [[0, 1, 2], [3]]
+    assert in_order(plan_tree(batch, 24, atoms=[[0], [1, 2], [3]])) == [[0, 1, 2, 3]]
+    assert in_order(plan_tree(batch, 23, atoms=[[0], [1, 2], [3]])) == [[0, 1, 2], [3]]
 
 
 def test_a_sequence_above_the_budget_names_the_key_to_raise():
@@ -180,6 +233,67 @@ def test_atoms_that_are_no_partition(atoms):
 
 def test_no_sequence_no_part():
     assert plan_tree(RaggedBatch.from_sequences([]), 10) == []
+
+
+# Ranks -----------------------------------------------------------------------------------------------------------
+
+
+def tokens_by_rank(batch, plan):
+    return [[computed(batch, part) if part else 0 for part in parts] for parts in plan]
+
+
+def test_a_group_is_cut_between_ranks_where_that_evens_out_more_than_its_prompt_costs():
+    """Eight responses of 50 tokens: with a prompt of 10 two ranks take four each; with one of 1000 it stays whole."""
+    short, long = group_batch([10], [[50] * 8]), group_batch([1000], [[1, 1]])
+    assert tokens_by_rank(short, plan_ranks(short, 1000, 2)) == [[210], [210]]
+    assert sorted(plan_ranks(long, 2000, 2)) == [[[]], [[0, 1]]], "1002 tokens, where two copies would be 1001 each"
+    assert sorted(plan_ranks(long, 1001, 2)) == [[[0]], [[1]]]
+    three = group_batch([4] * 3, [[20] * 4] * 3)
+    assert max(tokens_by_rank(three, plan_ranks(three, 1000, 2))) <= [132], "a group in two halves"
+
+
+def test_ranks_without_atoms_have_empty_micro_batches():
+    batch = group_batch([10], [[5, 4, 3]])
+    assert plan_ranks(batch, 20, 4) == [[[0]], [[1]], [[2]], [[]]]
+    assert plan_ranks(batch, 15, 2) == [[[0], []], [[1], [2]]], "the second rank has least after the first round"
+    # 17 and 15 tokens: two runs under the budget, though 15, 14 and 13 would be more alike.
+    assert plan_ranks(batch, 20, 2) == [[[1, 2]], [[0]]]
+    assert plan_ranks(RaggedBatch.from_sequences([]), 20, 3) == [[], [], []]
+
+
+def test_micro_batches_side_by_side_are_alike():
+    batch = group_batch([1] * 16, [[n] for n in (99, 89, 79, 69, 59, 49, 39, 29, 95, 85, 75, 65, 55, 45, 35, 25)])
+    plan = tokens_by_rank(batch, plan_ranks(batch, 200, 2))
+    assert all(abs(a - b) <= 2 for a, b in zip(*plan, strict=True))
+    assert abs(sum(plan[0]) - sum(plan[1])) <= 2
+
+
+def test_the_rank_that_has_least_gets_the_dearest_part_of_the_next_batch():
+    one = RaggedBatch.from_sequences([[1] * 9])
+    uneven = RaggedBatch.from_sequences([[1] * 5, [1] * 3, [1] * 3])
+    for batch, times, wanted in ((one, 3, [9, 18]), (uneven, 2, [11, 11])):
+        atoms = [[s] for s in range(len(batch))]
+        plan = plan_micro_batches([(batch, atoms)] * times, 100, num_ranks=2, share=True, budget_key="budget")
+        tokens = [sum(map(sum, tokens_by_rank(batch, of_rank))) for of_rank in plan]
+        assert sorted(tokens) == wanted
+        assert all(len(parts) == 1 for of_rank in plan for parts in of_rank)
+
+
+def test_long_sequences_weigh_more_than_their_tokens():
+    """Where a token costs as much as attending to 100, 400 tokens in a row cost what 1200 in short sequences cost."""
+    batch = RaggedBatch.from_sequences([[1] * 400] + [[1] * 10] * 120)
+    for token_cost, others in ((100, 0), (10**9, 40)):
+        plan = plan_ranks(batch, 2000, 2, token_cost=token_cost)
+        (long,) = [part for (part,) in plan if 0 in part]
+        assert abs(len(long) - 1 - others) <= 5, token_cost
+
+
+def test_a_planned_cost_counts_what_each_token_attends_to():
+    # A prompt of 3 and responses of 2 and 1: 1 + 2 + 3, then 4 + 5, then 4; unshared the prompt's once more.
+    batch = group_batch([3], [[2, 1]])
+    shared, apart = (AtomTree(batch, [[0, 1]], share=share, token_cost=100).alone[0] for share in (True, False))
+    assert (shared.tokens, shared.cost) == (6, 600 + 6 + 9 + 4)
+    assert (apart.tokens, apart.cost) == (9, 900 + 6 + 9 + 6 + 4)
 
 
 def test_large_batches_are_planned_at_once():

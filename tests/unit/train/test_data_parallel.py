@@ -11,20 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from quartet.batch.partition import plan_tree_shares
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, RLOO, KLConfig
 from quartet.config.preference import DPOLoss
-from quartet.train.data_parallel import DataParallelGroup, GradientBuckets, RankFailed, fingerprint, shard_batches
+from quartet.train.data_parallel import DataParallelGroup, GradientBuckets, RankFailed, fingerprint
 from quartet.train.engine import LossTerm
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.preference_objectives import PreferenceObjective
-from quartet.train.token_budget import num_computed_tokens
 
 PTX = SFTObjective("loss/ptx")
 
@@ -108,67 +104,6 @@ def answers(pairs):
     generator = torch.Generator().manual_seed(11)
     reference = -6 - 4 * torch.rand(len(pairs), generator=generator, dtype=torch.float64)
     return pairs.with_token(loss_mask=pairs.sequence_index() >= 0).with_sequence(ref_logprobs=reference)
-
-
-# Sharing out ---------------------------------------------------------------------------------------------
-
-trees = st.lists(
-    st.tuples(st.integers(1, 40), st.lists(st.integers(1, 30), min_size=1, max_size=6)), min_size=0, max_size=6
-)
-
-
-def _tree(groups) -> RaggedBatch:
-    responses = [[[1] * n for n in lengths] for _, lengths in groups]
-    ids = [str(i) for i in range(sum(len(lengths) for _, lengths in groups))]
-    return RaggedBatch.from_groups([[2] * n for n, _ in groups], responses, ids)
-
-
-@given(trees, st.integers(1, 4), st.booleans(), st.integers(1, 3))
-def test_every_atom_is_dealt_out_once_and_shares_are_alike(groups, num_shares, share, size):
-    batch = _tree(groups)
-    atoms = [list(range(s, min(s + size, len(batch)))) for s in range(0, len(batch), size)]
-    shares = plan_tree_shares(batch, atoms, num_shares, share=share)
-    assert len(shares) == num_shares
-    assert sorted(a for part in shares for a in part) == list(range(len(atoms)))
-    assert all(part == sorted(part) for part in shares)
-    costs = [num_computed_tokens(batch, [s for a in part for s in atoms[a]], share=share) for part in shares]
-    largest = max((num_computed_tokens(batch, atom, share=share) for atom in atoms), default=0)
-    everything = sum(num_computed_tokens(batch, atom, share=share) for atom in atoms)
-    assert max(costs) <= everything / num_shares + largest
-    if len(atoms) >= num_shares and not share:
-        assert max(costs) - min(costs) <= largest
-
-
-def test_a_group_is_cut_where_that_evens_out_more_than_its_prompt_costs():
-    """Eight responses of 50 tokens: with a prompt of 10 two ranks take four each; with one of 1000 one takes all."""
-    short, long = _tree([(10, [50] * 8)]), _tree([(1000, [1] * 2)])
-    assert sorted(map(len, plan_tree_shares(short, [[s] for s in range(8)], 2, share=True))) == [4, 4]
-    costs = [num_computed_tokens(long, part, share=True) for part in plan_tree_shares(long, [[0], [1]], 2, share=True)]
-    assert max(costs) <= 1002
-    three = _tree([(4, [20] * 4)] * 3)
-    parts = plan_tree_shares(three, [[s] for s in range(12)], 2, share=True)
-    assert max(num_computed_tokens(three, part, share=True) for part in parts) <= 132, "a group in two halves"
-
-
-def test_the_idlest_rank_gets_the_largest_piece_of_the_next_batch():
-    one = RaggedBatch.from_sequences([[1] * 9])
-    pieces = shard_batches([(one, [[0]]), (one, [[0]]), (one, [[0]])], 2, share=True)
-    counts = [[len(piece.sequences) for piece in of_rank] for of_rank in pieces]
-    assert sorted(map(sum, counts)) == [1, 2]
-    assert [sum(of_batch) for of_batch in zip(*counts, strict=True)] == [1, 1, 1]
-    uneven = RaggedBatch.from_sequences([[1] * 5, [1] * 3, [1] * 3])
-    pieces = shard_batches([(uneven, [[0], [1], [2]])] * 2, 2, share=True)
-    tokens = [sum(len(uneven.token_ids(s)) for piece in of_rank for s in piece.sequences) for of_rank in pieces]
-    assert tokens == [11, 11], "6 and 5, then 5 and 6"
-
-
-def test_atoms_keep_their_members():
-    batch = RaggedBatch.from_sequences([[1] * n for n in (3, 9, 4, 2, 7)])
-    atoms = [[4, 0], [1], [3, 2]]
-    found = set()
-    for (piece,) in shard_batches([(batch, atoms)], 2, share=False):
-        found |= {tuple(piece.sequences[s] for s in atom) for atom in piece.atoms}
-    assert found == {(4, 0), (1,), (3, 2)}
 
 
 # Updates -------------------------------------------------------------------------------------------------

@@ -232,7 +232,8 @@ def test_peak_memory_grows_by_columns_alone(kind, most, batch, make_engine):
     peaks, tokens = [], []
     for copies in (1, 32):
         data = _many(batch, copies)
-        engine = make_engine(token_budget=40, forward_token_budget=40, logprob_chunk=8)
+        # One copy's tokens: the largest micro-batch is as large with one copy as with many.
+        engine = make_engine(token_budget=36, forward_token_budget=36, logprob_chunk=8)
         objective = PolicyObjective(PPO(), 6 * copies, 1.0, kl_coef=0.0, is_first=True, max_new_tokens=8)
         engine.train_step(data, objective)
         runs = {
@@ -242,7 +243,7 @@ def test_peak_memory_grows_by_columns_alone(kind, most, batch, make_engine):
         peaks.append(_peak_bytes(runs[kind]))
         tokens.append(data.num_tokens)
     added = (peaks[1] - peaks[0]) / (tokens[1] - tokens[0])
-    assert peaks[0] / 40 > 5 * most, "bytes per token of a micro-batch"
+    assert peaks[0] / 36 > 5 * most, "bytes per token of a micro-batch"
     assert added < most, "bytes per token"
 
 
