@@ -103,10 +103,13 @@ class PackedModel:
         """What a token costs besides its attention, in tokens attended to: FLOPs by the shapes of the body's weights.
 
         A product of a weight takes two FLOPs; a token attended to takes four for each feature of a layer's heads.
+        Of experts, which are stacked, those count that a token meets.
         """
         config = self.model.config.get_text_config()
         embedding = self.model.get_input_embeddings().weight
-        weights = sum(p.numel() for p in self.body.parameters() if p.ndim > 1 and p is not embedding)
+        met = getattr(config, "num_experts_per_tok", None) or 1
+        products = [p for p in self.body.parameters() if p.ndim > 1 and p is not embedding]
+        weights = sum(p.numel() if p.ndim == 2 else p.numel() // p.shape[0] * met for p in products)
         heads = config.num_attention_heads
         features = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         return max(1, round(weights / (2 * config.num_hidden_layers * features)))

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from quartet.models.exact import ExactPackedAttention
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
@@ -128,3 +129,25 @@ def test_dropout_set_to_0_is_said(make_model):
     assert PackedCausalLM(make_model()).warnings == ()
     (warning,) = PackedCausalLM(make_model(attention_dropout=0.1)).warnings
     assert "dropout" in warning and "0.1" in warning
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_neox"])
+def test_what_a_token_costs_is_counted_in_products(family, make_model):
+    """Against torch's count of the unmodified model's operations: products of weights and products of attention."""
+    model = make_model(family)
+    model.set_attn_implementation("eager")
+    packed = PackedCausalLM(copy.deepcopy(model))
+    body, num_tokens = getattr(model, model.base_model_prefix), 8
+    with FlopCounterMode(display=False) as counter:
+        body(torch.zeros(1, num_tokens, dtype=torch.int64))
+    flops = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    of_attention = flops["aten.bmm"] / num_tokens**2
+    of_weights = sum(flops.get(name, 0) for name in ("aten.mm", "aten.addmm")) / num_tokens
+    assert packed.token_cost == pytest.approx(of_weights / of_attention, abs=0.5)
+
+
+def test_what_a_token_costs_in_every_architecture(architecture, make_model):
+    """About six times the width in a usual layer; here feed-forward layers are narrow."""
+    model = make_model(architecture)
+    width = model.config.get_text_config().hidden_size
+    assert width < PackedCausalLM(model).token_cost < 20 * width
