@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import MODELS, arguments, build_model, markdown, model_config, prompt_ids, step_groups, write_results
+from quartet.train.data_parallel import DataParallelGroup
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
@@ -27,7 +28,6 @@ from quartet.cluster.worker import free_port
 from quartet.config.algorithms import GRPO
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.packed_model import PackedCausalLM
-from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import PolicyObjective
 

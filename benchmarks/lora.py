@@ -30,7 +30,8 @@ from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.schedule.model_worker import TrainWorker
-from quartet.train.engine import Needs, TrainEngine, forward_only
+from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
 
 UPDATES = 10

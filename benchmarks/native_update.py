@@ -17,7 +17,8 @@ from quartet.batch.ragged import RaggedBatch  # noqa: E402
 from quartet.config.algorithms import GRPO  # noqa: E402
 from quartet.config.common import OptimConfig, TrainConfig  # noqa: E402
 from quartet.models.packed_model import PackedCausalLM  # noqa: E402
-from quartet.train.engine import Needs, TrainEngine  # noqa: E402
+from quartet.train.engine import TrainEngine  # noqa: E402
+from quartet.train.forward import Needs  # noqa: E402
 from quartet.train.objectives import PolicyObjective  # noqa: E402
 
 KINDS = (

@@ -36,7 +36,8 @@ from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Request, SamplingParams
 from quartet.schedule.model_worker import model_bytes
-from quartet.train.engine import Needs, TrainEngine, forward_only
+from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers.evaluation import run_to_end
 

@@ -30,7 +30,8 @@ from quartet.config.algorithms import GRPO, PPO, GSPOLoss
 from quartet.config.common import TrainConfig
 from quartet.config.preference import DPOLoss
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
-from quartet.train.engine import Needs, TrainEngine, forward_only
+from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import STEP_NEEDS, PolicyObjective, SFTObjective, StepObjective, ValueObjective
 from quartet.train.preference_objectives import PairwiseObjective, PreferenceObjective
 

@@ -25,7 +25,7 @@ FILES = (
     "tests/distributed/test_ray_clusters.py",
     "tests/e2e/test_examples.py",
     "tests/distributed/test_cluster_examples.py",
-    "tests/distributed/test_data_parallel_processes.py",
+    "tests/distributed/test_sharded_training.py",
     "tests/e2e/test_bad_input.py",
     "tests/e2e/test_one_process_memory.py",
     "tests/unit/rewards/test_sandbox.py",

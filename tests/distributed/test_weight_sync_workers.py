@@ -24,7 +24,8 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request, SamplingParams
 from quartet.schedule.role_group import RemoteGroup, RolesWorker
 from quartet.schedule.weight_sync import WeightReceiverMixin, WeightSenderMixin, open_weight_sync, sync_weights
-from quartet.train.engine import Needs, TrainEngine
+from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs
 from quartet.weights.errors import WeightMismatch, WeightSyncError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")

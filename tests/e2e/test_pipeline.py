@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.loading import load_causal_lm, load_scalar_model, packed_causal_lm, packed_scalar_model
 from quartet.observe.rollouts import list_steps, read_step
-from quartet.train.engine import Needs, forward_only
+from quartet.train.forward import Needs, forward_only
 
 JOBS = ("sft", "reward-model", "rl")
 

@@ -104,7 +104,7 @@ def test_hand_overs_change_no_bit(lora: bool, store: Any, tiny: Any, batch: Ragg
 
 
 def test_a_run_with_hand_overs_is_that_without(store: Any, tiny: Any, batch: RaggedBatch) -> None:
-    from quartet.train.engine import Needs
+    from quartet.train.forward import Needs
 
     plain, twin, moved = engine_of(tiny), engine_of(tiny), engine_of(tiny)
     moved.offloading(store)
@@ -161,7 +161,7 @@ def test_a_state_is_loaded_into_what_is_away(store: Any, tiny: Any, batch: Ragge
 
 def test_no_pass_on_what_is_away(store: Any, tiny: Any, batch: RaggedBatch) -> None:
     """The batch follows the parameters to the host, so without the refusal the CPU would compute."""
-    from quartet.train.engine import Needs, forward_only
+    from quartet.train.forward import Needs, forward_only
     from quartet.train.offload import Offload
 
     packed = PackedCausalLM(tiny.model("qwen2"))

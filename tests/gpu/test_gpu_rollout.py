@@ -143,7 +143,7 @@ def test_sampler_and_trainer_agree(
 ) -> None:
     """Log-probabilities of the engine against the trainer's forward pass over what it generated."""
     from quartet.batch.ragged import RaggedBatch
-    from quartet.train.engine import Needs, forward_only
+    from quartet.train.forward import Needs, forward_only
 
     shared = packed(tiny.model(family), precision)
     asked = requests(tiny)

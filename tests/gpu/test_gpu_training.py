@@ -96,7 +96,7 @@ def test_other_ways_to_the_same_update(
 def test_bf16_log_probabilities_are_near_those_of_fp32(
     family: str, tiny: object, tolerances: dict[torch.dtype, tuple[float, float]], record_property: Callable[..., None]
 ) -> None:
-    from quartet.train.engine import Needs, forward_only
+    from quartet.train.forward import Needs, forward_only
 
     batch = groups().to(tiny.device)
     fp32, bf16 = (

@@ -96,8 +96,8 @@ class Adapters:
     ) -> None:
         self.config = config
         self.layers = layers
-        self.trained: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._model = model
+        self.take_up_parameters()
         self._target_names = target_names
         self._is_in = True
         self._is_folded = False
@@ -118,6 +118,10 @@ class Adapters:
             f"LoRA of rank {self.config.rank} on {len(self.layers)} linear layers{head}: "
             f"{num_trained:,} of {num_all:,} parameters are trained"
         )
+
+    def take_up_parameters(self) -> None:
+        """``trained`` anew, after other code has put other parameters into the model."""
+        self.trained: dict[str, nn.Parameter] = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
 
     # The switch ------------------------------------------------------------------------------------------
 

@@ -53,6 +53,8 @@ class PackedModel:
         unshared_because: why it cannot, for the warning.
         relative_positions: a sequence may begin at any position, as it does in a batch that is padded on the left.
         adapters: what ``adapt`` put in; None where all weights are the model's own.
+        one_call: ``one_call(function, *args)`` is ``function(*args)``. All passes of an engine go through it, hidden
+            states and head of a pack within one call, so that a model can be one whose weights must be brought first.
 
     Raises:
         UserError: the model cannot run packed, or has foreign adapters in it.
@@ -83,6 +85,7 @@ class PackedModel:
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed = checkpoint_layers(self.body) if activation_checkpointing else []
+        self.one_call: Callable[..., Any] = _plain_call
 
     head: nn.Module
 
@@ -176,14 +179,21 @@ class PackedModel:
         they are: they begin and scale the residual stream, which is fp32 under autocast. So does a scalar head.
         """
         self.model.requires_grad_(False)
-        if self.precision != "bf16":
-            return
+        if self.precision == "bf16":
+            self.round_frozen()
+
+    def round_frozen(self) -> None:
+        """Weights that take no gradients and that autocast rounds to bf16 are held in bf16 from now on."""
+        for parameter in self.rounded_parameters():
+            if parameter.dtype == torch.float32 and not parameter.requires_grad:
+                parameter.data = parameter.detach().to(torch.bfloat16)
+
+    def rounded_parameters(self) -> set[nn.Parameter]:
+        """What autocast to bf16 rounds before every use: weights of linear layers that nothing else uses."""
         linear = [module for module in self.model.modules() if type(module) in (nn.Linear, Conv1D)]
         others = (m for m in self.model.modules() if type(m) not in (nn.Linear, Conv1D) or m is self._head_in_full)
         kept = {parameter for module in others for parameter in module._parameters.values()}
-        for parameter in {p for module in linear for p in module._parameters.values() if p is not None} - kept:
-            if parameter.dtype == torch.float32:
-                parameter.data = parameter.detach().to(torch.bfloat16)
+        return {p for module in linear for p in module._parameters.values() if p is not None} - kept
 
     def unfuse(self) -> None:
         """Normalisation and rotary embedding run as the model has them from now on: a compiler sees whole layers."""
@@ -332,6 +342,10 @@ class PackedScalarModel(PackedModel):
         return (hidden.to(dtype) @ self.head.weight.to(dtype).T).squeeze(-1)
 
 
+def _plain_call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 @dataclass(frozen=True)
 class DisabledDropout:
     """One dropout that was above 0: ``module.attribute``, its dotted name, its rate."""
@@ -354,12 +368,17 @@ def disable_dropout(model: PreTrainedModel) -> list[DisabledDropout]:
     return disabled
 
 
+def decoder_layers(body: nn.Module) -> list[nn.Module]:
+    """The layers that transformers marks as such, in the order of the body."""
+    return [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def checkpoint_layers(body: nn.Module) -> list[nn.Module]:
     """Makes every decoder layer keep only its inputs while gradients are enabled; returns the layers.
 
     Works whether or not the model is in training mode, which transformers' own switch needs.
     """
-    layers = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = decoder_layers(body)
     for layer in layers:
         # A partial of a bound method, so that a copy of the model runs its own layers.
         layer.forward = partial(_recomputed, layer.forward)

@@ -26,7 +26,8 @@ from quartet.schedule.leases import LeaseMode
 from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.weight_sync import WeightSenderMixin
 from quartet.train.checkpoint_old_format import model_state, training_state
-from quartet.train.engine import LossTerm, Needs, Objective, TrainEngine, forward_only
+from quartet.train.engine import LossTerm, Objective, TrainEngine
+from quartet.train.forward import Needs, forward_only
 from quartet.train.offload import Offload, Store
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 from quartet.train.token_budget import TokenBudget

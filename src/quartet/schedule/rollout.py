@@ -28,7 +28,7 @@ from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.request_store import FinishedRequest, PromptRequest, TurnRequest
 from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.rollout_worker import RolloutWorker
-from quartet.train.engine import Needs
+from quartet.train.forward import Needs
 
 _T = TypeVar("_T")
 

@@ -16,7 +16,7 @@ from quartet.schedule.iteration import Chunk, Scorer
 from quartet.schedule.lease_context import LeaseContext
 from quartet.schedule.model_worker import ModelWorker
 from quartet.schedule.role_group import RoleGroup
-from quartet.train.engine import Needs
+from quartet.train.forward import Needs
 
 
 @dataclass(frozen=True)

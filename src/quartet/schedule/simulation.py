@@ -41,7 +41,7 @@ from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.staleness import AdmissionRule
 from quartet.schedule.timed_workers import TimedCodec, TimedEngine, TimedGroup, TimedModel, TimedOffloader
 from quartet.text.tokenizer import TextCodec
-from quartet.train.engine import Needs
+from quartet.train.forward import Needs
 
 Sleep = Callable[[str, float], Awaitable[None]]
 """``(role, seconds)``: the role's workers sleep so long."""

@@ -22,12 +22,14 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch, sent
 from quartet.config.common import TrainConfig
 from quartet.models.memory import drop_derived
-from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
-from quartet.models.packing import pack
-from quartet.train.data_parallel import DataParallelGroup, Replica
+from quartet.models.packed_model import PackedModel
+from quartet.train.forward import Needs, Outputs, compute, forward_only, idle_pass, shares
 from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Offload, OffloadPart, Store
 from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
+from quartet.train.parallel.exchange import RankExchange
+from quartet.train.parallel.fsdp import ShardedModel, clip_sharded_gradients, shard_model
+from quartet.train.parallel.mesh import Mesh
 from quartet.train.state import (
     OPTIMIZER,
     REST,
@@ -41,41 +43,6 @@ from quartet.train.state import (
     tensors_of,
 )
 from quartet.train.token_budget import TokenBudget
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a forward pass computed, in the batch's stored layout (0 where nothing was asked for).
-
-    ``logprobs [T]``, ``entropies [T]`` and ``values [T]`` belong to the token at the same index and are read from the
-    state before it; ``scores [S]`` are read at each sequence's last token, ``step_scores [T]`` at the token itself.
-    """
-
-    logprobs: Tensor | None = None
-    entropies: Tensor | None = None
-    values: Tensor | None = None
-    scores: Tensor | None = None
-    step_scores: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What to compute, and for which tokens.
-
-    Args:
-        entropy_gradient: entropies carry gradient where gradients are enabled.
-        mask: name of the boolean token field that selects tokens for log-probabilities, values or step scores.
-        temperature: the sampling temperature by which logits are divided.
-    """
-
-    logprobs: bool = False
-    entropies: bool = False
-    values: bool = False
-    scores: bool = False
-    step_scores: bool = False
-    entropy_gradient: bool = False
-    mask: str = "loss_mask"
-    temperature: float = 1.0
 
 
 class Objective(Protocol):
@@ -118,7 +85,8 @@ class TrainEngine(Generic[Model]):
         config: budgets and optimizer.
         total_steps: optimizer updates of the whole run, for the learning-rate schedule.
         name: where the recipe keeps ``config``, as in ``actor.train``; messages name keys below it.
-        dp_group: ranks that train this model together, each with an engine and equal weights; see ``data_parallel``.
+        mesh: the ranks that train this model together, each with an engine. A model that is not shared out over it yet
+            is now: the same weights on every rank.
     """
 
     def __init__(
@@ -128,11 +96,13 @@ class TrainEngine(Generic[Model]):
         *,
         total_steps: int,
         name: str = "train",
-        dp_group: DataParallelGroup | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         if config.lora is not None and packed.adapters is None:
             raise ValueError(f"{name}.lora is set, but the model has no adapters: take it over with lora={name}.lora")
         self.packed = packed
+        self._root = shard_model(packed, mesh) if mesh is not None else None
+        self._exchange = RankExchange(self._root) if self._root is not None else None
         self.config = config
         self.total_steps = total_steps
         self.optimizer = build_optimizer(packed.model, config.optim)
@@ -147,7 +117,6 @@ class TrainEngine(Generic[Model]):
 
             self._compiled = CompiledLayers(packed).active
         self._offload: Offload | None = None
-        self._replica = Replica(dp_group) if dp_group is not None else None
 
     @property
     def num_oom(self) -> int:
@@ -201,12 +170,16 @@ class TrainEngine(Generic[Model]):
 
     def reporting_failures(self) -> AbstractContextManager[None]:
         """Around what goes before an update: a failure inside is told to the other ranks, which wait for this one."""
-        return self._replica.reporting_failures() if self._replica is not None else nullcontext()
+        return self._exchange.reporting_failures() if self._exchange is not None else nullcontext()
 
     def _optimizer_step(self) -> dict[str, float]:
         """Clips the gradients and updates the weights; returns ``grad_norm``, ``lr`` and ``skipped``."""
         lr = learning_rate(self.config.optim, self.num_updates, self.total_steps)
-        grad_norm = clip_gradients(self.packed.model.parameters(), self.config.optim.max_grad_norm)
+        parameters, max_norm = self.packed.model.parameters(), self.config.optim.max_grad_norm
+        if self._root is None:
+            grad_norm = clip_gradients(parameters, max_norm)
+        else:
+            grad_norm = clip_sharded_gradients(parameters, max_norm, self._root.mesh)
         finite = math.isfinite(grad_norm)
         if finite:
             for group in self.optimizer.param_groups:
@@ -216,8 +189,8 @@ class TrainEngine(Generic[Model]):
         else:
             self.num_skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        if self._replica is not None:
-            self._replica.check_step(grad_norm)
+        if self._exchange is not None:
+            self._exchange.check_step(grad_norm)
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(not finite)}
 
     def _accumulate(self, terms: Sequence[LossTerm]) -> MetricSums:
@@ -227,17 +200,10 @@ class TrainEngine(Generic[Model]):
         denominators = [_on(device, term.objective.denominators(term.batch)) for term in terms]
         batches = [(term.batch, term.objective.atoms(term.batch)) for term in terms]
         backward, token_cost = partial(self._backward, terms, denominators), self.packed.token_cost
-        if self._replica is None:
+        if self._exchange is None:
             return self.budget.run_several(backward, batches, share=share, token_cost=token_cost)
-        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return self._replica.accumulate(
-            backward,
-            batches,
-            trained,
-            self.budget,
-            share=share,
-            token_cost=token_cost,
-            num_updates=self.num_updates,
+        return self._exchange.accumulate(
+            backward, batches, self.budget, share=share, token_cost=token_cost, num_updates=self.num_updates
         )
 
     def _backward(
@@ -247,20 +213,39 @@ class TrainEngine(Generic[Model]):
         # An attempt that failed may have left gradients behind.
         self.optimizer.zero_grad(set_to_none=True)
         sums = MetricSums()
-        for term, parts, of_batch in zip(terms, plans, denominators, strict=True):
-            for indices in filter(None, parts):
-                self._backward_part(replace(term, batch=term.batch.select(indices)), of_batch, sums)
+        passes = [
+            partial(self._backward_part, term, indices, of_batch, sums) if indices else None
+            for term, parts, of_batch in zip(terms, plans, denominators, strict=True)
+            for indices in parts
+        ]
+        if self._root is None:
+            for one_pass in filter(None, passes):
+                one_pass()
+        else:
+            idle = partial(self._idle_part, self._root, terms[0].objective.needs)
+            self._root.make_passes(passes, idle, with_gradients=True)
         return sums
 
-    def _backward_part(self, part: LossTerm, denominators: Any, sums: MetricSums) -> None:
+    def _backward_part(self, term: LossTerm, indices: Sequence[int], denominators: Any, sums: MetricSums) -> None:
         """A function of its own, so that nothing of one micro-batch lives on in the next."""
-        config, objective, needs = self.config, part.objective, part.objective.needs
+        config, objective, root, batch = self.config, term.objective, self._root, term.batch.select(indices)
         # The backward within, too: with activation checkpointing it computes layers again.
         with self._compiled():
-            outputs = compute(self.packed, part.batch, needs, config.logprob_chunk, share=config.share_prefixes)
-            loss = objective.loss(outputs, part.batch.to(self.packed.device), denominators, sums) * part.weight
-            if loss.requires_grad:
+            outputs = compute(self.packed, batch, objective.needs, config.logprob_chunk, share=config.share_prefixes)
+            try:
+                loss = objective.loss(outputs, batch.to(self.packed.device), denominators, sums) * term.weight
+            except Exception:
+                if root is not None:
+                    root.backward(outputs.nothing())
+                raise
+            if root is not None:
+                root.backward(loss if loss.requires_grad else outputs.nothing())
+            elif loss.requires_grad:
                 loss.backward()
+
+    def _idle_part(self, root: ShardedModel, needs: Needs) -> None:
+        with self._compiled():
+            root.backward(idle_pass(self.packed, needs, self.config.logprob_chunk).nothing())
 
     # State -----------------------------------------------------------------------------------------------
 
@@ -355,127 +340,9 @@ class TrainEngine(Generic[Model]):
             self._offload.require(parts)
 
 
-def forward_only(
-    packed: PackedModel,
-    batch: RaggedBatch,
-    needs: Needs,
-    token_budget: int | TokenBudget,
-    logprob_chunk: int = 1024,
-    *,
-    share: bool = True,
-) -> ColumnSet:
-    """As ``TrainEngine.forward``, for a model that is never trained (reference, reward model).
-
-    Args:
-        token_budget: most tokens of a micro-batch; a ``TokenBudget`` remembers from pass to pass what memory allowed.
-        share: compute prompts once per micro-batch, where the model can.
-    """
-    if isinstance(token_budget, int):
-        token_budget = TokenBudget(token_budget, "forward_token_budget")
-    token, sequence = token_budget.run_several(
-        lambda plans: _columns(packed, batch, plans[0], needs, logprob_chunk, share),
-        [(batch, [[s] for s in range(len(batch))])],
-        share=shares(packed, share),
-        token_cost=packed.token_cost,
-    )
-    return ColumnSet(
-        batch.ids,
-        {name: values.to(batch.device) for name, values in token.items()},
-        {name: values.to(batch.device) for name, values in sequence.items()},
-    )
-
-
-@torch.no_grad()
-def _columns(
-    packed: PackedModel,
-    batch: RaggedBatch,
-    parts: Sequence[Sequence[int]],
-    needs: Needs,
-    logprob_chunk: int,
-    share: bool,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Token and sequence fields of the whole batch."""
-    token: dict[str, Tensor] = {}
-    sequence: dict[str, Tensor] = {}
-    for indices in parts:
-        part = batch.select(indices)
-        outputs = compute(packed, part, needs, logprob_chunk, share=share)
-        home = sent(_leaf_rows(batch, indices), packed.device)
-        here = sent(_leaf_rows(part, range(len(part))), packed.device)
-        for name in ("logprobs", "entropies", "values", "step_scores"):
-            values = getattr(outputs, name)
-            if values is not None:
-                token.setdefault(name, values.new_zeros(batch.num_tokens))[home] = values[here]
-        if outputs.scores is not None:
-            target = sequence.setdefault("scores", outputs.scores.new_zeros(len(batch)))
-            target[sent(torch.tensor(indices), packed.device)] = outputs.scores
-    return token, sequence
-
-
-def shares(packed: PackedModel, asked: bool) -> bool:
-    """Whether prompts are computed once: asked for and possible."""
-    return asked and packed.shares_prefixes
-
-
-def compute(
-    packed: PackedModel, batch: RaggedBatch, needs: Needs, logprob_chunk: int, *, share: bool = True
-) -> Outputs:
-    """One packed forward pass over the whole of ``batch``, with gradients where they are enabled.
-
-    Outputs are on the model's device. What is selected is counted where ``batch`` lies: from the CPU no step of it
-    waits for a GPU.
-    """
-    device = packed.device
-    packed_batch = pack(batch, share=shares(packed, share))
-    attention = packed_batch.attention(exact=packed.numerics == "exact")
-    hidden = packed.hidden(sent(packed_batch.input_ids, device), sent(packed_batch.position_ids, device), attention)
-    logprobs = entropies = values = scores = step_scores = None
-    if needs.logprobs or needs.values:
-        rows, labels, targets = (sent(x, device) for x in packed_batch.predicted(batch.token[needs.mask]))
-        # Positions without a label go no further.
-        selected = hidden.index_select(0, rows)
-        if needs.logprobs:
-            found, entropy = _causal(packed).token_logprobs(
-                selected,
-                labels,
-                temperature=needs.temperature,
-                chunk=logprob_chunk,
-                entropy=needs.entropies,
-                entropy_grad=needs.entropy_gradient,
-            )
-            logprobs = packed_batch.scatter(found, targets)
-            entropies = packed_batch.scatter(entropy, targets) if entropy is not None else None
-        if needs.values:
-            values = packed_batch.scatter(_scalar(packed).scalars(selected), targets)
-    if needs.scores:
-        scores = _scalar(packed).scalars(hidden.index_select(0, sent(packed_batch.last_rows(), device)))
-    if needs.step_scores:
-        rows, targets = (sent(x, device) for x in packed_batch.own_rows(batch.token[needs.mask]))
-        step_scores = packed_batch.scatter(_scalar(packed).scalars(hidden.index_select(0, rows)), targets)
-    return Outputs(logprobs, entropies, values, scores, step_scores)
-
-
 def _on(device: torch.device, denominators: Any) -> Any:
     """Denominators with their tensors on ``device``."""
     if not is_dataclass(denominators) or isinstance(denominators, type):
         return denominators
     values = {field.name: getattr(denominators, field.name) for field in fields(denominators)}
     return replace(denominators, **{n: sent(v, device) for n, v in values.items() if isinstance(v, Tensor)})
-
-
-def _causal(packed: PackedModel) -> PackedCausalLM:
-    if not isinstance(packed, PackedCausalLM):
-        raise TypeError(f"log-probabilities need a causal LM, not {type(packed).__name__}")
-    return packed
-
-
-def _scalar(packed: PackedModel) -> PackedScalarModel:
-    if not isinstance(packed, PackedScalarModel):
-        raise TypeError(f"values and scores need a model with a scalar head, not {type(packed).__name__}")
-    return packed
-
-
-def _leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:
-    offsets = batch.segment_offsets
-    spans = [(offsets[k], offsets[k + 1]) for k in (batch.leaves[s] for s in indices)]
-    return torch.cat([torch.arange(a, b, device=batch.device) for a, b in spans])

@@ -43,7 +43,8 @@ from quartet.config.algorithms import (
     keeps_trajectories_whole,
     kl_term,
 )
-from quartet.train.engine import Needs, Objective, Outputs
+from quartet.train.engine import Objective
+from quartet.train.forward import Needs, Outputs
 from quartet.train.metrics import MetricSums
 
 

@@ -47,7 +47,8 @@ from quartet.config.preference import (
     RobustDPOLoss,
     SimPOLoss,
 )
-from quartet.train.engine import Needs, Objective, Outputs
+from quartet.train.engine import Objective
+from quartet.train.forward import Needs, Outputs
 from quartet.train.metrics import MetricSums
 from quartet.train.objectives import by_field, required, sampler_agreement, trajectory_index
 

@@ -17,7 +17,7 @@ from quartet.config.recipe import Recipe, RLRecipe, SupervisedRecipe
 from quartet.models.loading import packed_causal_lm, packed_scalar_model
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel, Precision
 from quartet.schedule.role_group import RolesWorker
-from quartet.train.data_parallel import DataParallelGroup
+from quartet.train.parallel.group import DataParallelGroup
 from quartet.trainers.run_files import flatten
 
 CPU = torch.device("cpu")

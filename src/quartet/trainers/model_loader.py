@@ -29,8 +29,9 @@ from quartet.models.loading import (
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, ScoreWorker, TrainWorker
 from quartet.text.tokenizer import TextCodec
-from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import TrainEngine
+from quartet.train.parallel.group import DataParallelGroup
+from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.devices import CPU, META, FrozenModels, precision_on
 from quartet.trainers.input_sources import resolve_model, resolve_tokenizer, vocabulary_size
 from quartet.trainers.ptx import PTX
@@ -270,7 +271,8 @@ class ModelLoader:
         recipe = self.recipe
         train = recipe.actor.train if role == "actor" else recipe.critic.train
         total_steps = steps * recipe.minibatches * recipe.epochs
-        return TrainEngine(packed, train, total_steps=total_steps, name=f"{role}.train", dp_group=self._dp_group)
+        mesh = Mesh.of(self._dp_group) if self._dp_group is not None else None
+        return TrainEngine(packed, train, total_steps=total_steps, name=f"{role}.train", mesh=mesh)
 
     def _own(self, packed: _P) -> _P:
         """Notes that ``release`` gives ``packed`` back."""

@@ -30,7 +30,8 @@ from quartet.data.preference import JudgedData, PreferenceData
 from quartet.models.loading import load_causal_lm
 from quartet.observe.progress import Progress
 from quartet.schedule.role_group import RoleGroup
-from quartet.train.engine import Needs, Objective, Outputs, forward_only
+from quartet.train.engine import Objective
+from quartet.train.forward import Needs, Outputs, forward_only
 from quartet.train.metrics import MetricSums
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.train.token_budget import TokenBudget

@@ -31,7 +31,7 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.scorers import ModelScorer
 from quartet.text.steps import Step, answer_pieces, join_steps, last_tokens, split_steps
 from quartet.text.tokenizer import TextCodec
-from quartet.train.engine import Needs
+from quartet.train.forward import Needs
 from quartet.train.objectives import STEP_NEEDS
 from quartet.trainers.reward_roles import RewardModelRole, encode_answer
 

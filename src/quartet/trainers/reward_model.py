@@ -11,7 +11,8 @@ from torch import Tensor
 from quartet.algorithms.evaluation_math import Interval, bootstrap_interval, wilson_interval
 from quartet.config.recipe import RewardModelRecipe
 from quartet.data.preference import PreferenceData
-from quartet.train.engine import Needs, TrainEngine
+from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs
 from quartet.train.preference_objectives import PairwiseObjective
 from quartet.trainers.input_sources import Reader, longest_group, pair_reader
 from quartet.trainers.supervised import SupervisedTrainer

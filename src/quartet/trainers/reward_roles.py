@@ -24,7 +24,7 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.schedule.scorers import ModelScorer
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec
-from quartet.train.engine import Needs
+from quartet.train.forward import Needs
 from quartet.train.token_budget import TokenBudget
 
 

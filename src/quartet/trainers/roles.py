@@ -38,7 +38,8 @@ from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.schedule.rollout import Rollout
 from quartet.schedule.scorers import ModelScorer, PartScorer
 from quartet.text.tokenizer import check_vocabulary
-from quartet.train.engine import Needs, TrainEngine
+from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs
 from quartet.trainers.devices import CPU, META
 from quartet.trainers.episodes import EpisodeRunner
 from quartet.trainers.evaluation import prompt_request, sampling_params

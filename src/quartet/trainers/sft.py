@@ -8,7 +8,7 @@ import torch
 
 from quartet.config.recipe import SFTRecipe
 from quartet.data.datasets import SFTData
-from quartet.train.engine import Needs
+from quartet.train.forward import Needs
 from quartet.train.objectives import SFTObjective
 from quartet.trainers.input_sources import demonstration_reader
 from quartet.trainers.supervised import SupervisedTrainer

@@ -38,8 +38,9 @@ from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScala
 from quartet.schedule.model_worker import Described, TrainWorker
 from quartet.schedule.role_group import RolesWorker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
-from quartet.train.data_parallel import DataParallelGroup
 from quartet.train.engine import Objective, TrainEngine
+from quartet.train.parallel.group import DataParallelGroup
+from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.devices import enter_process, precision_on, worker_device
 from quartet.trainers.input_sources import (
     Reader,
@@ -132,7 +133,8 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
             )
             taken.callback(self.packed.release)
             check_budget(self._longest(), train.token_budget, "train.token_budget")
-            super().__init__(TrainEngine(self.packed, train, total_steps=self.steps, dp_group=dp_group))
+            mesh = Mesh.of(dp_group) if dp_group is not None else None
+            super().__init__(TrainEngine(self.packed, train, total_steps=self.steps, mesh=mesh))
             self._begin(given)
             taken.pop_all()
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.models.packing import pack
-from quartet.train.engine import Needs, compute, forward_only
+from quartet.train.forward import Needs, compute, forward_only
 
 
 @pytest.fixture(scope="module")

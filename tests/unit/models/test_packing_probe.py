@@ -43,7 +43,8 @@ from quartet.models.attention import PackedAttention
 from quartet.models.loading import packed_causal_lm, packed_scalar_model, scalar_model_from
 from quartet.models.packed_model import PackedCausalLM
 from quartet.models.packing_probe import check_decoding, model_context_length, probe
-from quartet.train.engine import Needs, TrainEngine
+from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 DENSE = dict(**SIZES, intermediate_size=48, num_key_value_heads=2, pad_token_id=None, eos_token_id=None)

@@ -38,7 +38,7 @@ from quartet.models.packed_model import PackedScalarModel
 from quartet.models.packing import pack
 from quartet.models.pad_token import with_pad_token
 from quartet.text.loading import PAD_TOKEN, load_tokenizer, reads_the_same
-from quartet.train.engine import Needs, forward_only
+from quartet.train.forward import Needs, forward_only
 
 VOCAB = 61
 TEXTS = ["t7 t8 t9 t1", "t7 t8 t1 t1", "t10 t11 t12 t13 t14 t15 t16 t17", "t3", "t6 t0", "t5 what t8 ever", "t9 t2"]

@@ -25,7 +25,7 @@ from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
 from quartet.rollout.runner import choose_contexts
 from quartet.rollout.step_attention import Contexts
-from quartet.train.engine import Needs, compute, forward_only
+from quartet.train.forward import Needs, compute, forward_only
 
 Tolerances = dict[torch.dtype, tuple[float, float]]
 Make = Callable[..., Request]

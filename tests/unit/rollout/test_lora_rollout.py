@@ -19,7 +19,7 @@ from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, Request
-from quartet.train.engine import Needs, forward_only
+from quartet.train.forward import Needs, forward_only
 
 LORA = LoRAConfig(rank=4, alpha=6.0)
 TOKENS = torch.arange(3, 43)

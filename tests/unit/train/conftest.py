@@ -16,8 +16,8 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel
-from quartet.train.data_parallel import DataParallelGroup
-from quartet.train.engine import Needs, TrainEngine
+from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs
 
 VOCAB = 31
 
@@ -69,7 +69,6 @@ def make_engine(make_model: Callable[[str, torch.dtype], PreTrainedModel]) -> Ca
         optim: dict[str, Any] | None = None,
         name: str = "train",
         numerics: Numerics = "fast",
-        dp_group: DataParallelGroup | None = None,
         **config: Any,
     ) -> TrainEngine[Any]:
         model = make_model(kind, dtype)
@@ -78,7 +77,7 @@ def make_engine(make_model: Callable[[str, torch.dtype], PreTrainedModel]) -> Ca
         packed = holder(
             model, settings.precision, activation_checkpointing=settings.activation_checkpointing, numerics=numerics
         )
-        return TrainEngine(packed, settings, total_steps=total_steps, name=name, dp_group=dp_group)
+        return TrainEngine(packed, settings, total_steps=total_steps, name=name)
 
     return make
 

@@ -12,7 +12,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO
 from quartet.models.memory import note_derived
-from quartet.train.engine import Needs, forward_only
+from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import PolicyObjective, SFTObjective
 from quartet.train.token_budget import TokenBudget, is_out_of_memory
 

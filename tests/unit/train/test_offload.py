@@ -20,7 +20,8 @@ from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.rollout.weight_copies import ConvertedWeight, CopySource, transposed
 from quartet.train import offload as module
-from quartet.train.engine import Needs, TrainEngine, forward_only
+from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective, ValueObjective
 from quartet.train.offload import PARTS, MappedFiles, Offload
 from quartet.train.state import snapshot

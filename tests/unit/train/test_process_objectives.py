@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.train.engine import Needs
+from quartet.train.forward import Needs
 from quartet.train.objectives import STEP_NEEDS, StepObjective
 from unshared import unshared
 

@@ -10,7 +10,7 @@ import torch
 from quartet.batch.columns import join
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, RLOO
-from quartet.train.engine import Needs, compute, forward_only
+from quartet.train.forward import Needs, compute, forward_only
 from quartet.train.objectives import PolicyObjective, SFTObjective, ValueObjective
 from quartet.train.preference_objectives import PairwiseObjective
 

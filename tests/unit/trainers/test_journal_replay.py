@@ -33,7 +33,7 @@ from quartet.schedule.rollout import Rollout
 from quartet.schedule.rollout_worker import RolloutWorker
 from quartet.schedule.scorers import ModelScorer
 from quartet.schedule.staleness import AdmissionRule
-from quartet.train.engine import Needs
+from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective
 from quartet.trainers.experience import Assembler, Experience
 from quartet.trainers.model_loader import UserObjects

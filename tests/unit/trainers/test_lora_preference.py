@@ -16,7 +16,7 @@ from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, Optim
 from quartet.config.preference import CachedReferenceConfig, DPOLoss, KTOLoss, PreferenceRecipe
 from quartet.models.packed_model import PackedCausalLM
 from quartet.train.checkpoint_shares import Share
-from quartet.train.engine import Needs, forward_only
+from quartet.train.forward import Needs, forward_only
 from quartet.train.preference_objectives import answer_logprobs
 from quartet.trainers.preference import PreferenceTrainer
 from quartet.trainers.reference_cache import weights_digest

@@ -27,7 +27,7 @@ from quartet.schedule.placement import LOCAL_POOL, local_placement
 from quartet.schedule.role_group import RemoteGroup
 from quartet.schedule.rollout_writer import Writer
 from quartet.text.tokenizer import TextCodec
-from quartet.train.engine import Needs
+from quartet.train.forward import Needs
 from quartet.trainers.model_loader import UserObjects
 from quartet.trainers.workers import WRITER_ROLE, PoolWorker
 

@@ -1,0 +1,238 @@
+"""Packed forward passes: what is computed for which tokens of a batch, with or without gradients.
+
+Shapes: T stored tokens, S sequences, P packed tokens, M selected rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quartet.batch.columns import ColumnSet
+from quartet.batch.ragged import RaggedBatch, sent
+from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
+from quartet.models.packing import pack
+from quartet.train.parallel.exchange import RankExchange
+from quartet.train.parallel.fsdp import sharded
+from quartet.train.token_budget import TokenBudget
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a forward pass computed, in the batch's stored layout (0 where nothing was asked for).
+
+    ``logprobs [T]``, ``entropies [T]`` and ``values [T]`` belong to the token at the same index and are read from the
+    state before it; ``scores [S]`` are read at each sequence's last token, ``step_scores [T]`` at the token itself.
+    """
+
+    logprobs: Tensor | None = None
+    entropies: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None
+    step_scores: Tensor | None = None
+
+    def fields(self) -> dict[str, Tensor]:
+        """What was computed, by name."""
+        return {name: values for name, values in vars(self).items() if values is not None}
+
+    def nothing(self) -> Tensor:
+        """A scalar that is 0 times everything, to run a backward that weighs nothing."""
+        return torch.stack([(values * 0).sum() for values in self.fields().values() if values.requires_grad]).sum()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What to compute, and for which tokens.
+
+    Args:
+        entropy_gradient: entropies carry gradient where gradients are enabled.
+        mask: name of the boolean token field that selects tokens for log-probabilities, values or step scores.
+        temperature: the sampling temperature by which logits are divided.
+    """
+
+    logprobs: bool = False
+    entropies: bool = False
+    values: bool = False
+    scores: bool = False
+    step_scores: bool = False
+    entropy_gradient: bool = False
+    mask: str = "loss_mask"
+    temperature: float = 1.0
+
+
+def forward_only(
+    packed: PackedModel,
+    batch: RaggedBatch,
+    needs: Needs,
+    token_budget: int | TokenBudget,
+    logprob_chunk: int = 1024,
+    *,
+    share: bool = True,
+) -> ColumnSet:
+    """As ``TrainEngine.forward``, for a model that is never trained (reference, reward model).
+
+    Args:
+        token_budget: most tokens of a micro-batch; a ``TokenBudget`` remembers from pass to pass what memory allowed.
+        share: compute prompts once per micro-batch, where the model can.
+    """
+    if isinstance(token_budget, int):
+        token_budget = TokenBudget(token_budget, "forward_token_budget")
+    root = sharded(packed)
+    with nullcontext() if root is None else RankExchange(root).reporting_failures():
+        token, sequence = token_budget.run_several(
+            lambda plans: _columns(packed, batch, plans[0], needs, logprob_chunk, share),
+            [(batch, [[s] for s in range(len(batch))])],
+            share=shares(packed, share),
+            token_cost=packed.token_cost,
+        )
+    return ColumnSet(
+        batch.ids,
+        {name: values.to(batch.device) for name, values in token.items()},
+        {name: values.to(batch.device) for name, values in sequence.items()},
+    )
+
+
+Columns = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Token and sequence fields by name."""
+
+
+@torch.no_grad()
+def _columns(
+    packed: PackedModel,
+    batch: RaggedBatch,
+    parts: Sequence[Sequence[int]],
+    needs: Needs,
+    logprob_chunk: int,
+    share: bool,
+) -> Columns:
+    """Of the whole batch. A sharded model's ranks call it at once, each with a batch of its own or an empty one."""
+    found: Columns = ({}, {})
+    passes: list[Callable[[], None] | None] = [
+        partial(_add_part, found, packed, batch, indices, needs, logprob_chunk, share) for indices in parts
+    ]
+    root = sharded(packed)
+    if root is None:
+        for one_pass in filter(None, passes):
+            one_pass()
+        return found
+
+    def idle() -> None:
+        for name, values in idle_pass(packed, needs, logprob_chunk).fields().items():
+            fields, size = (found[1], len(batch)) if name == "scores" else (found[0], batch.num_tokens)
+            fields.setdefault(name, values.new_zeros(size))
+
+    exchange = RankExchange(root)
+    passes += [None] * (exchange.most_passes(len(passes)) - len(passes))
+    with exchange.retrying_together():
+        root.make_passes(passes, idle, with_gradients=False)
+    return found
+
+
+def _add_part(
+    found: Columns,
+    packed: PackedModel,
+    batch: RaggedBatch,
+    indices: Sequence[int],
+    needs: Needs,
+    logprob_chunk: int,
+    share: bool,
+) -> None:
+    """A function of its own, so that nothing of one micro-batch lives on in the next."""
+    part = batch.select(indices)
+    outputs = compute(packed, part, needs, logprob_chunk, share=share)
+    home = sent(_leaf_rows(batch, indices), packed.device)
+    here = sent(_leaf_rows(part, range(len(part))), packed.device)
+    token, sequence = found
+    for name, values in outputs.fields().items():
+        if name == "scores":
+            target = sequence.setdefault(name, values.new_zeros(len(batch)))
+            target[sent(torch.tensor(indices), packed.device)] = values
+        else:
+            token.setdefault(name, values.new_zeros(batch.num_tokens))[home] = values[here]
+
+
+def idle_pass(packed: PackedModel, needs: Needs, logprob_chunk: int) -> Outputs:
+    """A pass over two tokens, for a rank that has nothing to compute while others have."""
+    mask = {needs.mask: torch.tensor([False, True])}
+    return compute(packed, RaggedBatch.from_sequences([[0, 0]], ["idle"], token=mask), needs, logprob_chunk)
+
+
+def shares(packed: PackedModel, asked: bool) -> bool:
+    """Whether prompts are computed once: asked for and possible."""
+    return asked and packed.shares_prefixes
+
+
+def compute(
+    packed: PackedModel, batch: RaggedBatch, needs: Needs, logprob_chunk: int, *, share: bool = True
+) -> Outputs:
+    """One packed forward pass over the whole of ``batch``, with gradients where they are enabled.
+
+    Outputs are on the model's device. What is selected is counted where ``batch`` lies: from the CPU no step of it
+    waits for a GPU.
+    """
+    device = packed.device
+    packed_batch = pack(batch, share=shares(packed, share))
+    attention = packed_batch.attention(exact=packed.numerics == "exact")
+    inputs = sent(packed_batch.input_ids, device), sent(packed_batch.position_ids, device), attention
+    # Where something is read is known before the pass: within a sharded model's, nothing may fail on one rank alone.
+    predicted = own = last = None
+    if needs.logprobs or needs.values:
+        predicted = tuple(sent(x, device) for x in packed_batch.predicted(batch.token[needs.mask]))
+    if needs.scores:
+        last = sent(packed_batch.last_rows(), device)
+    if needs.step_scores:
+        own = tuple(sent(x, device) for x in packed_batch.own_rows(batch.token[needs.mask]))
+
+    def run() -> Outputs:
+        hidden = packed.hidden(*inputs)
+        logprobs = entropies = values = scores = step_scores = None
+        if predicted is not None:
+            rows, labels, targets = predicted
+            # Positions without a label go no further.
+            selected = hidden.index_select(0, rows)
+            if needs.logprobs:
+                found, entropy = _causal(packed).token_logprobs(
+                    selected,
+                    labels,
+                    temperature=needs.temperature,
+                    chunk=logprob_chunk,
+                    entropy=needs.entropies,
+                    entropy_grad=needs.entropy_gradient,
+                )
+                logprobs = packed_batch.scatter(found, targets)
+                entropies = packed_batch.scatter(entropy, targets) if entropy is not None else None
+            if needs.values:
+                values = packed_batch.scatter(_scalar(packed).scalars(selected), targets)
+        if last is not None:
+            # No view: FSDP marks what a root returns.
+            scores = _scalar(packed).scalars(hidden.index_select(0, last)).clone()
+        if own is not None:
+            rows, targets = own
+            step_scores = packed_batch.scatter(_scalar(packed).scalars(hidden.index_select(0, rows)), targets)
+        return Outputs(logprobs, entropies, values, scores, step_scores)
+
+    outputs: Outputs = packed.one_call(run)
+    return outputs
+
+
+def _causal(packed: PackedModel) -> PackedCausalLM:
+    if not isinstance(packed, PackedCausalLM):
+        raise TypeError(f"log-probabilities need a causal LM, not {type(packed).__name__}")
+    return packed
+
+
+def _scalar(packed: PackedModel) -> PackedScalarModel:
+    if not isinstance(packed, PackedScalarModel):
+        raise TypeError(f"values and scores need a model with a scalar head, not {type(packed).__name__}")
+    return packed
+
+
+def _leaf_rows(batch: RaggedBatch, indices: Sequence[int]) -> Tensor:
+    offsets = batch.segment_offsets
+    spans = [(offsets[k], offsets[k + 1]) for k in (batch.leaves[s] for s in indices)]
+    return torch.cat([torch.arange(a, b, device=batch.device) for a, b in spans])

@@ -1,0 +1,231 @@
+"""What the ranks of a role tell each other around passes that they compute together.
+
+An update is, on every rank:
+
+1. *begin*: all have the same batches, budget, number of updates and, the first time, weights. Passes are collective, so
+   ranks that disagree must stop before the first.
+2. *passes*: equally many on all ranks; a rank that has fewer micro-batches makes idle passes, which weigh nothing.
+3. *agree*: how the passes went, with their metric sums. Where memory ran out on one rank, all start over with the same
+   smaller budget; where one failed, all fail.
+4. *check*: how the step went, and that all saw the same gradient.
+
+A rank that fails outside of its passes says so in the exchange that the others wait in. One that fails between two
+collectives of a pass (in an objective, say) makes idle passes to the end and says so then. One that fails within leaves
+the others in a collective until the time limit of the mesh; they learn its name and message then.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from quartet.batch.partition import Atoms
+from quartet.batch.ragged import RaggedBatch
+from quartet.train.metrics import MetricSums, PlainSums
+from quartet.train.parallel.fsdp import ShardedModel, fingerprint, local
+from quartet.train.parallel.group import RankFailed
+from quartet.train.token_budget import TokenBudget, is_out_of_memory
+
+Plans = Sequence[Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank sends in an exchange.
+
+    Attributes:
+        failure: type and message of an exception.
+        is_broken: the exception is that of a collective, which another rank's failure has broken.
+        out_of_memory: the allocator's message.
+        outset: what all ranks that have it must have in common when an update begins, by name.
+        sums, present: of this rank's passes.
+        grad_norm: of the step.
+        num_passes: that this rank would make.
+    """
+
+    failure: str | None = None
+    is_broken: bool = False
+    out_of_memory: str | None = None
+    outset: Mapping[str, str] = field(default_factory=dict)
+    sums: PlainSums | None = None
+    present: frozenset[str] = frozenset()
+    grad_norm: float = 0.0
+    num_passes: int = 0
+
+
+class RankExchange:
+    """This rank's part in what all ranks of a role compute together; see the module's docstring."""
+
+    def __init__(self, root: ShardedModel) -> None:
+        self.root = root
+        self.data = root.mesh.data
+        self._is_compared = False
+
+    @contextmanager
+    def reporting_failures(self) -> Iterator[None]:
+        """A failure inside is told to the other ranks before it goes on, so that they do not wait for this one."""
+        try:
+            yield
+        except RankFailed:
+            raise  # All others know it, too.
+        except (Exception, SystemExit) as error:  # Whatever a rank fails of, the others must not wait for it.
+            with suppress(RankFailed):
+                self.data.gather(Report(failure=_summary(error), is_broken=_is_broken(error)))
+            raise
+
+    # Updates ---------------------------------------------------------------------------------------------
+
+    def accumulate(
+        self,
+        backward: Callable[[Plans], MetricSums],
+        batches: Sequence[tuple[RaggedBatch, Atoms]],
+        budget: TokenBudget,
+        *,
+        share: bool,
+        token_cost: int,
+        num_updates: int,
+    ) -> MetricSums:
+        """Leaves the gradients of whole batches in the parameters.
+
+        Args:
+            backward: ``(plans)`` makes gradients of this rank's micro-batches of every batch, equally many on all
+                ranks; some are empty.
+            batches: each with the sequences that must stay together.
+            share: prompts are computed once.
+            token_cost: as in ``plan_micro_batches``.
+            num_updates: so far.
+
+        Returns:
+            The whole batches' metric sums.
+
+        Raises:
+            UserError: an atom is larger than the budget, or memory ran out at the smallest micro-batches; on all ranks.
+            RankFailed: another rank failed.
+            RuntimeError: the ranks did not begin with the same weights, batches and budget.
+        """
+        outset = self._outset(num_updates, [batch for batch, _ in batches])
+
+        def work(plans: Plans) -> MetricSums:
+            self._begin({**outset, budget.key: str(budget.tokens)})
+            return self._attempt(lambda: backward(plans))
+
+        return budget.run_several(
+            work, batches, share=share, token_cost=token_cost, rank=self.data.rank, num_ranks=self.data.size
+        )
+
+    def _outset(self, num_updates: int, batches: Sequence[RaggedBatch]) -> dict[str, str]:
+        """Where an update begins; the weights themselves are compared in the first one alone."""
+        found = {"number of updates": str(num_updates), "number of batches": str(len(batches))}
+        for i, batch in enumerate(batches):
+            ids = zlib.crc32("\n".join(batch.ids).encode())
+            found[f"batch {i}"] = f"{len(batch)} sequences of {batch.num_tokens} tokens ({ids:08x})"
+        if not self._is_compared:
+            if self.root.former_weights is not None:
+                found["weights"] = self.root.former_weights
+            parts = map(local, self.root.model.parameters())
+            found[f"weights of part {self.root.mesh.place}"] = fingerprint(parts)
+        return found
+
+    def _begin(self, outset: Mapping[str, str]) -> None:
+        known: dict[str, tuple[int, str]] = {}
+        for rank, report in enumerate(self._exchange(Report(outset=outset))):
+            for name, value in report.outset.items():
+                first, expected = known.setdefault(name, (rank, value))
+                if value != expected:
+                    raise RuntimeError(
+                        f"ranks that train one model began an update differently: {name} of rank {first}: {expected}, "
+                        f"of rank {rank}: {value}; every rank needs the whole mini-batch and the same state"
+                    )
+        self._is_compared = True
+
+    def _attempt(self, backward: Callable[[], MetricSums]) -> MetricSums:
+        """As ``accumulate`` under one budget; where memory ran out on one rank, ``torch.OutOfMemoryError`` on all."""
+        try:
+            sums = backward().plain()
+            report = Report(sums=sums, present=frozenset(self.root.present))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            report = Report(out_of_memory=_summary(error))
+        # Not in the handler: until it ends, its traceback holds the tensors of the failed attempt.
+        reports = self._exchange(report)
+        self._raise_out_of_memory(reports)
+        self.root.sum_gradients(frozenset[str]().union(*(other.present for other in reports)))
+        return MetricSums.joined(other.sums for other in reports if other.sums is not None)
+
+    def check_step(self, grad_norm: float) -> None:
+        """Waits until all ranks have made their step.
+
+        Raises:
+            RankFailed: another rank failed in it.
+            RuntimeError: the ranks had different gradients.
+        """
+        norms = [report.grad_norm for report in self._exchange(Report(grad_norm=grad_norm))]
+        # Equal but for other processors' rounding.
+        if not all(_is_same(norm, norms[0]) for norm in norms):
+            raise RuntimeError(f"the ranks' models have come apart: gradient norms by rank {norms}")
+
+    # Forward-only passes ---------------------------------------------------------------------------------
+
+    def most_passes(self, num_passes: int) -> int:
+        """Passes that every rank must make, where this one has ``num_passes`` micro-batches."""
+        return max(report.num_passes for report in self._exchange(Report(num_passes=num_passes)))
+
+    @contextmanager
+    def retrying_together(self) -> Iterator[None]:
+        """Around forward-only passes, which ranks make with budgets of their own: where memory runs out on one rank,
+        ``torch.OutOfMemoryError`` on all.
+
+        Raises:
+            RankFailed: another rank failed.
+        """
+        report = Report()
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            report = Report(out_of_memory=_summary(error))
+        self._raise_out_of_memory(self._exchange(report))
+
+    # Reports ---------------------------------------------------------------------------------------------
+
+    def _exchange(self, report: Report) -> list[Report]:
+        reports = self.data.gather(report)
+        failures = {r: found for r, found in enumerate(reports) if found.failure is not None}
+        causes = [f"{self._name(r)}: {found.failure}" for r, found in failures.items() if not found.is_broken]
+        if failures:
+            named = causes or [f"{self._name(r)}: {found.failure}" for r, found in failures.items()]
+            raise RankFailed("another rank failed in this update: " + "; ".join(named))
+        return reports
+
+    def _raise_out_of_memory(self, reports: Sequence[Report]) -> None:
+        for rank, other in enumerate(reports):
+            if other.out_of_memory is not None:
+                raise torch.OutOfMemoryError(f"{self._name(rank)}: {other.out_of_memory}")
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} of {self.data.size}"
+
+
+def _is_broken(error: BaseException) -> bool:
+    """Whether a collective failed: torch's own types of errors, and gloo's, which is a plain RuntimeError."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _is_same(norm: float, other: float) -> bool:
+    if not (math.isfinite(norm) and math.isfinite(other)):
+        return math.isfinite(norm) == math.isfinite(other)
+    return math.isclose(norm, other, rel_tol=1e-5)
+
+
+def _summary(error: BaseException) -> str:
+    """Type and first line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,255 @@
+"""A packed model whose weights are shared out over a mesh, by torch's FSDP2.
+
+Every decoder layer is gathered when it is called and given up again behind its pass; what is around the layers
+(embeddings, the last norm, the head) belongs to a root that is called once per pack: hidden states and head within one
+call, since FSDP's hooks are those of the module that is called. Gradients are sums over all ranks, as losses are
+divided by the denominators of the whole batch.
+
+**Precision.** Under bf16 autocast every linear layer would round its fp32 weight by itself and keep the rounded copy
+for the backward: a whole model in bf16 on every rank. So FSDP gathers these weights rounded, which are the same bits,
+and frees them after each layer. What autocast leaves in fp32 (norms, embeddings, a scalar head) is gathered in fp32
+by groups of its own. Autocast stays on and finds nothing to round in weights. Gradients are summed in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from quartet.models.packed_model import PackedModel, decoder_layers
+from quartet.train.parallel.mesh import SHARD, Mesh
+
+T = TypeVar("T")
+
+
+class ShardedModel(nn.Module):
+    """The root of a sharded model: what is called for every pack.
+
+    Args:
+        former_weights: a fingerprint of the whole weights, where this rank had them before they were shared out.
+
+    Attributes:
+        mesh: of the role.
+        present: names of the parameters that had a gradient in the passes so far.
+    """
+
+    def __init__(self, packed: PackedModel, mesh: Mesh, former_weights: str | None = None) -> None:
+        super().__init__()
+        self.model = packed.model
+        self.mesh = mesh
+        self.former_weights = former_weights
+        self.present: set[str] = set()
+        self._num_passes = 0
+        self._is_within_pass = False
+
+    def forward(self, function: Callable[..., T], *args: Any) -> T:
+        self._is_within_pass = True
+        result = function(*args)
+        self._is_within_pass = False
+        if not torch.is_grad_enabled():
+            self._num_passes += 1
+        return result
+
+    def backward(self, loss: Tensor) -> None:
+        """The other half of a pass with gradients."""
+        self._is_within_pass = True
+        loss.backward()
+        self._is_within_pass = False
+        self._num_passes += 1
+
+    @property
+    def reduces_every_pass(self) -> bool:
+        """Whether each backward is collective, so that all ranks need equally many.
+
+        Where every rank holds the whole model, gradients are kept until ``sum_gradients``.
+        """
+        return self.mesh.shard > 1
+
+    def make_passes(
+        self,
+        passes: Sequence[Callable[[], None] | None],
+        idle: Callable[[], None],
+        *,
+        with_gradients: bool,
+    ) -> None:
+        """Calls ``passes``, equally many on all ranks, and ``idle`` in the place of those that are None.
+
+        What fails before or behind the collectives of a pass is raised at the end, so that no rank waits for this one.
+        """
+        self._reset()
+        failure = None
+        if with_gradients and not self.reduces_every_pass:
+            # Nothing is collective in them, but gradients must be there to be summed.
+            passes = list(filter(None, passes)) or [None]
+        for i, one_pass in enumerate(passes):
+            if with_gradients:
+                self._expect_backward(is_last=i == len(passes) - 1)
+            if failure is None and one_pass is not None:
+                try:
+                    one_pass()
+                except Exception as error:
+                    if self._is_within_pass:
+                        raise
+                    failure = error
+            if self._num_passes == i:
+                idle()
+        self._fsdp.reshard()
+        if failure is not None:
+            raise failure
+
+    def sum_gradients(self, present: Collection[str]) -> None:
+        """Leaves the sums over all ranks in the parameters, where the passes have not done so.
+
+        Args:
+            present: parameters that had a gradient on any rank; the gradients of others are None.
+        """
+        if not self.reduces_every_pass:
+            self._fsdp.set_requires_gradient_sync(True)
+            # torch sums at the end of a backward only; this is what it calls there.
+            self._fsdp._get_fsdp_state()._root_post_backward_final_callback()
+        for name, parameter in self.model.named_parameters():
+            if name not in present:
+                parameter.grad = None
+
+    @property
+    def _fsdp(self) -> Any:
+        """Itself, which has torch's methods once it is sharded."""
+        return self
+
+    def _expect_backward(self, *, is_last: bool) -> None:
+        """What the next backward sums over which ranks."""
+        if not self.reduces_every_pass:
+            self._fsdp.set_requires_gradient_sync(False)
+        elif self.mesh.replicate > 1:
+            self._fsdp.set_requires_all_reduce(is_last)
+
+    def _reset(self) -> None:
+        """Drops what former passes left, those that failed too."""
+        self.present.clear()
+        if self._is_within_pass:
+            self._fsdp.reset_iter_state()
+        self._num_passes, self._is_within_pass = 0, False
+        for module in self.modules():
+            for parameter in _fsdp_parameters(module):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
+
+    def watch(self) -> None:
+        """Notes in ``present``, from now on, whose gradient a backward has made."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for module in self.modules():
+            waiting = [
+                (parameter, names[id(parameter.sharded_param)])
+                for parameter in _fsdp_parameters(module)
+                if parameter.sharded_param.requires_grad
+            ]
+            if waiting:
+                # Behind torch's own hook, which has made the gathered parameters by then.
+                module.register_forward_pre_hook(partial(self._watch, waiting))
+
+    def _watch(self, waiting: list[tuple[Any, str]], *_: Any) -> None:
+        """Puts a hook on every gathered parameter of a module's group the first time that it exists."""
+        if torch.is_grad_enabled():
+            while waiting:
+                parameter, name = waiting.pop()
+                parameter.unsharded_param.register_post_accumulate_grad_hook(
+                    lambda _, name=name: self.present.add(name)
+                )
+
+
+def _fsdp_parameters(module: nn.Module) -> list[Any]:
+    """torch's own objects of the parameters that travel when ``module`` is called."""
+    if not isinstance(module, FSDPModule):
+        return []
+    return [parameter for group in module._get_fsdp_state()._fsdp_param_groups for parameter in group.fsdp_params]
+
+
+def sharded(packed: PackedModel) -> ShardedModel | None:
+    """The root of a sharded model; None where this process holds the model alone."""
+    return packed.one_call if isinstance(packed.one_call, ShardedModel) else None
+
+
+def shard_model(packed: PackedModel, mesh: Mesh) -> ShardedModel:
+    """Shares out the weights of ``packed`` over ``mesh``; all ranks call it, with equal weights or on the meta device.
+
+    Call it once the model is probed and adapted, and ``freeze`` before it if it is never trained. Parameters are
+    DTensors of the same names from then on.
+    """
+    found = sharded(packed)
+    if found is not None:
+        return found
+    trains = any(p.requires_grad for p in packed.model.parameters())
+    halved = packed.precision == "bf16" and trains
+    if halved and packed.adapters is not None:
+        packed.round_frozen()
+        halved = False
+    rounded = {id(p) for p in packed.rounded_parameters()} if halved else set()
+    layers = decoder_layers(packed.body)
+    whole = MixedPrecisionPolicy(cast_forward_inputs=False)
+    half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": mesh.device_mesh}
+    whole_weights = list(packed.model.parameters())
+    former = None if any(p.is_meta for p in whole_weights) else fingerprint(whole_weights)
+    root = ShardedModel(packed, mesh, former)
+    for layer in layers:
+        own = list(layer.parameters())
+        policy = whole
+        if any(id(p) in rounded for p in own):
+            policy = half
+            kept = [m for m in layer.modules() if any(id(p) not in rounded for p in m.parameters(recurse=False))]
+            if kept:
+                fully_shard(kept if len(kept) > 1 else kept[0], mp_policy=whole, **options)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=True, **options)
+    fully_shard(root, mp_policy=whole, reshard_after_forward=False, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True)
+    root.watch()
+    if packed.adapters is not None:
+        packed.adapters.take_up_parameters()
+    packed.one_call = root
+    return root
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Tells models with different weights apart; not those whose weights are the same numbers in another order."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        (int(t.detach().contiguous().view(integers[t.itemsize]).sum(dtype=torch.int64)), tuple(t.shape))
+        for t in tensors
+    ]
+    return f"{zlib.crc32(repr(sums).encode()):08x}"
+
+
+# Gradients -----------------------------------------------------------------------------------------------
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in place; all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def clip_sharded_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> float:
+    """As ``clip_gradients`` for gradients of which every rank has its part; the same number on all ranks."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    own = nn.utils.get_total_norm([g for g in gradients if g.numel()]) if gradients else torch.zeros(())
+    own = own.to(torch.float64).reshape(1)
+    norms = [torch.empty_like(own) for _ in range(mesh.shard)]
+    dist.all_gather(norms, own, group=mesh.group(SHARD))
+    norm = float(torch.linalg.vector_norm(torch.cat(norms)))
+    if math.isfinite(norm) and norm + 1e-6 > max_norm:
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+    return norm

@@ -1,0 +1,63 @@
+"""Training on a mesh of real processes (gloo) is training in one process, whatever is shared out and recomputed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import rank_forks
+import sharded_ranks as ranks
+
+MESHES = [(1, 2), (2, 1), (2, 2), (4, 1)]
+"""Shard, replicate."""
+VARIANTS = [
+    {"tied": True},
+    {"recompute": True},
+    {"share": False, "recompute": True, "tied": True},
+    {"lora": True},
+    {"lora": True, "recompute": True, "share": False},
+]
+
+
+def few_cases() -> list[ranks.Case]:
+    """Every objective, variant and mesh, each with every other of a mesh at least once in two meshes."""
+    names = list(ranks.objectives())
+    return [
+        ranks.Case(name, shard, replicate, **VARIANTS[(i + m) % len(VARIANTS)])
+        for m, (shard, replicate) in enumerate(MESHES)
+        for i, name in enumerate(names)
+        if (i + m) % 2 == 0 or shard == 2
+    ]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results(request: pytest.FixtureRequest) -> list[dict[ranks.Case, dict[str, Any]]]:
+    cases = [case for case in few_cases() if case.world == request.param]
+    return rank_forks.run_ranks(request.param, ranks.all_trained, cases)
+
+
+def test_outputs_gradients_and_updates_are_those_of_one_process(
+    results: list[dict[ranks.Case, dict[str, Any]]], tolerances: dict[torch.dtype, tuple[float, float]]
+) -> None:
+    torch.set_num_threads(1)
+    for case, found in results[0].items():
+        expected = ranks.trained(case.alone)
+        check(case, found, expected, *tolerances[torch.float64])
+        for other in (of_rank[case] for of_rank in results[1:]):
+            assert other["metrics"] == found["metrics"], case
+            assert all(torch.equal(other["weights"][n], values) for n, values in found["weights"].items()), case
+
+
+def check(case: ranks.Case, found: dict[str, Any], expected: dict[str, Any], atol: float, rtol: float) -> None:
+    for part in ("outputs", "gradients", "weights"):
+        assert found[part].keys() == expected[part].keys(), case
+        for name, values in expected[part].items():
+            actual: Tensor = found[part][name]
+            torch.testing.assert_close(
+                actual, values, atol=atol, rtol=rtol, msg=lambda m, n=name, p=part: f"{case} {p} {n}: {m}"
+            )
+    for metrics, of_one in zip(found["metrics"], expected["metrics"], strict=True):
+        assert metrics == pytest.approx(of_one, rel=rtol, abs=atol), case

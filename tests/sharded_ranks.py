@@ -1,0 +1,216 @@
+"""What ranks of ``test_sharded_training.py`` run: the cases of sharded training, on a mesh or in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.config.algorithms import GRPO, PPO, KLConfig
+from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
+from quartet.config.preference import DPOLoss, KTOLoss
+from quartet.models.loading import scalar_model_from
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
+from quartet.train.engine import LossTerm, Objective, TrainEngine
+from quartet.train.objectives import PolicyObjective, SFTObjective, StepObjective, ValueObjective
+from quartet.train.parallel.group import DataParallelGroup
+from quartet.train.parallel.mesh import Mesh
+from quartet.train.preference_objectives import KTOObjective, PairwiseObjective, PreferenceObjective
+
+VOCAB = 31
+RESPONSES = ((40, 2, 5), (1,), (3, 4, 6, 2), (17, 1))
+"""Tokens of the responses to each prompt: one sequence is half of the batch."""
+KL_LOSS = KLConfig(coef=0.2, estimator="k3", place="loss")
+UPDATES = 3
+
+
+# Models and batches --------------------------------------------------------------------------------------
+
+
+def make_model(kind: str, dtype: torch.dtype = torch.float64, *, tied: bool = False) -> PreTrainedModel:
+    """The same tiny model on every call; in fp64 its norms are, too."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=None,
+        bos_token_id=None, eos_token_id=None, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model: PreTrainedModel = LlamaForCausalLM(config).eval()
+    if kind == "scalar":
+        model = scalar_model_from(model, seed=0)
+        nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    model = model.to(dtype)
+    for parent in list(model.modules()) if dtype == torch.float64 else []:
+        for name, child in parent.named_children():
+            if isinstance(child, LlamaRMSNorm):
+                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+    return model
+
+
+def make_batch() -> RaggedBatch:
+    """Ten sequences of four prompts with everything that an objective reads."""
+    generator = torch.Generator().manual_seed(7)
+
+    def tokens(n: int) -> list[int]:
+        return torch.randint(VOCAB, (n,), generator=generator).tolist()
+
+    responses = [[tokens(n) for n in of_prompt] for of_prompt in RESPONSES]
+    batch = RaggedBatch.from_groups(
+        [tokens(3), tokens(1), tokens(5), tokens(2)], responses, [f"r{i}" for i in range(10)]
+    )
+    action = batch.sequence_index() >= 0
+
+    def normal(shift: float = 0.0) -> Tensor:
+        return (shift + torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)) * action
+
+    names = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
+    return batch.with_token(
+        action_mask=action,
+        loss_mask=action & (torch.rand(batch.num_tokens, generator=generator) < 0.8),
+        step_mask=action & (torch.rand(batch.num_tokens, generator=generator) < 0.5),
+        step_labels=torch.rand(batch.num_tokens, generator=generator, dtype=torch.float64),
+        **{name: normal(-3.0) for name in names},
+        **{name: normal() for name in ("advantages", "values", "returns")},
+    ).with_sequence(
+        trajectory=torch.tensor([0, 1, 1, 2, 3, 4, 5, 6, 7, 8]),
+        pair=torch.arange(5).repeat_interleave(2),
+        chosen=torch.tensor([True, False] * 5),
+        margin=torch.linspace(0, 1, 5, dtype=torch.float64).repeat_interleave(2),
+        kl=torch.full((10,), 0.3, dtype=torch.float64),
+        ref_logprobs=torch.linspace(-9, -5, 10, dtype=torch.float64),
+    )
+
+
+def policy(algorithm: Any = None, **config: Any) -> PolicyObjective:
+    chosen = algorithm if algorithm is not None else PPO(**config)
+    return PolicyObjective(chosen, 9, 0.9, kl_coef=0.2, is_first=False, max_new_tokens=40)
+
+
+def objectives() -> dict[str, tuple[str, Objective, tuple[LossTerm, ...]]]:
+    """Kind of model, objective, and losses that are added."""
+    shown = LossTerm(make_batch().select([1, 3]), SFTObjective("loss/ptx"), 0.3)
+    return {
+        "sft": ("causal", SFTObjective(), ()),
+        "ppo-actor": ("causal", policy(kl=KL_LOSS, entropy_coef=0.1), (shown,)),
+        "ppo-critic": ("scalar", ValueObjective(PPO(), 9), ()),
+        "grpo": ("causal", policy(GRPO()), ()),
+        "dpo": ("causal", PreferenceObjective(DPOLoss(beta=0.5, label_smoothing=0.1)), ()),
+        "kto": ("causal", KTOObjective(KTOLoss()), ()),
+        "reward": ("scalar", PairwiseObjective(0.01, 1.0), ()),
+        "process-reward": ("scalar", StepObjective(), ()),
+    }
+
+
+# Cases ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train; ``shard`` and ``replicate`` are 0 in one process without a mesh."""
+
+    objective: str
+    shard: int = 0
+    replicate: int = 0
+    recompute: Any = False
+    share: bool = True
+    tied: bool = False
+    lora: bool = False
+    fixed_order: bool = False
+    dtype: torch.dtype = torch.float64
+    precision: str = "fp32"
+    token_budget: int = 50
+
+    @property
+    def world(self) -> int:
+        return self.shard * self.replicate
+
+    @property
+    def alone(self) -> Case:
+        """The same in one process."""
+        return replace(self, shard=0, replicate=0, fixed_order=False)
+
+    def __str__(self) -> str:
+        extras = [n for n in ("share", "tied", "lora", "fixed_order") if getattr(self, n)]
+        if self.recompute:
+            extras.append("recompute")
+        return f"{self.objective}-shard{self.shard}-replicate{self.replicate}-{'-'.join(extras)}"
+
+
+def make_engine(case: Case, mesh: Mesh | None, **config: Any) -> TrainEngine[Any]:
+    """An engine with the model of a case."""
+    kind = objectives()[case.objective][0]
+    settings = TrainConfig(
+        **{
+            "optim": OptimConfig(lr=1e-2, max_grad_norm=0.5, weight_decay=0.1),
+            "token_budget": case.token_budget,
+            "forward_token_budget": 50,
+            "share_prefixes": case.share,
+            "activation_checkpointing": case.recompute,
+            "precision": case.precision,
+            "lora": LoRAConfig(rank=2, alpha=4.0) if case.lora else None,
+            **config,
+        }
+    )
+    model = make_model(kind, case.dtype, tied=case.tied and kind == "causal")
+    holder = PackedCausalLM if kind == "causal" else PackedScalarModel
+    packed = holder(model, case.precision, activation_checkpointing=settings.activation_checkpointing)
+    if settings.lora is not None:
+        packed.adapt(settings.lora, seed=1)
+        for layer in packed.adapters.layers:
+            # As after some training: with B at 0 the gradient of A would be 0.
+            nn.init.normal_(layer.factors[1], std=0.1, generator=torch.Generator().manual_seed(2))
+            if case.dtype == torch.float64:
+                layer.adapted.to(torch.float64)
+        packed.adapters.take_up_parameters()
+    return TrainEngine(packed, settings, total_steps=10, mesh=mesh)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def trained(case: Case, mesh: Mesh | None = None) -> dict[str, Any]:
+    """Log-probabilities or scalars before, metrics of three updates, gradients of the first, weights after all."""
+    engine, batch = make_engine(case, mesh), make_batch()
+    _, objective, also = objectives()[case.objective]
+    columns = engine.forward(batch, objective.needs)
+    found: dict[str, Any] = {"outputs": {**columns.token, **columns.sequence}, "metrics": []}
+    for update in range(UPDATES):
+        found["metrics"].append(engine.train_step(batch, objective, also))
+        if update == 0:
+            beta, state = engine.config.optim.betas[0], engine.optimizer.state
+            found["gradients"] = {
+                n: full(state[p]["exp_avg"]) / (1 - beta) for n, p in engine.trained.items() if p in state
+            }
+    found["weights"] = {name: full(values) for name, values in engine.weights()}
+    return found
+
+
+_MESHES: dict[tuple[int, bool], Mesh] = {}
+
+
+def mesh_of(case: Case) -> Mesh:
+    """One mesh for all cases of a shape: process groups are not given back."""
+    key = case.shard, case.fixed_order
+    if key not in _MESHES:
+        _MESHES[key] = Mesh.of(DataParallelGroup.of_world(), shard=case.shard, fixed_order=case.fixed_order)
+    return _MESHES[key]
+
+
+def all_trained(cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    """The results of all cases on this rank; whole gradients and weights from rank 0 alone."""
+    results = {}
+    for case in cases:
+        found = trained(case, mesh_of(case))
+        if DataParallelGroup.of_world().rank:
+            del found["gradients"]
+        results[case] = found
+    return results
