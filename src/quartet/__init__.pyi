@@ -40,6 +40,7 @@ from .config.common import (
     ModelConfig as ModelConfig,
     OptimConfig as OptimConfig,
     SamplingConfig as SamplingConfig,
+    ShardingConfig as ShardingConfig,
     SourceConfig as SourceConfig,
     TrainConfig as TrainConfig,
 )

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from quartet.config.errors import UserError
 from quartet.config.schema import item_annotation
-from quartet.config.units import Rows, Steps, Tokens
+from quartet.config.units import Processes, Rows, Steps, Tokens
 from quartet.config.validation import explain
 
 _FILES = ("path", "output_dir", "tokenizer", "cache", "directory", "target")
@@ -105,6 +105,26 @@ class OptimConfig(Strict):
 
 
 ALL_LINEAR = "all-linear"
+
+
+class ShardingConfig(Strict):
+    """How a role's processes hold its model (FSDP): processes = copies × shard."""
+
+    shard: Processes = Field(
+        1, ge=1, description="Processes that hold one copy between them, each a share of every weight."
+    )
+
+    def misfit(self, key: str, processes: int) -> str | None:
+        """Why ``processes`` cannot hold a model that is cut so; None where they can.
+
+        Args:
+            key: of this section in the recipe.
+        """
+        if processes % self.shard == 0:
+            return None
+        fitting = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)
+        there = "1 process" if processes == 1 else f"{processes} processes"
+        return f"{key}.shard is {self.shard}, but the model has {there}, of which it must be a divisor: {fitting}"
 
 
 class LoRAConfig(Strict):

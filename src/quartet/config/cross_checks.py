@@ -24,7 +24,8 @@ from quartet.config.algorithms import (
     reads_reference,
 )
 from quartet.config.cluster import device_misfit
-from quartet.config.placement import ROLES, AsynchronousPlacement
+from quartet.config.common import ShardingConfig
+from quartet.config.placement import ROLES, AsynchronousPlacement, Role, processes_of
 from quartet.config.rewards import ModelReward, ProcessModelReward
 
 if TYPE_CHECKING:
@@ -172,9 +173,7 @@ def _placements(recipe: RLRecipe) -> Iterator[str]:
             f"an asynchronous placement trains on answers of weights up to {staleness} versions old: set "
             "algorithm.off_policy (importance weights), say {level: token, mode: truncate, cap: 2.0}"
         )
-    cut = [role for role, of in (placement.sharding if placement else {}).items() if of.processes > 1]
-    if cut:
-        yield f"placement.sharding: models cannot be cut over processes yet ({', '.join(cut)}); leave it out"
+    yield from _shardings(recipe)
     if cluster.type == "ray" and placement is None:
         yield "cluster.type ray needs a placement: say which role works where, {type: full_offload, pool: {}} say"
     if (reason := device_misfit(cluster, recipe.device)) is not None:
@@ -185,6 +184,25 @@ def _placements(recipe: RLRecipe) -> Iterator[str]:
             "train.compile cannot go on from a checkpoint with equal bits, which is what a replaced worker does: set "
             "cluster.max_restarts: 0, or leave train.compile out"
         )
+
+
+def _shardings(recipe: RLRecipe) -> Iterator[str]:
+    """Every role with a model can be cut over the processes of its pool."""
+    asked: list[tuple[str, Role, ShardingConfig]] = [("actor.sharding", "actor", recipe.actor.sharding)]
+    if recipe.algorithm.name == "ppo":
+        asked.append(("critic.sharding", "critic", recipe.critic.sharding))
+    if reads_reference(recipe.algorithm):
+        asked.append(("reference.sharding", "reference", recipe.reference.sharding))
+    only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
+    for place, sources in (("rewards", recipe.rewards), ("evaluation.rewards", only)):
+        asked += [
+            (f"{place}.{i}.sharding", "reward", source.sharding)
+            for i, source in enumerate(sources)
+            if isinstance(source, ModelReward | ProcessModelReward)
+        ]
+    for key, role, sharding in asked:
+        if (reason := sharding.misfit(key, processes_of(recipe.placement, role))) is not None:
+            yield reason
 
 
 def without_effect(recipe: RLRecipe) -> list[str]:

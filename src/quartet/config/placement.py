@@ -73,24 +73,7 @@ class NamedPoolConfig(PoolConfig):
     roles: tuple[Role, ...] = Field(min_length=1, description="Roles that work on these devices.")
 
 
-class ShardingConfig(Strict):
-    """How one copy of a model is cut; the pool holds as many copies as fit."""
-
-    tensor: Processes = Field(1, ge=1, description="Processes that share each weight; only 1 for now.")
-    context: Processes = Field(1, ge=1, description="Processes that share each sequence; only 1 for now.")
-
-    @property
-    def processes(self) -> int:
-        return self.tensor * self.context
-
-
-class _Placement(Strict):
-    sharding: dict[Role, ShardingConfig] = Field(
-        default_factory=dict, description="Roles whose model is cut; the others have a copy per process."
-    )
-
-
-class SeparatedPlacement(_Placement):
+class SeparatedPlacement(Strict):
     """Every role on devices of its own."""
 
     type: Literal["separated"] = "separated"
@@ -105,7 +88,7 @@ class SeparatedPlacement(_Placement):
     )
 
 
-class ForwardOffloadPlacement(_Placement):
+class ForwardOffloadPlacement(Strict):
     """Two models share devices and take turns in forward passes; actor and critic train at the same time."""
 
     type: Literal["forward_offload"] = "forward_offload"
@@ -116,7 +99,7 @@ class ForwardOffloadPlacement(_Placement):
     )
 
 
-class HomogeneousPlacement(_Placement):
+class HomogeneousPlacement(Strict):
     """All four models take turns on one pool; the rollout engine has its own."""
 
     type: Literal["homogeneous"] = "homogeneous"
@@ -124,14 +107,14 @@ class HomogeneousPlacement(_Placement):
     models: PoolConfig = Field(description="Devices of actor, critic, reference and reward models.")
 
 
-class FullOffloadPlacement(_Placement):
+class FullOffloadPlacement(Strict):
     """Everything takes turns on one pool; the engine gives up cache and weights while others work."""
 
     type: Literal["full_offload"] = "full_offload"
     pool: PoolConfig = Field(description="Devices of every role.")
 
 
-class _Pools(_Placement):
+class _Pools(Strict):
     pools: dict[str, NamedPoolConfig] = Field(min_length=1, description="Pools by name; each role is on one of them.")
     after: Edges = Field(
         default_factory=dict,
@@ -319,6 +302,12 @@ def _pools_of(config: PlacementConfig) -> dict[str, tuple[DevicesConfig, tuple[R
         return {name: (pool, pool.roles) for name, pool in config.pools.items()}
     given = {name: getattr(config, name) for name in type(config).model_fields}
     return {name: (part, _ON[name]) for name, part in given.items() if isinstance(part, DevicesConfig)}
+
+
+def processes_of(config: PlacementConfig | None, kind: Role) -> int:
+    """Of the pool that roles of this kind are on; 1 where they have none, or there is no placement."""
+    pools = _pools_of(config).values() if config is not None else ()
+    return next((pool.processes * pool.nodes for pool, on_it in pools if kind in on_it), 1)
 
 
 def _homeless(config: PlacementConfig, name: str, kind: Role, home: Mapping[Role, str]) -> UserError:

@@ -14,7 +14,16 @@ from pydantic import Field, JsonValue, model_validator
 from quartet.config.algorithms import PPO, AlgorithmConfig
 from quartet.config.cluster import ClusterConfig, LocalCluster, OffloadConfig, WeightSyncConfig
 from quartet.config.common import CheckpointConfig as CheckpointConfig
-from quartet.config.common import DataConfig, ModelConfig, OptimConfig, Recipe, SamplingConfig, Strict, TrainConfig
+from quartet.config.common import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    Recipe,
+    SamplingConfig,
+    ShardingConfig,
+    Strict,
+    TrainConfig,
+)
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.cross_checks import misfits
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
@@ -70,6 +79,7 @@ class ActorConfig(Strict):
 
     model: ModelConfig | None = Field(None, description="Where it starts; left out where Python passes a model.")
     train: TrainConfig = TrainConfig()
+    sharding: ShardingConfig = ShardingConfig()
 
 
 class CriticConfig(Strict):
@@ -80,12 +90,14 @@ class CriticConfig(Strict):
     )
     train: TrainConfig = TrainConfig(optim=OptimConfig(lr=2e-5))
     warmup_steps: int = Field(0, ge=0, description="First steps, in which only the critic learns.")
+    sharding: ShardingConfig = ShardingConfig()
 
 
 class ReferenceConfig(Strict):
     """The frozen policy that KL is measured against; the teacher of distillation."""
 
     path: str | None = Field(None, description="Model directory or hub name; the actor as it starts when left out.")
+    sharding: ShardingConfig = ShardingConfig()
 
 
 class PTXConfig(Strict):

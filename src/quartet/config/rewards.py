@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from quartet.config.common import Strict
+from quartet.config.common import ShardingConfig, Strict
 from quartet.config.units import Processes, Responses, Tokens
 
 OnError = Literal["stop", "leave_out"]
@@ -89,6 +89,7 @@ class ModelReward(RewardSourceConfig):
     tokenizer: str | None = Field(None, description="Directory or hub name; the model's own when left out.")
     name: str = "reward_model"
     forward_token_budget: Tokens = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
+    sharding: ShardingConfig = ShardingConfig()
 
 
 class SumSteps(Strict):
@@ -133,6 +134,7 @@ class ProcessModelReward(RewardSourceConfig):
     )
     combine: CombineConfig = Field(MinSteps(), description="How the steps' scores make one number.")
     forward_token_budget: Tokens = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
+    sharding: ShardingConfig = ShardingConfig()
 
 
 class FunctionReward(Fallible):

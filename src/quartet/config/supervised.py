@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from quartet.config.cluster import ClusterConfig, LocalCluster, device_misfit
-from quartet.config.common import DataConfig, ModelConfig, Recipe, TrainConfig
+from quartet.config.common import DataConfig, ModelConfig, Recipe, ShardingConfig, TrainConfig
 from quartet.config.units import Processes
 
 
@@ -22,9 +22,12 @@ class SupervisedRecipe(Recipe):
     epochs: int = Field(1, ge=1, description="Passes over the data where steps is left out.")
     cluster: ClusterConfig = Field(LocalCluster(), description="Where the processes of the run are.")
     processes: Processes = Field(
-        1, ge=1, description="Processes on each node; each has a copy of the model and a share of every update."
+        1,
+        ge=1,
+        description="Processes on each node, which share every update; each has a copy of the model, or a shard.",
     )
     nodes: int = Field(1, ge=1, description="Machines.")
+    sharding: ShardingConfig = ShardingConfig()
 
     @model_validator(mode="after")
     def _has_its_processes(self) -> SupervisedRecipe:
@@ -33,6 +36,11 @@ class SupervisedRecipe(Recipe):
                 f"processes {self.processes} on nodes {self.nodes}, but cluster.type local has one process: set "
                 "cluster.type: ray, or leave processes and nodes out"
             )
-        if (reason := device_misfit(self.cluster, self.device)) is not None:
-            raise ValueError(reason)
+        misfits = (
+            self.sharding.misfit("sharding", self.processes * self.nodes),
+            device_misfit(self.cluster, self.device),
+        )
+        for reason in misfits:
+            if reason is not None:
+                raise ValueError(reason)
         return self

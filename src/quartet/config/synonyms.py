@@ -39,6 +39,7 @@ _THEIRS: dict[str, str] = {
     "train.token_budget": "ppo_max_token_len_per_gpu max_token_len_per_gpu gradient_accumulation_steps "
     "micro_train_batch_size ppo_micro_batch_size_per_gpu",
     "forward_token_budget": "log_prob_max_token_len_per_gpu",
+    "sharding.shard": "fsdp_size",
     # Sizes of a step
     "epochs": "num_train_epochs num_epochs total_epochs ppo_epochs num_ppo_epochs num_iterations",
     "steps": "num_episodes max_steps total_steps num_steps total_training_steps",

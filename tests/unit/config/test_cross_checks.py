@@ -113,9 +113,17 @@ def test_every_family_has_a_recipe() -> None:
         (["environment={}", "algorithm.name=online_dpo"], "episodes see different states"),
         (["environment={}", "algorithm.overlong.buffer=4"], "which holds for each turn of an episode"),
         ([f"placement={{type: asynchronous, pools: {{all: {{roles: [{ROLES}]}}}}}}"], "up to 1 versions old"),
+        (["actor.sharding.shard=2"], "actor.sharding.shard is 2, but the model has 1 process"),
         (
-            ["placement={type: full_offload, pool: {}, sharding: {actor: {tensor: 2}}}"],
-            "cut over processes yet (actor)",
+            ["algorithm.name=ppo", "placement={type: full_offload, pool: {processes: 6}}", "critic.sharding.shard=4"],
+            "critic.sharding.shard is 4, but the model has 6 processes",
+        ),
+        (
+            [
+                "placement={type: separated, actor: {processes: 4}, rollout: {}, reward: {processes: 2}}",
+                "rewards=[{type: model, path: x, sharding: {shard: 4}}]",
+            ],
+            "rewards.0.sharding.shard is 4, but the model has 2 processes",
         ),
         (["cluster.type=ray"], "cluster.type ray needs a placement"),
         (["cluster.type=ray", "device=cuda:1"], "Ray decides which GPU a process sees"),
@@ -124,6 +132,14 @@ def test_every_family_has_a_recipe() -> None:
 )
 def test_what_does_not_fit_is_refused_with_its_reason(overrides: list[str], reason: str) -> None:
     assert reason in refused(*overrides)
+
+
+def test_sharding_is_a_key_of_each_role() -> None:
+    with pytest.raises(UserError) as caught:
+        rl("placement={type: full_offload, pool: {}, sharding: {actor: {tensor: 2}}}")
+    assert "actor.sharding.shard=2" in caught.value.remedy
+    # As recipes have it that earlier versions saved.
+    assert rl("placement={type: full_offload, pool: {}, sharding: {}}").placement is not None
 
 
 def test_all_reasons_are_given_at_once() -> None:
