@@ -20,9 +20,9 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import cached_file
 
 from quartet.config import UserError
+from quartet.models.weight_files import INDEX, weight_paths
 
 _SIZES = (
     "num_hidden_layers",
@@ -34,7 +34,6 @@ _SIZES = (
     "vocab_size",
 )
 _FLOATING = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
-_INDEX = "model.safetensors.index.json"
 _NAMED = 3
 """Tensors named in a message; their number follows."""
 
@@ -126,14 +125,14 @@ def _tensors(directory: Path) -> dict[str, tuple[str, list[int]]]:
         UserError: an index that names files which are not there, or lie elsewhere.
     """
     files = [directory / "model.safetensors"]
-    if not files[0].exists() and (directory / _INDEX).is_file():
-        weight_map = json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+    if not files[0].exists() and (directory / INDEX).is_file():
+        weight_map = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
         lost = [name for name in names if Path(name).name != name or not (directory / name).is_file()]
         if lost:
             raise UserError(
                 f"shards of {str(directory)!r} are missing",
-                found=f"{_INDEX} names {named(lost)}, not in the directory",
+                found=f"{INDEX} names {named(lost)}, not in the directory",
                 remedy="download the directory again, with all of its files",
             )
         files = [directory / name for name in names]
@@ -152,16 +151,8 @@ def _headers(source: str) -> dict[str, torch.Tensor]:
     Raises:
         OSError: there are none.
     """
-    for name in ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json"):
-        file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if file is None:
-            continue
-        files = [file]
-        if name.endswith(".json"):
-            weight_map = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"]
-            files = [cached_file(source, shard) for shard in sorted(set(weight_map.values()))]
-        return {name: tensor for part in files for name, tensor in load_state_dict(part, map_location="meta").items()}
-    raise OSError(f"no file named model.safetensors or pytorch_model.bin in {source}")
+    parts = weight_paths(source)
+    return {n: tensor for part in parts for n, tensor in load_state_dict(str(part), map_location="meta").items()}
 
 
 def named(names: Collection[str]) -> str:

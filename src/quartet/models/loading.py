@@ -123,7 +123,6 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     """
     config = copy.deepcopy(model.config)
     config.num_labels = 1
-    generator = torch.Generator().manual_seed(seed)
     made = torch.device("meta") if model.device.type == "meta" else contextlib.nullcontext()
     with _quiet(), torch.random.fork_rng(devices=[]), made:
         torch.manual_seed(seed)
@@ -147,11 +146,15 @@ def scalar_model_from(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
             found=f"modules {[name for name, _ in scalar.named_children()]}",
             remedy="use an architecture whose classification head is `score` (docs/models.md lists them)",
         )
-    width = head.weight.shape[1]
     with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) / (width + 1))
+        head.weight.copy_(fresh_head(head.weight.shape, seed))
     vars(scalar)["quartet_load_remarks"] = load_warnings(model)
     return scalar.float().eval()
+
+
+def fresh_head(shape: torch.Size, seed: int) -> Tensor:
+    """The head ``[1, D]`` of a new scalar model; entries have standard deviation ``1 / (D + 1)``."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / (shape[1] + 1)
 
 
 _P = TypeVar("_P", bound=PackedModel)

@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -89,6 +89,7 @@ class Adapters:
         config: what was asked for.
         layers: the adapted layers, in the model's order.
         trained: the parameters that learn, by their name in the model: the factors, and a scalar head in full.
+        digest: the SHA-256 of named tensors; replaced where they are sharded.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Adapters:
         self._model = model
         self.take_up_parameters()
         self._target_names = target_names
+        self.digest: Callable[[Iterable[tuple[str, Tensor]]], str] = digest_of
         self._is_in = True
         self._is_folded = False
 
@@ -219,16 +221,14 @@ class Adapters:
     @cached_property
     def base_digest(self) -> str:
         """SHA-256 of every weight that is not trained, under its name in the model without adapters."""
-        trained = {id(parameter) for parameter in self.trained.values()}
-        digest, seen = hashlib.sha256(), set(trained)
+        seen = {id(parameter) for parameter in self.trained.values()}
+        named = []
         with self.out():
             for name, tensor in sorted(self._model.state_dict(keep_vars=True).items()):
-                if id(tensor) in seen:
-                    continue
+                if id(tensor) not in seen:
+                    named.append((name, tensor.detach()))
                 seen.add(id(tensor))
-                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+            return self.digest(named)
 
     @property
     def base(self) -> dict[str, str]:
@@ -274,6 +274,15 @@ class Adapters:
             for name, parameter in self.trained.items()
         }
         save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 of names, dtypes, shapes and contents, in their order."""
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 # Putting adapters in -------------------------------------------------------------------------------------

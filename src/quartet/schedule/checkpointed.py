@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from quartet.cluster.dispatch import RANK_ZERO, dispatch
+from quartet.cluster.dispatch import Custom, dispatch
+from quartet.cluster.layout import Layout
 from quartet.config import UserError
 from quartet.observe.digests import FileDigest
 from quartet.train.checkpoint_old_format import load_part
@@ -18,8 +19,23 @@ from quartet.train.checkpoint_shares import Share, ShareWriter
 from quartet.train.state import REST, Shape, fill, shapes_of, tensors_of
 
 
+def _with_rank(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    return [(args, {**kwargs, "rank": rank}) for rank in range(layout.world_size)]
+
+
+def _same_for_all(layout: Layout, *args: Any, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    return [(args, kwargs)] * layout.world_size
+
+
+def _all_files(layout: Layout, found: list[dict[str, FileDigest] | None]) -> dict[str, FileDigest] | None:
+    """Of all ranks together: None until all have theirs, empty where one never will."""
+    if any(files is None for files in found):
+        return None
+    return {name: digest for files in found for name, digest in (files or {}).items()} if all(found) else {}
+
+
 class Checkpointed(ABC):
-    """A worker that writes its share of a checkpoint itself, and reads it. Replicas are equal: the first one writes."""
+    """A worker that writes its share of a checkpoint itself, and reads it; what several have the first one writes."""
 
     _writer: ShareWriter | None = None
 
@@ -39,9 +55,10 @@ class Checkpointed(ABC):
                 "checkpoints and models there themselves",
             )
 
-    @dispatch(RANK_ZERO)
-    def save_checkpoint(self, directory: Path, *, background: bool) -> None:
-        """Writes the state into the new ``directory``; with ``background`` from a copy, while the worker goes on.
+    @dispatch(Custom(_with_rank, lambda layout, found: None))
+    def save_checkpoint(self, directory: Path, *, background: bool, rank: int = 0) -> None:
+        """Writes this rank's part of the state into the new ``directory``; with ``background`` from a copy, while the
+        worker goes on.
 
         Raises:
             UserError: it could not be written; in the background ``finish_checkpoint`` raises that.
@@ -49,9 +66,9 @@ class Checkpointed(ABC):
         self.check_sees(directory.parent)
         if self._writer is None:
             self._writer = ShareWriter()
-        self._writer.begin(directory, self.checkpoint_state(), background=background)
+        self._writer.begin(directory, self.checkpoint_state(), background=background, rank=rank)
 
-    @dispatch(RANK_ZERO)
+    @dispatch(Custom(_same_for_all, _all_files))
     def finish_checkpoint(self, directory: Path) -> dict[str, FileDigest] | None:
         """Digests of the files in ``directory`` once they are written, until then None; does not wait.
 

@@ -23,6 +23,7 @@ from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.train.engine import TrainEngine
 from quartet.weights.control import TIMEOUT_S, Ask, connect_endpoints, sync
 from quartet.weights.endpoint import Transport, WeightReceiver, WeightSender
+from quartet.weights.gather import is_first
 
 W = TypeVar("W")
 
@@ -34,7 +35,9 @@ class WeightSenderMixin:
 
     @cached_property
     def weight_sender(self) -> WeightSender:
-        return WeightSender(lambda: self.engine.weights(), device=self.engine.packed.device)
+        # Of the ranks of a sharded model the first one sends; the others are asked, too, and take part in its gathers.
+        first = is_first(tensor for _, tensor in self.engine.weights())
+        return WeightSender(lambda: self.engine.weights(), device=self.engine.packed.device, rank=0 if first else 1)
 
     def send_weights(self, request: str, *args: Any) -> Any:
         """Answers one request of a weight sync."""

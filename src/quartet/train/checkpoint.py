@@ -29,6 +29,7 @@ from quartet.config import UserError
 from quartet.config.file_errors import read_error, write_error
 from quartet.observe.digests import DigestingFile, FileDigest, digested_file, sync_directory
 from quartet.train import manifest as manifests
+from quartet.train.checkpoint_metadata import join_metadata
 from quartet.train.checkpoint_old_format import load_part
 from quartet.train.manifest import CheckpointManifest, Damage
 
@@ -101,7 +102,8 @@ def complete_checkpoint(
     final = path_of_draft(draft)
     root, step = final.parent, int(final.name.removeprefix("step_"))
     try:
-        files = {f"{role}/{name}": digest for role, share in shares.items() for name, digest in share.items()}
+        joined = {role: join_metadata(draft / role, share) for role, share in shares.items()}
+        files = {f"{role}/{name}": digest for role, share in joined.items() for name, digest in share.items()}
         files |= {f"{name}.pt": _write(draft / f"{name}.pt", partial(torch.save, part)) for name, part in parts.items()}
         text = json.dumps({"step": step, "manifest": manifests.NAME, **info}).encode("ascii")
         files["info.json"] = _write(draft / "info.json", lambda file: file.write(text))

@@ -2,17 +2,19 @@
 
 ::
 
-    actor/.metadata      which tensors there are, of which shape, and where each lies
-    actor/__0_0.distcp   the tensors of rank 0 and the rest of the state
+    actor/.metadata      which tensors there are, of which shape, and where each part of them lies
+    actor/__0_0.distcp   what rank 0 has of the tensors, and the rest of the state
+    actor/__1_0.distcp   what rank 1 has of sharded tensors, and so on
 
-Of replicas the first writes; where a model is sharded, every rank can write files of its own beside these.
+Every rank writes what it is the first to hold, by itself: no rank waits for another, and none needs a process group in
+the background. Until the checkpoint is complete each has metadata of its own, ``__1.metadata`` say; then they are
+joined (``checkpoint_metadata``). A share is read in the parts that are needed, by any number of processes.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -28,12 +30,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
 
 from quartet.config.file_errors import write_error
 from quartet.observe.digests import FileDigest, digested_file, sync_directory
 from quartet.observe.memory import copy_fits
 from quartet.train.checkpoint import path_of_draft
+from quartet.train.checkpoint_metadata import load_metadata
 from quartet.train.manifest import METADATA
+from quartet.train.parallel.tensors import is_first_holder
 from quartet.train.state import REST, Shape, reading, snapshot, state_bytes
 
 # The caller passes no_dist=True on purpose. For good, since the filters may not be changed in a thread beside others.
@@ -50,11 +55,14 @@ class ShareWriter:
         self._directory: Path | None = None
         self._written: Future[dict[str, FileDigest]] | None = None
 
-    def begin(self, directory: Path, state: Mapping[str, Any], *, background: bool) -> None:
+    def begin(self, directory: Path, state: Mapping[str, Any], *, background: bool, rank: int = 0) -> None:
         """Writes ``state`` into the new directory; with ``background`` it may change as soon as this returns.
 
         Where memory does not allow a copy (``copy_fits``) it is written at once, from where it lies. There is
         never more than one copy: the share before is waited for.
+
+        Args:
+            rank: among the workers that have this state, each with its part or its replica.
 
         Raises:
             UserError: it could not be written. In the background ``finish`` raises that.
@@ -62,15 +70,18 @@ class ShareWriter:
         if self._written is not None:
             wait([self._written])
         self._directory, self._written = directory, None
-        if not (background and copy_fits(state_bytes(state))):
-            files = _write(directory, state)
+        state = own_part(state, rank)
+        # The ranks of one machine make their copies at the same time.
+        num_copies = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if not (background and copy_fits(num_copies * state_bytes(state))):
+            files = _write(directory, state, rank)
             self._written = Future()
             self._written.set_result(files)
             return
         # An interpreter that ends waits for the file being written. The thread ends with it, so that no idle one keeps
         # its OpenMP threads.
         writer = ThreadPoolExecutor(1, thread_name_prefix="quartet-share")
-        self._written = writer.submit(_write, directory, snapshot(state))
+        self._written = writer.submit(_write, directory, snapshot(state), rank)
         writer.shutdown(wait=False)
 
     def finish(self, directory: Path) -> dict[str, FileDigest] | None:
@@ -86,20 +97,28 @@ class ShareWriter:
         return self._written.result() if self._written.done() else None
 
 
-def _write(directory: Path, state: Mapping[str, Any]) -> dict[str, FileDigest]:
+def own_part(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """What ``rank`` writes: of sharded tensors what it is the first to hold, and rank 0 everything else."""
+    return {n: v for n, v in state.items() if (is_first_holder(v) if isinstance(v, DTensor) else rank == 0)}
+
+
+def _write(directory: Path, state: Mapping[str, Any], rank: int) -> dict[str, FileDigest]:
     try:
-        return write_share(directory, state)
+        return write_share(directory, state, rank)
     except (OSError, RuntimeError) as error:
         raise write_error(path_of_draft(directory.parent), error, what="checkpoint ") from error
 
 
-def write_share(directory: Path, state: Mapping[str, Any]) -> dict[str, FileDigest]:
-    """Writes the files of one share, synced; tensors go from where they are to the disk one by one.
+def write_share(directory: Path, state: Mapping[str, Any], rank: int = 0) -> dict[str, FileDigest]:
+    """Writes one rank's files of a share, synced; tensors go from where they are to the disk one by one.
+
+    Args:
+        state: as ``own_part`` gives it.
 
     Returns:
         Digests by the files' names in ``directory``, made while they were written.
     """
-    writer = _Writer(directory)
+    writer = _Writer(directory, rank)
     with _cause_raised():
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.save(dict(state), storage_writer=writer, planner=planner, no_dist=True)
@@ -127,10 +146,15 @@ class _DigestingFiles(FileSystem):
 class _Writer(dcp.FileSystemWriter):
     fs: _DigestingFiles
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, rank: int) -> None:
         # Files sync themselves; copying ahead would hold more than one tensor at a time.
         super().__init__(directory, sync_files=False, per_thread_copy_ahead=0)
         self.fs = _DigestingFiles()
+        self._own_rank = rank
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        # Without collectives the files of a rank, its metadata too, have its number.
+        super().set_up_storage_writer(is_coordinator, rank=self._own_rank, use_collectives=self._own_rank == 0)
 
     def storage_meta(self) -> None:
         """Nothing: it would say where the draft was, and a random number."""
@@ -183,30 +207,15 @@ class Share:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata once, and takes nothing but metadata from its pickle."""
+    """Reads the metadata once."""
 
     _found: formats.Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> formats.Metadata:
         if self._found is None:
-            with open(Path(self.path) / METADATA, "rb") as file:
-                self._found = _MetadataUnpickler(file).load()
+            self._found = load_metadata(Path(self.path) / METADATA)
             self._found.storage_meta = formats.StorageMeta(load_id=self.load_id)
         return self._found
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch":
-            found = getattr(torch, name, None)
-            if name == "Size" or isinstance(found, torch.dtype):
-                return found
-        elif (module, name) in (
-            ("torch.serialization", "_get_layout"),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ) or (module == formats.__name__ and isinstance(getattr(formats, name, None), type)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into metadata")
 
 
 class _PlainLoadPlanner(DefaultLoadPlanner):

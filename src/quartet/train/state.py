@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quartet.config import UserError
 from quartet.models.memory import reflected, storage_bytes
+from quartet.train.parallel.tensors import local, with_local
 
 REST, MODEL, OPTIMIZER = "rest", "model.", "optimizer.state."
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -42,7 +43,10 @@ def model_tensors(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     seen = set()
     for name, tensor in named.items():
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        here = local(tensor)
+        place = (here.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        # Of a small tensor that is sharded some ranks have nothing: its object tells what is one.
+        place = place if here.numel() else (id(tensor), *place[1:])
         if not tensor.numel() or place not in seen:
             found[MODEL + name] = tensor.detach()
         seen.add(place)
@@ -133,23 +137,25 @@ def fill(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
 def snapshot(value: Any) -> Any:
     """A copy of a state in host memory that later updates do not change: what ``torch.save`` takes, nested.
 
-    Tensors that share a storage share one in the copy, so that it takes its room once.
+    Tensors that share a storage share one in the copy, so that it takes its room once. Of sharded ones this rank's part
+    is copied.
     """
     storages: dict[tuple[torch.device, int], Tensor] = {}
 
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
-        source = leaf.untyped_storage()
+        here = local(leaf)
+        source = here.untyped_storage()
         place = (source.device, source.data_ptr())
         if place not in storages:
             storages[place] = torch.empty(source.nbytes(), dtype=torch.uint8).copy_(storage_bytes(source))
-        return reflected(leaf, storages[place])
+        return with_local(leaf, reflected(here, storages[place]))
 
     return tree_map(copied, value)
 
 
 def state_bytes(value: Any) -> int:
     """What ``snapshot`` takes."""
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    storages = [local(leaf).untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return sum({(source.device, source.data_ptr()): source.nbytes() for source in storages}.values())

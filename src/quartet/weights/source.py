@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from quartet.weights.errors import WeightSyncTimeout
 from quartet.weights.fusion import FusedProjection, split_fused
+from quartet.weights.gather import gather
 from quartet.weights.manifest import TensorSpec
 
 
@@ -52,13 +53,15 @@ class NamedSource:
     def tensors(self) -> Iterator[Tensor]:
         """Their contents in that order, each whole and contiguous, valid until the next one is asked for.
 
-        Collective where the weights are sharded.
+        Collective where the weights are sharded: all ranks go through them to the end, and the first one gets them.
         """
         for name, tensor in self._named():
             tensor = tensor.detach()
             if self._watch is not None and isinstance(tensor, DTensor):
                 self._watch.wait(name)
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = gather(tensor)
+            if whole is None:
+                continue
             for part_name, part in split_fused([(name, whole)], self._fused):
                 yield part.to(dtype=self._like.get(part_name)).contiguous()
 

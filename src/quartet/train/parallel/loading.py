@@ -1,0 +1,237 @@
+"""Contents for a sharded model: every rank reads its slices of the files, and none ever holds the whole model.
+
+::
+
+    model = load_causal_lm(path, empty=True)      on the meta device; says what is missing, or does not fit
+    packed = packed_causal_lm(model, …)           still without contents
+    shard_model(packed, mesh)                     every parameter a DTensor
+    load_shares(packed, path)                     contents: this rank's slice of each tensor, one tensor at a time
+
+Beside its shard of the model a rank holds the slice that it is reading, in the file's dtype; where transformers makes a
+tensor of several others (``models/conversions``), those of that one conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from transformers import PreTrainedModel
+
+from quartet.config import UserError
+from quartet.models.conversions import Conversion, conversions_to_load, meta_twin
+from quartet.models.directories import loading, named
+from quartet.models.loading import fresh_head
+from quartet.models.lora import digest_of
+from quartet.models.packed_model import PackedModel, PackedScalarModel
+from quartet.models.weight_files import StoredTensor, stored_tensors
+from quartet.train.parallel.tensors import local, local_slices
+from quartet.weights.gather import gathered
+
+T = TypeVar("T")
+
+
+def load_shares(
+    packed: PackedModel, source: str | Mapping[str, Tensor], *, device: torch.device | None = None, seed: int = 0
+) -> None:
+    """Gives a model that was made on the meta device, and sharded there, its contents.
+
+    All ranks of the model call it; where one fails, all raise its error.
+
+    Args:
+        source: a model directory or hub name; or whole tensors by the names that files would have.
+        device: where the model's parameters and buffers go; where FSDP keeps parameters on the host, the host.
+        seed: of what the files do not have: fresh adapters, and a scalar head beside the body of a causal LM, which
+            has the bits that ``scalar_model_from`` gives it.
+
+    Raises:
+        UserError: a tensor is missing or of another shape, or has numbers that are not finite; or the files cannot be
+            read.
+    """
+    model = packed.model
+    twin = original_twin(model)
+    with _together(model), torch.no_grad():
+        if next(model.parameters()).is_meta:
+            model.to_empty(device=device or torch.device("cpu"))
+        # Adapters have no place in the files: without them the model has the files' names.
+        with packed.without_adapters():
+            tensors = model.state_dict(keep_vars=True)
+            if isinstance(source, str):
+                with loading(source, "model"), stored_tensors(source) as stored:
+                    read = _fill(tensors, stored, twin, source)
+            else:
+                read = _fill(tensors, {n: StoredTensor.of(t) for n, t in source.items()}, twin, "the given model")
+            _check_complete(packed, tensors, read, seed, source if isinstance(source, str) else "the given model")
+            _make_buffers(model, twin)
+        if packed.adapters is not None:
+            packed.adapters.digest = gathered_digest
+            with implicit_replication():
+                packed.adapters.reset(seed)
+
+
+def original_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """As ``meta_twin``, of a model whose class ``fully_shard`` may have changed."""
+    kind = type(model)
+    return meta_twin(model, kind.__bases__[1] if isinstance(model, FSDPModule) else kind)
+
+
+def gathered_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """``digest_of`` the whole tensors, on all ranks. Collective."""
+    pairs = list(named)
+    meshes = dict.fromkeys(t.device_mesh for _, t in pairs if isinstance(t, DTensor))
+    found = digest_of((name, tensor) for name, tensor in gathered(pairs) if tensor is not None)
+    return next(iter(_of_all(found, meshes).values()), found)
+
+
+# Reading -------------------------------------------------------------------------------------------------
+
+
+def _fill(
+    tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], twin: PreTrainedModel, where: str
+) -> set[int]:
+    """Reads this rank's part of every tensor that the files have; ids of the tensors that were read.
+
+    Raises:
+        UserError: one has another shape, or is not finite.
+    """
+    conversions, _ = conversions_to_load(twin, stored)
+    read: set[int] = set()
+    broken = []
+    for conversion in conversions:
+        for name, part in _parts(conversion, tensors, stored, twin, where):
+            here = local(tensors[name])
+            here.copy_(part)
+            if here.is_floating_point() and not bool(here.sum().isfinite()):
+                broken.append(name)
+            read.add(id(tensors[name]))
+    if broken:
+        raise UserError(
+            f"the weights of {where!r} are not finite",
+            found=f"NaN or infinity in {named(broken)}",
+            remedy="use a checkpoint from before its training diverged, or download it again",
+        )
+    return read
+
+
+def _parts(
+    conversion: Conversion,
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
+    twin: PreTrainedModel,
+    where: str,
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's part of what the conversion makes, by the model's names."""
+    target = tensors[conversion.target]
+    mine = local_slices(target)
+    if conversion.rule is None:
+        (name,) = conversion.names
+        _check_shape(conversion.target, stored[name].shape, target, where)
+        yield conversion.target, stored[name].read(mine)
+    elif conversion.stacks_rows and all(len(names) == len(target) for names in conversion.sources.values()):
+        if mine[0].start < mine[0].stop:
+            made = conversion.convert(lambda name: stored[name].read(), twin, mine[0])[conversion.target]
+            _check_shape(conversion.target, (len(target), *made.shape[1:]), target, where)
+            yield conversion.target, made[(slice(None), *mine[1:])]
+        else:
+            yield conversion.target, torch.empty(local(target).shape)
+    else:
+        for name, made in conversion.convert(lambda name: stored[name].read(), twin).items():
+            _check_shape(name, tuple(made.shape), tensors[name], where)
+            yield name, made[local_slices(tensors[name])]
+
+
+def _check_shape(name: str, found: tuple[int, ...], target: Tensor, where: str) -> None:
+    if found != tuple(target.shape):
+        raise UserError(
+            f"the weights of {where!r} do not fit its config.json",
+            found=f"{name} is {list(found)}, by the config {list(target.shape)}",
+            remedy="restore the config.json that these weights were saved with",
+        )
+
+
+def _check_complete(
+    packed: PackedModel, tensors: Mapping[str, Tensor], read: Collection[int], seed: int, where: str
+) -> None:
+    """A scalar head that was not read is drawn.
+
+    Raises:
+        UserError: something else was not read, under any name.
+    """
+    missing = {name: tensor for name, tensor in tensors.items() if id(tensor) not in read}
+    if isinstance(packed, PackedScalarModel):
+        heads = [name for name, tensor in missing.items() if tensor is packed.head.weight]
+        for name in heads:
+            head = missing.pop(name)
+            local(head).copy_(fresh_head(head.shape, seed)[local_slices(head)])
+    if missing:
+        raise UserError(
+            f"{where!r} is not a whole {type(packed.model).__name__.removeprefix('FSDP')}",
+            found=f"its weights lack {named(missing)}",
+            remedy="download the directory again, or correct its config.json",
+        )
+
+
+def _make_buffers(model: PreTrainedModel, twin: PreTrainedModel) -> None:
+    """Buffers that no file has, as those of rotary embeddings, get what the model's own code puts there."""
+    kept = twin.state_dict().keys()
+    wanted = [name for name, _ in twin.named_buffers() if name not in kept]
+    if not wanted:
+        return
+    for name in wanted:
+        parent, _, last = name.rpartition(".")
+        module = twin.get_submodule(parent)
+        buffer = module._buffers[last]
+        assert buffer is not None
+        module._buffers[last] = torch.zeros_like(buffer, device="cpu")
+    for module in twin.modules():
+        vars(module).pop("_is_hf_initialized", None)
+    with torch.random.fork_rng(devices=[]):
+        twin.initialize_weights()
+    for name in wanted:
+        model.get_buffer(name).copy_(twin.get_buffer(name))
+
+
+# All ranks -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _together(model: nn.Module) -> Iterator[None]:
+    """What one rank of the model's mesh raises within, all raise."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    others = _of_all(failure if failure is None or isinstance(failure, UserError) else _unexpected(failure), meshes)
+    if failure is not None:
+        raise failure
+    for rank, told in others.items():
+        if told is not None:
+            raise UserError(told.problem, found=f"rank {rank}: {told.found}", remedy=told.remedy)
+
+
+def _unexpected(error: Exception) -> UserError:
+    return UserError(
+        "a rank failed while it loaded its share", found=f"{type(error).__name__}: {error}", remedy="see its log"
+    )
+
+
+def _of_all(value: T, meshes: Iterable[DeviceMesh]) -> dict[int, T]:
+    """What every rank of the meshes has given, by rank in that order."""
+    values = {dist.get_rank(): value} if dist.is_initialized() else {}
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            group = mesh.get_group(dim)
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, values, group=group)
+            values = {rank: each for of_rank in found for rank, each in of_rank.items()}
+    return dict(sorted(values.items()))

@@ -1,0 +1,46 @@
+"""What lies on this rank of a tensor that is sharded over a mesh. Plain tensors lie here as a whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory of it that is here, without gradient."""
+    with torch.no_grad():
+        return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor that is."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def with_local(tensor: Tensor, memory: Tensor) -> Tensor:
+    """``tensor`` with other memory in the place of what is here. No collective."""
+    if not isinstance(tensor, DTensor):
+        return memory
+    return DTensor.from_local(
+        memory,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def is_first_holder(tensor: Tensor) -> bool:
+    """Whether something of it is here, and this rank is the first of those that hold the same part."""
+    if not isinstance(tensor, DTensor):
+        return True
+    place = tensor.device_mesh.get_coordinate()
+    if place is None or not local(tensor).numel():
+        return False
+    return all(index == 0 or not kind.is_replicate() for index, kind in zip(place, tensor.placements, strict=True))

@@ -1,0 +1,153 @@
+"""Sharded models come in, are saved and go on without a process that holds the whole; by real processes over gloo."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import sharded_models
+from quartet.models.loading import scalar_model_from
+from ranks import run_ranks
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=None, bos_token_id=None,
+    eos_token_id=None,
+)  # fmt: skip
+
+
+def llama(path: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, **options})).to(dtype)
+    model.save_pretrained(path)
+    return model
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "causal"
+    llama(path, tie_word_embeddings=True)
+    return path
+
+
+def test_memory_of_a_rank_that_loads_is_its_shard(tmp_path: Path) -> None:
+    """The pages of a file that it maps come in clusters, so these are more than its part, but not the whole file."""
+    path = tmp_path / "large"
+    llama(path, dtype=torch.bfloat16, vocab_size=16384, hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
+    file_bytes = (path / "model.safetensors").stat().st_size
+    calls = [(sharded_models.memory_of_loading, str(path), reads_all) for reads_all in (False, True)]
+    for reads_all, of_ranks in zip((False, True), run_ranks(4, *calls), strict=True):
+        for found in of_ranks:
+            print({name: f"{size / 2**20:.1f} MiB" for name, size in found.items()})
+            assert (found["own"] <= 1.05 * found["shard"] + 2**20) is not reads_all
+            assert (found["mapped"] <= 0.75 * file_bytes) is not reads_all
+
+
+ARCHITECTURES = ("qwen2", "gemma3_multimodal", "phi3_longrope", "qwen3_moe", "deepseek_v3", "gpt_bigcode")
+"""Ties, prefixes, buffers of two kinds, experts in one tensor, transposed layers and learnt positions."""
+
+
+def test_loaded_in_shares_is_loaded_whole(build_architecture: Any, causal: Path, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ARCHITECTURES]
+    for path in paths:
+        build_architecture(Path(path).name, seed=1).save_pretrained(path)
+    # Several files with an index; and pickled ones.
+    llama(tmp_path / "files").save_pretrained(tmp_path / "files", max_shard_size="4KB")
+    (tmp_path / "files" / "model.safetensors").unlink()
+    shutil.copytree(causal, tmp_path / "pickled")
+    torch.save(load_file(causal / "model.safetensors"), tmp_path / "pickled" / "pytorch_model.bin")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    paths += [str(tmp_path / "files"), str(tmp_path / "pickled")]
+    for found in run_ranks(4, (sharded_models.loaded_models, paths))[0]:
+        assert found == {path: [] for path in paths}
+
+
+def test_heads_and_adapters_are_those_of_one_process(causal: Path, tmp_path: Path) -> None:
+    scalar_model_from(llama(tmp_path / "other"), seed=1).save_pretrained(tmp_path / "scalar")
+    for found in run_ranks(2, (sharded_models.loaded_heads, str(causal), str(tmp_path / "scalar")))[0]:
+        assert found and not any(found.values())
+
+
+def test_directories_that_do_not_fit_are_refused_by_name(causal: Path, tmp_path: Path) -> None:
+    """On all ranks, also where only one meets the fault."""
+    tensors = load_file(causal / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    unfinite = tensors[name].clone()
+    unfinite[-1, 0] = float("nan")
+    broken = {
+        "missing": {n: t for n, t in tensors.items() if n != name},
+        "misshapen": {**tensors, name: tensors[name][:-1].clone()},
+        "not finite": {**tensors, name: unfinite},
+        "extra": {**tensors, "model.other": torch.zeros(1)},
+    }
+    paths = {case: tmp_path / case for case in broken}
+    for case, content in broken.items():
+        shutil.copytree(causal, paths[case])
+        save_file(content, paths[case] / "model.safetensors", metadata={"format": "pt"})
+    (of_ranks,) = run_ranks(2, (sharded_models.refused, str(causal), {c: str(p) for c, p in paths.items()}))
+    for found in of_ranks:
+        assert f"lack {name}" in found["missing"]
+        assert f"{name} is [23, 16], by the config [24, 16]" in found["misshapen"]
+        assert f"NaN or infinity in {name}" in found["not finite"]
+        assert found["extra"] == "nothing"
+    assert "rank 1: " in of_ranks[0]["not finite"] and "rank 1: " not in of_ranks[1]["not finite"]
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------
+
+
+def same(run: Any, other: Any, tolerance: float | None) -> None:
+    """Losses and weights, to the bit where there is no tolerance."""
+    (losses, weights), (expected, wanted) = run, other
+    assert weights.keys() == wanted.keys() and len(losses) == len(expected)
+    if tolerance is None:
+        assert losses == expected and all(torch.equal(weights[name], wanted[name]) for name in wanted)
+    else:
+        assert losses == pytest.approx(expected, abs=tolerance)
+        assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) <= tolerance
+
+
+LORA = {"lora": sharded_models.LoRAConfig(rank=2), "seed": 3}
+
+
+def test_checkpoints_go_on_with_any_number_of_processes(causal: Path, tmp_path: Path) -> None:
+    saved, resumed, path = sharded_models.saved_run, sharded_models.resumed_run, str(causal)
+    of_one, of_two, of_four, of_square = (str(tmp_path / name) for name in ("one", "two", "four", "square"))
+    ((alone,),) = run_ranks(1, (saved, path, of_one, None))
+    two = run_ranks(
+        2, (saved, path, of_two, 2), (resumed, path, of_two, 2), (resumed, path, of_one, 2), (resumed, path, of_two, 1)
+    )
+    four = run_ranks(
+        4,
+        (saved, path, of_four, 4),
+        (saved, path, of_square, 2),
+        (resumed, path, of_square, 2),
+        (resumed, path, of_two, 4),
+    )
+    back = run_ranks(2, (resumed, path, of_four, 2), (resumed, path, of_square, 1))
+    ((again,),) = run_ranks(1, (resumed, path, of_four, None))
+    # fp64, but norms round in fp32.
+    tolerance = 1e-8
+    for rank_results in (*two, *four, *back):
+        for run in rank_results:
+            same(run, alone, tolerance)
+    same(again, alone, tolerance)
+    same(two[1][0], two[0][0], None)
+    same(four[2][0], four[1][0], None)
+    assert alone[0][0] != alone[0][1]
+
+
+def test_adapters_have_checkpoints_of_their_own(causal: Path, tmp_path: Path) -> None:
+    path, root = str(causal), str(tmp_path / "root")
+    two = run_ranks(
+        2, (sharded_models.saved_run, path, root, 2, LORA), (sharded_models.resumed_run, path, root, 2, LORA)
+    )
+    ((alone,),) = run_ranks(1, (sharded_models.resumed_run, path, root, None, LORA))
+    same(two[1][0], two[0][0], None)
+    same(alone, two[0][0], 1e-8)
