@@ -45,10 +45,10 @@ def join_metadata(directory: Path, files: Mapping[str, FileDigest]) -> dict[str,
         part = load_metadata(directory / name)
         for tensor, entry in part.state_dict_metadata.items():
             if tensor in entries:
-                entries[tensor].chunks.extend(entry.chunks)
+                entries[tensor].chunks.extend(entry.chunks)  # type: ignore[union-attr]
             else:
                 entries[tensor] = entry
-        whole.storage_data |= part.storage_data  # type: ignore[operator]
+        whole.storage_data |= part.storage_data
     for tensor, entry in entries.items():
         if isinstance(entry, formats.TensorStorageMetadata):
             there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
