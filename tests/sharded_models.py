@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
-from quartet.models.attention import PackedAttention
+from quartet.models.conversions import meta_twin
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -26,29 +25,29 @@ from quartet.models.loading import (
     packed_scalar_model,
     scalar_model_from,
 )
-from quartet.models.packed_model import PackedModel
 from quartet.observe.memory import held_bytes
 from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint, newest_checkpoint
 from quartet.train.checkpoint_shares import Share, ShareWriter
 from quartet.train.engine import TrainEngine
-from quartet.train.parallel.loading import load_shares, original_twin
+from quartet.train.objectives import SFTObjective
+from quartet.train.parallel.fsdp import shard_model
+from quartet.train.parallel.group import DataParallelGroup
+from quartet.train.parallel.loading import load_shares
+from quartet.train.parallel.mesh import Mesh
 from quartet.train.parallel.tensors import local
 
 
-def mesh_of(shard: int) -> DeviceMesh:
-    world = torch.distributed.get_world_size()
-    return init_device_mesh("cpu", (world // shard, shard), mesh_dim_names=("replicate", "shard"))
+def run_calls(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What each call, a function and its arguments, returns; one begins when all ranks have ended the one before."""
+    results = []
+    for function, *args in calls:
+        results.append(function(*args))
+        dist.barrier()
+    return results
 
 
-def shard(packed: PackedModel, mesh: DeviceMesh) -> None:
-    layers = getattr(packed.body, "language_model", packed.body)
-    for layer in next(c for n, c in layers.named_children() if n in ("layers", "h")):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(packed.model, mesh=mesh)
-    for module in packed.model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+def mesh_of(shard: int) -> Mesh:
+    return Mesh.of(DataParallelGroup.of_world(), shard=shard)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -67,12 +66,12 @@ def differing(sharded: Any, expected: Any) -> list[str]:
 # Loading -------------------------------------------------------------------------------------------------
 
 
-def loaded_models(rank: int, paths: Sequence[str]) -> dict[str, list[str]]:
+def loaded_models(paths: Sequence[str]) -> dict[str, list[str]]:
     """Each directory loaded in shares and whole: what differs."""
-    mesh, found = mesh_of(torch.distributed.get_world_size()), {}
+    mesh, found = mesh_of(dist.get_world_size()), {}
     for path in paths:
         packed = packed_causal_lm(load_causal_lm(path, empty=True))
-        shard(packed, mesh)
+        shard_model(packed, mesh)
         load_shares(packed, path)
         expected = packed_causal_lm(load_causal_lm(path)).model
         found[path] = differing(packed.model, expected)
@@ -81,7 +80,7 @@ def loaded_models(rank: int, paths: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def loaded_heads(rank: int, causal: str, scalar: str) -> dict[str, list[str]]:
+def loaded_heads(causal: str, scalar: str) -> dict[str, list[str]]:
     """A critic from a causal LM's directory, from one of its own, and adapters: what differs from the whole ones."""
     mesh, found = mesh_of(2), {}
     lora = LoRAConfig(rank=2)
@@ -103,18 +102,18 @@ def loaded_heads(rank: int, causal: str, scalar: str) -> dict[str, list[str]]:
     }
     for name, (path, pack, load, options) in cases.items():
         packed = pack(load(True), **options)
-        shard(packed, mesh)
+        shard_model(packed, mesh)
         load_shares(packed, path, seed=5)
         found[name] = differing(packed.model, pack(load(False), **options).model)
     return found
 
 
-def refused(rank: int, causal: str, paths: Mapping[str, str]) -> dict[str, str]:
+def refused(causal: str, paths: Mapping[str, str]) -> dict[str, str]:
     """What loading each broken directory into the model of ``causal`` raises."""
     mesh, found = mesh_of(2), {}
     for name, path in paths.items():
         packed = packed_causal_lm(load_causal_lm(causal, empty=True))
-        shard(packed, mesh)
+        shard_model(packed, mesh)
         try:
             load_shares(packed, path)
             found[name] = "nothing"
@@ -154,16 +153,16 @@ class PeakMemory:
         return [1024 * int(lines[name].split()[0]) for name in ("RssAnon", "RssFile")]
 
 
-def memory_of_loading(rank: int, path: str, reads_all: bool) -> dict[str, int]:
+def memory_of_loading(path: str, reads_all: bool) -> dict[str, int]:
     """Peaks in bytes while a model is loaded in shares, and what they are made of.
 
     Args:
         reads_all: the fault: every rank reads the whole model and takes its part.
     """
-    mesh = mesh_of(torch.distributed.get_world_size())
+    mesh = mesh_of(dist.get_world_size())
     packed = packed_causal_lm(load_causal_lm(path, empty=True))
-    shard(packed, mesh)
-    original_twin(packed.model)  # what only its first use takes
+    shard_model(packed, mesh)
+    meta_twin(packed.model)  # what only its first use takes
     with PeakMemory() as peak:
         if reads_all:
             load_shares(packed, {name: t.float() for name, t in load_file(f"{path}/model.safetensors").items()})
@@ -176,39 +175,28 @@ def memory_of_loading(rank: int, path: str, reads_all: bool) -> dict[str, int]:
 # Checkpoints ---------------------------------------------------------------------------------------------
 
 
-def make_engine(path: str, mesh: DeviceMesh | None, **options: Any) -> TrainEngine[Any]:
+def make_engine(path: str, mesh: Mesh | None, **options: Any) -> TrainEngine[Any]:
     """A trained model in fp64, on a mesh or whole."""
     packed = packed_causal_lm(load_causal_lm(path, empty=mesh is not None).double(), **options)
     if mesh is not None:
-        shard(packed, mesh)
+        shard_model(packed, mesh)
         load_shares(packed, path)
-    config = TrainConfig(optim=OptimConfig(lr=1e-2, max_grad_norm=0.5, weight_decay=0.1), lora=options.get("lora"))
-    return TrainEngine(packed, config, total_steps=10)
+    optim = OptimConfig(lr=1e-2, max_grad_norm=0.5, weight_decay=0.1)
+    config = TrainConfig(optim=optim, lora=options.get("lora"), token_budget=40)
+    return TrainEngine(packed, config, total_steps=10, mesh=mesh)
 
 
 def steps(engine: TrainEngine[Any], num: int) -> list[float]:
-    """Losses of updates on eight sequences, dealt to the ranks."""
+    """Losses of updates, each with its own batch."""
     losses = []
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     for _ in range(num):
-        generator, total = torch.Generator().manual_seed(engine.num_updates), torch.zeros((), dtype=torch.float64)
-        ids = torch.randint(30, (8, 9), generator=generator)
-        for row in ids[rank::world]:
-            context = PackedAttention((len(row),), (-1,))
-            logits = engine.packed.model(
-                input_ids=row[None], position_ids=torch.arange(9)[None], attention_mask=None, use_cache=False,
-                quartet_attention=context,
-            ).logits  # fmt: skip
-            loss = torch.nn.functional.cross_entropy(logits[0, :-1].double(), row[1:], reduction="sum") / 64
-            loss.backward()
-            total += loss.detach()
-        if world > 1:
-            dist.all_reduce(total)
-        losses.append(float(total))
-        torch.nn.utils.clip_grad_norm_(engine.packed.model.parameters(), 0.5)
-        engine.optimizer.step()
-        engine.optimizer.zero_grad()
-        engine.num_updates += 1
+        generator = torch.Generator().manual_seed(engine.num_updates)
+        rows = [torch.randint(30, (n,), generator=generator).tolist() for n in (9, 5, 12, 7, 3, 8)]
+        batch = RaggedBatch.from_sequences(rows, [str(i) for i in range(len(rows))])
+        mask = torch.ones(batch.num_tokens, dtype=torch.bool)
+        mask[list(batch.segment_offsets[:-1])] = False
+        batch = batch.with_token(loss_mask=mask)
+        losses.append(engine.train_step(batch, SFTObjective())["loss/sft"])
     return losses
 
 
@@ -247,7 +235,7 @@ def whole_weights(engine: TrainEngine[Any]) -> dict[str, Tensor]:
     return {name: whole(p.detach()).clone() for name, p in engine.packed.model.named_parameters()}
 
 
-def saved_run(rank: int, path: str, root: str, sharded: int | None, options: Mapping[str, Any] = {}) -> Any:
+def saved_run(path: str, root: str, sharded: int | None, options: Mapping[str, Any] = {}) -> Any:
     """Two steps, a checkpoint, two more: the losses of those, and the weights after them."""
     engine = make_engine(path, None if sharded is None else mesh_of(sharded), **options)
     steps(engine, 2)
@@ -255,7 +243,7 @@ def saved_run(rank: int, path: str, root: str, sharded: int | None, options: Map
     return losses, whole_weights(engine)
 
 
-def resumed_run(rank: int, path: str, root: str, sharded: int | None, options: Mapping[str, Any] = {}) -> Any:
+def resumed_run(path: str, root: str, sharded: int | None, options: Mapping[str, Any] = {}) -> Any:
     """As the last two steps of ``saved_run``, from the checkpoint; the engine had made other ones before."""
     engine = make_engine(path, None if sharded is None else mesh_of(sharded), **options)
     steps(engine, 1)

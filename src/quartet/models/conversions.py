@@ -92,15 +92,11 @@ class Conversion:
         }
 
 
-def meta_twin(model: PreTrainedModel, kind: type[PreTrainedModel]) -> PreTrainedModel:
-    """A model like ``model`` on the meta device as its class makes it: with all modules of its own and no others.
-
-    Args:
-        kind: the class of ``model``, also where wrapping has changed it.
-    """
+def meta_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """A model like ``model`` on the meta device as its class makes it: with all modules of its own and no others."""
     config = copy.deepcopy(model.config)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        return kind._from_config(config, dtype=torch.float32, attn_implementation=own_attention(model))
+        return type(model)._from_config(config, dtype=torch.float32, attn_implementation=own_attention(model))
 
 
 def conversions_to_load(twin: PreTrainedModel, names: Collection[str]) -> tuple[list[Conversion], list[str]]:

@@ -11,9 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import sharded_models
+import sharded_models as ranks
 from quartet.models.loading import scalar_model_from
-from ranks import run_ranks
+from rank_forks import run_ranks
+
+
+def calls(world: int, *functions: tuple[Any, ...]) -> list[list[Any]]:
+    """What every call returned, by rank."""
+    return [list(results) for results in zip(*run_ranks(world, ranks.run_calls, functions), strict=True)]
+
 
 SMALL: dict[str, Any] = dict(
     vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -41,8 +47,8 @@ def test_memory_of_a_rank_that_loads_is_its_shard(tmp_path: Path) -> None:
     path = tmp_path / "large"
     llama(path, dtype=torch.bfloat16, vocab_size=16384, hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
     file_bytes = (path / "model.safetensors").stat().st_size
-    calls = [(sharded_models.memory_of_loading, str(path), reads_all) for reads_all in (False, True)]
-    for reads_all, of_ranks in zip((False, True), run_ranks(4, *calls), strict=True):
+    cases = [(ranks.memory_of_loading, str(path), reads_all) for reads_all in (False, True)]
+    for reads_all, of_ranks in zip((False, True), calls(4, *cases), strict=True):
         for found in of_ranks:
             print({name: f"{size / 2**20:.1f} MiB" for name, size in found.items()})
             assert (found["own"] <= 1.05 * found["shard"] + 2**20) is not reads_all
@@ -64,13 +70,13 @@ def test_loaded_in_shares_is_loaded_whole(build_architecture: Any, causal: Path,
     torch.save(load_file(causal / "model.safetensors"), tmp_path / "pickled" / "pytorch_model.bin")
     (tmp_path / "pickled" / "model.safetensors").unlink()
     paths += [str(tmp_path / "files"), str(tmp_path / "pickled")]
-    for found in run_ranks(4, (sharded_models.loaded_models, paths))[0]:
+    for found in run_ranks(4, ranks.loaded_models, paths):
         assert found == {path: [] for path in paths}
 
 
 def test_heads_and_adapters_are_those_of_one_process(causal: Path, tmp_path: Path) -> None:
     scalar_model_from(llama(tmp_path / "other"), seed=1).save_pretrained(tmp_path / "scalar")
-    for found in run_ranks(2, (sharded_models.loaded_heads, str(causal), str(tmp_path / "scalar")))[0]:
+    for found in run_ranks(2, ranks.loaded_heads, str(causal), str(tmp_path / "scalar")):
         assert found and not any(found.values())
 
 
@@ -90,7 +96,7 @@ def test_directories_that_do_not_fit_are_refused_by_name(causal: Path, tmp_path:
     for case, content in broken.items():
         shutil.copytree(causal, paths[case])
         save_file(content, paths[case] / "model.safetensors", metadata={"format": "pt"})
-    (of_ranks,) = run_ranks(2, (sharded_models.refused, str(causal), {c: str(p) for c, p in paths.items()}))
+    of_ranks = run_ranks(2, ranks.refused, str(causal), {c: str(p) for c, p in paths.items()})
     for found in of_ranks:
         assert f"lack {name}" in found["missing"]
         assert f"{name} is [23, 16], by the config [24, 16]" in found["misshapen"]
@@ -113,25 +119,25 @@ def same(run: Any, other: Any, tolerance: float | None) -> None:
         assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) <= tolerance
 
 
-LORA = {"lora": sharded_models.LoRAConfig(rank=2), "seed": 3}
+LORA = {"lora": ranks.LoRAConfig(rank=2), "seed": 3}
 
 
 def test_checkpoints_go_on_with_any_number_of_processes(causal: Path, tmp_path: Path) -> None:
-    saved, resumed, path = sharded_models.saved_run, sharded_models.resumed_run, str(causal)
+    saved, resumed, path = ranks.saved_run, ranks.resumed_run, str(causal)
     of_one, of_two, of_four, of_square = (str(tmp_path / name) for name in ("one", "two", "four", "square"))
-    ((alone,),) = run_ranks(1, (saved, path, of_one, None))
-    two = run_ranks(
+    ((alone,),) = calls(1, (saved, path, of_one, None))
+    two = calls(
         2, (saved, path, of_two, 2), (resumed, path, of_two, 2), (resumed, path, of_one, 2), (resumed, path, of_two, 1)
     )
-    four = run_ranks(
+    four = calls(
         4,
         (saved, path, of_four, 4),
         (saved, path, of_square, 2),
         (resumed, path, of_square, 2),
         (resumed, path, of_two, 4),
     )
-    back = run_ranks(2, (resumed, path, of_four, 2), (resumed, path, of_square, 1))
-    ((again,),) = run_ranks(1, (resumed, path, of_four, None))
+    back = calls(2, (resumed, path, of_four, 2), (resumed, path, of_square, 1))
+    ((again,),) = calls(1, (resumed, path, of_four, None))
     # fp64, but norms round in fp32.
     tolerance = 1e-8
     for rank_results in (*two, *four, *back):
@@ -145,9 +151,7 @@ def test_checkpoints_go_on_with_any_number_of_processes(causal: Path, tmp_path: 
 
 def test_adapters_have_checkpoints_of_their_own(causal: Path, tmp_path: Path) -> None:
     path, root = str(causal), str(tmp_path / "root")
-    two = run_ranks(
-        2, (sharded_models.saved_run, path, root, 2, LORA), (sharded_models.resumed_run, path, root, 2, LORA)
-    )
-    ((alone,),) = run_ranks(1, (sharded_models.resumed_run, path, root, None, LORA))
+    two = calls(2, (ranks.saved_run, path, root, 2, LORA), (ranks.resumed_run, path, root, 2, LORA))
+    ((alone,),) = calls(1, (ranks.resumed_run, path, root, None, LORA))
     same(two[1][0], two[0][0], None)
     same(alone, two[0][0], 1e-8)

@@ -28,8 +28,9 @@ import torch.distributed as dist
 from quartet.batch.partition import Atoms
 from quartet.batch.ragged import RaggedBatch
 from quartet.train.metrics import MetricSums, PlainSums
-from quartet.train.parallel.fsdp import ShardedModel, fingerprint, local
+from quartet.train.parallel.fsdp import ShardedModel, fingerprint
 from quartet.train.parallel.group import RankFailed
+from quartet.train.parallel.tensors import local
 from quartet.train.token_budget import TokenBudget, is_out_of_memory
 
 Plans = Sequence[Sequence[Sequence[int]]]

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from quartet.models.packed_model import PackedModel, decoder_layers
 from quartet.train.parallel.mesh import SHARD, Mesh
+from quartet.train.parallel.tensors import local
 
 T = TypeVar("T")
 
@@ -234,11 +234,6 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 
 # Gradients -----------------------------------------------------------------------------------------------
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, in place; all of one that is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
@@ -33,6 +32,7 @@ from quartet.models.loading import fresh_head
 from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.weight_files import StoredTensor, stored_tensors
+from quartet.train.parallel.fsdp import sharded
 from quartet.train.parallel.tensors import local, local_slices
 from quartet.weights.gather import gathered
 
@@ -57,10 +57,11 @@ def load_shares(
             read.
     """
     model = packed.model
-    twin = original_twin(model)
+    twin = meta_twin(model)
     with _together(model), torch.no_grad():
         if next(model.parameters()).is_meta:
-            model.to_empty(device=device or torch.device("cpu"))
+            # The root, since torch notes there which memory it gathers from.
+            (sharded(packed) or model).to_empty(device=device or torch.device("cpu"))
         # Adapters have no place in the files: without them the model has the files' names.
         with packed.without_adapters():
             tensors = model.state_dict(keep_vars=True)
@@ -75,12 +76,6 @@ def load_shares(
             packed.adapters.digest = gathered_digest
             with implicit_replication():
                 packed.adapters.reset(seed)
-
-
-def original_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """As ``meta_twin``, of a model whose class ``fully_shard`` may have changed."""
-    kind = type(model)
-    return meta_twin(model, kind.__bases__[1] if isinstance(model, FSDPModule) else kind)
 
 
 def gathered_digest(named: Iterable[tuple[str, Tensor]]) -> str:
@@ -173,7 +168,7 @@ def _check_complete(
             local(head).copy_(fresh_head(head.shape, seed)[local_slices(head)])
     if missing:
         raise UserError(
-            f"{where!r} is not a whole {type(packed.model).__name__.removeprefix('FSDP')}",
+            f"{where!r} is not a whole {type(packed.model).__name__}",
             found=f"its weights lack {named(missing)}",
             remedy="download the directory again, or correct its config.json",
         )
