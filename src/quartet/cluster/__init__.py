@@ -11,7 +11,7 @@
 """
 
 from quartet.cluster.backend import connect
-from quartet.cluster.dispatch import BROADCAST, PER_RANK, RANK_ZERO, SPLIT, Custom, OneRank, Split, dispatch
+from quartet.cluster.dispatch import BROADCAST, ONE_COPY, PER_RANK, RANK_ZERO, SPLIT, Custom, OneRank, Split, dispatch
 from quartet.cluster.errors import ClusterError, Death, WorkerDied, WorkerError
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup, colocate
@@ -23,6 +23,7 @@ from quartet.cluster.worker_process import ClassWithArgs
 
 __all__ = [
     "BROADCAST",
+    "ONE_COPY",
     "PER_RANK",
     "RANK_ZERO",
     "SPLIT",

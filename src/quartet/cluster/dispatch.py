@@ -5,6 +5,7 @@
 | ``BROADCAST`` | everyone | the same for all | list with one entry per rank |
 | ``SPLIT`` | everyone | items split over data-parallel parts, the rest whole | items in order, else list of parts' |
 | ``RANK_ZERO``, ``OneRank(r)`` | one rank | as given | that rank's |
+| ``ONE_COPY`` | the ranks that hold the first copy of a role's model | the same for all | rank 0's |
 | ``PER_RANK`` | everyone | lists with one entry per rank | list with one entry per rank |
 | ``Custom(distribute, collect)`` | as ``distribute`` says | as ``distribute`` says | what ``collect`` makes |
 """
@@ -126,6 +127,17 @@ class OneRank:
 
 
 @dataclass(frozen=True)
+class FirstRanks:
+    """Ranks 0 to ``num - 1`` are called, and the result of rank 0 returned."""
+
+    num: int
+
+    def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+        calls = [Call(args, kwargs) if rank < self.num else None for rank in range(layout.world_size)]
+        return CallPlan(calls, range(self.num), lambda results, shares: results[0])
+
+
+@dataclass(frozen=True)
 class Custom:
     """A mode made of two functions.
 
@@ -228,6 +240,8 @@ class Split:
 
 
 BROADCAST, RANK_ZERO, PER_RANK, SPLIT = Broadcast(), OneRank(0), PerRankLists(), Split()
+ONE_COPY = FirstRanks(1)
+"""Of a model that several ranks hold between them all these ranks: who calls a role's workers knows how many."""
 
 
 def survey(values: Sequence[Any]) -> tuple[Structure | None, int]:

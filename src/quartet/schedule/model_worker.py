@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import RANK_ZERO, SPLIT, dispatch
+from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, dispatch
 from quartet.config.file_errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
@@ -105,7 +105,7 @@ class ModelWorker(Checkpointed, Offloadable):
     def describe(self) -> Described:
         """What is to be said of the model now."""
 
-    @dispatch(RANK_ZERO)
+    @dispatch(ONE_COPY)
     def weights(self) -> dict[str, Tensor]:
         """The model's whole state, with its adapters merged, as copies."""
         with self.present(), self.packed.with_merged_adapters():
@@ -216,7 +216,7 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         order = [names[id(p)] for group in engine.optimizer.param_groups for p in group["params"]]
         return training_state(part, order)
 
-    @dispatch(RANK_ZERO)
+    @dispatch(ONE_COPY)
     def export(
         self, path: Path, tokenizer: PreTrainedTokenizerBase, seen: Collection[int], eos_ids: Collection[int]
     ) -> str | None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import BROADCAST, DispatchMode, OneRank, Split, marks_of
+from quartet.cluster.dispatch import BROADCAST, ONE_COPY, DispatchMode, FirstRanks, OneRank, Split, marks_of
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup
 from quartet.cluster.manifests import Noted
@@ -104,12 +104,16 @@ class RemoteGroup(RoleGroup[W_co]):
     Args:
         worker_class: whose marks say how a method is distributed.
         rank: one worker among them; None for all.
+        shard: workers that hold one copy of the role's model between them.
     """
 
-    def __init__(self, group: WorkerGroup, role: str, worker_class: type[W_co], rank: int | None = None) -> None:
+    def __init__(
+        self, group: WorkerGroup, role: str, worker_class: type[W_co], rank: int | None = None, *, shard: int = 1
+    ) -> None:
         self.group = group
         self.role = role
         self.rank = rank
+        self.shard = shard
         self._marks = marks_of(worker_class)
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -150,4 +154,5 @@ class RemoteGroup(RoleGroup[W_co]):
         if self.rank is not None:
             return OneRank(self.rank)
         mark = self._marks.get(name)
-        return BROADCAST if mark is None else mark.mode
+        mode = BROADCAST if mark is None else mark.mode
+        return FirstRanks(self.shard) if mode == ONE_COPY else mode

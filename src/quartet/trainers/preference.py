@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from quartet.algorithms.preference import kto_reference_point
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import RANK_ZERO, dispatch
+from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe
@@ -166,17 +166,17 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         loss = self.recipe.loss
         return KTOObjective(loss) if isinstance(loss, KTOLoss) else PreferenceObjective(loss)
 
-    @dispatch(RANK_ZERO)
+    @dispatch(ONE_COPY)
     def begin_reference(self, path: Path, *, is_resumed: bool) -> tuple[int, tuple[str, ...]]:
         """As ``ReferenceTables.begin``, once, before the first step; without a reference nothing is missing."""
         return self._tables.begin(path, is_resumed=is_resumed) if self._tables is not None else (0, ())
 
-    @dispatch(RANK_ZERO)
+    @dispatch(ONE_COPY)
     def compute_reference(self) -> int:
         """As ``ReferenceTables.compute``."""
         return self._tables.compute() if self._tables is not None else 0
 
-    @dispatch(RANK_ZERO)
+    @dispatch(ONE_COPY)
     def reference(self) -> dict[str, Tables]:
         """The log-probabilities of all data sets, once they are complete."""
         return self._tables.tables if self._tables is not None else {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quartet.algorithms.process_rewards import calibration_error, step_loss
-from quartet.cluster.dispatch import RANK_ZERO, dispatch
+from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config.recipe import ProcessRewardRecipe
 from quartet.data.process_rewards import ProcessData
 from quartet.models.loading import save_step_separator, saved_paths
@@ -47,7 +47,7 @@ class ProcessRewardWorker(ScalarWorker[ProcessRewardRecipe, ProcessData]):
             found["eval/accuracy"] = float(out.num_correct / out.num_decided)
         return found
 
-    @dispatch(RANK_ZERO)
+    @dispatch(ONE_COPY)
     def write_model(self, path: Path) -> str | None:
         warning = super().write_model(path)
         with writing(path):

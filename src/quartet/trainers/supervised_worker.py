@@ -21,7 +21,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import RANK_ZERO, dispatch
+from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, dispatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.supervised import SupervisedRecipe
@@ -220,7 +220,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
             "tokens/useful": float(batch.num_tokens),
         }
 
-    @dispatch(RANK_ZERO)
+    @dispatch(ONE_COPY)
     def evaluate(self) -> dict[str, float]:
         """Figures of the held-out rows, as they are logged.
 
@@ -235,7 +235,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
             )
         return self._measure(self.evaluation)
 
-    @dispatch(RANK_ZERO)
+    @dispatch(ONE_COPY)
     def write_model(self, path: Path) -> str | None:
         """As ``export``, with the tokenizer that the job has."""
         return self.export(path, self.codec.tokenizer, self._seen(), self.codec.eos_ids)
