@@ -12,8 +12,11 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 Parts = list[list[int]]
+_Division = list[tuple[int, int, list[int]]]
+"""Its parts that are not empty as (cost, first item, items), ascending. First items differ: lists are never compared.
+Nothing is taken off the costs, as it is in the paper: only differences count."""
 
-_NEAR = 1000
+_NEAR = 10_000
 """A part dearer than a fair one by less than one part in so many is not improved."""
 _MOST_PAIRS = 20_000
 """Pairs of items that an improvement looks at; most end after a few hundred."""
@@ -31,23 +34,28 @@ def longest_first(costs: Sequence[int], num_parts: int) -> Parts:
     return parts
 
 
-def largest_differencing(costs: Sequence[int], num_parts: int) -> Parts:
+def largest_differencing(costs: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> Parts:
     """Items in exactly so many parts by the method of Karmarkar and Karp (1982), for any number of parts.
 
     Every item begins as a division of its own, with one part that is not empty. The two divisions whose dearest and
     cheapest parts differ most are joined, the dearest part of one with the cheapest of the other, until one is left.
+
+    Args:
+        equal_counts: a division begins with as many items of nearly equal cost as there are parts, so that all parts
+            get as many items, give or take one: better where there are two or three for each.
     """
     if num_parts == 1 or not costs:
         return [list(range(len(costs))), *([] for _ in range(num_parts - 1))]
-    # A division: its parts that are not empty as (cost, first item, items), ascending; None: one item. First items
-    # differ, so lists are never compared. Nothing is subtracted, as it is in the paper: only differences count.
-    heap: list[tuple[int, int, list[tuple[int, int, list[int]]] | None]]
-    heap = [(-cost, i, None) for i, cost in enumerate(costs)]
+    ascending = sorted((cost, i, [i]) for i, cost in enumerate(costs))
+    size = num_parts if equal_counts else 1
+    heap: list[tuple[int, int, _Division]] = []
+    for first in range(0, len(ascending), size):
+        division = ascending[first : first + size]
+        heap.append((-_spread(division, num_parts), first, division))
     heapq.heapify(heap)
     while len(heap) > 1:
         _, first, into = heapq.heappop(heap)
         _, other, added = heap[0]
-        into, added = into or [(costs[first], first, [first])], added or [(costs[other], other, [other])]
         if len(into) < len(added):
             into, added = added, into
         # Where both together have more parts than there may be, the cheapest of one meet the dearest of the other.
@@ -59,10 +67,13 @@ def largest_differencing(costs: Sequence[int], num_parts: int) -> Parts:
         del into[:num_joined]
         for part in joined + added[num_joined:]:
             insort(into, part)
-        spread = into[-1][0] - (into[0][0] if len(into) == num_parts else 0)
-        heapq.heapreplace(heap, (-spread, min(first, other), into))
-    filled = [items for _, _, items in heap[0][2] or [(0, 0, [0])]]
+        heapq.heapreplace(heap, (-_spread(into, num_parts), min(first, other), into))
+    filled = [items for _, _, items in heap[0][2]]
     return filled + [[] for _ in range(num_parts - len(filled))]
+
+
+def _spread(division: _Division, num_parts: int) -> int:
+    return division[-1][0] - (division[0][0] if len(division) == num_parts else 0)
 
 
 def best_fit(sizes: Sequence[int], cap: int) -> Parts:
@@ -94,7 +105,8 @@ def balanced(costs: Sequence[int], num_parts: int) -> Parts:
 def balanced_under(costs: Sequence[int], num_parts: int, sizes: Sequence[int], cap: int) -> Parts | None:
     """Items in exactly so many parts, the dearest as cheap as was found; None where no way keeps to ``cap``.
 
-    Of the ways that keep to the cap none is cheaper: longest first by costs and by sizes, differencing by costs. With
+    Of the ways that keep to the cap none is cheaper: longest first by costs and by sizes, differencing by costs (with
+    and without equal counts). With
     costs and sizes above 0 a part is empty only where items run out.
 
     Args:
@@ -103,9 +115,14 @@ def balanced_under(costs: Sequence[int], num_parts: int, sizes: Sequence[int], c
     best: Parts | None = None
     least = 0
     bound = max(-(-sum(costs) // num_parts), max(costs, default=0))
-    ways = [(largest_differencing, costs), (longest_first, costs), (longest_first, sizes)]
-    for way, numbers in ways if sizes is not costs else ways[:2]:
-        parts = way(numbers, num_parts)
+    ways = [
+        lambda: largest_differencing(costs, num_parts),
+        lambda: longest_first(costs, num_parts),
+        lambda: largest_differencing(costs, num_parts, equal_counts=True),
+        lambda: longest_first(sizes, num_parts),
+    ]
+    for way in ways if sizes is not costs else ways[:3]:
+        parts = way()
         dearest = max(_totals(costs, parts))
         if (best is None or dearest < least) and max(_totals(sizes, parts)) <= cap:
             best, least = parts, dearest

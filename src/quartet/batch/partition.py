@@ -102,12 +102,16 @@ def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
     if num_ranks > 1 and tree.share:
         limits += [int(_EVEN * max(fair // fineness, largest)) for fineness in _FINENESSES]
     best: list[Block] = []
-    for limit in dict.fromkeys(limits):
-        blocks = tree.blocks(budget, limit)
+    blocks: list[Block] = []
+    for limit in limits:
+        former, blocks = blocks, tree.blocks(budget, limit)
+        if blocks == former:
+            continue
         dealt = _few_parts(blocks, budget, num_ranks)
         parts = [tree.block(sorted(a for b in part for a in blocks[b].atoms)) for part in dealt]
-        if not best or (len(parts), _dearest(parts)) < (len(best), _dearest(best)):
-            best = parts
+        if best and (len(parts), _dearest(parts)) >= (len(best), _dearest(best)):
+            break
+        best = parts
         if _dearest(best) <= _EVEN * max(whole.cost / len(best), largest):
             break
     return best

@@ -50,6 +50,14 @@ def test_no_dearer_than_longest_first_and_karmarkar_karp(costs, num_parts):
     assert sorted(map(sorted, largest_differencing(costs, num_parts))) == sorted(map(sorted, plain))
 
 
+@given(COSTS, st.integers(1, 9))
+def test_with_equal_counts_parts_differ_by_one_item(costs, num_parts):
+    parts = largest_differencing(costs, num_parts, equal_counts=True)
+    assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert max(totals(costs, balanced(costs, num_parts))) <= max(totals(costs, parts))
+
+
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 3))
 def test_near_the_best_division(costs, num_parts):
     """Graham (1969): longest first is dearer than the best by a third at most."""
@@ -70,6 +78,9 @@ def test_divided_by_hand():
     assert sorted(totals(five, largest_differencing(five, 2))) == [14, 16]
     assert sorted(totals(five, longest_first(five, 2))) == [13, 17]
     assert balanced([], 2) == [[], []]
+    # Two for each part: 9 and 4, 8 and 5, 7 and 6.
+    six = [9, 8, 7, 6, 5, 4]
+    assert totals(six, largest_differencing(six, 3, equal_counts=True)) == [13, 13, 13]
 
 
 def test_a_swap_makes_the_dearest_part_cheaper():
