@@ -12,9 +12,10 @@ below d costs ``n (token_cost + d) + n (n + 1) / 2``; a prompt's cost counts onc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
-from quartet.batch.balancing import balanced_under, best_fit
+from quartet.batch.balancing import balanced_under, best_fit, longest_first
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.errors import UserError
 
@@ -131,12 +132,16 @@ def _few_parts(blocks: Sequence[Block], budget: int, num_ranks: int) -> list[lis
     costs, tokens = [block.cost for block in blocks], [block.tokens for block in blocks]
     # Two blocks of more than half the budget never share a part.
     num_parts = _multiple(max(-(-sum(tokens) // budget), sum(2 * n > budget for n in tokens)), num_ranks)
-    most = None
-    while (parts := balanced_under(costs, num_parts, tokens, budget)) is None:
-        if most is None:
-            most = _multiple(len(best_fit(tokens, budget)), num_ranks)
-        # About 3 % more: an attempt costs as much as the plan, and few are needed this way.
-        num_parts = min(_multiple(num_parts + max(num_parts // 32, 1), num_ranks), most)
+    parts = balanced_under(costs, num_parts, tokens, budget)
+    if parts is None:
+        most = _multiple(len(best_fit(tokens, budget)), num_ranks)
+        while num_parts < most:
+            # About 3 % more: few attempts are needed this way. Most inputs need what best fit needs.
+            num_parts = min(_multiple(num_parts + max(num_parts // 32, 1), num_ranks), most)
+            if max(sum(tokens[b] for b in part) for part in longest_first(tokens, num_parts)) <= budget:
+                break
+        parts = balanced_under(costs, num_parts, tokens, budget)
+        assert parts is not None
     return parts
 
 
@@ -182,9 +187,13 @@ class AtomTree:
         """
         if not self.share:
             return self.alone
-        # In the order of the tree, so that neighbours have most in common.
-        groups = [sorted(group, key=self._needed.__getitem__) for group in self.groups()]
-        return [run for group in groups for run in self._equal_runs(group, budget, limit)]
+        return [run for whole in self._whole_groups for run in self._equal_runs(whole, budget, limit)]
+
+    @cached_property
+    def _whole_groups(self) -> list[Block]:
+        """In the order of the tree, so that neighbours have most in common."""
+        in_order = [sorted(group, key=self._needed.__getitem__) for group in self.groups()]
+        return [self.block(group) if len(group) > 1 else self.alone[group[0]] for group in in_order]
 
     def groups(self) -> list[list[int]]:
         """Atoms that have a root in common, directly or through others; each list ascends."""
@@ -204,38 +213,40 @@ class AtomTree:
             groups.setdefault(find(of_atom[0]), []).append(a)
         return list(groups.values())
 
-    def _equal_runs(self, group: Sequence[int], budget: int, limit: int) -> list[Block]:
-        """The fewest runs, and of these about the ones whose dearest costs least."""
-        if len(group) == 1:
-            return [self.alone[group[0]]]
-        whole = self.block(group)
+    def _equal_runs(self, whole: Block, budget: int, limit: int) -> list[Block]:
+        """The fewest runs of a group, and of these about the ones whose dearest costs least."""
         if whole.tokens <= budget and whole.cost <= limit:
             return [whole]
-        runs = self._filled(group, budget, limit)
-        low, high = max(-(-whole.cost // len(runs)), *(self.alone[a].cost for a in group)), _dearest(runs)
+        runs = self._filled(whole.atoms, budget, limit)
+        largest = max(self.alone[a].cost for a in whole.atoms)
+        low, high = max(-(-whole.cost // len(runs)), largest), _dearest(runs)
         while high - low > high // _FINE:
             middle = (low + high) // 2
-            found = self._filled(group, budget, middle)
+            found = self._filled(whole.atoms, budget, middle)
             if len(found) <= len(runs):
                 runs, high = found, _dearest(found)
             else:
                 low = middle + 1
         return runs
 
-    def _filled(self, group: Sequence[int], budget: int, limit: int) -> list[Block]:
+    def _filled(self, atoms: Sequence[int], budget: int, limit: int) -> list[Block]:
         """Runs filled one after the other."""
         runs: list[Block] = []
+        run: list[int] = []
         held: set[int] = set()
-        for a in group:
-            _, tokens, cost = self._pass([], [k for k in self._needed[a] if k not in held])
-            if not runs or runs[-1].tokens + tokens > budget or runs[-1].cost + cost > limit:
-                runs.append(self.alone[a]._replace(atoms=[]))
+        tokens = cost = 0
+        for a in atoms:
+            added = [k for k in self._needed[a] if k not in held]
+            more_tokens, more_cost = sum([self._tokens[k] for k in added]), sum([self._costs[k] for k in added])
+            if run and (tokens + more_tokens > budget or cost + more_cost > limit):
+                runs.append(Block(run, tokens, cost))
+                run, tokens, cost = [], 0, 0
                 held.clear()
-            else:
-                runs[-1] = runs[-1]._replace(tokens=runs[-1].tokens + tokens, cost=runs[-1].cost + cost)
-            runs[-1].atoms.append(a)
+                _, more_tokens, more_cost = self.alone[a]
+            run.append(a)
+            tokens, cost = tokens + more_tokens, cost + more_cost
             held.update(self._needed[a])
-        return runs
+        return [*runs, Block(run, tokens, cost)]
 
 
 def _check_atoms(
