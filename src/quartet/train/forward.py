@@ -82,8 +82,7 @@ def forward_only(
     """
     if isinstance(token_budget, int):
         token_budget = TokenBudget(token_budget, "forward_token_budget")
-    root = sharded(packed)
-    with nullcontext() if root is None else RankExchange(root).reporting_failures():
+    with nullcontext() if (exchange := _exchange(packed)) is None else exchange.reporting_failures():
         token, sequence = token_budget.run_several(
             lambda plans: _columns(packed, batch, plans[0], needs, logprob_chunk, share),
             [(batch, [[s] for s in range(len(batch))])],
@@ -110,12 +109,14 @@ def _columns(
     logprob_chunk: int,
     share: bool,
 ) -> Columns:
-    """Of the whole batch. A sharded model's ranks call it at once, each with a batch of its own or an empty one."""
+    """Of the whole batch. The ranks that hold a model between them call it at once, each with a batch of its own or an
+    empty one.
+    """
     found: Columns = ({}, {})
     passes: list[Callable[[], None] | None] = [
         partial(_add_part, found, packed, batch, indices, needs, logprob_chunk, share) for indices in parts
     ]
-    root = sharded(packed)
+    root, exchange = sharded(packed), _exchange(packed)
     if root is None:
         for one_pass in filter(None, passes):
             one_pass()
@@ -126,11 +127,17 @@ def _columns(
             fields, size = (found[1], len(batch)) if name == "scores" else (found[0], batch.num_tokens)
             fields.setdefault(name, values.new_zeros(size))
 
-    exchange = RankExchange(root)
-    passes += [None] * (exchange.most_passes(len(passes)) - len(passes))
-    with exchange.retrying_together():
-        root.make_passes(passes, idle, with_gradients=False)
+    if exchange is not None:
+        passes += [None] * (exchange.most_passes(len(passes)) - len(passes))
+    with nullcontext() if exchange is None else exchange.retrying_together():
+        root.make_passes(passes or [None], idle, with_gradients=False)
     return found
+
+
+def _exchange(packed: PackedModel) -> RankExchange | None:
+    """Between the ranks that hold a model between them; None where this one holds all of it."""
+    root = sharded(packed)
+    return None if root is None or root.mesh.shard == 1 else RankExchange(root, root.mesh.copy)
 
 
 def _add_part(

@@ -29,7 +29,7 @@ from quartet.batch.partition import Atoms
 from quartet.batch.ragged import RaggedBatch
 from quartet.train.metrics import MetricSums, PlainSums
 from quartet.train.parallel.fsdp import ShardedModel, fingerprint
-from quartet.train.parallel.group import RankFailed
+from quartet.train.parallel.group import DataParallelGroup, RankFailed
 from quartet.train.parallel.tensors import local
 from quartet.train.token_budget import TokenBudget, is_out_of_memory
 
@@ -61,11 +61,15 @@ class Report:
 
 
 class RankExchange:
-    """This rank's part in what all ranks of a role compute together; see the module's docstring."""
+    """This rank's part in what all ranks of a role compute together; see the module's docstring.
 
-    def __init__(self, root: ShardedModel) -> None:
+    Args:
+        ranks: which compute together; all data ranks where they are left out.
+    """
+
+    def __init__(self, root: ShardedModel, ranks: DataParallelGroup | None = None) -> None:
         self.root = root
-        self.data = root.mesh.data
+        self.data = ranks if ranks is not None else root.mesh.data
         self._is_compared = False
 
     @contextmanager

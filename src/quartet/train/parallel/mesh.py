@@ -25,11 +25,13 @@ class Mesh:
 
     Attributes:
         data: all data ranks, for plain values. Never used within a pass, so it works when a pass has failed.
+        copy: those among them that hold this rank's copy of the model, likewise.
         device_mesh: torch's mesh, with the process groups that passes use.
         fixed_order: sums over ranks are taken in the order of the ranks, so their bits do not depend on a library.
     """
 
     data: DataParallelGroup
+    copy: DataParallelGroup
     device_mesh: DeviceMesh
     fixed_order: bool = False
 
@@ -70,7 +72,11 @@ class Mesh:
             for name, own in ((REPLICATE, ranks[:, place]), (SHARD, ranks[replica]))
         ]
         device_mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
-        return cls(data, device_mesh, fixed_order)
+        copy = data
+        if shard < data.size:
+            own = ranks[replica].tolist()
+            copy = DataParallelGroup(dist.new_group(own, backend="gloo", use_local_synchronization=True))
+        return cls(data, copy, device_mesh, fixed_order)
 
     @property
     def replicate(self) -> int:
