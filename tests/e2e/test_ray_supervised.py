@@ -54,7 +54,9 @@ def killed_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerGroup, "ask", ask)
 
 
+@pytest.mark.parametrize("shard", [1, 2])
 def test_two_processes_train_as_one_and_a_death_can_be_resumed(
+    shard: int,
     ray_cluster: Any,
     world: Any,
     recipes: Any,
@@ -63,60 +65,72 @@ def test_two_processes_train_as_one_and_a_death_can_be_resumed(
     same_run: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recipe = {name: recipes["sft"](output_dir=name, **HELD_OUT) for name in ("ray-sft-one", "ray-sft", "ray-sft-dead")}
-    assert quartet("sft", world.recipe("one", recipe["ray-sft-one"])).status == 0
-    found = quartet("sft", world.recipe("two", recipe["ray-sft"] | TWO))
+    """Each with a copy of the model, or with half of it."""
+    one, many, dead = (f"ray-sft-{name}-{shard}" for name in ("one", "two", "dead"))
+    recipe = {name: recipes["sft"](output_dir=name, **HELD_OUT) for name in (one, many, dead)}
+    several = TWO | {"sharding": {"shard": shard}}
+    assert quartet("sft", world.recipe("one", recipe[one])).status == 0
+    found = quartet("sft", world.recipe("two", recipe[many] | several))
     assert found.status == 0, found.err
     assert "starting 2 workers" in found.out + found.err and "sft: 6/6" in found.out + found.err
-    agree(Path("ray-sft-one"), Path("ray-sft"), metrics_of)
+    agree(Path(one), Path(many), metrics_of)
 
-    path = world.recipe("dead", recipe["ray-sft-dead"] | TWO)
+    path = world.recipe("dead", recipe[dead] | several)
     with monkeypatch.context() as patched:
         killed_at(3, patched)
         found = quartet("sft", path)
     found.expect_user_error("a worker of the run died", "rank 1 of group 'sft' died", "--resume")
-    assert [row["step"] for row in metrics_of(Path("ray-sft-dead"))] == [1, 2, 3]
+    assert [row["step"] for row in metrics_of(Path(dead))] == [1, 2, 3]
     found = quartet("sft", path, "--resume")
     assert found.status == 0, found.err
-    same_run(Path("ray-sft"), Path("ray-sft-dead"))
+    same_run(Path(many), Path(dead))
 
 
+@pytest.mark.parametrize("shard", [1, 2])
 def test_one_process_goes_on_with_what_two_have_saved(
-    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+    shard: int, ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
     """And a recipe of the version before, which had no such keys, is the same recipe."""
-    job = recipes["reward-model"](output_dir="ray-rm", checkpoint={"every_steps": 2, "keep": 9})
-    assert quartet("reward-model", world.recipe("rm-one", job | {"output_dir": "ray-rm-one"})).status == 0
-    found = quartet("reward-model", world.recipe("rm", job | TWO))
+    run = Path(f"ray-rm-{shard}")
+    job = recipes["reward-model"](output_dir=str(run), checkpoint={"every_steps": 2, "keep": 9})
+    assert quartet("reward-model", world.recipe("rm-one", job | {"output_dir": f"{run}-one"})).status == 0
+    found = quartet("reward-model", world.recipe("rm", job | TWO | {"sharding": {"shard": shard}}))
     assert found.status == 0, found.err
-    agree(Path("ray-rm-one"), Path("ray-rm"), metrics_of)
-    for checkpoint in sorted(Path("ray-rm/checkpoints").glob("step_*"))[2:]:
+    agree(Path(f"{run}-one"), run, metrics_of)
+    for checkpoint in sorted((run / "checkpoints").glob("step_*"))[2:]:
         for file in sorted(checkpoint.rglob("*"), reverse=True):
             file.rmdir() if file.is_dir() else file.unlink()
         checkpoint.rmdir()
-    Path("ray-rm/summary.json").unlink()
-    kept = Path("ray-rm/recipe.yaml").read_text().splitlines(keepends=True)
+    (run / "summary.json").unlink()
+    kept = (run / "recipe.yaml").read_text().splitlines(keepends=True)
     begin = next(i for i, line in enumerate(kept) if line.startswith("cluster:"))
     end = next(i for i, line in enumerate(kept) if i > begin and not line.startswith(" "))
     assert sum(line.startswith(("processes: 2", "nodes: 1")) for line in kept) == 2
+    at = kept.index("sharding:\n")
+    assert kept[at + 1].startswith("  shard: ")
+    del kept[at : at + 2]
+    begin, end = (index - 2 * (index > at) for index in (begin, end))
     rest = [line for line in kept[:begin] + kept[end:] if not line.startswith(("processes:", "nodes:"))]
-    Path("ray-rm/recipe.yaml").write_text("".join(rest))
+    (run / "recipe.yaml").write_text("".join(rest))
     found = quartet("reward-model", world.recipe("rm", job), "--resume")
     assert found.status == 0, found.err
     assert "starting" not in found.out + found.err
-    agree(Path("ray-rm-one"), Path("ray-rm"), metrics_of)
+    agree(Path(f"{run}-one"), run, metrics_of)
 
 
-def test_the_first_worker_computes_the_reference_for_all(
-    ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+@pytest.mark.parametrize("shard", [1, 2])
+def test_the_reference_is_computed_before_the_first_step(
+    shard: int, ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
     """KTO reads answers to other prompts under policy and reference in every step."""
     job = recipes["reward-model"](loss={"name": "kto"}, steps=3)
-    assert quartet("preference", world.recipe("kto-one", job | {"output_dir": "ray-kto-one"})).status == 0
-    found = quartet("preference", world.recipe("kto", job | TWO | {"output_dir": "ray-kto"}))
+    one, many = f"ray-kto-one-{shard}", f"ray-kto-{shard}"
+    assert quartet("preference", world.recipe("kto-one", job | {"output_dir": one})).status == 0
+    several = TWO | {"sharding": {"shard": shard}, "output_dir": many}
+    found = quartet("preference", world.recipe("kto", job | several))
     assert found.status == 0, found.err
     assert "reference: 18/18" in found.out + found.err, "training and held-out pairs, without those of equal answers"
-    agree(Path("ray-kto-one"), Path("ray-kto"), metrics_of)
+    agree(Path(one), Path(many), metrics_of)
 
 
 def test_objects_stay_as_they_are_and_the_result_is_loaded_when_asked(

@@ -170,16 +170,19 @@ def resolve_model(
 
 
 def resolve_scalar_model(
-    config: ModelConfig | None, model: PreTrainedModel | None, *, seed: int
+    config: ModelConfig | None, model: PreTrainedModel | None, *, seed: int, empty: bool = False
 ) -> tuple[PreTrainedModel, GenerationConfig | None]:
     """The model with a scalar head to train, and the generation config that names its end-of-text ids where there is
     one.
 
     A sequence-classification model is trained itself; of a causal LM the body is copied and a head drawn from ``seed``.
+
+    Args:
+        empty: on the meta device, as ``model`` is then.
     """
     if model is None and config is not None and _is_scalar(config.path):
-        return load_scalar_model(config.path), load_generation_config(config.path)
-    found = resolve_model(config, model, load_causal_lm, "model")
+        return load_scalar_model(config.path, empty=empty), load_generation_config(config.path)
+    found = resolve_model(config, model, partial(load_causal_lm, empty=empty), "model")
     generation = getattr(found, "generation_config", None)
     if getattr(found, "score", None) is not None:
         return found, generation

@@ -30,7 +30,6 @@ from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScala
 from quartet.schedule.model_worker import AdapterlessWorker, CriticWorker, ScoreWorker, TrainWorker
 from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import TrainEngine
-from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.devices import CPU, META, FrozenModels, precision_on
 from quartet.trainers.input_sources import resolve_model, resolve_tokenizer, vocabulary_size
@@ -85,7 +84,7 @@ class ModelLoader:
             no contents: whether they fit together is seen from configs and headers.
         computes: the device that decides what `precision: auto` stands for, where that is another one.
         shares_reference: the reference of a LoRA actor is that actor without its adapters; else a model of its own.
-        dp_group: of this process, where a role that trains has several.
+        meshes: role → the processes that have it together; None for a role that this process has alone.
 
     Raises:
         UserError: what is asked for cannot be loaded, or does not fit the rest.
@@ -100,7 +99,7 @@ class ModelLoader:
         moves_user_models: bool = False,
         computes: torch.device | None = None,
         shares_reference: bool = True,
-        dp_group: DataParallelGroup | None = None,
+        meshes: Callable[[str], Mesh | None] = lambda role: None,
     ) -> None:
         self.recipe = recipe
         self.objects = objects
@@ -108,7 +107,7 @@ class ModelLoader:
         self._moves_user_models = moves_user_models
         self._computes = computes if computes is not None else device
         self._shares_reference = shares_reference
-        self._dp_group = dp_group
+        self._mesh_of = meshes
         self._load_causal = partial(load_causal_lm, empty=device == META)
         self._load_scalar = partial(load_scalar_model, empty=device == META)
         self._taken = contextlib.ExitStack()
@@ -188,6 +187,10 @@ class ModelLoader:
 
     @cached_property
     def critic_engine(self) -> TrainEngine[PackedScalarModel] | None:
+        return self._engine(self.critic, "critic", self.recipe.steps) if self.critic is not None else None
+
+    @cached_property
+    def critic(self) -> PackedScalarModel | None:
         recipe, given = self.recipe, self.objects.critic
         if recipe.algorithm.name != "ppo":
             if given is not None:
@@ -216,8 +219,7 @@ class ModelLoader:
                 found=f"{held} and {needed} ids",
                 remedy="use a critic with the actor's tokenizer, or leave critic.path out",
             )
-        packed = self._own(packed_scalar_model(model, **self._packing(recipe.critic.train)))
-        return self._engine(packed, "critic", recipe.steps)
+        return self._own(packed_scalar_model(model, **self._packing(recipe.critic.train)))
 
     def _critic_model(self) -> PreTrainedModel:
         """What the recipe names; else a copy of the first reward model that reads the policy's tokens; else the actor's
@@ -237,9 +239,19 @@ class ModelLoader:
     def roles(self) -> list[str]:
         """Names of the models that the recipe has."""
         found = ["actor"]
-        found += ["critic"] if self.critic_engine is not None else []
+        found += ["critic"] if self.critic is not None else []
         found += ["reference"] if self.reference is not None else []
         return found + [role.name for role in self.reward_models + self.evaluation_reward_models]
+
+    def model(self, role: str) -> PackedModel:
+        """The model of a role, taken over for packed runs."""
+        models = {"actor": lambda: self.actor, "critic": lambda: self.critic, "reference": lambda: self.reference}
+        found = models[role]() if role in models else self._reward_role(role).model
+        assert found is not None, f"this recipe has no {role}"
+        return found
+
+    def _reward_role(self, role: str) -> RewardModelRole:
+        return {source.name: source for source in self.reward_models + self.evaluation_reward_models}[role]
 
     def worker(self, role: str, ptx: PTX | None = None) -> ScoreWorker | TrainWorker:
         """What computes with the model of a role, in this process; ``ptx`` adds to the actor's losses."""
@@ -255,8 +267,7 @@ class ModelLoader:
             return kind(
                 reference, forward_budget(train), logprob_chunk=train.logprob_chunk, share_prefixes=train.share_prefixes
             )
-        sources = {source.name: source for source in self.reward_models + self.evaluation_reward_models}
-        return sources[role].worker()
+        return self._reward_role(role).worker()
 
     def _packing(self, train: TrainConfig) -> dict[str, Any]:
         """Arguments of ``packed_causal_lm`` and ``packed_scalar_model`` for a model that is trained."""
@@ -271,7 +282,7 @@ class ModelLoader:
         recipe = self.recipe
         train = recipe.actor.train if role == "actor" else recipe.critic.train
         total_steps = steps * recipe.minibatches * recipe.epochs
-        mesh = Mesh.of(self._dp_group) if self._dp_group is not None else None
+        mesh = self._mesh_of(role)
         return TrainEngine(packed, train, total_steps=total_steps, name=f"{role}.train", mesh=mesh)
 
     def _own(self, packed: _P) -> _P:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +27,15 @@ from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe
 from quartet.data.order import draws
 from quartet.data.preference import JudgedData, PreferenceData
-from quartet.models.loading import load_causal_lm
+from quartet.models.directories import on_meta
+from quartet.models.loading import load_causal_lm, packed_causal_lm
 from quartet.observe.progress import Progress
 from quartet.schedule.role_group import RoleGroup
 from quartet.train.engine import Objective
 from quartet.train.forward import Needs, Outputs, forward_only
 from quartet.train.metrics import MetricSums
+from quartet.train.parallel.fsdp import shard_model
+from quartet.train.parallel.loading import load_shares
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.train.token_budget import TokenBudget
 from quartet.trainers.devices import FrozenModels, precision_on
@@ -51,6 +54,8 @@ from quartet.trainers.reference_cache import Reference, ReferenceTables, Tables,
 from quartet.trainers.run_files import Resume
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import CausalWorker, Given
+
+T = TypeVar("T")
 
 _AT_A_TIME = 128
 """Rows of one forward-only pass."""
@@ -117,7 +122,14 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
             reference = self._model_as_it_starts()
         else:
             reference = self._other_model(None if model is self.packed.model else model)
-        return ReferenceTables(reference, data, cache=config.cache, mismatched=isinstance(loss, KTOLoss))
+        mismatched = isinstance(loss, KTOLoss)
+        return ReferenceTables(
+            reference, data, cache=config.cache, mismatched=mismatched, agree=lambda mine: all(self._of_all(mine))
+        )
+
+    def _of_all(self, value: T) -> list[T]:
+        """Of all workers that hold this one's model between them, the first one's first."""
+        return self.mesh.copy.gather(value) if self.mesh is not None else [value]
 
     def _model_as_it_starts(self) -> Reference:
         """With adapters, their base."""
@@ -125,7 +137,7 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
 
         def digest() -> str:
             with packed.without_adapters():
-                return weights_digest(packed.model, precision=packed.precision)
+                return self._of_all(weights_digest(packed.model, precision=packed.precision))[0]
 
         def logprobs(batch: RaggedBatch) -> Tensor:
             with packed.without_adapters():
@@ -136,7 +148,8 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
     def _other_model(self, passed: PreTrainedModel | None) -> Reference:
         """The model passed, or the one that the recipe names; given back once its log-probabilities are known."""
         recipe, train = self.recipe, self.recipe.train
-        model = passed if passed is not None else load_causal_lm(str(recipe.reference.path))
+        path = str(recipe.reference.path)
+        model = passed if passed is not None else load_causal_lm(path, empty=self.mesh is not None)
         held, needed = vocabulary_size(model), vocabulary_size(self.packed.model)
         if held != needed:
             raise UserError(
@@ -145,12 +158,19 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
                 remedy="use a reference with the model's tokenizer, or leave reference.path out",
             )
         precision = precision_on(self.device, train.precision)
-        # Before weights are rounded: the digest names those of the directory.
-        digest = weights_digest(model.float().eval(), precision=precision)
-        stays = recipe.device == "auto" and recipe.cluster.type == "local"
-        packed = FrozenModels(self.device, precision, moves_user_models=not stays).causal(
-            model, is_user_object=passed is not None
-        )
+        if self.mesh is not None:
+            packed = packed_causal_lm(on_meta([model])[0], precision)
+            packed.model.requires_grad_(False)
+            shard_model(packed, self.mesh)
+            load_shares(packed, passed.state_dict() if passed is not None else path, device=self.device)
+            digest = self._of_all(weights_digest(packed.model, precision=precision))[0]
+        else:
+            # Before weights are rounded: the digest names those of the directory.
+            digest = weights_digest(model.float().eval(), precision=precision)
+            stays = recipe.device == "auto" and recipe.cluster.type == "local"
+            packed = FrozenModels(self.device, precision, moves_user_models=not stays).causal(
+                model, is_user_object=passed is not None
+            )
         budget = TokenBudget(train.forward_token_budget, "train.forward_token_budget")
 
         def logprobs(batch: RaggedBatch) -> Tensor:

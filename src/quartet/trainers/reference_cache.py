@@ -35,6 +35,7 @@ from quartet.observe.jsonl import replace_atomically
 from quartet.train.preference_objectives import answer_logprobs
 from quartet.trainers.run import write_json, writing
 from quartet.trainers.run_files import read_json
+from quartet.weights.gather import gathered
 
 FORMAT = "quartet-reference-logprobs-1"
 _ROWS = 64
@@ -63,11 +64,16 @@ class Reference:
 
 
 def weights_digest(model: PreTrainedModel, *, precision: str) -> str:
-    """SHA-256 of what a model computes: its config, its parameters, the compute dtype."""
+    """SHA-256 of what a model computes: its config, its parameters, the compute dtype.
+
+    Of a model that ranks hold between them the first one's result counts. Collective then.
+    """
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSTABLE}
     state = hashlib.sha256(json.dumps([config, precision], sort_keys=True, default=str).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        values = parameter.detach().cpu().contiguous()
+    for name, parameter in gathered(sorted(model.named_parameters())):
+        if parameter is None:
+            continue
+        values: Any = parameter.detach().cpu().contiguous()
         state.update(f"{name}|{values.dtype}|{tuple(values.shape)}".encode())
         state.update(values.flatten().view(torch.uint8).numpy())
     return state.hexdigest()
@@ -93,6 +99,7 @@ class ReferenceTables:
         data: the data sets by name.
         cache: folder to share between runs; the run's own when None.
         mismatched: also of answers to other prompts.
+        agree: whether something holds on all ranks that compute the tables together.
     """
 
     def __init__(
@@ -102,7 +109,9 @@ class ReferenceTables:
         *,
         cache: str | None,
         mismatched: bool,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
+        self._agree = agree
         self._reference: Reference | None = reference
         self._data = dict(data)
         self._cache = None if cache is None else Path(cache).expanduser()
@@ -138,10 +147,11 @@ class ReferenceTables:
         for name, data in self._data.items():
             header = {"format": FORMAT, "weights": weights, "data": digests[name], "rows": str(len(data))}
             file = folder / f"{weights[:16]}-{digests[name][:16]}.safetensors"
-            if (found := _load(file, header)) is not None:
+            found = _load(file, header)
+            if self._agree(found is not None) and found is not None:
                 self.tables[name] = found
                 continue
-            if file.exists():
+            if found is None and file.exists():
                 warnings.append(f"{file} is damaged or belongs to something else: it is computed again")
             if reference.is_start and reference.digest() != weights:
                 raise UserError(

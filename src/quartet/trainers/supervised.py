@@ -164,7 +164,8 @@ class SupervisedTrainer(Generic[R, W]):
             start_timeout_s=cluster.start_timeout_s,
         )
         self._processes = run_async(asyncio.to_thread(start))
-        return RemoteGroup(self._processes, "model", cast(type[W], self.worker_class))
+        kind = cast(type[W], self.worker_class)
+        return RemoteGroup(self._processes, "model", kind, shard=recipe.sharding.shard)
 
     async def _train(self, group: RoleGroup[W], about: SupervisedDescription, watch: Stopwatch) -> dict[str, Any]:
         try:

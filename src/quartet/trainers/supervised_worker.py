@@ -14,6 +14,7 @@ import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -27,6 +28,7 @@ from quartet.config.common import DataConfig
 from quartet.config.supervised import SupervisedRecipe
 from quartet.data.datasets import Batches
 from quartet.data.order import steps_for
+from quartet.models.directories import on_meta
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -39,7 +41,8 @@ from quartet.schedule.model_worker import Described, TrainWorker
 from quartet.schedule.role_group import RolesWorker
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.train.engine import Objective, TrainEngine
-from quartet.train.parallel.group import DataParallelGroup
+from quartet.train.parallel.fsdp import shard_model
+from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
 from quartet.trainers.devices import enter_process, precision_on, worker_device
 from quartet.trainers.input_sources import (
@@ -92,7 +95,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
 
     Args:
         device: where the model goes.
-        dp_group: the workers that train it together; None for this one alone.
+        mesh: the workers that train it together; None for this one alone.
 
     Raises:
         UserError: the recipe, the data or the objects do not fit together.
@@ -106,11 +109,10 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
     _rows_key: ClassVar[str]
     """Key of the recipe that says how many rows make a step."""
 
-    def __init__(
-        self, recipe: R, given: Given, device: torch.device, dp_group: DataParallelGroup | None = None
-    ) -> None:
+    def __init__(self, recipe: R, given: Given, device: torch.device, mesh: Mesh | None = None) -> None:
         self.recipe = recipe
         self.device = device
+        self.mesh = mesh if mesh is not None and mesh.shard > 1 else None
         text = resolve_tokenizer(recipe.model, given.tokenizer)
         found, generation = self._resolve(given.model)
         check_vocabulary(text, vocabulary_size(found))
@@ -125,7 +127,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
         with contextlib.ExitStack() as taken:
             # Where something does not fit after all, the model is given back as it was.
             self.packed = self._pack(
-                found.to(device),
+                found if self.mesh is not None else found.to(device),
                 precision=precision_on(device, train.precision),
                 activation_checkpointing=train.activation_checkpointing,
                 lora=train.lora,
@@ -133,7 +135,9 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
             )
             taken.callback(self.packed.release)
             check_budget(self._longest(), train.token_budget, "train.token_budget")
-            mesh = Mesh.of(dp_group) if dp_group is not None else None
+            if self.mesh is not None:
+                shard_model(self.packed, self.mesh)
+                load_shares(self.packed, self._contents(given.model), device=device, seed=recipe.seed)
             super().__init__(TrainEngine(self.packed, train, total_steps=self.steps, mesh=mesh))
             self._begin(given)
             taken.pop_all()
@@ -182,7 +186,20 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
 
     @abstractmethod
     def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
-        """The model to train, and the generation config that names its end-of-text ids, where there is one."""
+        """The model to train, and the generation config that names its end-of-text ids, where there is one.
+
+        One that is to be cut has no contents yet.
+        """
+
+    def _emptied(self, model: PreTrainedModel | None) -> PreTrainedModel | None:
+        return on_meta([model])[0] if model is not None and self.mesh is not None else model
+
+    def _contents(self, model: PreTrainedModel | None) -> str | dict[str, torch.Tensor]:
+        """Where the weights are that ``_resolve`` has left out."""
+        if model is not None:
+            return model.state_dict()
+        assert self.recipe.model is not None, "it has been resolved"
+        return self.recipe.model.path
 
     def _seen(self) -> torch.Tensor:
         """``[V]`` bool: the tokens that occur in the data; none where the export does not ask."""
@@ -248,7 +265,8 @@ class CausalWorker(SupervisedWorker[R, D, PackedCausalLM]):
     _pack = staticmethod(packed_causal_lm)
 
     def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
-        found = resolve_model(self.recipe.model, model, load_causal_lm, "model")
+        load = partial(load_causal_lm, empty=self.mesh is not None)
+        found = resolve_model(self.recipe.model, self._emptied(model), load, "model")
         return found, found.generation_config
 
 
@@ -261,7 +279,8 @@ class ScalarWorker(SupervisedWorker[R, D, PackedScalarModel]):
     _pack = staticmethod(packed_scalar_model)
 
     def _resolve(self, model: PreTrainedModel | None) -> tuple[PreTrainedModel, GenerationConfig | None]:
-        return resolve_scalar_model(self.recipe.model, model, seed=self.recipe.seed)
+        empty, seed = self.mesh is not None, self.recipe.seed
+        return resolve_scalar_model(self.recipe.model, self._emptied(model), seed=seed, empty=empty)
 
     def _seen(self) -> torch.Tensor:
         items = [*self.data.items, *(self.evaluation.items if self.evaluation is not None else ())]
@@ -280,5 +299,6 @@ class SupervisedProcess(RolesWorker):
     def __init__(
         self, kind: type[SupervisedWorker[Any, Any, Any]], recipe: SupervisedRecipe, given: Given, directory: str
     ) -> None:
-        dp_group = enter_process(self, recipe, directory, is_group=self.world_size > 1)
-        self.roles = {"model": kind(recipe, given, worker_device(self.device, recipe), dp_group)}
+        group = enter_process(self, recipe, directory, is_group=self.world_size > 1)
+        mesh = Mesh.of(group, shard=recipe.sharding.shard) if group is not None else None
+        self.roles = {"model": kind(recipe, given, worker_device(self.device, recipe), mesh)}

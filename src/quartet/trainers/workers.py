@@ -43,8 +43,8 @@ from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_sources import user_object_names
 from quartet.trainers.roles import RLRoles, refresh_steps
+from quartet.trainers.sharded_models import TRAINED_ROLES, Meshes, ShardedModels, shards_of
 
-TRAINED_ROLES = ("actor", "critic")
 WRITER_ROLE = "writer of rollouts"
 """Among the roles of a process; no reward model can be called that, as their names have no spaces."""
 _PATIENCE_S = 5.0
@@ -151,27 +151,31 @@ class PoolWorker(RolesWorker):
         ptx: PTX | None = None,
     ) -> None:
         names = roles_in(placement, pool)
-        is_group = self.world_size > 1 and any(role in TRAINED_ROLES for role in names)
-        dp_group = enter_process(self, recipe, directory, is_group=is_group)
+        device, shares = worker_device(self.device, recipe), shares_reference(placement)
+        shards = shards_of(recipe, shares_reference=shares)
+        is_group = self.world_size > 1 and any(role in TRAINED_ROLES or shards.get(role, 1) > 1 for role in names)
+        meshes = Meshes(enter_process(self, recipe, directory, is_group=is_group), shards)
         loader = ModelLoader(
-            recipe,
-            objects,
-            device=worker_device(self.device, recipe),
-            moves_user_models=True,
-            shares_reference=shares_reference(placement),
-            dp_group=dp_group,
+            recipe, objects, device=device, moves_user_models=True, shares_reference=shares, meshes=meshes
         )
+        cut = ShardedModels(recipe, objects, device, meshes, shares_reference=shares)
         self.roles: dict[str, ModelWorker | NativeRolloutWorker | Writer] = {}
+
+        def is_cut(role: str) -> bool:
+            mesh = meshes(role)
+            return mesh is not None and mesh.shard > 1
+
         # Each leaves before the next one comes; those that others start from come last: a critic may start as a copy
         # of a reward model, everything else as one of the actor.
         order = {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}  # reward models are in the middle
         for role in sorted(names, key=lambda name: order.get(name, 2)):
             worker: ModelWorker | NativeRolloutWorker
             if role == "rollout":
-                shares, is_own = shares_actor(recipe, placement), "actor" not in names
-                worker = rollout_worker(recipe, loader.actor, loader.codec, shares_actor=shares, is_own=is_own)
+                is_own = "actor" not in names or is_cut("actor")
+                shared = shares_actor(recipe, placement) and not is_own
+                worker = rollout_worker(recipe, loader.actor, loader.codec, shares_actor=shared, is_own=is_own)
             else:
-                worker = loader.worker(role, ptx)
+                worker = (cut if is_cut(role) else loader).worker(role, ptx)
             if placement.pool(pool).budget_bytes is not None:
                 worker.make_offloadable(recipe.offload)
                 worker.offload()
@@ -390,10 +394,11 @@ class RayRunWorkers(RunWorkers):
 
     def _connect(self) -> None:
         home = self.placement.pool_of
+        shards = shards_of(self.recipe, shares_reference=shares_reference(self.placement))
         for role in home:
             if role != "rollout":
                 kind: type[ModelWorker] = TrainWorker if role in TRAINED_ROLES else ScoreWorker
-                self.models[role] = RemoteGroup(self._groups[home[role]], role, kind)
+                self.models[role] = RemoteGroup(self._groups[home[role]], role, kind, shard=shards.get(role, 1))
         self.writer = RemoteGroup(self._groups[home["actor"]], WRITER_ROLE, Writer, 0)
         group = self._groups[home["rollout"]]
         self.engines = [RemoteGroup(group, "rollout", NativeRolloutWorker, rank) for rank in range(group.world_size)]

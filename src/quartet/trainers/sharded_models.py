@@ -1,0 +1,140 @@
+"""Models that processes hold between them: made without contents, shared out, filled by every process with its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from quartet.config.recipe import RLRecipe
+from quartet.config.rewards import ModelReward, ProcessModelReward
+from quartet.schedule.model_worker import ScoreWorker, TrainWorker
+from quartet.train.parallel.fsdp import shard_model
+from quartet.train.parallel.group import DataParallelGroup
+from quartet.train.parallel.loading import load_shares
+from quartet.train.parallel.mesh import Mesh
+from quartet.trainers.devices import META
+from quartet.trainers.model_loader import ModelLoader, UserObjects
+from quartet.trainers.ptx import PTX
+from quartet.trainers.reward_sources import user_object_names
+
+TRAINED_ROLES = ("actor", "critic")
+
+
+def shards_of(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, int]:
+    """Role → processes that hold one copy of its model between them; roles that are not named have whole copies.
+
+    Args:
+        shares_reference: the reference of a LoRA actor is that actor without its adapters.
+    """
+    is_actor = shares_reference and recipe.reference.path is None and recipe.actor.train.lora is not None
+    sections = {
+        "actor": recipe.actor.sharding,
+        "critic": recipe.critic.sharding,
+        "reference": recipe.actor.sharding if is_actor else recipe.reference.sharding,
+        **{source.name: source.sharding for source in model_rewards(recipe)},
+    }
+    return {role: sharding.shard for role, sharding in sections.items()}
+
+
+def model_rewards(recipe: RLRecipe) -> list[ModelReward | ProcessModelReward]:
+    """Those that the recipe names, of training and of evaluation."""
+    only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
+    return [source for source in (*recipe.rewards, *only) if isinstance(source, ModelReward | ProcessModelReward)]
+
+
+class Meshes:
+    """The meshes of the roles in this process; all processes of a group ask for those of all roles in one order.
+
+    Args:
+        group: the processes that have these roles together; None where this one is alone.
+        shards: as of ``shards_of``.
+    """
+
+    def __init__(self, group: DataParallelGroup | None, shards: Mapping[str, int]) -> None:
+        self._group = group
+        self._shards = shards
+        self._made: dict[int, Mesh] = {}
+
+    def __call__(self, role: str) -> Mesh | None:
+        """None where every process works with a model of its own: one that is not trained, and not cut."""
+        shard = self._shards.get(role, 1)
+        if self._group is None or (shard == 1 and role not in TRAINED_ROLES):
+            return None
+        if shard not in self._made:
+            self._made[shard] = Mesh.of(self._group, shard=shard)
+        return self._made[shard]
+
+
+class ShardedModels:
+    """Workers of the roles whose models are cut.
+
+    Args:
+        device: where this process's parts go.
+        shares_reference: as for ``ModelLoader``.
+    """
+
+    def __init__(
+        self,
+        recipe: RLRecipe,
+        objects: UserObjects,
+        device: torch.device,
+        meshes: Callable[[str], Mesh | None],
+        *,
+        shares_reference: bool,
+    ) -> None:
+        self._recipe, self._device, self._mesh_of = recipe, device, meshes
+        self._objects = objects
+        self._empty = ModelLoader(
+            recipe, objects.on_meta(), device=META, computes=device, shares_reference=shares_reference, meshes=meshes
+        )
+        self._filled: set[int] = set()
+
+    def worker(self, role: str, ptx: PTX | None = None) -> ScoreWorker | TrainWorker:
+        """As ``ModelLoader.worker``. Collective over the processes of the role.
+
+        Raises:
+            UserError: the model cannot be loaded, on any of them.
+        """
+        packed, mesh = self._empty.model(role), self._mesh_of(role)
+        assert mesh is not None, "only models of several processes are cut"
+        if id(packed.model) not in self._filled:
+            self._filled.add(id(packed.model))
+            shard_model(packed, mesh)
+            load_shares(packed, self._contents(role), device=self._device, seed=self._recipe.seed)
+        return self._empty.worker(role, ptx)
+
+    def _contents(self, role: str) -> str | Mapping[str, Tensor]:
+        """Where the weights of a role's model come from: a directory or hub name, or a model from Python, whole."""
+        recipe, objects = self._recipe, self._objects
+        given, path = self._named.get(role), None
+        if role == "critic":
+            given, path = objects.critic, recipe.critic.path
+            if given is None and path is None:
+                native = [source.name for source in self._empty.reward_models if source.codec is None]
+                return self._contents(native[0] if native else "actor")
+        elif role == "reference" and recipe.reference.path is not None:
+            path = recipe.reference.path
+        elif role in ("actor", "reference"):
+            given, path = objects.model, recipe.actor.model.path if recipe.actor.model is not None else None
+        return given.state_dict() if given is not None else path if path is not None else self._paths[role]
+
+    @cached_property
+    def _paths(self) -> dict[str, str]:
+        """Of the reward models that the recipe names."""
+        return {source.name: source.path for source in model_rewards(self._recipe)}
+
+    @cached_property
+    def _named(self) -> dict[str, PreTrainedModel]:
+        """Reward models from Python."""
+        found: dict[str, PreTrainedModel] = {}
+        objects, recipe = self._objects, self._recipe
+        only = recipe.evaluation.rewards if recipe.evaluation is not None else ()
+        for configs, rewards in ((recipe.rewards, objects.rewards), (only, objects.evaluation_rewards)):
+            models = [reward for reward in rewards if isinstance(reward, PreTrainedModel)]
+            num_plain = sum(isinstance(config, ModelReward) for config in configs)
+            found.update(zip(user_object_names(len(models), after=num_plain), models, strict=True))
+        return found
