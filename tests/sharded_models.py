@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,24 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from transformers import PreTrainedModel
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
+from quartet.models import saving
 from quartet.models.conversions import meta_twin
 from quartet.models.loading import (
     load_causal_lm,
     load_scalar_model,
     packed_causal_lm,
     packed_scalar_model,
+    save_causal_lm,
+    save_scalar_model,
     scalar_model_from,
 )
+from quartet.models.saving import Gather, save_gathered
 from quartet.observe.memory import held_bytes
 from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint, newest_checkpoint
 from quartet.train.checkpoint_shares import Share, ShareWriter
@@ -35,6 +42,7 @@ from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.parallel.tensors import local
+from quartet.weights.source import NamedSource
 
 
 def run_calls(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -170,6 +178,96 @@ def memory_of_loading(path: str, reads_all: bool) -> dict[str, int]:
             load_shares(packed, path)
     sizes = [local(p).numel() for p in packed.model.parameters()]
     return {"own": peak.own, "mapped": peak.mapped, "shard": 4 * sum(sizes)}
+
+
+# Export --------------------------------------------------------------------------------------------------
+
+
+def exported(path: str, out: str, kind: str, options: Mapping[str, Any], tokenizer: Any) -> dict[str, list[str]]:
+    """Exports a model from shards, and on rank 0 whole: names of all files, and of those that differ or are missing."""
+    load = load_causal_lm if kind == "causal" else load_scalar_model
+    pack = packed_causal_lm if kind == "causal" else packed_scalar_model
+    for name in ("sharded", "whole"):
+        if name == "whole" and dist.get_rank():
+            continue
+        packed: Any = pack(load(path, empty=name == "sharded"), **options)
+        if name == "sharded":
+            shard_model(packed, mesh_of(2))
+            load_shares(packed, path, seed=options.get("seed", 0))
+        if packed.adapters is not None:
+            for i, layer in enumerate(packed.adapters.layers):
+                with torch.no_grad(), implicit_replication():
+                    factor = layer.factors[1]
+                    factor.copy_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(i)))
+        if kind == "causal":
+            save_causal_lm(packed, tokenizer, Path(out, name, "model"))
+        else:
+            # All tokens occur in data, so one is added to pad with.
+            seen = torch.ones(packed.vocab_size, dtype=torch.bool)
+            save_scalar_model(packed, tokenizer, Path(out, name, "model"), seen=seen)
+    if dist.get_rank():
+        return {}
+    found = {
+        n: {str(p.relative_to(Path(out, n))): p.read_bytes() for p in Path(out, n).rglob("*") if p.is_file()}
+        for n in ("sharded", "whole")
+    }
+    names = found["sharded"].keys() | found["whole"].keys()
+    assert any(name.endswith(".safetensors") for name in names)
+    return {
+        "differing": sorted(n for n in names if found["sharded"].get(n) != found["whole"].get(n)),
+        "files": sorted(names),
+    }
+
+
+def exported_in_files(path: str, out: str, tokenizer: Any) -> dict[str, list[str]]:
+    """As ``exported``, into files of at most 4 KB."""
+    saving.MAX_FILE_SIZE = "4KB"
+    of_whole = PreTrainedModel.save_pretrained
+    try:
+        PreTrainedModel.save_pretrained = partialmethod(of_whole, max_shard_size="4KB")  # type: ignore[method-assign]
+        return exported(path, out, "causal", {}, tokenizer)
+    finally:
+        PreTrainedModel.save_pretrained = of_whole  # type: ignore[method-assign]
+
+
+def memory_of_export(path: str, out: str, holds_all: bool) -> dict[str, int]:
+    """Peaks in bytes while a model is exported, and what they are made of.
+
+    Args:
+        holds_all: the fault: the first rank keeps all tensors that it gathers.
+    """
+    packed = packed_causal_lm(load_causal_lm(path, empty=True))
+    shard_model(packed, mesh_of(dist.get_world_size()))
+    load_shares(packed, path)
+    kept, whole = [], packed.gather.whole
+
+    def keeping(tensor: Tensor) -> Tensor | None:
+        kept.append(whole(tensor))
+        return kept[-1]
+
+    if holds_all:
+        packed.gather = Gather(packed.gather.is_first, keeping)
+    meta_twin(packed.model)
+    dist.barrier()
+    with PeakMemory() as peak:
+        save_gathered(packed, Path(out), packed.gather)
+    sizes = [4 * p.numel() for p in packed.model.parameters()]
+    return {"own": peak.own, "largest": max(sizes), "all": sum(sizes)}
+
+
+def synced(path: str) -> dict[str, Any] | None:
+    """What the first rank sends to engines: bits as the parameters of the whole model, under their names."""
+    packed = packed_causal_lm(load_causal_lm(path, empty=True))
+    shard_model(packed, mesh_of(dist.get_world_size()))
+    load_shares(packed, path)
+    source = NamedSource(packed.model.named_parameters)
+    sent = [tensor.clone() for tensor in source.tensors()]
+    if dist.get_rank():
+        assert not sent
+        return None
+    expected = dict(load_causal_lm(path).named_parameters())
+    assert [spec.name for spec in source.specs()] == list(expected)
+    return {n: torch.equal(t, expected[n].detach()) for n, t in zip(expected, sent, strict=True)}
 
 
 # Checkpoints ---------------------------------------------------------------------------------------------

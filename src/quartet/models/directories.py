@@ -177,6 +177,7 @@ def load_weights(
         if empty:
             options |= {"state_dict": _headers(source), "device_map": "meta"}
             model, info = kind._model_mapping[type(config)].from_pretrained(None, **options)
+            model.name_or_path = model.config.name_or_path = source
         else:
             model, info = kind.from_pretrained(source, **options)
         return model, info

@@ -33,6 +33,7 @@ from quartet.models.exact_check import check_exact
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedModel, PackedScalarModel, Precision
 from quartet.models.packing_probe import positions_are_relative, probe
 from quartet.models.pad_token import padding_with, with_pad_token
+from quartet.models.saving import WHOLE, save_gathered
 from quartet.models.tiny_model import tiny_random_model
 from quartet.text.loading import load_generation_config, local_or_hub, save_tokenizer
 
@@ -226,7 +227,8 @@ def _probe_tiny_model(packed: PackedModel) -> None:
 def save_causal_lm(packed: PackedCausalLM, tokenizer: PreTrainedTokenizerBase, path: Path) -> str | None:
     """Writes a directory that plain ``AutoModelForCausalLM.from_pretrained`` loads.
 
-    Adapters are merged into it, or saved beside it in ``adapter_path(path)``, or both, as their ``export`` says.
+    Adapters are merged into it, or saved beside it in ``adapter_path(path)``, or both, as their ``export`` says. All
+    ranks of a sharded model call it, and the first one writes.
 
     Returns:
         None, or a warning for users of the directory.
@@ -247,17 +249,25 @@ def saved_paths(packed: PackedModel, path: Path) -> tuple[Path, ...]:
     return {"merged": (path,), "adapter": (beside,), "both": (path, beside)}[export]
 
 
-def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path) -> str | None:
-    warning = None
+def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path, *, num_new_rows: int = 0) -> str | None:
+    """
+    Args:
+        num_new_rows: that the embedding of a sharded model gets while it is written.
+    """
+    warning, gather = None, packed.gather
     with _quiet():
         for written in saved_paths(packed, path):
-            written.mkdir(parents=True, exist_ok=True)  # transformers only logs that a file has its name
+            if gather is None or gather.is_first:
+                written.mkdir(parents=True, exist_ok=True)  # transformers only logs that a file has its name
             if packed.adapters is not None and written != path:
-                packed.adapters.save(written)
+                packed.adapters.save(written, gather or WHOLE)
+            elif gather is not None:
+                save_gathered(packed, path, gather, num_new_rows=num_new_rows)
             else:
                 with packed.with_merged_adapters():
                     packed.model.save_pretrained(path)
-            warning = save_tokenizer(tokenizer, written) or warning
+            if gather is None or gather.is_first:
+                warning = save_tokenizer(tokenizer, written) or warning
     return warning
 
 
@@ -302,8 +312,8 @@ def save_scalar_model(
     """
     padded = with_pad_token(tokenizer, seen, {*eos_ids, *_config_eos_ids(packed.model)})
     pad_id, num_rows = int(padded.pad_token_id), packed.model.get_input_embeddings().weight.shape[0]
-    with padding_with(packed.model, pad_id):
-        warning = _save(packed, padded, path)
+    with padding_with(packed.model, pad_id, adds_rows=packed.gather is None) as num_new_rows:
+        warning = _save(packed, padded, path, num_new_rows=num_new_rows)
     warnings = [warning] if warning is not None else []
     if pad_id >= num_rows:
         warnings.append(f"saved with a new pad token, {padded.pad_token} (id {pad_id}), and an embedding row for it")

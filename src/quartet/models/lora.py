@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from quartet.config import UserError
 from quartet.config.common import ALL_LINEAR, LoRAConfig
+from quartet.models.saving import WHOLE, Gather, save_tensors
 
 _ADAPTER = "default"
 """peft's name of a model's first adapter."""
@@ -63,10 +63,13 @@ class AdaptedLayer:
         """All that ``merged_weight`` is made of."""
         return (self.base.weight, *self.factors)
 
-    @torch.no_grad()
     def merged_weight(self) -> Tensor:
         """``W + scale · B A`` in the layout and dtype of ``W``, computed in fp32 (fp64 stays)."""
-        weight, a, b = self.sources
+        return self.merge(*self.sources)
+
+    @torch.no_grad()
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """``merged_weight`` of what the ``sources`` are as whole tensors."""
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         left, right = (a.T, b.T) if isinstance(self.base, Conv1D) else (b, a)
         merged = torch.addmm(weight.to(dtype), left.to(dtype), right.to(dtype), alpha=self.scale)
@@ -252,28 +255,30 @@ class Adapters:
                 remedy="resume with the model that the run started from, unchanged",
             )
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, gather: Gather = WHOLE) -> None:
         """Writes what ``PeftModel.from_pretrained`` loads on top of the base model.
+
+        Args:
+            gather: of a sharded model, all of whose ranks call this.
 
         Raises:
             OSError: it could not be written.
         """
-        path.mkdir(parents=True, exist_ok=True)
-        config = _peft_config(
-            self.config,
-            self._target_names,
-            [layer.base for layer in self.layers],
-            task_type="SEQ_CLS" if self.heads else "CAUSAL_LM",
-            modules_to_save=self.heads or None,
-            base_model_name_or_path=str(self._model.name_or_path),
-            inference_mode=True,
-        )
-        config.save_pretrained(path)
-        tensors = {
-            "base_model.model." + name.replace(f".{_ADAPTER}.weight", ".weight"): parameter.detach().cpu().contiguous()
-            for name, parameter in self.trained.items()
-        }
-        save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+        if gather.is_first:
+            path.mkdir(parents=True, exist_ok=True)
+            config = _peft_config(
+                self.config,
+                self._target_names,
+                [layer.base for layer in self.layers],
+                task_type="SEQ_CLS" if self.heads else "CAUSAL_LM",
+                modules_to_save=self.heads or None,
+                base_model_name_or_path=str(self._model.name_or_path),
+                inference_mode=True,
+            )
+            config.save_pretrained(path)
+        names = {name: name.replace(f".{_ADAPTER}.weight", ".weight") for name in self.trained}
+        named = {f"base_model.model.{names[name]}": parameter for name, parameter in self.trained.items()}
+        save_tensors(path / "adapter_model.safetensors", named, gather)
 
 
 def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:

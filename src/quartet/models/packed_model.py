@@ -32,6 +32,7 @@ from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
 from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
 from quartet.models.lora import Adapters, attach, refuse_wrapped
 from quartet.models.memory import align_storages
+from quartet.models.saving import Gather
 
 Precision = Literal["fp32", "bf16"]
 Numerics = Literal["fast", "exact"]
@@ -55,6 +56,7 @@ class PackedModel:
         adapters: what ``adapt`` put in; None where all weights are the model's own.
         one_call: ``one_call(function, *args)`` is ``function(*args)``. All passes of an engine go through it, hidden
             states and head of a pack within one call, so that a model can be one whose weights must be brought first.
+        gather: how its tensors become whole, where several ranks hold them between them.
 
     Raises:
         UserError: the model cannot run packed, or has foreign adapters in it.
@@ -86,6 +88,7 @@ class PackedModel:
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed = checkpoint_layers(self.body) if activation_checkpointing else []
         self.one_call: Callable[..., Any] = _plain_call
+        self.gather: Gather | None = None
 
     head: nn.Module
 

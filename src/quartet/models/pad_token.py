@@ -86,10 +86,13 @@ def _move_token(tokenizer: PreTrainedTokenizerBase, name: str, new_id: int) -> N
 
 
 @contextlib.contextmanager
-def padding_with(model: PreTrainedModel, pad_id: int) -> Iterator[None]:
+def padding_with(model: PreTrainedModel, pad_id: int, *, adds_rows: bool = True) -> Iterator[int]:
     """Within, the model's configs name ``pad_id``, and its embedding has a row for it; then both are as they were.
 
-    The new rows are the mean of the others: attention masks keep them out of every result.
+    The new rows are the mean of the others: attention masks keep them out of every result. Gives how many they are.
+
+    Args:
+        adds_rows: the embedding gets them; else what saves the model adds them.
     """
     text = model.config.get_text_config()
     # Multimodal configs may keep the pad id in their text part alone.
@@ -101,12 +104,15 @@ def padding_with(model: PreTrainedModel, pad_id: int) -> Iterator[None]:
     try:
         for holder in holders:
             holder.pad_token_id = pad_id
-        if missing > 0:
+        if missing > 0 and adds_rows:
             rows = weight.detach().mean(0, keepdim=True).expand(missing, -1)
             embedding.weight = nn.Parameter(torch.cat([weight.detach(), rows]), requires_grad=False)
+        if missing > 0:
             text.vocab_size = embedding.num_embeddings = pad_id + 1
-        yield
+        yield max(0, missing)
     finally:
         for holder, own in zip(holders, former, strict=True):
             holder.pad_token_id = own
-        embedding.weight, text.vocab_size, embedding.num_embeddings = weight, size, num_embeddings
+        if embedding.weight is not weight:
+            embedding.weight = weight
+        text.vocab_size, embedding.num_embeddings = size, num_embeddings

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Concatenate, Literal, TypeVar
 
+from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.rollout.protocol import RolloutEngine
 from quartet.schedule.clock import drained
 from quartet.schedule.role_group import LocalGroup, RoleGroup
@@ -39,6 +40,7 @@ class WeightSenderMixin:
         first = is_first(tensor for _, tensor in self.engine.weights())
         return WeightSender(lambda: self.engine.weights(), device=self.engine.packed.device, rank=0 if first else 1)
 
+    @dispatch(ONE_COPY)
     def send_weights(self, request: str, *args: Any) -> Any:
         """Answers one request of a weight sync."""
         return self.weight_sender.answer(request, *args)

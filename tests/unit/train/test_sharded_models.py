@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sharded_models as ranks
 from quartet.models.loading import scalar_model_from
+from quartet.quickstart.tokenizer import build_tokenizer
 from rank_forks import run_ranks
 
 
@@ -26,6 +27,9 @@ SMALL: dict[str, Any] = dict(
     num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, pad_token_id=None, bos_token_id=None,
     eos_token_id=None,
 )  # fmt: skip
+
+
+LORA = {"lora": ranks.LoRAConfig(rank=2), "seed": 3}
 
 
 def llama(path: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> LlamaForCausalLM:
@@ -105,6 +109,50 @@ def test_directories_that_do_not_fit_are_refused_by_name(causal: Path, tmp_path:
     assert "rank 1: " in of_ranks[0]["not finite"] and "rank 1: " not in of_ranks[1]["not finite"]
 
 
+# Export and weight sync ----------------------------------------------------------------------------------
+
+
+def test_exported_from_shards_is_exported_whole(build_architecture: Any, causal: Path, tmp_path: Path) -> None:
+    """Every file has the same bytes: tied weights, experts, prefixes, a new row to pad with, adapters in two forms."""
+    paths = {name: tmp_path / name for name in ("gemma3_multimodal", "qwen3_moe", "scalar")}
+    for name in ("gemma3_multimodal", "qwen3_moe"):
+        build_architecture(name, seed=1).save_pretrained(paths[name])
+    scalar_model_from(llama(tmp_path / "other", vocab_size=16), seed=1).save_pretrained(paths["scalar"])
+    cases = {
+        "causal": (causal, "causal", {}),
+        "gemma3_multimodal": (paths["gemma3_multimodal"], "causal", {}),
+        "qwen3_moe": (paths["qwen3_moe"], "causal", {}),
+        "scalar": (paths["scalar"], "scalar", {}),
+        "adapters": (causal, "causal", LORA),
+        "adapters of a critic": (paths["scalar"], "scalar", LORA),
+    }
+    functions = [
+        (ranks.exported, str(path), str(tmp_path / "out" / name), kind, options, build_tokenizer())
+        for name, (path, kind, options) in cases.items()
+    ]
+    for name, (found, _) in zip(cases, calls(2, *functions), strict=True):
+        assert found["differing"] == [], name
+    several = run_ranks(2, ranks.exported_in_files, str(causal), str(tmp_path / "files"), build_tokenizer())
+    assert several[0]["differing"] == [] and "model/model.safetensors.index.json" in several[0]["files"]
+
+
+def test_memory_of_an_export_is_one_tensor_on_one_rank(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    llama(path, dtype=torch.bfloat16, vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
+    cases = [(ranks.memory_of_export, str(path), str(tmp_path / f"out{fault}"), fault) for fault in (False, True)]
+    for fault, of_ranks in zip((False, True), calls(4, *cases), strict=True):
+        print([{name: f"{size / 2**20:.1f} MiB" for name, size in found.items()} for found in of_ranks])
+        assert (of_ranks[0]["own"] <= 1.1 * of_ranks[0]["largest"] + 2**21) is not fault
+        for found in of_ranks[1:]:
+            assert found["own"] <= 2**21
+
+
+def test_engines_get_whole_tensors_from_the_first_rank(causal: Path) -> None:
+    for world in (2, 4):
+        first, *others = run_ranks(world, ranks.synced, str(causal))
+        assert first and all(first.values()) and others == [None] * (world - 1)
+
+
 # Checkpoints ---------------------------------------------------------------------------------------------
 
 
@@ -117,9 +165,6 @@ def same(run: Any, other: Any, tolerance: float | None) -> None:
     else:
         assert losses == pytest.approx(expected, abs=tolerance)
         assert max(float((weights[name] - wanted[name]).abs().max()) for name in wanted) <= tolerance
-
-
-LORA = {"lora": ranks.LoRAConfig(rank=2), "seed": 3}
 
 
 def test_checkpoints_go_on_with_any_number_of_processes(causal: Path, tmp_path: Path) -> None:

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from quartet.models.packed_model import PackedModel, decoder_layers
+from quartet.models.saving import Gather
 from quartet.train.parallel.mesh import SHARD, Mesh
 from quartet.train.parallel.tensors import local
+from quartet.weights.gather import gather
 
 T = TypeVar("T")
 
@@ -220,6 +222,7 @@ def shard_model(packed: PackedModel, mesh: Mesh) -> ShardedModel:
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()
     packed.one_call = root
+    packed.gather = Gather(is_first=mesh.data.rank == 0, whole=gather)
     return root
 
 
