@@ -182,8 +182,10 @@ class TrainConfig(Strict):
     forward_token_budget: Tokens = Field(16384, ge=1, description="Most tokens of one forward-only micro-batch.")
     logprob_chunk: Tokens = Field(1024, ge=1, description="Tokens whose logits exist at a time; less saves memory.")
     share_prefixes: bool = Field(True, description="Compute a prompt once for all of its responses.")
-    activation_checkpointing: bool = Field(
-        False, description="Keep only each layer's input and compute the layer again in the backward pass."
+    activation_checkpointing: bool | Literal["selective"] = Field(
+        False,
+        description="true: keep only each layer's input and compute the layer again in the backward pass; selective: "
+        "keep results of products and attention too, which costs little time and saves about half.",
     )
     compile: bool = Field(
         False, description="Compile decoder layers by torch.compile: faster after some minutes, without --resume."

@@ -30,7 +30,14 @@ from quartet.config.common import LoRAConfig
 from quartet.models.attention import own_attention
 from quartet.models.directories import check_loaded, load_warnings, load_weights, loading, named, read_config
 from quartet.models.exact_check import check_exact
-from quartet.models.packed_model import Numerics, PackedCausalLM, PackedModel, PackedScalarModel, Precision
+from quartet.models.packed_model import (
+    Numerics,
+    PackedCausalLM,
+    PackedModel,
+    PackedScalarModel,
+    Precision,
+    Recomputation,
+)
 from quartet.models.packing_probe import positions_are_relative, probe
 from quartet.models.pad_token import padding_with, with_pad_token
 from quartet.models.saving import WHOLE, save_gathered
@@ -167,7 +174,7 @@ def _take_over(
     precision: Precision = "fp32",
     *,
     numerics: Numerics = "fast",
-    activation_checkpointing: bool = False,
+    activation_checkpointing: Recomputation = False,
     lora: LoRAConfig | None = None,
     seed: int = 0,
 ) -> _P:

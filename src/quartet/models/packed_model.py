@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -36,6 +36,7 @@ from quartet.models.saving import Gather
 
 Precision = Literal["fp32", "bf16"]
 Numerics = Literal["fast", "exact"]
+Recomputation = bool | Literal["selective"]
 
 
 class PackedModel:
@@ -47,7 +48,8 @@ class PackedModel:
         precision: compute dtype; under "bf16" parameters stay as they are (see ``freeze``) and products run under
             autocast.
         numerics: "exact" fills products up to sizes from which a row's bits no longer depend on the other rows.
-        activation_checkpointing: keep only each decoder layer's input, and compute the layer again in the backward.
+        activation_checkpointing: keep only each decoder layer's input, and compute the layer again in the backward;
+            "selective": keep the results of products and attention too, and compute only what lies between them again.
 
     Attributes:
         shares_prefixes: a prompt may be computed once for all of its responses; False where the model cannot.
@@ -68,7 +70,7 @@ class PackedModel:
         precision: Precision = "fp32",
         *,
         numerics: Numerics = "fast",
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Recomputation = False,
     ) -> None:
         self.head = self._find_head(model)
         self.model = model
@@ -86,7 +88,9 @@ class PackedModel:
         self._fused = fused.install_fused(model) if self.device.type == "cpu" else []
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
-        self._checkpointed = checkpoint_layers(self.body) if activation_checkpointing else []
+        self._checkpointed: list[nn.Module] = []
+        if activation_checkpointing:
+            self._checkpointed = checkpoint_layers(self.body, selective=activation_checkpointing == "selective")
         self.one_call: Callable[..., Any] = _plain_call
         self.gather: Gather | None = None
 
@@ -376,20 +380,44 @@ def decoder_layers(body: nn.Module) -> list[nn.Module]:
     return [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def checkpoint_layers(body: nn.Module) -> list[nn.Module]:
+def checkpoint_layers(body: nn.Module, *, selective: bool = False) -> list[nn.Module]:
     """Makes every decoder layer keep only its inputs while gradients are enabled; returns the layers.
 
     Works whether or not the model is in training mode, which transformers' own switch needs.
+
+    Args:
+        selective: results of products and attention are kept as well.
     """
     layers = decoder_layers(body)
     for layer in layers:
         # A partial of a bound method, so that a copy of the model runs its own layers.
-        layer.forward = partial(_recomputed, layer.forward)
+        layer.forward = partial(_recomputed, layer.forward, selective)
     return layers
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recomputed(forward: Callable[..., Any], selective: bool, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if selective:
+        kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _kept)
     # Nothing is drawn at random: dropout is 0.
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._flash_attention_forward.default,
+    torch.ops.aten._efficient_attention_forward.default,
+}
+"""What costs most to compute again."""
+
+
+def _kept(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

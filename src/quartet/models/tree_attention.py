@@ -193,6 +193,9 @@ class _TreeAttention(torch.autograd.Function):
         pieces = zip(*(_pieces(x, tree) for x in (q, k, v)), strict=True)
         parts, part_lses = zip(*(_flash(*piece, 0.0, True, scale=scaling) for piece in pieces), strict=True)
         out, lse = _joined(parts, _accumulator(q, tree)), _joined(part_lses)
+        if tree.inner and len(parts) == 1:
+            # Written into below, and what the kernel gave may be kept for a recomputation.
+            out, lse = out.clone(), lse.clone()
         del parts, part_lses
         for node in tree.inner:
             _add_ancestor(out, lse, q, k, v, node, scaling)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from quartet.models.exact import ExactPackedAttention
@@ -26,14 +28,42 @@ def _gradients(packed, hidden):
 )
 def test_gradients_stay_the_same_bit_for_bit(family, dtype, precision, make_model, sequences, packed_hidden):
     found = []
-    for recompute in (False, True):
+    for recompute in (False, True, "selective"):
         packed = PackedCausalLM(make_model(family, dtype), precision, activation_checkpointing=recompute)
         hidden = packed_hidden(packed, sequences)
         found.append((hidden.detach(), _gradients(packed, hidden)))
-    (plain, plain_grads), (hidden, grads) = found
-    assert torch.equal(hidden, plain)
-    assert len(grads) > 10 and grads.keys() == plain_grads.keys()
-    assert all(torch.equal(grads[name], grad) for name, grad in plain_grads.items())
+    (plain, plain_grads), *others = found
+    for hidden, grads in others:
+        assert torch.equal(hidden, plain)
+        assert len(grads) > 10 and grads.keys() == plain_grads.keys()
+        assert all(torch.equal(grads[name], grad) for name, grad in plain_grads.items())
+
+
+class _Counted(TorchDispatchMode):
+    """Counts products and attention kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recomputation_computes_no_product_again(make_model, sequences, packed_hidden):
+    costly = (torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    counts = []
+    for recompute in (False, True, "selective"):
+        packed = PackedCausalLM(make_model("llama"), activation_checkpointing=recompute)
+        hidden = packed_hidden(packed, sequences)
+        with _Counted() as counted:
+            hidden.sum().backward()
+        counts.append({op: counted.found[op] for op in costly} | {"silu": counted.found[torch.ops.aten.silu.default]})
+    plain, full, selective = counts
+    assert all(full[op] > plain[op] for op in costly) and full["silu"] > plain["silu"]
+    assert all(selective[op] == plain[op] for op in costly)
+    assert selective["silu"] == full["silu"], "what lies between them is computed again"
 
 
 @pytest.mark.parametrize("in_training_mode", [False, True])
