@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -19,6 +20,7 @@ from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import PolicyObjective, SFTObjective, StepObjective, ValueObjective
+from quartet.train.parallel.fixed_order import FixedOrderReduceScatter, sum_in_place
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.preference_objectives import KTOObjective, PairwiseObjective, PreferenceObjective
@@ -214,3 +216,28 @@ def all_trained(cases: list[Case]) -> dict[Case, dict[str, Any]]:
             del found["gradients"]
         results[case] = found
     return results
+
+
+def all_trained_twice(cases: list[Case]) -> list[Any]:
+    """The weights of each case, trained twice on this rank."""
+    return [[trained(case, mesh_of(case))["weights"] for _ in range(2)] for case in cases]
+
+
+def summed_in_order() -> list[tuple[Tensor, Tensor]]:
+    """Sums over all ranks by each of our collectives, and the same addends added here from the left."""
+    mesh = Mesh.of(DataParallelGroup.of_world(), shard=dist.get_world_size(), fixed_order=True)
+    world, group = mesh.shard, mesh.group("shard")
+
+    def addend(rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(8 * world, generator=generator) * 10.0 ** torch.randint(
+            -6, 6, (8 * world,), generator=generator
+        )
+
+    expected = addend(0)
+    for rank in range(1, world):
+        expected = expected + addend(rank)
+    whole, part = addend(mesh.place), torch.empty(8)
+    FixedOrderReduceScatter()(part, whole, group, dist.ReduceOp.SUM)
+    sum_in_place(whole, group)
+    return [(whole, expected), (part, expected.chunk(world)[mesh.place])]

@@ -18,7 +18,8 @@ VARIANTS = [
     {"recompute": True},
     {"share": False, "recompute": True, "tied": True},
     {"lora": True},
-    {"lora": True, "recompute": True, "share": False},
+    {"lora": True, "recompute": "selective", "share": False},
+    {"fixed_order": True},
 ]
 
 
@@ -49,6 +50,23 @@ def test_outputs_gradients_and_updates_are_those_of_one_process(
         for other in (of_rank[case] for of_rank in results[1:]):
             assert other["metrics"] == found["metrics"], case
             assert all(torch.equal(other["weights"][n], values) for n, values in found["weights"].items()), case
+
+
+def test_sums_are_taken_in_the_order_of_the_ranks() -> None:
+    for found in rank_forks.run_ranks(4, ranks.summed_in_order):
+        assert all(torch.equal(actual, expected) for actual, expected in found)
+
+
+def test_the_same_mesh_gives_the_same_bits_twice() -> None:
+    cases = [
+        ranks.Case("grpo", shard, 4 // shard, fixed_order=fixed, dtype=torch.float32)
+        for shard, fixed in ((2, True), (1, True), (4, False))
+    ]
+    twice = [rank_forks.run_ranks(4, ranks.all_trained_twice, cases) for _ in range(2)]
+    for c, case in enumerate(cases):
+        first, *others = [weights for launch in twice for of_rank in launch for weights in of_rank[c]]
+        for weights in others:
+            assert all(torch.equal(weights[name], values) for name, values in first.items()), case
 
 
 def check(case: ranks.Case, found: dict[str, Any], expected: dict[str, Any], atol: float, rtol: float) -> None:

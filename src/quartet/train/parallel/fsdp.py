@@ -14,6 +14,7 @@ by groups of its own. Autocast stays on and finds nothing to round in weights. G
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -26,11 +27,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from quartet.models.packed_model import PackedModel, decoder_layers
 from quartet.models.saving import Gather
-from quartet.train.parallel.mesh import SHARD, Mesh
+from quartet.train.parallel.fixed_order import FixedOrderReduceScatter, sum_in_place
+from quartet.train.parallel.mesh import REPLICATE, SHARD, Mesh
 from quartet.train.parallel.tensors import local
 from quartet.weights.gather import gather
 
 T = TypeVar("T")
+
+# Of a norm, whose result is a view. Nothing here writes into what a module returned.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 class ShardedModel(nn.Module):
@@ -114,13 +119,35 @@ class ShardedModel(nn.Module):
         Args:
             present: parameters that had a gradient on any rank; the gradients of others are None.
         """
-        if not self.reduces_every_pass:
+        if not self.reduces_every_pass or self._orders_replicas:
             self._fsdp.set_requires_gradient_sync(True)
-            # torch sums at the end of a backward only; this is what it calls there.
-            self._fsdp._get_fsdp_state()._root_post_backward_final_callback()
+            if self._orders_replicas:
+                self._sum_replicas_in_order()
+            self._reduce_now()
         for name, parameter in self.model.named_parameters():
             if name not in present:
                 parameter.grad = None
+
+    @property
+    def _orders_replicas(self) -> bool:
+        return self.mesh.fixed_order and self.mesh.replicate > 1
+
+    def _reduce_now(self) -> None:
+        """Sums over ranks what was not summed yet. torch does it at the end of a backward alone; this is what it calls
+        there."""
+        self._fsdp._get_fsdp_state()._root_post_backward_final_callback()
+
+    def _sum_replicas_in_order(self) -> None:
+        """torch's own sum over replicas, which has no order, gets zeros of all replicas but the first."""
+        self._fsdp.set_requires_all_reduce(False)
+        self._reduce_now()
+        replica, group = self.mesh.device_mesh.get_local_rank(REPLICATE), self.mesh.group(REPLICATE)
+        for partial_sum in (found._partial_reduce_output for found in _fsdp_groups(self)):
+            if partial_sum is not None:
+                sum_in_place(partial_sum, group)
+                if replica:
+                    partial_sum.zero_()
+        self._fsdp.set_requires_all_reduce(True)
 
     @property
     def _fsdp(self) -> Any:
@@ -132,7 +159,7 @@ class ShardedModel(nn.Module):
         if not self.reduces_every_pass:
             self._fsdp.set_requires_gradient_sync(False)
         elif self.mesh.replicate > 1:
-            self._fsdp.set_requires_all_reduce(is_last)
+            self._fsdp.set_requires_all_reduce(is_last and not self.mesh.fixed_order)
 
     def _reset(self) -> None:
         """Drops what former passes left, those that failed too."""
@@ -140,8 +167,9 @@ class ShardedModel(nn.Module):
         if self._is_within_pass:
             self._fsdp.reset_iter_state()
         self._num_passes, self._is_within_pass = 0, False
-        for module in self.modules():
-            for parameter in _fsdp_parameters(module):
+        for group in _fsdp_groups(self):
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter.unsharded_param.grad = None
@@ -149,13 +177,13 @@ class ShardedModel(nn.Module):
     def watch(self) -> None:
         """Notes in ``present``, from now on, whose gradient a backward has made."""
         names = {id(p): name for name, p in self.model.named_parameters()}
-        for module in self.modules():
+        for group in _fsdp_groups(self):
             waiting = [
                 (parameter, names[id(parameter.sharded_param)])
-                for parameter in _fsdp_parameters(module)
+                for parameter in group.fsdp_params
                 if parameter.sharded_param.requires_grad
             ]
-            if waiting:
+            for module in group.modules if waiting else ():
                 # Behind torch's own hook, which has made the gathered parameters by then.
                 module.register_forward_pre_hook(partial(self._watch, waiting))
 
@@ -169,11 +197,11 @@ class ShardedModel(nn.Module):
                 )
 
 
-def _fsdp_parameters(module: nn.Module) -> list[Any]:
-    """torch's own objects of the parameters that travel when ``module`` is called."""
-    if not isinstance(module, FSDPModule):
-        return []
-    return [parameter for group in module._get_fsdp_state()._fsdp_param_groups for parameter in group.fsdp_params]
+def _fsdp_groups(root: nn.Module) -> list[Any]:
+    """torch's groups of parameters that travel together, each once."""
+    modules = (module for module in root.modules() if isinstance(module, FSDPModule))
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    return list({id(group): group for group in groups}.values())
 
 
 def sharded(packed: PackedModel) -> ShardedModel | None:
@@ -218,6 +246,8 @@ def shard_model(packed: PackedModel, mesh: Mesh) -> ShardedModel:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True)
+            if mesh.fixed_order:
+                module.set_custom_reduce_scatter(FixedOrderReduceScatter())
     root.watch()
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()
