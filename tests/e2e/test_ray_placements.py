@@ -88,6 +88,54 @@ def test_several_processes_play_one_role(
         assert many[name] == pytest.approx(one[name], rel=1e-4), name
 
 
+def cut(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The same recipe with every model in two parts."""
+    half = {"sharding": {"shard": 2}}
+    parts = {role: {**recipe.get(role, {}), **half} for role in ("actor", "critic", "reference")}
+    rewards = [{**reward, **(half if reward["type"] == "model" else {})} for reward in recipe["rewards"]]
+    return recipe | parts | {"rewards": rewards}
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"type": "separated", **{role: {"processes": 2} for role in ROLES}},
+        {
+            "type": "pipelined",
+            "pools": {
+                "policy": {"roles": ["rollout", "actor"], "processes": 2},
+                "scores": {"roles": ["critic", "reference", "reward"], "processes": 2},
+            },
+        },
+    ],
+    ids=lambda placement: str(placement["type"]),
+)
+def test_models_in_parts_train_as_whole_ones(
+    placement: dict[str, Any],
+    ray_cluster: Any,
+    world: Any,
+    recipes: Any,
+    quartet: Callable[..., Any],
+    metrics_of: Any,
+    serial: Any,
+) -> None:
+    """Sums have another order: figures are the same to four digits, also after one process has gone on alone."""
+    if not Path("ray-serial").exists():
+        quartet("rl", world.recipe("ray-serial", recipes["rl"](output_dir="ray-serial", **serial)))
+    name = f"cut-{placement['type']}"
+    recipe = cut(recipes["rl"](output_dir=name, placement=placement, cluster=RAY, **serial))
+    found = quartet("rl", world.recipe(name, recipe))
+    assert found.status == 0, found.err
+    whole = recipes["rl"](output_dir=f"{name}-back", **serial)
+    begun_elsewhere(name, f"{name}-back", quartet, world.recipe(f"{name}-back", whole))
+    for step in (1, 2):
+        one, *others = (metrics_of(Path(run))[step] for run in ("ray-serial", name, f"{name}-back"))
+        for other in others:
+            for figure in ("loss/value", "reward/score_mean", "critic/grad_norm", "rollout/length_mean", "loss/ptx"):
+                assert other[figure] == pytest.approx(one[figure], rel=1e-3), (step, figure)
+            assert other["agreement/canary_diff"] < 1e-4
+
+
 def begun_elsewhere(source: str, name: str, quartet: Callable[..., Any], recipe: Path) -> None:
     """Resumes a copy of the run in ``source`` from its second step."""
     shutil.copytree(source, name)
