@@ -30,15 +30,23 @@ W = TypeVar("W")
 
 
 class WeightSenderMixin:
-    """For the worker of a trainer, which has its ``engine``."""
+    """For the worker of a trainer, which has its ``engine``.
+
+    Attributes:
+        sends_everywhere: of a sharded model every rank sends, to an engine beside it, all of them at once; else the
+            first rank sends to all.
+    """
 
     engine: TrainEngine[Any]
+    sends_everywhere = False
 
     @cached_property
     def weight_sender(self) -> WeightSender:
         # Of the ranks of a sharded model the first one sends; the others are asked, too, and take part in its gathers.
-        first = is_first(tensor for _, tensor in self.engine.weights())
-        return WeightSender(lambda: self.engine.weights(), device=self.engine.packed.device, rank=0 if first else 1)
+        everywhere = self.sends_everywhere
+        first = everywhere or is_first(tensor for _, tensor in self.engine.weights())
+        device, rank = self.engine.packed.device, 0 if first else 1
+        return WeightSender(lambda: self.engine.weights(), device=device, rank=rank, everywhere=everywhere)
 
     @dispatch(ONE_COPY)
     def send_weights(self, request: str, *args: Any) -> Any:

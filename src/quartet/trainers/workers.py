@@ -176,6 +176,8 @@ class PoolWorker(RolesWorker):
                 worker = rollout_worker(recipe, loader.actor, loader.codec, shares_actor=shared, is_own=is_own)
             else:
                 worker = (cut if is_cut(role) else loader).worker(role, ptx)
+            if isinstance(worker, TrainWorker) and "rollout" in names:
+                worker.sends_everywhere = True
             if placement.pool(pool).budget_bytes is not None:
                 worker.make_offloadable(recipe.offload)
                 worker.offload()
@@ -367,14 +369,12 @@ class RayRunWorkers(RunWorkers):
         self._backend.close()
 
     def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[NativeRolloutWorker]]]]:
-        # Replicas of the actor are equal: the first sends, or in a common pool each to the engine beside it.
+        # Replicas of the actor are equal: the first copy sends, or in a common pool each worker to the engine beside it.
         home = self.placement.pool_of
-        actors = [
-            RemoteGroup(self._groups[home["actor"]], "actor", TrainWorker, rank) for rank in range(len(self.engines))
-        ]
-        if home["actor"] == home["rollout"]:
-            return [(actor, [engine]) for actor, engine in zip(actors, self.engines, strict=True)]
-        return [(actors[0], self.engines)]
+        if home["actor"] != home["rollout"]:
+            return [(cast(RoleGroup[TrainWorker], self.models["actor"]), self.engines)]
+        group = self._groups[home["actor"]]
+        return [(RemoteGroup(group, "actor", TrainWorker, rank), [engine]) for rank, engine in enumerate(self.engines)]
 
     def _started(self, pool: str, ptx: PTX | None) -> WorkerGroup:
         return WorkerGroup(

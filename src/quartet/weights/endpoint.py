@@ -153,15 +153,22 @@ class WeightSender(_End[SendTransport]):
         named: gives ``(name, tensor)`` anew for every sync: what the trainer has.
         device: where it computes.
         rank: the trainer's own.
+        everywhere: every rank of a sharded trainer is rank 0 of a sync of its own, all of them at once.
     """
 
     def __init__(
-        self, named: Callable[[], Iterable[tuple[str, Tensor]]], *, device: torch.device, rank: int = 0
+        self,
+        named: Callable[[], Iterable[tuple[str, Tensor]]],
+        *,
+        device: torch.device,
+        rank: int = 0,
+        everywhere: bool = False,
     ) -> None:
+        self._everywhere = everywhere
         self._named = named
         self._device = device
         self._rank = rank
-        self._source = NamedSource(named)
+        self._source = NamedSource(named, everywhere=everywhere)
         self._sync = 0
 
     def use(self, transport: SendTransport, source: NamedSource | None = None) -> None:
@@ -181,7 +188,8 @@ class WeightSender(_End[SendTransport]):
             timeout_s: longest silence of another end.
             dtypes: what the engines take.
         """
-        source = NamedSource(self._named, like={name: DTYPES[dtype] for name, dtype in dtypes.items()})
+        like = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
+        source = NamedSource(self._named, like=like, everywhere=self._everywhere)
         half = TRANSPORTS[transport][0]
         self.use(half(num_receivers, timeout_s=timeout_s, device=self._device, host=host), source)
 

@@ -7,6 +7,7 @@ own shards, the others nothing; ranks with replicas of what it has take no part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,20 @@ def gather(tensor: Tensor) -> Tensor | None:
         others = zip(parts[1:], ranks[1:], strict=False)  # of a small tensor the last ranks have nothing
         _exchange([dist.P2POp(dist.irecv, part, other, group) for part, other in others])
     return whole
+
+
+@torch.no_grad()
+def gather_everywhere(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank that holds a part of the same copy; a plain tensor as it is. Collective."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    here, mesh = tensor.to_local(), tensor.device_mesh
+    if here.device.type != mesh.device_type:  # it is offloaded
+        there = here.to(mesh.device_type)
+        options: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride()}
+        tensor = DTensor.from_local(there, mesh, tensor.placements, run_check=False, **options)
+    return tensor.full_tensor()
 
 
 def is_first(tensors: Iterable[Tensor]) -> bool:

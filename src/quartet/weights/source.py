@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from quartet.weights.errors import WeightSyncTimeout
 from quartet.weights.fusion import FusedProjection, split_fused
-from quartet.weights.gather import gather
+from quartet.weights.gather import gather, gather_everywhere
 from quartet.weights.manifest import TensorSpec
 
 
@@ -27,6 +27,7 @@ class NamedSource:
         named: gives ``(name, tensor)`` anew for every sync, ``model.named_parameters`` say; DTensors are gathered.
         like: the dtype of each tensor by the name that is sent, where they differ (``TensorSink.dtypes`` of an engine).
         fused: parameters that are sent in parts.
+        everywhere: every rank that holds a part gets the tensors, not only the first.
         watch: names the rank that is missing when a gather hangs; needed by no unsharded model.
     """
 
@@ -36,8 +37,10 @@ class NamedSource:
         *,
         like: Mapping[str, torch.dtype] | None = None,
         fused: Sequence[FusedProjection] = (),
+        everywhere: bool = False,
         watch: GatherWatchdog | None = None,
     ) -> None:
+        self._gather = gather_everywhere if everywhere else gather
         self._named = named
         self._like = dict(like or {})
         self._fused = tuple(fused)
@@ -59,7 +62,7 @@ class NamedSource:
             tensor = tensor.detach()
             if self._watch is not None and isinstance(tensor, DTensor):
                 self._watch.wait(name)
-            whole = gather(tensor)
+            whole = self._gather(tensor)
             if whole is None:
                 continue
             for part_name, part in split_fused([(name, whole)], self._fused):
