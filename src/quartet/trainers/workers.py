@@ -369,7 +369,7 @@ class RayRunWorkers(RunWorkers):
         self._backend.close()
 
     def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[NativeRolloutWorker]]]]:
-        # Replicas of the actor are equal: the first copy sends, or in a common pool each worker to the engine beside it.
+        # Replicas of the actor are equal: the first copy sends, or in a common pool each worker to the engine beside.
         home = self.placement.pool_of
         if home["actor"] != home["rollout"]:
             return [(cast(RoleGroup[TrainWorker], self.models["actor"]), self.engines)]
