@@ -28,12 +28,15 @@ HELD_OUT = {"evaluation_data": {"path": "demonstrations.jsonl", "limit": 6}, "ev
 
 
 def agree(one: Path, many: Path, metrics_of: Callable[[Path], list[dict[str, float]]]) -> None:
-    """Sums have another order: figures of every step agree to four digits, weights to 1e-4."""
+    """Sums have another order. The first step shows that alone; then AdamW, which divides small gradients by their own
+    size, makes the last digits grow.
+    """
     rows, others = metrics_of(one), metrics_of(many)
     assert [row.keys() for row in rows] == [row.keys() for row in others]
     for row, other in zip(rows, others, strict=True):
+        rel = 1e-6 if row["step"] == 1 else 1e-3
         for name in row:
-            assert other[name] == pytest.approx(row[name], rel=1e-4, abs=1e-5), (name, row["step"])
+            assert other[name] == pytest.approx(row[name], rel=rel, abs=rel / 10), (name, row["step"])
     ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (one, many))
     assert ours.keys() == theirs.keys()
     for name in ours:
