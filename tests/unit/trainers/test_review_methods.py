@@ -14,7 +14,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GPG, GRPO, PPO, RLOO, Distillation, KLConfig, OnlineDPO
-from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.experience import Assembler
@@ -25,7 +25,8 @@ from quartet.trainers.rl import RLTrainer
 def trainer(tiny_rl: Callable[..., RLTrainer], digits: Any, tmp_path: Path) -> Callable[..., RLTrainer]:
     def make(path: str, algorithm: Any, **changes: Any) -> RLTrainer:
         values = {"steps": 4, "prompts_per_step": 4, "responses_per_prompt": 2, **changes}
-        return tiny_rl(tmp_path / path, digits, algorithm=algorithm, **values)
+        saved = CheckpointConfig(every_steps=1)
+        return tiny_rl(tmp_path / path, digits, algorithm=algorithm, checkpoint=saved, **values)
 
     return make
 
