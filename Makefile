@@ -24,7 +24,8 @@ test-all: $(VENV)/.installed-test
 # One process beside those two: the longest files come first, and wait for Ray and for signals a good part of their time.
 BESIDE := $(VENV)/beside.log
 beside: $(VENV)/.installed-test
-	@$(MAKE) --no-print-directory -j1 WORKERS=0 types test-avx2 >$(BESIDE) 2>&1; status=$$?; cat $(BESIDE); exit $$status
+	@{ $(MAKE) --no-print-directory types && $(MAKE) --no-print-directory WORKERS=0 test-avx2; } >$(BESIDE) 2>&1; \
+	status=$$?; cat $(BESIDE); exit $$status
 
 # What decides the order of sums, and so the last bits of every figure.
 processor: $(VENV)/.installed-test

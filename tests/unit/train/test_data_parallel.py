@@ -356,7 +356,7 @@ def test_large_and_small_gradients_and_other_dtypes(monkeypatch):
         assert torch.equal(summed[i], other[i])
 
 
-def test_what_nobody_needs_is_not_decayed(batch, make_engine, weights):
+def test_parameters_without_a_gradient_are_not_decayed(batch, make_engine, weights):
     """As in one process, AdamW leaves a parameter alone that had no gradient."""
 
     def work(dp_group):

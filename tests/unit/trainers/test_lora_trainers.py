@@ -201,7 +201,7 @@ def test_generation_and_reference_passes_do_not_disturb_each_other(
     assert float((base - learned).abs().max()) > 0.1
 
 
-def test_the_reference_reads_the_actor_so_nobody_trains_it_meanwhile(roles_of: Any, tmp_path: Path) -> None:
+def test_the_reference_reads_the_actor_which_is_not_trained_meanwhile(roles_of: Any, tmp_path: Path) -> None:
     roles = roles_of(rl())
     order: list[str] = []
 

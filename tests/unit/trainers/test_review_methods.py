@@ -108,7 +108,7 @@ def test_a_reference_with_a_short_context_is_refused(trainer: Any, causal_lm: An
         trainer("run", Distillation(), reference=ReferenceConfig(path=str(tmp_path / "short")))
 
 
-def test_a_critic_that_nobody_reads_is_refused_and_its_section_remarked_on(
+def test_a_critic_that_is_not_read_is_refused_and_its_section_remarked_on(
     trainer: Any, scalar_model: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="the method does not have"):
