@@ -292,7 +292,7 @@ def test_run_directories(world: Any, recipes: Any, command: Any, tmp_path: Path)
         halted[job] = path, final
         recipe = recipes[job]("grpo") if job == "rl" else recipes[job]()
         (tmp_path / f"{job}.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    for draw in cases("runs", 24):
+    for draw in cases("runs", 40):
         job = draw.choice(sorted(halted))
         source, final = halted[job]
         run = fresh(source, tmp_path / "run")
