@@ -10,24 +10,38 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 WORKERS ?= 2
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: quickstart test test-avx2 processor test-fast test-slow test-gpu fuzz lint format types reference wheel clean
+.PHONY: quickstart test test-all beside test-avx2 processor test-fast test-slow test-gpu fuzz lint format types reference wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
 
-test: $(VENV)/.installed-test lint types processor
+test: $(VENV)/.installed-test lint processor
+	$(MAKE) --no-print-directory -j2 test-all beside
+
+test-all: $(VENV)/.installed-test
 	$(PYTEST) $(TOGETHER) -m "not slow and not gpu"
-	$(MAKE) test-avx2
+
+# One process beside those two: the longest files come first, and wait for Ray and for signals a good part of their time.
+BESIDE := $(VENV)/beside.log
+beside: $(VENV)/.installed-test
+	@{ $(MAKE) --no-print-directory types && $(MAKE) --no-print-directory WORKERS=0 test-avx2; } >$(BESIDE) 2>&1; \
+	status=$$?; cat $(BESIDE); exit $$status
 
 # What decides the order of sums, and so the last bits of every figure.
 processor: $(VENV)/.installed-test
 	@OMP_NUM_THREADS=1 $(BIN)/python -c "from quartet.observe.cpu import processor; print('processor:', processor())"
 
-# Whatever promises equal bits, or a distance in them, again with the kernels of a processor that has no AVX-512.
+# What promises equal bits, or a distance in them, again with the kernels of a processor that has no AVX-512: where memory
+# lies, how many rows a product has, and engine beside trainer. What a test adds in Python alone is not asked twice.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 BITS := tests/unit/models/test_aligned_memory.py tests/unit/models/test_exact.py tests/unit/models/test_shared_prefixes.py \
 	tests/unit/rollout/test_agreement.py tests/unit/rollout/test_lora_rollout.py tests/unit/observe/test_cpu.py \
-	tests/unit/trainers/test_placements.py tests/unit/trainers/test_whole_step.py tests/golden \
+	$(addprefix tests/unit/trainers/test_placements.py::,test_a_placement_trains_the_same_model \
+		test_a_model_from_a_file_trains_the_same test_adapters_and_an_interrupted_run_under_a_budget \
+		test_a_run_is_resumed_under_another_placement test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache \
+		test_what_else_a_run_may_have "test_asynchronous_training_follows_its_journal_to_the_bit[pick_up]") \
+	$(addprefix tests/unit/trainers/test_whole_step.py::test_a_step_equals_the_slow_one,[ppo] [gspo] [rloo] [remax] [online_dpo]) \
+	tests/golden \
 	"tests/e2e/test_ray_placements.py::test_workers_train_the_same_model[pipelined]" \
 	tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another
 test-avx2: $(VENV)/.installed-test

@@ -23,7 +23,6 @@ def recipe_of(out: Path, **changes: Any) -> dict[str, Any]:
         "train": {"optim": {"lr": 3e-3}, "token_budget": 256},
         "steps": 4,
         "pairs_per_step": 6,
-        "checkpoint": {"every_steps": 2},
         **changes,
     }
 

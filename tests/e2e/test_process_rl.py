@@ -75,7 +75,6 @@ def rl_recipe(algorithm: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "steps": 25,
         "prompts_per_step": 12,
         "responses_per_prompt": 4,
-        "checkpoint": {"every_steps": 2},
         "log": {"tensorboard": False},
         **changes,
     }
@@ -133,7 +132,7 @@ def test_a_killed_run_with_a_process_reward_ends_the_same(
     trained: Path, world: Any, processes: Any, same_run: Callable[[Path, Path], None]
 ) -> None:
     log = trained / "process-killed.log"
-    world.recipe("process-short", rl_recipe({"name": "ppo"}, steps=5, minibatches=2))
+    world.recipe("process-short", rl_recipe({"name": "ppo"}, steps=5, minibatches=2, checkpoint={"every_steps": 2}))
     runs = {name: ["rl", "process-short.yaml", f"output_dir=runs/{name}"] for name in ("p-whole", "p-killed")}
     assert processes.run(*runs["p-whole"], cwd=trained, output=log) == 0, log.read_text()
     assert processes.run(*runs["p-killed"], cwd=trained, output=log, kill=("log", 4)) == -signal.SIGKILL

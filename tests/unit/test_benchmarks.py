@@ -136,7 +136,7 @@ def test_text_and_token_ids_say_the_same(bench: Modules) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixed", "shared"])
-def test_the_floors_schedule_serves_everybody_within_the_cache(bench: Modules, name: str) -> None:
+def test_the_floors_schedule_serves_all_requests_within_the_cache(bench: Modules, name: str) -> None:
     rollout = bench.rollout
     groups = rollout.scenario(name, False)
     steps = rollout._contexts_per_step(groups)

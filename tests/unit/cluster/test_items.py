@@ -175,7 +175,7 @@ def test_segments_of_other_origins_are_not_merged() -> None:
     assert len(combine_structures([whole.select([1]), whole.select([0])], [[0], [1]]).names) == 3
 
 
-def test_chunks_that_nobody_needs_are_not_fetched() -> None:
+def test_chunks_that_are_not_needed_are_not_fetched() -> None:
     manifest = ObjectManifest((Share((0, 1)), Share((2, 3))), None)
     fetched: list[object] = []
 

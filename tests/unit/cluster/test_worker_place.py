@@ -105,7 +105,7 @@ def test_workers_that_torchrun_starts_form_a_group(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_reserved_port_is_nobody_elses_but_for_the_store_of_torch() -> None:
+def test_only_the_store_of_torch_gets_a_reserved_port() -> None:
     with reserved_port() as kept:
         port = kept.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):

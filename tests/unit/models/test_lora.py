@@ -286,7 +286,7 @@ def test_a_rank_larger_than_a_layer(make_model: Make) -> None:
     packed_causal_lm(make_model(), lora=LoRAConfig(rank=17, target_modules=["q_proj"]))
 
 
-def test_a_model_with_adapters_of_somebody_else(make_model: Make, tmp_path: Path) -> None:
+def test_a_model_with_adapters_of_another_library(make_model: Make, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     wrapped = peft.get_peft_model(make_model(), config)
     injected = peft.inject_adapter_in_model(config, make_model())

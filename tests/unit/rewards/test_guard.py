@@ -249,7 +249,7 @@ def test_a_deadline_holds_for_an_async_function() -> None:
     assert asyncio.run(held.score(["?"], ["quick"], {})).failed == [False]
 
 
-def test_calls_that_nobody_waits_for_any_more_never_begin() -> None:
+def test_calls_that_are_no_longer_waited_for_never_begin() -> None:
     threads, release, begun = Threads(1, "probe"), threading.Event(), []
 
     async def stop() -> None:

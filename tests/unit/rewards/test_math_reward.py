@@ -59,7 +59,7 @@ def test_rows_without_an_answer_do_not_apply(source: MathSource) -> None:
 
 
 @needs_library
-def test_what_never_ends_scores_nothing_and_holds_up_nobody(source: MathSource) -> None:
+def test_what_never_ends_scores_nothing_and_holds_up_no_other(source: MathSource) -> None:
     start = time.monotonic()
     huge = "\\boxed{9^{9^{9^{9^{9}}}}}"
     assert score(source, (huge, "5"), ("5", "5"), ("x" * 200_000, "5")) == [0.0, 1.0, 0.0]

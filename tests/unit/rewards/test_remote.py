@@ -86,7 +86,7 @@ def test_a_redirect_leads_nowhere(serve: Any) -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_a_name_that_no_host_has_is_an_address_where_nobody_is() -> None:
+def test_a_name_that_no_host_has_is_an_address_without_a_server() -> None:
     with pytest.raises(RemoteError) as caught:
         post(JSONClient(config("http://nobody.invalid")))
     assert caught.value.kind == "unreachable"
@@ -103,7 +103,7 @@ def test_waits_of_very_many_attempts() -> None:
     assert max(waits_s(retry, b"")) <= 1.0
 
 
-def test_nobody_there() -> None:
+def test_a_server_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(RemoteError) as caught:

@@ -84,7 +84,7 @@ def test_a_prompt_is_filled_once_for_all_who_have_it() -> None:
     assert (names(plan), pieces(plan), plan.prefix_hits) == (["c"], [], 9)
 
 
-def test_the_steps_tokens_are_bounded_and_nobody_overtakes() -> None:
+def test_the_steps_tokens_are_bounded_and_requests_keep_their_order() -> None:
     queue = Queue(max_prefill=10)
     queue.add("a", length=6)
     queue.add("b", length=5)

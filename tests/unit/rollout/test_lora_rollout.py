@@ -240,7 +240,7 @@ def test_an_update_that_does_not_fit_changes_nothing(adapted: Build, make_reques
 
 
 @pytest.mark.parametrize("numerics", ["fast", "exact"])
-def test_no_engine_step_while_the_model_is_somebodys_reference(
+def test_no_engine_step_while_the_model_serves_as_a_reference(
     numerics: Any, exact_processor: None, adapted: Build, make_request: Make, run_all: RunAll
 ) -> None:
     packed = adapted(numerics=numerics)

@@ -25,7 +25,7 @@ def lengths(rows: list[Item | None]) -> list[int]:
     return [item.length for item in rows if item is not None]
 
 
-def test_arrivals_take_gaps_without_moving_anybody() -> None:
+def test_arrivals_take_gaps_and_no_row_moves() -> None:
     kept = [Item(9), Item(7)]
     rows: list[Item | None] = [kept[0], None, kept[1], None]
     arrivals = [Item(1), Item(2)]
@@ -64,7 +64,7 @@ def test_a_long_arrival_goes_to_the_front_and_a_short_row_makes_room() -> None:
     present=st.lists(st.one_of(st.none(), st.integers(0, 400)), max_size=80),
     coming=st.lists(st.integers(0, 400), max_size=40),
 )
-def test_nobody_is_lost_and_copies_come_in_a_safe_order(present: list[int | None], coming: list[int]) -> None:
+def test_no_row_is_lost_and_copies_come_in_a_safe_order(present: list[int | None], coming: list[int]) -> None:
     """A model of the slots: each copy reads a slot that still holds its request."""
     rows = [None if n is None else Item(n) for n in present]
     arrivals = [Item(n) for n in coming]

@@ -112,7 +112,7 @@ def test_idle_prompts_are_trimmed_to_a_limit() -> None:
     assert [cache.find((i, i)) is not None for i in range(5)] == [True, False, False, False, True]
 
 
-def test_a_discarded_block_serves_its_users_and_nobody_else() -> None:
+def test_a_discarded_block_serves_only_those_that_use_it() -> None:
     cache = PrefixCache()
     used, idle = filled(1, 1), filled(2, 2)
     for block in (used, idle):

@@ -81,7 +81,7 @@ def test_several_scorers_make_up_one_stage() -> None:
     assert min(end for name, _, end in log if name == "values") == 3.5
 
 
-def test_a_stage_that_nobody_plays_holds_nobody_back() -> None:
+def test_a_stage_without_a_role_holds_no_other_back() -> None:
     assert played({"values": ["reward"]}, {"values": 0.5}) == [("values", 0, 1.5), ("values", 1, 2.5)]
 
 
@@ -99,7 +99,7 @@ def test_learners_wait_for_each_other_where_an_edge_says_so() -> None:
     assert log == [("actor", -1, 2.0), ("critic", -1, 3.0)]
 
 
-def test_after_a_failed_step_nobody_waits_for_it() -> None:
+def test_a_failed_step_is_not_waited_for() -> None:
     log: Log = []
 
     async def main() -> None:

@@ -331,7 +331,7 @@ def overtakers(outcome: Outcome, waiter: Record, program: Program) -> list[Recor
 
 @QUICK
 @given(programs(cancels=False))
-def test_nobody_is_overtaken_more_often_than_patience_allows(program: Program) -> None:
+def test_no_call_is_overtaken_more_often_than_patience_allows(program: Program) -> None:
     """The bound: at most `patience` later requests are granted something that a waiter needs before it.
 
     Why it holds: each such grant adds one to the waiter's count (the arbiter knows more ways of hindering

@@ -579,7 +579,7 @@ def test_evaluating_beside_groups_is_refused() -> None:
     run_virtual(main())
 
 
-def test_groups_that_nobody_waits_for_any_more_are_not_waited_for() -> None:
+def test_groups_that_are_no_longer_asked_for_are_not_waited_for() -> None:
     async def main() -> float:
         world = World(lengths=lambda i: 30)
         group = asyncio.create_task(world.rollout.generate(0))

@@ -248,7 +248,7 @@ def sync(cast: Cast, version: int, timeout_s: float = 20.0, transport: Any = "au
     asyncio.run(run())
 
 
-def test_a_call_that_never_ends_keeps_nobody(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_never_ends_keeps_no_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that stands still outside of the protocol: its call has no end of its own."""
     monkeypatch.setattr("quartet.weights.control.GRACE_S", 0.2)
     cast = make(2, here=False)

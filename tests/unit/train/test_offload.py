@@ -428,7 +428,7 @@ def test_trained_weights_are_always_written(build, data, monkeypatch):
     assert written == [num_bytes]
 
 
-def test_what_somebody_holds_of_a_stay_is_left_as_it_was(build, data):
+def test_what_is_still_held_of_a_stay_is_left_as_it_was(build, data):
     engine, store = build("causal"), Memory()
     engine.offloading(store)
     engine.offloading().offload()

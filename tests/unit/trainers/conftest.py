@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
-from quartet.config.recipe import ActorConfig, CheckpointConfig, LogConfig, RLRecipe, RolloutConfig
+from quartet.config.recipe import ActorConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
 from quartet.quickstart.tokenizer import build_tokenizer
@@ -121,7 +121,6 @@ def tiny_rl(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTra
             "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
             "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=5), max_running=8),
             "log": LogConfig(tensorboard=False),
-            "checkpoint": CheckpointConfig(every_steps=1),
             "threads": 1,
         }
         objects = {"model": model or causal_lm(), "tokenizer": tokenizer, "rewards": rewards, "prompts": prompts}

@@ -14,7 +14,7 @@ from breaking import fails_at
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import PPO, KLConfig
-from quartet.config.common import OptimConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, OptimConfig, TrainConfig
 from quartet.config.recipe import CriticConfig
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.rollouts import list_steps, read_step
@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "steps": 2,
     "prompts_per_step": 4,
     "responses_per_prompt": 4,
+    "checkpoint": CheckpointConfig(every_steps=1),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from breaking import fails_at, same_weights, untimed_rows
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, DynamicSamplingConfig, KLConfig
-from quartet.config.common import SamplingConfig
+from quartet.config.common import CheckpointConfig, SamplingConfig
 from quartet.config.recipe import RolloutConfig
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.trainers.rl import RLTrainer
@@ -34,6 +34,7 @@ VALUES: dict[str, Any] = {
     "prompts_per_step": PROMPTS,
     "responses_per_prompt": RESPONSES,
     "chunk_size": 2,
+    "checkpoint": CheckpointConfig(every_steps=1),
 }
 
 

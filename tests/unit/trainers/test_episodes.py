@@ -431,7 +431,6 @@ def recipe(path: Path, rewrites: bool, **changes: Any) -> RLRecipe:
         "minibatches": 2,
         "chunk_size": 2,
         "log": LogConfig(tensorboard=False),
-        "checkpoint": CheckpointConfig(every_steps=1),
         "threads": 1,
     }
     return RLRecipe(**{**values, **changes})
@@ -539,7 +538,7 @@ def test_a_resumed_run_plays_the_same_episodes(
                 raise OSError("the simulator is gone")
             return await super().reset(item)
 
-    broken = recipe(tmp_path / "cut", rewrites)
+    broken = recipe(tmp_path / "cut", rewrites, checkpoint=CheckpointConfig(every_steps=1))
     with pytest.raises(UserError, match="`reset` raised OSError") as raised:
         trainer(broken, environment=Stopping).train()
     assert "resume" in raised.value.remedy

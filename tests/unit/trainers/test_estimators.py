@@ -220,7 +220,7 @@ def test_masked_positions_may_hold_anything(name: str, close) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_step_in_which_nobody_takes_part_is_all_zero(name: str) -> None:
+def test_a_step_without_trained_tokens_is_all_zero(name: str) -> None:
     data = scored()
     found = estimate(METHODS[name], replace(data, action_mask_T=torch.zeros_like(data.action_mask_T)))
     assert torch.all(found.advantages_T == 0) and torch.all(found.token_rewards_T == 0)

@@ -16,6 +16,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import Trajectory
 from quartet.config.algorithms import GRPO, KLConfig, ReMax
+from quartet.config.common import CheckpointConfig
 from quartet.data.datasets import PromptItem
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
@@ -42,6 +43,7 @@ VALUES: dict[str, Any] = {
     "prompts_per_step": PROMPTS,
     "responses_per_prompt": RESPONSES,
     "chunk_size": 2,
+    "checkpoint": CheckpointConfig(every_steps=1),
 }
 
 

@@ -66,7 +66,6 @@ def rl(algorithm: Any = None, **changes: Any) -> RLRecipe:
         "responses_per_prompt": 2,
         "chunk_size": 1,
         "log": LogConfig(tensorboard=False),
-        "checkpoint": CheckpointConfig(every_steps=1),
         "threads": 1,
     }
     return RLRecipe(**{**values, **changes})
@@ -202,7 +201,7 @@ def test_generation_and_reference_passes_do_not_disturb_each_other(
     assert float((base - learned).abs().max()) > 0.1
 
 
-def test_the_reference_reads_the_actor_so_nobody_trains_it_meanwhile(roles_of: Any, tmp_path: Path) -> None:
+def test_the_reference_reads_the_actor_which_is_not_trained_meanwhile(roles_of: Any, tmp_path: Path) -> None:
     roles = roles_of(rl())
     order: list[str] = []
 
@@ -253,9 +252,10 @@ def test_a_run_starts_at_no_kl_and_leaves_model_and_adapter(objects: Any, causal
 
 def test_a_resumed_run_has_the_same_bits(objects: Any, causal_lm: Any, tmp_path: Path) -> None:
     critic = CriticConfig(train=TRAIN.model_copy(update={"lora": LoRAConfig(rank=2, target_modules=("q_proj",))}))
+    values: dict[str, Any] = {"critic": critic, "minibatches": 2, "checkpoint": CheckpointConfig(every_steps=1)}
 
     def run(name: str, steps: int, **changes: Any) -> dict[str, Any]:
-        recipe = rl(PPO(kl=KL), output_dir=str(tmp_path / name), steps=steps, critic=critic, minibatches=2)
+        recipe = rl(PPO(kl=KL), output_dir=str(tmp_path / name), steps=steps, **values)
         RLTrainer(recipe, **objects(model=causal_lm()), **changes).train()
         return {
             role: Share(tmp_path / name / "checkpoints" / f"step_{steps:08d}" / role).state()
@@ -263,9 +263,7 @@ def test_a_resumed_run_has_the_same_bits(objects: Any, causal_lm: Any, tmp_path:
         }
 
     whole = run("whole", 3)
-    trainer = RLTrainer(
-        rl(PPO(kl=KL), output_dir=str(tmp_path / "parts"), steps=3, critic=critic, minibatches=2), **objects()
-    )
+    trainer = RLTrainer(rl(PPO(kl=KL), output_dir=str(tmp_path / "parts"), steps=3, **values), **objects())
     saves = trainer._save
 
     async def stop(at: Any) -> None:

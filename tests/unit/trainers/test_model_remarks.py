@@ -16,7 +16,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig
 from quartet.config.common import LogConfig, ModelConfig, SamplingConfig
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
-from quartet.config.recipe import CheckpointConfig, ReferenceConfig, RLRecipe, RolloutConfig
+from quartet.config.recipe import ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
 from quartet.observe.progress import Progress
 from quartet.trainers.evaluation_job import Evaluator
@@ -62,7 +62,6 @@ def test_a_run_says_that_answers_are_cut_off(causal_lm: Any, tokenizer: Any, pro
             prompts_per_step=2,
             responses_per_prompt=2,
             log=LogConfig(tensorboard=False),
-            checkpoint=CheckpointConfig(every_steps=1),
             threads=1,
         )
         objects = UserObjects(causal_lm(), tokenizer, rewards=[digits], prompts=prompts, evaluation_prompts=prompts[:2])

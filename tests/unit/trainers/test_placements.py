@@ -36,6 +36,7 @@ from quartet.trainers.run import TrainResult
 NOT_NUMBERS = ("time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
 BIG = 10**9
 KEPT = LogConfig(tensorboard=False, rollouts_every=1)
+AT_THE_END = CheckpointConfig(every_steps=100)
 ROLES = ["actor", "critic", "reference", "reward", "rollout"]
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "separated": {"type": "separated", **{role: {} for role in ROLES}},
@@ -105,9 +106,10 @@ def run(
         resume: bool = False,
         ptx_rows: Any = None,
         prompts: list[str] = given,
+        folder: Path = tmp_path,
         **changes: Any,
     ) -> Any:
-        path = tmp_path / name
+        path = folder / name
         trainer = RLTrainer(
             recipe(path, placement=placement, **changes),
             model=causal_lm(),
@@ -123,6 +125,25 @@ def run(
     return go
 
 
+@pytest.fixture(scope="module")
+def runs_of_module(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[list[torch.Tensor], Path]]]:
+    return tmp_path_factory.mktemp("runs"), {}
+
+
+@pytest.fixture
+def shared_run(run: Any, runs_of_module: Any) -> Callable[..., tuple[list[torch.Tensor], Path]]:
+    """As ``run``, made once for all tests that ask for it by that name: its weights and folder, not to be changed."""
+    folder, made = runs_of_module
+
+    def get(name: str, placement: dict[str, Any] | None = None, **changes: Any) -> tuple[list[torch.Tensor], Path]:
+        if name not in made:
+            result, path = run(name, placement, folder=folder, **changes)
+            made[name] = weights(result), path
+        return made[name]
+
+    return get
+
+
 @pytest.fixture
 def tight(causal_lm: Any, scalar_model: Any) -> Callable[[], int]:
     """The budget that the largest role needs in training, and nothing beside it."""
@@ -134,16 +155,17 @@ def budgeted(placement: dict[str, Any], budget: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_a_placement_trains_the_same_model(name: str, run: Any, tight: Any) -> None:
-    serial, serial_path = run("serial")
-    placed, path = run(name, budgeted(PLACEMENTS[name], tight()))
-    assert same(weights(serial), weights(placed))
+def test_a_placement_trains_the_same_model(name: str, shared_run: Any, tight: Any) -> None:
+    serial, serial_path = shared_run("serial")
+    placed, path = shared_run(name, budgeted(PLACEMENTS[name], tight()))
+    assert same(serial, placed)
     assert numbers(serial_path) == numbers(path)
 
 
 @pytest.mark.parametrize("name", ["full_offload", "separated"])
 def test_a_model_from_a_file_trains_the_same(
     name: str,
+    shared_run: Any,
     causal_lm: Any,
     scalar_model: Any,
     tokenizer: Any,
@@ -155,25 +177,22 @@ def test_a_model_from_a_file_trains_the_same(
 ) -> None:
     """Files leave tensors where products with a vector have other bits than in the memory that moved parts come to."""
 
-    def train(directory: str, placement: dict[str, Any] | None) -> list[torch.Tensor]:
-        trainer = RLTrainer(
-            recipe(tmp_path / directory, placement=placement),
-            model=as_from_a_file(causal_lm()),
-            tokenizer=tokenizer,
-            rewards=[digits, as_from_a_file(scalar_model())],
-            prompts=prompts,
-        )
-        return weights(trainer.train())
-
-    assert same(train("serial", None), train("placed", budgeted(PLACEMENTS[name], tight())))
+    objects = {
+        "model": as_from_a_file(causal_lm()),
+        "tokenizer": tokenizer,
+        "rewards": [digits, as_from_a_file(scalar_model())],
+        "prompts": prompts,
+    }
+    placed = RLTrainer(recipe(tmp_path, placement=budgeted(PLACEMENTS[name], tight())), **objects).train()
+    assert same(shared_run("serial")[0], weights(placed))
 
 
-def test_parts_move_where_a_budget_asks_for_it(run: Any, tight: Any) -> None:
-    _, path = run("full", budgeted(PLACEMENTS["full_offload"], tight()))
+def test_parts_move_where_a_budget_asks_for_it(shared_run: Any, tight: Any) -> None:
+    _, path = shared_run("full_offload", budgeted(PLACEMENTS["full_offload"], tight()))
     for row in read_metrics(path / "metrics.jsonl")[1:]:
         assert row["handover/onload_bytes"] > 0 and row["handover/offload_bytes"] > 0
         assert "handover/freed_bytes" in row
-    _, path = run("apart", PLACEMENTS["separated"])
+    _, path = shared_run("separated", PLACEMENTS["separated"])
     assert not any(name.startswith("handover/") for row in read_metrics(path / "metrics.jsonl") for name in row)
 
 
@@ -198,33 +217,31 @@ def test_models_are_usable_after_a_run_that_moved_them(
 
 
 @pytest.mark.parametrize("name", ["homogeneous", "full_offload"])
-def test_adapters_and_an_interrupted_run_under_a_budget(name: str, run: Any, tight: Any) -> None:
+def test_adapters_and_an_interrupted_run_under_a_budget(name: str, run: Any, shared_run: Any, tight: Any) -> None:
     """A LoRA actor's reference becomes a model of its own where parts move; a resumed run goes on to the bit."""
     changes = {"actor": ActorConfig(train=TrainConfig(token_budget=512, lora=LoRAConfig(rank=2, alpha=4.0)))}
-    serial, _ = run("serial", **changes)
+    serial, _ = shared_run("adapters", **changes)
     placement = budgeted(PLACEMENTS[name], tight())
     _, path = run(name, placement, **changes)
     shutil.rmtree(path / "checkpoints" / "step_00000003")
     resumed, _ = run(name, placement, resume=True, **changes)
-    assert same(weights(serial), weights(resumed))
+    assert same(serial, weights(resumed))
 
 
 def test_a_run_is_resumed_under_another_placement(run: Any, tight: Any) -> None:
-    serial, _ = run("serial")
-    _, path = run("moved")
+    uninterrupted, path = run("moved")
     shutil.rmtree(path / "checkpoints" / "step_00000003")
     resumed, _ = run("moved", budgeted(PLACEMENTS["full_offload"], tight()), resume=True)
-    assert same(weights(serial), weights(resumed))
+    assert same(weights(uninterrupted), weights(resumed))
 
 
 def test_a_resumed_run_does_not_need_what_its_engine_had_in_the_cache(run: Any) -> None:
     """The canary asks for the first prompt alone; the next step reads it, and a resumed one computes it with others."""
     prompts = ["3=", "4=", "12+34=", "5="]
-    serial, _ = run("serial", prompts=prompts)
-    _, path = run("killed", prompts=prompts)
+    uninterrupted, path = run("killed", prompts=prompts)
     shutil.rmtree(path / "checkpoints" / "step_00000003")
     resumed, _ = run("killed", resume=True, prompts=prompts)
-    assert same(weights(serial), weights(resumed))
+    assert same(weights(uninterrupted), weights(resumed))
 
 
 def test_an_asynchronous_run_is_not_resumed_as_another(run: Any) -> None:
@@ -255,7 +272,7 @@ def test_a_reward_model_is_not_called_as_a_role(tmp_path: Path) -> None:
 
 
 def test_a_method_without_critic_and_reference(run: Any) -> None:
-    changes = {"algorithm": GRPO(kl=KLConfig(coef=0.0))}
+    changes = {"algorithm": GRPO(kl=KLConfig(coef=0.0)), "checkpoint": AT_THE_END}
     serial, _ = run("serial", **changes)
     apart = {role: PLACEMENTS["separated"][role] for role in ("actor", "rollout", "reward")}
     placed, _ = run("separated", {"type": "separated", **apart}, **changes)
@@ -264,7 +281,8 @@ def test_a_method_without_critic_and_reference(run: Any) -> None:
 
 @pytest.mark.parametrize("in_flight", ["pick_up", "finish_old"])
 def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, run: Any) -> None:
-    changes = {"algorithm": GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.05)), "steps": 4}
+    method = GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.05))
+    changes = {"algorithm": method, "steps": 4, "checkpoint": AT_THE_END}
     placement = {
         "type": "asynchronous",
         "max_staleness": 1,
@@ -315,16 +333,18 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("name", ["separated", "full_offload"])
-def test_what_else_a_run_may_have(name: str, feature: str, run: Any, tight: Any, demonstrations: Any) -> None:
+def test_what_else_a_run_may_have(
+    name: str, feature: str, run: Any, shared_run: Any, tight: Any, demonstrations: Any
+) -> None:
     """An engine with weights of its own, and parts that move, change nothing about it."""
-    changes = FEATURES[feature]
+    changes = {"checkpoint": AT_THE_END, **FEATURES[feature]}
     rows = demonstrations if feature == "demonstrations" else None
     placement = budgeted(PLACEMENTS[name], tight())
     if "algorithm" in changes:
         placement.pop("critic", None)
-    serial, serial_path = run("serial", ptx_rows=rows, **changes)
+    serial, serial_path = shared_run(feature, ptx_rows=rows, **changes)
     placed, path = run(name, placement, ptx_rows=rows, **changes)
-    assert same(weights(serial), weights(placed))
+    assert same(serial, weights(placed))
     assert numbers(serial_path) == numbers(path)
 
 
@@ -352,7 +372,7 @@ def test_stale_answers_need_a_correction(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_the_same_under_every_placement(run: Any) -> None:
-    changes = {"evaluation": EvaluationConfig(every_steps=1)}
+    changes = {"evaluation": EvaluationConfig(every_steps=1), "checkpoint": AT_THE_END}
     _, serial = run("serial", **changes)
     _, placed = run("separated", PLACEMENTS["separated"], **changes)
     kept = [{k: v for k, v in row.items() if k.startswith("eval/")} for row in numbers(serial)]

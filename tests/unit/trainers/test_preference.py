@@ -33,12 +33,12 @@ from quartet.trainers.preference import PreferenceTrainer
 COMMON: dict[str, Any] = {
     "threads": 1,
     "train": TrainConfig(optim=OptimConfig(lr=3e-3, warmup_steps=2)),
-    "checkpoint": CheckpointConfig(every_steps=2),
     "log": LogConfig(tensorboard=False),
     "steps": 5,
     "pairs_per_step": 4,
     "evaluate_every_steps": 2,
 }
+SAVED = CheckpointConfig(every_steps=2)
 LOSSES = (DPOLoss(), RobustDPOLoss(), IPOLoss(), HingeLoss(), SimPOLoss(), ORPOLoss(), KTOLoss())
 
 
@@ -253,9 +253,9 @@ def test_a_run_that_breaks_off_goes_on_with_the_reference_it_began_with(
     train: Any, break_off: Any, untimed: Any, causal_lm: Any
 ) -> None:
     whole = train("whole").train()
-    break_off(train("broken"), 3)
+    break_off(train("broken", checkpoint=SAVED), 3)
     # The weights given are not those the run began with: model and reference come from the run's own files.
-    resumed = train("broken", model=causal_lm(seed=9), resume=True)
+    resumed = train("broken", model=causal_lm(seed=9), checkpoint=SAVED, resume=True)
     seen = counted(resumed)
     result = resumed.train()
     assert not seen
@@ -267,21 +267,21 @@ def test_what_a_resumed_run_finds_changed(
     train: Any, break_off: Any, causal_lm: Any, pairs: Any, tmp_path: Path
 ) -> None:
     def interrupted(path: str, **changes: Any) -> None:
-        break_off(train(path, **changes), 2)
+        break_off(train(path, checkpoint=SAVED, **changes), 2)
 
     interrupted("rows")
     with pytest.raises(UserError, match="training data are not those"):
-        train("rows", rows=pairs[1:], resume=True).train()
+        train("rows", rows=pairs[1:], checkpoint=SAVED, resume=True).train()
     interrupted("reference", other=causal_lm(seed=4))
     with pytest.raises(UserError, match="reference is not the one"):
-        train("reference", other=causal_lm(seed=5), resume=True).train()
+        train("reference", other=causal_lm(seed=5), checkpoint=SAVED, resume=True).train()
     interrupted("gone")
     shutil.rmtree(tmp_path / "gone" / "reference")
     with pytest.raises(UserError, match="cannot be computed again"):
-        train("gone", model=causal_lm(seed=9), resume=True).train()
+        train("gone", model=causal_lm(seed=9), checkpoint=SAVED, resume=True).train()
     # The very model it began with is good enough.
     whole = train("whole").train()
-    result = train("gone", resume=True).train()
+    result = train("gone", checkpoint=SAVED, resume=True).train()
     assert all(torch.equal(value, result.model.state_dict()[name]) for name, value in whole.model.state_dict().items())
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from quartet.config import UserError
-from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, TrainConfig
+from quartet.config.common import LogConfig, OptimConfig, TrainConfig
 from quartet.config.recipe import ProcessRewardRecipe
 from quartet.models.loading import load_step_separator
 from quartet.trainers.process_reward import ProcessRewardTrainer
@@ -33,7 +33,6 @@ def trainer(path: Path, model: Any, tokenizer: Any, rows: Any, *, resume: bool =
     values: dict[str, Any] = {
         "threads": 1,
         "train": TrainConfig(optim=OptimConfig(lr=5e-3, warmup_steps=2, schedule="cosine"), token_budget=128),
-        "checkpoint": CheckpointConfig(every_steps=2),
         "log": LogConfig(tensorboard=False),
         "separator": ";",
         "steps": 5,

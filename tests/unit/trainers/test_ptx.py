@@ -15,7 +15,7 @@ import torch
 from breaking import fails_at
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
-from quartet.config.common import DataConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, DataConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import (
     ActorConfig,
     CriticConfig,
@@ -44,6 +44,7 @@ VALUES: dict[str, Any] = {
     "responses_per_prompt": 3,
     "minibatches": MINIBATCHES,
     "epochs": EPOCHS,
+    "checkpoint": CheckpointConfig(every_steps=1),
 }
 
 

@@ -14,7 +14,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GPG, GRPO, PPO, RLOO, Distillation, KLConfig, OnlineDPO
-from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
+from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig
 from quartet.schedule.iteration import Chunk
 from quartet.trainers.experience import Assembler
@@ -25,7 +25,8 @@ from quartet.trainers.rl import RLTrainer
 def trainer(tiny_rl: Callable[..., RLTrainer], digits: Any, tmp_path: Path) -> Callable[..., RLTrainer]:
     def make(path: str, algorithm: Any, **changes: Any) -> RLTrainer:
         values = {"steps": 4, "prompts_per_step": 4, "responses_per_prompt": 2, **changes}
-        return tiny_rl(tmp_path / path, digits, algorithm=algorithm, **values)
+        saved = CheckpointConfig(every_steps=1)
+        return tiny_rl(tmp_path / path, digits, algorithm=algorithm, checkpoint=saved, **values)
 
     return make
 
@@ -107,7 +108,7 @@ def test_a_reference_with_a_short_context_is_refused(trainer: Any, causal_lm: An
         trainer("run", Distillation(), reference=ReferenceConfig(path=str(tmp_path / "short")))
 
 
-def test_a_critic_that_nobody_reads_is_refused_and_its_section_remarked_on(
+def test_a_critic_that_is_not_read_is_refused_and_its_section_remarked_on(
     trainer: Any, scalar_model: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="the method does not have"):

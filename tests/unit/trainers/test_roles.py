@@ -37,7 +37,6 @@ def recipe(algorithm: AlgorithmConfig, **changes: Any) -> RLRecipe:
         "prompts_per_step": 2,
         "responses_per_prompt": 2,
         "log": LogConfig(tensorboard=False),
-        "checkpoint": CheckpointConfig(every_steps=1),
         "threads": 1,
     }
     return RLRecipe(**{**values, **changes})

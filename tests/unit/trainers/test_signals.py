@@ -103,7 +103,7 @@ def test_a_stop_that_the_interpreter_drops_comes_again(number: signal.Signals) -
     assert stop.value.number == number and time.monotonic() - began < 5
 
 
-def test_a_stop_that_somebody_swallows_is_raised_by_the_next_check() -> None:
+def test_a_stop_that_was_swallowed_is_raised_by_the_next_check() -> None:
     with stop_signals() as found, found.graceful():
         with contextlib.suppress(BaseException):
             arrive(INT, INT)

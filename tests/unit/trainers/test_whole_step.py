@@ -41,7 +41,7 @@ from quartet.config.algorithms import (
     ReMax,
     SequenceClippedLoss,
 )
-from quartet.config.common import CheckpointConfig, LogConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.common import LogConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
@@ -360,7 +360,6 @@ def test_a_step_equals_the_slow_one(
         responses_per_prompt=2,
         minibatches=2,
         chunk_size=2,
-        checkpoint=CheckpointConfig(every_steps=1),
         log=LogConfig(tensorboard=False),
     )
     trainer = RLTrainer(
