@@ -47,8 +47,8 @@ FREE_KEYS = (
     "ptx.prefetch",
     "algorithm.dynamic_sampling.max_prompts_factor",
 )
-"""Recipe keys that may differ when a run is resumed: they change no weight, or (``device``, ``processes``, ``nodes``)
-its last bits only."""
+"""Recipe keys that may differ when a run is resumed, beside ``sharding`` of any role: they change no weight, or
+(``device``, ``processes``, ``nodes``, ``sharding``) its last bits only."""
 
 MARKER, RECIPE, SUMMARY, MODELS = "run.json", "recipe.yaml", "summary.json", "models.json"
 Resume = bool | Literal["auto"]
@@ -308,6 +308,7 @@ def changed_keys(saved: Any, current: Any) -> list[str]:
         for key in sorted(set(then) | set(now))
         if then.get(key) != now.get(key)
         and not any(f"{key}.".startswith(f"{free}.") for free in free_keys)
+        and ".sharding." not in f".{key}."
         and not (key.rpartition(".")[2] == "precision" and "auto" in (then.get(key), now.get(key)))
     ]
 
