@@ -14,7 +14,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
 
 from quartet.batch.ragged import RaggedBatch
@@ -36,12 +35,16 @@ from quartet.observe.memory import held_bytes
 from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint, newest_checkpoint
 from quartet.train.checkpoint_shares import Share, ShareWriter
 from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
+from quartet.train.offload import MappedFiles, Offload
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
-from quartet.train.parallel.tensors import local
+from quartet.train.parallel.tensors import local, write_part
+from quartet.train.state import snapshot, tensors_of
+from quartet.weights.gather import gather
 from quartet.weights.source import NamedSource
 
 
@@ -196,9 +199,8 @@ def exported(path: str, out: str, kind: str, options: Mapping[str, Any], tokeniz
             load_shares(packed, path, seed=options.get("seed", 0))
         if packed.adapters is not None:
             for i, layer in enumerate(packed.adapters.layers):
-                with torch.no_grad(), implicit_replication():
-                    factor = layer.factors[1]
-                    factor.copy_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(i)))
+                factor = layer.factors[1]
+                write_part(factor, torch.randn(factor.shape, generator=torch.Generator().manual_seed(i)))
         if kind == "causal":
             save_causal_lm(packed, tokenizer, Path(out, name, "model"))
         else:
@@ -347,3 +349,65 @@ def resumed_run(path: str, root: str, sharded: int | None, options: Mapping[str,
     steps(engine, 1)
     resume(engine, Path(root))
     return steps(engine, 2), whole_weights(engine)
+
+
+# Offload -------------------------------------------------------------------------------------------------
+
+
+def offloaded(path: str, directory: str, shard: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps of an engine whose parts leave and come back between them, and of one that stays."""
+    engines = [make_engine(path, mesh_of(shard), **options) for _ in range(2)]
+    moving = engines[0]
+    parts = moving.offloading(MappedFiles(Path(directory) / str(dist.get_rank())))
+    losses: list[list[float]] = [[], []]
+    for away in (("params", "grads", "optimizer"), ("optimizer",), ("params",), ("grads", "params")):
+        parts.offload(away)
+        for i, engine in enumerate(engines):
+            parts.onload() if i == 0 else None
+            losses[i] += steps(engine, 1)
+    moved = parts.offload()
+    refused = ""
+    try:
+        steps(moving, 1)
+    except RuntimeError as error:
+        refused = str(error)
+    # The root itself refuses before it gathers, whoever calls it.
+    try:
+        moving.packed.one_call(lambda: None)
+    except RuntimeError as error:
+        refused += str(error)
+    weights = [{n: gather(t) for n, t in engine.weights()} for engine in engines]  # read where they are
+    states = [tensors_of(snapshot(engine.state())) for engine in engines]
+    parts.onload()
+    again = [steps(engine, 1) for engine in engines]
+    equal = [torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values(), strict=True) if a is not None]
+    equal += [torch.equal(local(states[0][n]), local(states[1][n])) for n in states[1]]
+    held = sum(local(t).numel() * t.element_size() for t in states[0].values())
+    return {
+        "losses": losses,
+        "again": again,
+        "refused": refused,
+        "equal": equal,
+        "moved": moved.num_bytes,
+        "held": held,
+    }
+
+
+def memory_of_offload(path: str, directory: str) -> dict[str, int]:
+    """Bytes of a rank's shards, what was freed as they left, what a second time writes of frozen ones."""
+    packed = packed_causal_lm(load_causal_lm(path, empty=True))
+    packed.freeze()
+    shard_model(packed, mesh_of(dist.get_world_size()))
+    load_shares(packed, path)
+    batch = RaggedBatch.from_sequences([[1, 2, 3]], ["a"])
+    needs = Needs(logprobs=True, mask="wanted")
+    batch = batch.with_token(wanted=torch.tensor([False, True, True]))
+    before = forward_only(packed, batch, needs, 64)
+    parts = Offload(packed, MappedFiles(Path(directory) / str(dist.get_rank())))
+    out = parts.offload()
+    parts.onload()
+    after = forward_only(packed, batch, needs, 64)
+    versions = [home.copied_to is not None for home in parts._homes.values()]
+    shards = sum(4 * local(p).numel() for p in packed.model.parameters())
+    same = all(torch.equal(before.token[n], after.token[n]) for n in before.token)
+    return {"shards": shards, "moved": out.num_bytes, "freed": out.freed_bytes, "same": same, "kept": sum(versions)}

@@ -200,3 +200,29 @@ def test_adapters_have_checkpoints_of_their_own(causal: Path, tmp_path: Path) ->
     ((alone,),) = calls(1, (ranks.resumed_run, path, root, None, LORA))
     same(two[1][0], two[0][0], None)
     same(alone, two[0][0], 1e-8)
+
+
+# Offload -------------------------------------------------------------------------------------------------
+
+
+def test_shards_that_leave_and_come_back_change_nothing(causal: Path, tmp_path: Path) -> None:
+    """Rows of several tensors do not divide by the ranks; with adapters, and in two replicas, too."""
+    cases = [
+        (ranks.offloaded, str(causal), str(tmp_path / str(i)), shard, options)
+        for i, (shard, options) in enumerate(((4, {}), (2, {}), (4, LORA)))
+    ]
+    for of_ranks in calls(4, *cases):
+        for found in of_ranks:
+            assert found["losses"][0] == found["losses"][1] and found["again"][0] == found["again"][1]
+            assert all(found["equal"]) and len(found["equal"]) > 4
+            assert found["refused"].count("are offloaded; onload(") == 2
+            assert found["moved"] >= found["held"] > 0
+
+
+def test_memory_of_shards_is_free_while_they_are_away(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    llama(path, vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    for found in run_ranks(2, ranks.memory_of_offload, str(path), str(tmp_path / "away")):
+        assert found["same"]
+        assert found["moved"] >= found["shards"] and found["freed"] >= 0.95 * found["shards"]
+        assert found["kept"] > 20  # frozen shards that came back are not written again
