@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,9 @@ from quartet.models.loading import (
 )
 from quartet.models.saving import Gather, save_gathered
 from quartet.observe.memory import held_bytes
+from quartet.schedule.model_worker import TrainWorker
 from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint, newest_checkpoint
-from quartet.train.checkpoint_shares import Share, ShareWriter
+from quartet.train.checkpoint_shares import Share, ShareWriter, own_part, write_share
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
@@ -44,7 +46,10 @@ from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import snapshot, tensors_of
+from quartet.weights.control import connect_endpoints, sync
+from quartet.weights.endpoint import WeightReceiver
 from quartet.weights.gather import gather
+from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource
 
 
@@ -272,6 +277,40 @@ def synced(path: str) -> dict[str, Any] | None:
     return {n: torch.equal(t, expected[n].detach()) for n, t in zip(expected, sent, strict=True)}
 
 
+def sync_of_workers(path: str) -> list[str]:
+    """One weight sync by a trainer's workers, all asked for every step; what the engine has other than them."""
+    worker, rank = TrainWorker(make_engine(path, mesh_of(dist.get_world_size()))), dist.get_rank()
+    steps(worker.engine, 1)
+
+    async def ask(request: str, *args: Any) -> Any:
+        dist.broadcast_object_list([(request, args)])
+        return worker.send_weights(request, *args)
+
+    if rank:
+        while True:
+            asked: list[Any] = [None]
+            dist.broadcast_object_list(asked)
+            if asked[0] is None:
+                break
+            answer = worker.send_weights(asked[0][0], *asked[0][1])
+            assert not isinstance(answer, Exception)
+    served = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in worker.engine.trained.items()}
+    if not rank:
+        receiver = WeightReceiver(TensorSink(served.items()))
+
+        async def receive(request: str, *args: Any) -> Any:
+            return receiver.answer(request, *args)
+
+        async def run() -> None:
+            assert await connect_endpoints(ask, [receive]) == "shared"
+            await sync(ask, [receive], 1)
+
+        asyncio.run(run())
+        dist.broadcast_object_list([None])
+    trained = whole_weights(worker.engine)
+    return [] if rank else [name for name in served if not torch.equal(served[name], trained[name])]
+
+
 # Checkpoints ---------------------------------------------------------------------------------------------
 
 
@@ -329,6 +368,37 @@ def resume(engine: TrainEngine[Any], root: Path) -> None:
     share = Share(found.path / "actor")
     with engine.loading(share.shapes, share.rest()) as live:
         share.read_into(live)
+
+
+def incomplete(path: str, root: str, other: str) -> dict[str, str]:
+    """What is raised where a rank's files are missing, and where a checkpoint is another model's."""
+    mesh, rank, found = mesh_of(2), dist.get_rank(), {}
+    engine = make_engine(path, mesh)
+    steps(engine, 1)
+    draft = [begin_checkpoint(Path(root), 1) if rank == 0 else None]
+    dist.broadcast_object_list(draft)
+    files = write_share(draft[0] / "actor", own_part(engine.state(), rank), rank)
+    dist.barrier()
+    if rank == 0:
+        try:
+            # A rank that has told nothing of a share that it has written, or has written another step's.
+            only = {"actor": {**files, "__1.metadata": _empty_metadata(draft[0] / "actor")}}
+            complete_checkpoint(draft[0], {}, {}, only, keep=9)
+        except UserError as error:
+            found["incomplete"] = str(error)
+    dist.barrier()
+    save(engine, Path(root), 2)
+    try:
+        resume(make_engine(other, mesh), Path(root))
+    except UserError as error:
+        found["other"] = str(error)
+    return found
+
+
+def _empty_metadata(directory: Path) -> Any:
+    (directory / "__1.metadata").unlink()
+    (directory / "__1_0.distcp").unlink()
+    return write_share(directory, {}, 1)["__1.metadata"]
 
 
 def whole_weights(engine: TrainEngine[Any]) -> dict[str, Tensor]:

@@ -23,8 +23,8 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def write_part(tensor: Tensor, values: Tensor) -> None:
-    """Copies what lies here from the values of the whole tensor."""
-    local(tensor).copy_(values[local_slices(tensor)])
+    """Copies what lies here from the values of the whole tensor, or of one that is sharded in the same way."""
+    local(tensor).copy_(local(values) if isinstance(values, DTensor) else values[local_slices(tensor)])
 
 
 def with_local(tensor: Tensor, memory: Tensor) -> Tensor:
