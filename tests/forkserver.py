@@ -14,7 +14,9 @@ import pytest
 def context() -> ForkServerContext:
     """Makes processes from functions of these modules."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["weight_ends", "torchrun_forks", "sharded_ranks", "sharded_models"])
+    made.set_forkserver_preload(
+        ["weight_ends", "torchrun_forks", "sharded_ranks", "sharded_models", "sharded_failures"]
+    )
     with pytest.MonkeyPatch.context() as patch:
         # Where the server finds them: it does not have our sys.path.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
 
 from quartet.batch.ragged import RaggedBatch
@@ -33,15 +33,23 @@ from quartet.models.loading import (
 )
 from quartet.models.saving import Gather, save_gathered
 from quartet.observe.memory import held_bytes
+from quartet.schedule.model_worker import TrainWorker
 from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint, newest_checkpoint
-from quartet.train.checkpoint_shares import Share, ShareWriter
+from quartet.train.checkpoint_shares import Share, ShareWriter, own_part, write_share
 from quartet.train.engine import TrainEngine
+from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
+from quartet.train.offload import MappedFiles, Offload
 from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.loading import load_shares
 from quartet.train.parallel.mesh import Mesh
-from quartet.train.parallel.tensors import local
+from quartet.train.parallel.tensors import local, write_part
+from quartet.train.state import snapshot, tensors_of
+from quartet.weights.control import connect_endpoints, sync
+from quartet.weights.endpoint import WeightReceiver
+from quartet.weights.gather import gather
+from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource
 
 
@@ -196,9 +204,8 @@ def exported(path: str, out: str, kind: str, options: Mapping[str, Any], tokeniz
             load_shares(packed, path, seed=options.get("seed", 0))
         if packed.adapters is not None:
             for i, layer in enumerate(packed.adapters.layers):
-                with torch.no_grad(), implicit_replication():
-                    factor = layer.factors[1]
-                    factor.copy_(torch.randn(factor.shape, generator=torch.Generator().manual_seed(i)))
+                factor = layer.factors[1]
+                write_part(factor, torch.randn(factor.shape, generator=torch.Generator().manual_seed(i)))
         if kind == "causal":
             save_causal_lm(packed, tokenizer, Path(out, name, "model"))
         else:
@@ -270,6 +277,40 @@ def synced(path: str) -> dict[str, Any] | None:
     return {n: torch.equal(t, expected[n].detach()) for n, t in zip(expected, sent, strict=True)}
 
 
+def sync_of_workers(path: str) -> list[str]:
+    """One weight sync by a trainer's workers, all asked for every step; what the engine has other than them."""
+    worker, rank = TrainWorker(make_engine(path, mesh_of(dist.get_world_size()))), dist.get_rank()
+    steps(worker.engine, 1)
+
+    async def ask(request: str, *args: Any) -> Any:
+        dist.broadcast_object_list([(request, args)])
+        return worker.send_weights(request, *args)
+
+    if rank:
+        while True:
+            asked: list[Any] = [None]
+            dist.broadcast_object_list(asked)
+            if asked[0] is None:
+                break
+            answer = worker.send_weights(asked[0][0], *asked[0][1])
+            assert not isinstance(answer, Exception)
+    served = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in worker.engine.trained.items()}
+    if not rank:
+        receiver = WeightReceiver(TensorSink(served.items()))
+
+        async def receive(request: str, *args: Any) -> Any:
+            return receiver.answer(request, *args)
+
+        async def run() -> None:
+            assert await connect_endpoints(ask, [receive]) == "shared"
+            await sync(ask, [receive], 1)
+
+        asyncio.run(run())
+        dist.broadcast_object_list([None])
+    trained = whole_weights(worker.engine)
+    return [] if rank else [name for name in served if not torch.equal(served[name], trained[name])]
+
+
 # Checkpoints ---------------------------------------------------------------------------------------------
 
 
@@ -329,6 +370,37 @@ def resume(engine: TrainEngine[Any], root: Path) -> None:
         share.read_into(live)
 
 
+def incomplete(path: str, root: str, other: str) -> dict[str, str]:
+    """What is raised where a rank's files are missing, and where a checkpoint is another model's."""
+    mesh, rank, found = mesh_of(2), dist.get_rank(), {}
+    engine = make_engine(path, mesh)
+    steps(engine, 1)
+    draft = [begin_checkpoint(Path(root), 1) if rank == 0 else None]
+    dist.broadcast_object_list(draft)
+    files = write_share(draft[0] / "actor", own_part(engine.state(), rank), rank)
+    dist.barrier()
+    if rank == 0:
+        try:
+            # A rank that has told nothing of a share that it has written, or has written another step's.
+            only = {"actor": {**files, "__1.metadata": _empty_metadata(draft[0] / "actor")}}
+            complete_checkpoint(draft[0], {}, {}, only, keep=9)
+        except UserError as error:
+            found["incomplete"] = str(error)
+    dist.barrier()
+    save(engine, Path(root), 2)
+    try:
+        resume(make_engine(other, mesh), Path(root))
+    except UserError as error:
+        found["other"] = str(error)
+    return found
+
+
+def _empty_metadata(directory: Path) -> Any:
+    (directory / "__1.metadata").unlink()
+    (directory / "__1_0.distcp").unlink()
+    return write_share(directory, {}, 1)["__1.metadata"]
+
+
 def whole_weights(engine: TrainEngine[Any]) -> dict[str, Tensor]:
     return {name: whole(p.detach()).clone() for name, p in engine.packed.model.named_parameters()}
 
@@ -347,3 +419,65 @@ def resumed_run(path: str, root: str, sharded: int | None, options: Mapping[str,
     steps(engine, 1)
     resume(engine, Path(root))
     return steps(engine, 2), whole_weights(engine)
+
+
+# Offload -------------------------------------------------------------------------------------------------
+
+
+def offloaded(path: str, directory: str, shard: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps of an engine whose parts leave and come back between them, and of one that stays."""
+    engines = [make_engine(path, mesh_of(shard), **options) for _ in range(2)]
+    moving = engines[0]
+    parts = moving.offloading(MappedFiles(Path(directory) / str(dist.get_rank())))
+    losses: list[list[float]] = [[], []]
+    for away in (("params", "grads", "optimizer"), ("optimizer",), ("params",), ("grads", "params")):
+        parts.offload(away)
+        for i, engine in enumerate(engines):
+            parts.onload() if i == 0 else None
+            losses[i] += steps(engine, 1)
+    moved = parts.offload()
+    refused = ""
+    try:
+        steps(moving, 1)
+    except RuntimeError as error:
+        refused = str(error)
+    # The root itself refuses before it gathers, whoever calls it.
+    try:
+        moving.packed.one_call(lambda: None)
+    except RuntimeError as error:
+        refused += str(error)
+    weights = [{n: gather(t) for n, t in engine.weights()} for engine in engines]  # read where they are
+    states = [tensors_of(snapshot(engine.state())) for engine in engines]
+    parts.onload()
+    again = [steps(engine, 1) for engine in engines]
+    equal = [torch.equal(a, b) for a, b in zip(weights[0].values(), weights[1].values(), strict=True) if a is not None]
+    equal += [torch.equal(local(states[0][n]), local(states[1][n])) for n in states[1]]
+    held = sum(local(t).numel() * t.element_size() for t in states[0].values())
+    return {
+        "losses": losses,
+        "again": again,
+        "refused": refused,
+        "equal": equal,
+        "moved": moved.num_bytes,
+        "held": held,
+    }
+
+
+def memory_of_offload(path: str, directory: str) -> dict[str, int]:
+    """Bytes of a rank's shards, what was freed as they left, what a second time writes of frozen ones."""
+    packed = packed_causal_lm(load_causal_lm(path, empty=True))
+    packed.freeze()
+    shard_model(packed, mesh_of(dist.get_world_size()))
+    load_shares(packed, path)
+    batch = RaggedBatch.from_sequences([[1, 2, 3]], ["a"])
+    needs = Needs(logprobs=True, mask="wanted")
+    batch = batch.with_token(wanted=torch.tensor([False, True, True]))
+    before = forward_only(packed, batch, needs, 64)
+    parts = Offload(packed, MappedFiles(Path(directory) / str(dist.get_rank())))
+    out = parts.offload()
+    parts.onload()
+    after = forward_only(packed, batch, needs, 64)
+    versions = [home.copied_to is not None for home in parts._homes.values()]
+    shards = sum(4 * local(p).numel() for p in packed.model.parameters())
+    same = all(torch.equal(before.token[n], after.token[n]) for n in before.token)
+    return {"shards": shards, "moved": out.num_bytes, "freed": out.freed_bytes, "same": same, "kept": sum(versions)}

@@ -192,13 +192,17 @@ class Adapters:
     # Contents --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def reset(self, seed: int) -> None:
-        """``A`` uniform in ``± 1 / sqrt(in)`` from ``seed`` alone, as peft draws it from the global state; ``B`` 0."""
+    def reset(self, seed: int, write: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """``A`` uniform in ``± 1 / sqrt(in)`` from ``seed`` alone, as peft draws it from the global state; ``B`` 0.
+
+        Args:
+            write: of a sharded parameter and the values of the whole one.
+        """
         generator = torch.Generator().manual_seed(seed)
         for layer in self.layers:
             a, b = layer.factors
             bound = 1 / math.sqrt(a.shape[1])
-            a.copy_((2 * torch.rand(a.shape, generator=generator) - 1) * bound)
+            write(a, (2 * torch.rand(a.shape, generator=generator) - 1) * bound)
             b.zero_()
 
     @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 The parts of a model are its parameters with its buffers, its gradients, and what its optimizer keeps. What moves are
 whole storages, so tied parameters and views of one storage move once, and strides stay as they are. The tensor objects
-stay the same, with their version counters, and only ``.data`` changes: optimizers and engines hold them on.
+stay the same, with their version counters, and only ``.data`` changes: optimizers and engines hold them on. Of sharded
+tensors it is this rank's shards that move, each rank by itself.
 
 A tensor that is away lies in host memory of a store, and its ``.data`` is that memory. So states, checkpoints and
 weight syncs read and write it there like any other tensor; only computing with it is refused.
@@ -15,19 +16,21 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal, Protocol, get_args
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from quartet.models.memory import reflected, storage_bytes
 from quartet.models.packed_model import PackedModel
 from quartet.observe.memory import held_bytes
 from quartet.train.host_memory import MappedFiles, PinnedMemory
+from quartet.train.parallel.fsdp import free_gathered, gathered_from, sharded
 
 __all__ = ["PARTS", "MappedFiles", "Moved", "Offload", "OffloadPart", "PinnedMemory", "Store"]
 
@@ -39,7 +42,7 @@ Parts = Collection[OffloadPart] | tuple[OffloadPart, ...]
 _OWNERS: WeakKeyDictionary[nn.Module, ReferenceType[Offload]] = WeakKeyDictionary()
 """Who moves which model."""
 _AWAY: WeakSet[nn.Module] = WeakSet()
-"""Bodies whose parameters are away. A copy of such a body is none of them, and computes."""
+"""What computes with parameters that are away: bodies and roots. A copy of such a module is none, and computes."""
 
 
 class Store(Protocol):
@@ -88,6 +91,8 @@ class _Piece:
     name: str
     storage: torch.UntypedStorage
     tensors: list[Tensor]
+    is_frozen: bool
+    """Whether whatever writes here counts versions up. Fused optimizers and running statistics do not."""
 
     @property
     def key(self) -> int:
@@ -97,11 +102,6 @@ class _Piece:
     @property
     def num_bytes(self) -> int:
         return self.storage.nbytes()
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether whatever writes here counts versions up. Fused optimizers and running statistics do not."""
-        return all(isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in self.tensors)
 
     def state(self) -> tuple[StorageWeakRef, tuple[int, ...]]:
         """Compares equal until a tensor is changed in place or lies elsewhere."""
@@ -135,7 +135,7 @@ class Offload:
         self.device = packed.device
         self._away: set[OffloadPart] = set()
         self._homes: dict[str, _Home] = {}
-        self._barrier: Any = None
+        self._barriers: dict[nn.Module, Any] = {}
 
     def offload(self, parts: Parts = PARTS) -> Moved:
         """Parts leave the device; those that are away stay there.
@@ -191,6 +191,7 @@ class Offload:
     def _move(self, parts: Parts, *, away: bool) -> Moved:
         chosen = _checked(parts)
         self._check_switch()
+        free_gathered(self.packed)
         started_s, before_bytes = time.perf_counter(), held_bytes(self.device)
         # What the device held is free as soon as this returns, and nothing here refers to it.
         num_bytes = self._point_elsewhere(chosen, away=away)
@@ -261,18 +262,27 @@ class Offload:
         for old in moved:
             home = self._homes.get(old.name)
             if home is not None and _key(home.memory) == old.key:
-                new = _Piece(old.name, old.tensors[0].untyped_storage(), old.tensors)
+                new = replace(old, storage=old.tensors[0].untyped_storage())
                 home.copied_to = new.state() if new.is_frozen else None
 
     # What there is ---------------------------------------------------------------------------------------
 
     def _pieces(self, part: OffloadPart) -> list[_Piece]:
         found: dict[int, _Piece] = {}
-        for name, tensor in self._tensors(part):
+        for name, whole in self._tensors(part):
+            # Not a copy or a detached one: what is pointed elsewhere must be the shard that the DTensor holds.
+            tensor = whole._local_tensor if isinstance(whole, DTensor) else whole
             _check_kind(name, tensor)
-            storage = tensor.untyped_storage()
+            storage, is_frozen = tensor.untyped_storage(), isinstance(whole, nn.Parameter) and not whole.requires_grad
             if storage.nbytes():
-                found.setdefault(_key(tensor), _Piece(f"{part}/{name}", storage, [])).tensors.append(tensor)
+                piece = found.setdefault(_key(tensor), _Piece(f"{part}/{name}", storage, [], is_frozen))
+                piece.tensors.append(tensor)
+                if not is_frozen:
+                    found[piece.key] = replace(piece, is_frozen=False)
+        if part == "params":
+            for tensor in gathered_from(self.packed):
+                if (key := _key(tensor)) in found:
+                    found[key].tensors.append(tensor)
         return list(found.values())
 
     def _tensors(self, part: OffloadPart) -> Iterator[tuple[str, Tensor]]:
@@ -297,21 +307,23 @@ class Offload:
             self.packed.adapters.check_in()
 
     def _guard(self) -> None:
-        """The model's body refuses to compute while its parameters are offloaded."""
-        body = self.packed.body
-        if "params" in self._away:
-            if body not in _AWAY:
-                self._barrier = body.register_forward_pre_hook(_refuse)
-                _AWAY.add(body)
-        elif body in _AWAY:
-            self._barrier.remove()
-            _AWAY.discard(body)
+        """The model refuses to compute while its parameters are offloaded: its body, and the root of a sharded one
+        before it gathers anything."""
+        root = sharded(self.packed)
+        for module in (self.packed.body, *([] if root is None else [root])):
+            if "params" in self._away:
+                if module not in _AWAY:
+                    self._barriers[module] = module.register_forward_pre_hook(_refuse, prepend=True)
+                    _AWAY.add(module)
+            elif module in _AWAY:
+                self._barriers.pop(module).remove()
+                _AWAY.discard(module)
 
 
-def _refuse(body: nn.Module, _: Any) -> None:
+def _refuse(module: nn.Module, _: Any) -> None:
     # A function of the module, so that models are copied and pickled with it.
-    if body in _AWAY:
-        raise _away_error(body, ["params"])
+    if module in _AWAY:
+        raise _away_error(module, ["params"])
 
 
 def _away_error(model: nn.Module, parts: Sequence[OffloadPart]) -> RuntimeError:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quartet.config import UserError
 from quartet.models.memory import reflected, storage_bytes
-from quartet.train.parallel.tensors import local, with_local
+from quartet.train.parallel.tensors import local, with_local, write_part
 
 REST, MODEL, OPTIMIZER = "rest", "model.", "optimizer.state."
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -125,10 +125,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def fill(live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copies every tensor of ``saved`` to where it is in ``live``."""
+    """Copies every tensor of ``saved``, whole or sharded as that of ``live``, to where it is in ``live``."""
     with torch.no_grad():
         for name, tensor in live.items():
-            tensor.copy_(saved[name])
+            write_part(tensor, saved[name])
 
 
 # Copies ----------------------------------------------------------------------------------------------------

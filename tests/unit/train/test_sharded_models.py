@@ -12,8 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sharded_models as ranks
+from quartet.cluster.dispatch import marks_of
+from quartet.cluster.layout import Layout
 from quartet.models.loading import scalar_model_from
+from quartet.observe.digests import FileDigest
 from quartet.quickstart.tokenizer import build_tokenizer
+from quartet.schedule.checkpointed import Checkpointed
 from rank_forks import run_ranks
 
 
@@ -153,6 +157,10 @@ def test_engines_get_whole_tensors_from_the_first_rank(causal: Path) -> None:
         assert first and all(first.values()) and others == [None] * (world - 1)
 
 
+def test_workers_of_a_sharded_trainer_answer_a_sync_together(causal: Path) -> None:
+    assert run_ranks(2, ranks.sync_of_workers, str(causal)) == [[], []]
+
+
 # Checkpoints ---------------------------------------------------------------------------------------------
 
 
@@ -200,3 +208,50 @@ def test_adapters_have_checkpoints_of_their_own(causal: Path, tmp_path: Path) ->
     ((alone,),) = calls(1, (ranks.resumed_run, path, root, None, LORA))
     same(two[1][0], two[0][0], None)
     same(alone, two[0][0], 1e-8)
+
+
+def test_checkpoints_that_lack_a_part_or_are_another_models_are_told(causal: Path, tmp_path: Path) -> None:
+    llama(tmp_path / "other", hidden_size=24, tie_word_embeddings=True)
+    first, second = run_ranks(2, ranks.incomplete, str(causal), str(tmp_path / "root"), str(tmp_path / "other"))
+    assert "of actor's model.model.embed_tokens.weight 256 numbers are there, of 496" in first["incomplete"]
+    assert first["other"] == second["other"]
+    assert "model.model.embed_tokens.weight: [31, 16] float64 in the checkpoint, [31, 24] float64 now" in first["other"]
+
+
+def test_every_rank_of_a_role_writes_and_tells_its_files() -> None:
+    saving, finishing = (marks_of(Checkpointed)[name].mode for name in ("save_checkpoint", "finish_checkpoint"))
+    plan = saving.plan(Layout.fit(3), ("there",), {"background": True})
+    assert [(call.args, call.kwargs) for call in plan.calls if call is not None] == [
+        (("there",), {"background": True, "rank": rank}) for rank in range(3)
+    ]
+    collect = finishing.plan(Layout.fit(3), ("there",), {}).collect
+    one, two, three = ({name: FileDigest(bytes=1, sha256="0" * 64)} for name in "abc")
+    assert collect([one, two, three], [None] * 3) == {**one, **two, **three}
+    assert collect([one, None, three], [None] * 3) is None  # not written yet
+    assert collect([one, {}, three], [None] * 3) == {}  # a rank that was started anew has lost its part
+
+
+# Offload -------------------------------------------------------------------------------------------------
+
+
+def test_shards_that_leave_and_come_back_change_nothing(causal: Path, tmp_path: Path) -> None:
+    """Rows of several tensors do not divide by the ranks; with adapters, and in two replicas, too."""
+    cases = [
+        (ranks.offloaded, str(causal), str(tmp_path / str(i)), shard, options)
+        for i, (shard, options) in enumerate(((4, {}), (2, {}), (4, LORA)))
+    ]
+    for of_ranks in calls(4, *cases):
+        for found in of_ranks:
+            assert found["losses"][0] == found["losses"][1] and found["again"][0] == found["again"][1]
+            assert all(found["equal"]) and len(found["equal"]) > 4
+            assert found["refused"].count("are offloaded; onload(") == 2
+            assert found["moved"] >= found["held"] > 0
+
+
+def test_memory_of_shards_is_free_while_they_are_away(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    llama(path, vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    for found in run_ranks(2, ranks.memory_of_offload, str(path), str(tmp_path / "away")):
+        assert found["same"]
+        assert found["moved"] >= found["shards"] and found["freed"] >= 0.95 * found["shards"]
+        assert found["kept"] > 20  # frozen shards that came back are not written again

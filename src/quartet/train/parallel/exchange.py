@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -80,8 +80,15 @@ class RankExchange:
         except RankFailed:
             raise  # All others know it, too.
         except (Exception, SystemExit) as error:  # Whatever a rank fails of, the others must not wait for it.
-            with suppress(RankFailed):
-                self.data.gather(Report(failure=_summary(error), is_broken=_is_broken(error)))
+            is_broken = _is_broken(error)
+            try:
+                reports = self.data.gather(Report(failure=_summary(error), is_broken=is_broken))
+            except RankFailed as unreachable:
+                if is_broken:
+                    raise unreachable from error
+            else:
+                if is_broken:
+                    raise RankFailed(self._told(reports)) from error
             raise
 
     # Updates ---------------------------------------------------------------------------------------------
@@ -203,12 +210,16 @@ class RankExchange:
 
     def _exchange(self, report: Report) -> list[Report]:
         reports = self.data.gather(report)
-        failures = {r: found for r, found in enumerate(reports) if found.failure is not None}
-        causes = [f"{self._name(r)}: {found.failure}" for r, found in failures.items() if not found.is_broken]
-        if failures:
-            named = causes or [f"{self._name(r)}: {found.failure}" for r, found in failures.items()]
-            raise RankFailed("another rank failed in this update: " + "; ".join(named))
+        if any(found.failure is not None for found in reports):
+            raise RankFailed(self._told(reports))
         return reports
+
+    def _told(self, reports: Sequence[Report]) -> str:
+        """What the failed ranks say; those whose collectives were broken by others only where nothing else is known."""
+        failed = [(rank, found) for rank, found in enumerate(reports) if found.failure is not None]
+        causes = [(rank, found) for rank, found in failed if not found.is_broken] or failed
+        named = "; ".join(f"{self._name(rank)}: {found.failure}" for rank, found in causes)
+        return f"another rank failed in this update: {named}"
 
     def _raise_out_of_memory(self, reports: Sequence[Report]) -> None:
         for rank, other in enumerate(reports):

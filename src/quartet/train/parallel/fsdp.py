@@ -209,6 +209,22 @@ def sharded(packed: PackedModel) -> ShardedModel | None:
     return packed.one_call if isinstance(packed.one_call, ShardedModel) else None
 
 
+def free_gathered(packed: PackedModel) -> None:
+    """What is still gathered of a sharded model is given up; nothing where it is not sharded. No collective."""
+    root = sharded(packed)
+    for module in root.modules() if root is not None else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def gathered_from(packed: PackedModel) -> list[Tensor]:
+    """The memory that torch gathers parameters from: flat views of this rank's shards and of what fills them up to
+    equal sizes; none where the model is not sharded."""
+    root = sharded(packed)
+    modules = root.modules() if root is not None else ()
+    return [parameter._sharded_param_data for module in modules for parameter in _fsdp_parameters(module)]
+
+
 def shard_model(packed: PackedModel, mesh: Mesh) -> ShardedModel:
     """Shares out the weights of ``packed`` over ``mesh``; all ranks call it, with equal weights or on the meta device.
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 from transformers import PreTrainedModel
 
 from quartet.config import UserError
@@ -33,7 +32,7 @@ from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.weight_files import StoredTensor, stored_tensors
 from quartet.train.parallel.fsdp import sharded
-from quartet.train.parallel.tensors import local, local_slices
+from quartet.train.parallel.tensors import local, local_slices, write_part
 from quartet.weights.gather import gathered
 
 T = TypeVar("T")
@@ -74,8 +73,7 @@ def load_shares(
             _make_buffers(model, twin)
         if packed.adapters is not None:
             packed.adapters.digest = gathered_digest
-            with implicit_replication():
-                packed.adapters.reset(seed)
+            packed.adapters.reset(seed, write_part)
 
 
 def gathered_digest(named: Iterable[tuple[str, Tensor]]) -> str:
@@ -165,7 +163,7 @@ def _check_complete(
         heads = [name for name, tensor in missing.items() if tensor is packed.head.weight]
         for name in heads:
             head = missing.pop(name)
-            local(head).copy_(fresh_head(head.shape, seed)[local_slices(head)])
+            write_part(head, fresh_head(head.shape, seed))
     if missing:
         raise UserError(
             f"{where!r} is not a whole {type(packed.model).__name__}",

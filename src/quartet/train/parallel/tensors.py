@@ -22,6 +22,11 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
+def write_part(tensor: Tensor, values: Tensor) -> None:
+    """Copies what lies here from the values of the whole tensor, or of one that is sharded in the same way."""
+    local(tensor).copy_(local(values) if isinstance(values, DTensor) else values[local_slices(tensor)])
+
+
 def with_local(tensor: Tensor, memory: Tensor) -> Tensor:
     """``tensor`` with other memory in the place of what is here. No collective."""
     if not isinstance(tensor, DTensor):

@@ -1,0 +1,270 @@
+"""What ranks of ``test_sharded_failures.py`` run: updates in which something is odd or fails on one rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from quartet.config import UserError
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
+from quartet.train.engine import LossTerm, TrainEngine
+from quartet.train.forward import Needs, forward_only
+from quartet.train.objectives import SFTObjective
+from quartet.train.parallel.fsdp import shard_model, sharded
+from quartet.train.parallel.group import DataParallelGroup, RankFailed
+from quartet.train.parallel.mesh import Mesh
+from sharded_ranks import Case, full, make_batch, make_engine, make_model, policy
+
+ODD = 1
+"""The rank that differs."""
+
+
+def engine_on(mesh: Mesh | None, **config: Any) -> TrainEngine[Any]:
+    return make_engine(Case("sft"), mesh, **config)
+
+
+def weights(engine: TrainEngine[Any]) -> dict[str, Any]:
+    return {name: full(values) for name, values in engine.weights()}
+
+
+def is_unchanged(engine: TrainEngine[Any], before: dict[str, Any]) -> bool:
+    return all(torch.equal(values, before[name]) for name, values in weights(engine).items())
+
+
+def outcome(work: Callable[[], Any]) -> str:
+    """Type and text of what it raises."""
+    try:
+        work()
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Failing(SFTObjective):
+    """Fails where it is told to, on the odd rank, for as long as ``is_armed``."""
+
+    def __new__(cls, *_: Any) -> Failing:
+        return super().__new__(cls)
+
+    def __init__(self, place: str, error: BaseException) -> None:
+        super().__init__()
+        for name, value in {"place": place, "error": error, "is_armed": True}.items():
+            object.__setattr__(self, name, value)
+
+    def disarm(self) -> None:
+        object.__setattr__(self, "is_armed", False)
+
+    def _fail(self, place: str) -> None:
+        if self.is_armed and self.place == place and DataParallelGroup.of_world().rank == ODD:
+            if isinstance(self.error, torch.OutOfMemoryError):
+                self.disarm()
+            raise self.error
+
+    def atoms(self, batch):
+        self._fail("atoms")
+        return super().atoms(batch)
+
+    def denominators(self, batch):
+        self._fail("denominators")
+        return super().denominators(batch)
+
+    def loss(self, outputs, batch, denominators, sums):
+        self._fail("loss")
+        return super().loss(outputs, batch, denominators, sums)
+
+
+def _no_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+# Cases ---------------------------------------------------------------------------------------------------
+
+
+def nothing_to_do(mesh: Mesh | None) -> Any:
+    """One sequence for all ranks, and a term of one."""
+    engine, batch = engine_on(mesh), make_batch()
+    also = [LossTerm(batch.select([4]), SFTObjective("loss/ptx"), 0.3)]
+    return engine.train_step(batch.select([5]), policy(), also), weights(engine)
+
+
+def not_finite(mesh: Mesh) -> Any:
+    engine, batch = engine_on(mesh), make_batch()
+    advantages, before = batch.token["advantages"].clone(), weights(engine)
+    advantages[batch.token["loss_mask"].nonzero()[-1]] = float("inf")
+    metrics = engine.train_step(batch.with_token(advantages=advantages), policy())
+    unchanged = is_unchanged(engine, before)
+    again = engine.train_step(batch, policy())
+    return metrics["skipped"], unchanged, engine.num_updates, engine.num_skipped, again["skipped"]
+
+
+def begun_differently(mesh: Mesh) -> dict[str, tuple[str, bool]]:
+    found, batch, is_odd = {}, make_batch(), mesh.data.rank == ODD
+    for what in ("weights", "part of the weights", "batch", "budget", "updates", "terms"):
+        model = make_model("causal")
+        with torch.no_grad():
+            model.lm_head.weight[0, 0] += 1e-9 * (what == "weights" and is_odd)
+        config = make_engine(Case("sft"), None).config.model_copy(
+            update={"token_budget": 51 if what == "budget" and is_odd else 50}
+        )
+        engine = TrainEngine(PackedCausalLM(model), config, total_steps=10, mesh=mesh)
+        if what == "part of the weights" and mesh.shard == 1 and is_odd:
+            with torch.no_grad():
+                model.lm_head.weight.to_local()[0, 0] += 1e-9
+        engine.num_updates = int(what == "updates" and is_odd)
+        data = batch.select(range(1, 10)) if what == "batch" and is_odd else batch
+        also = [LossTerm(batch, SFTObjective("loss/ptx"))] if what == "terms" and is_odd else []
+        before = weights(engine)
+        found[what] = (
+            outcome(lambda e=engine, d=data, a=also: e.train_step(d, SFTObjective(), a)),
+            is_unchanged(engine, before),
+        )
+    return found
+
+
+def failures(mesh: Mesh) -> dict[str, tuple[str, Any]]:
+    """What each rank raised, and the metrics of the next update."""
+    found = {}
+    for place, error in {
+        "atoms": ValueError("no atoms\nand more lines"),
+        "denominators": ValueError("no denominators"),
+        "loss": ValueError("no loss"),
+        "licence": SystemExit("no licence"),
+        "step": ValueError("no step"),
+    }.items():
+        engine, objective = engine_on(mesh, token_budget=45), Failing("atoms" if place == "licence" else place, error)
+        step = engine.optimizer.step
+        if place == "step" and mesh.data.rank == ODD:
+            engine.optimizer.step = lambda e=error: (_ for _ in ()).throw(e)
+        raised = outcome(lambda e=engine, o=objective: e.train_step(make_batch(), o))
+        engine.optimizer.step = step
+        objective.disarm()
+        found[place] = raised, engine.train_step(make_batch(), objective) if place != "step" else None
+    return found
+
+
+def out_of_memory(mesh: Mesh) -> Any:
+    """Between collectives; where there are none within a pass, in its middle."""
+    engine, batch = engine_on(mesh, token_budget=43), make_batch().select(range(1, 10))
+    objective = Failing("loss", _no_memory()) if mesh.shard > 1 else SFTObjective()
+    hidden = engine.packed.hidden
+    if mesh.shard == 1 and mesh.data.rank == ODD:
+
+        def once(*args: Any) -> Any:
+            engine.packed.hidden = hidden
+            raise _no_memory()
+
+        engine.packed.hidden = once
+    metrics, budget = (
+        engine.train_step(batch, objective),
+        engine.budget.tokens,
+    )
+    smaller = engine_on(mesh, token_budget=budget)
+    expected = smaller.train_step(batch, SFTObjective())
+    return engine.num_oom, budget, metrics == expected, is_unchanged(engine, weights(smaller))
+
+
+def never_enough_memory(mesh: Mesh) -> str:
+    engine = engine_on(mesh)
+    objective = Failing("loss", MemoryError("no room"))
+    try:
+        engine.train_step(make_batch(), objective)
+    except UserError as error:
+        return f"{error.problem} | {error.found}"
+    return "nothing"
+
+
+def come_apart(mesh: Mesh) -> str:
+    engine = engine_on(mesh)
+    engine.train_step(make_batch(), SFTObjective())
+    root = sharded(engine.packed)
+    assert root is not None
+    summed = root.sum_gradients
+
+    def altered(present: Any) -> None:
+        summed(present)
+        for parameter in root.model.parameters():
+            parameter.grad.to_local().mul_(1.5)
+
+    if mesh.data.rank == ODD and mesh.shard == 1:
+        root.sum_gradients = altered
+    return outcome(lambda: engine.train_step(make_batch(), SFTObjective()))
+
+
+def unused(mesh: Mesh) -> Any:
+    """AdamW leaves alone what had no gradient on any rank, as in one process."""
+    model = make_model("causal")
+    model.extra = nn.Linear(3, 3).to(torch.float64)
+    before = model.extra.weight.detach().clone()
+    engine = TrainEngine(PackedCausalLM(model), engine_on(None).config, total_steps=10, mesh=mesh)
+    engine.train_step(make_batch(), SFTObjective())
+    return torch.equal(full(model.extra.weight), before)
+
+
+def forward_passes(mesh: Mesh) -> Any:
+    """Largest differences from one process: ranks with other numbers of micro-batches, and one with none."""
+    batch, differences, rank = make_batch(), {}, mesh.data.rank
+    own = [batch.select([0, 5, 6, 7, 8]), batch.select([])][rank % 2]
+    for kind, needs in {
+        "causal": Needs(logprobs=True, entropies=True),
+        "scalar": Needs(values=True, scores=True),
+    }.items():
+        for precision in ("fp32", "bf16"):
+            found = []
+            for is_sharded in (True, False):
+                packed = (PackedCausalLM if kind == "causal" else PackedScalarModel)(
+                    make_model(kind, torch.float32), precision
+                )
+                packed.freeze()
+                if is_sharded:
+                    shard_model(packed, mesh)
+                columns = forward_only(packed, own, needs, 50)
+                found.append({**columns.token, **columns.sequence})
+            here, alone = found
+            if len(own):
+                assert here.keys() == alone.keys()
+                differences[kind, precision] = max(float((here[n] - alone[n]).abs().max()) for n in here)
+            else:
+                differences[kind, precision] = {name: tuple(values.shape) for name, values in here.items()}
+    return differences
+
+
+CASES: list[Callable[[Mesh], Any]] = [
+    nothing_to_do, not_finite, begun_differently, failures, out_of_memory, never_enough_memory, come_apart, unused,
+    forward_passes,
+]  # fmt: skip
+
+
+def all_cases(shard: int) -> dict[str, Any]:
+    mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard)
+    return {"is_cut": mesh.shard > 1, **{case.__name__: case(mesh) for case in CASES}}
+
+
+# In processes of their own -------------------------------------------------------------------------------
+
+
+def lost(shard: int, is_gone: bool) -> tuple[str, float]:
+    """The odd rank ends, or fails, within a pass: what the others raise, and after how many seconds."""
+    mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard, time_limit=timedelta(seconds=3))
+    engine = engine_on(mesh)
+    engine.train_step(make_batch(), SFTObjective())
+
+    def fail(*_: Any) -> None:
+        if is_gone:
+            os._exit(7)
+        raise KeyError("within a pass")
+
+    if mesh.data.rank == ODD:
+        engine.packed.hidden = fail
+    begun = time.monotonic()
+    try:
+        engine.train_step(make_batch(), SFTObjective())
+    except (RankFailed, KeyError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    sys.exit("nothing was raised")
