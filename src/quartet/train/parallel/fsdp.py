@@ -221,8 +221,8 @@ def gathered_from(packed: PackedModel) -> list[Tensor]:
     """The memory that torch gathers parameters from: flat views of this rank's shards and of what fills them up to
     equal sizes; none where the model is not sharded."""
     root = sharded(packed)
-    modules = root.modules() if root is not None else ()
-    return [parameter._sharded_param_data for module in modules for parameter in _fsdp_parameters(module)]
+    groups = _fsdp_groups(root) if root is not None else ()
+    return [parameter._sharded_param_data for group in groups for parameter in group.fsdp_params]
 
 
 def shard_model(packed: PackedModel, mesh: Mesh) -> ShardedModel:
