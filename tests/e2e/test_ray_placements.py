@@ -128,12 +128,13 @@ def test_models_in_parts_train_as_whole_ones(
     assert found.status == 0, found.err
     whole = recipes["rl"](output_dir=f"{name}-back", **serial)
     begun_elsewhere(name, f"{name}-back", quartet, world.recipe(f"{name}-back", whole))
-    for step in (1, 2):
-        one, *others = (metrics_of(Path(run))[step] for run in ("ray-serial", name, f"{name}-back"))
+    figures = {"loss/value", "loss/ptx", "reward/score_mean", "critic/grad_norm", "actor/grad_norm"}
+    for one, *others in zip(*(metrics_of(Path(run)) for run in ("ray-serial", name, f"{name}-back")), strict=True):
         for other in others:
-            for figure in ("loss/value", "reward/score_mean", "critic/grad_norm", "rollout/length_mean", "loss/ptx"):
-                assert other[figure] == pytest.approx(one[figure], rel=1e-3), (step, figure)
-            assert other["agreement/canary_diff"] < 1e-4
+            for figure in one.keys() & figures:
+                assert other[figure] == pytest.approx(one[figure], rel=1e-3), (one["step"], figure)
+    assert one["loss/ptx"] > 0
+    assert max(row.get("agreement/canary_diff", 0.0) for row in metrics_of(Path(name))) < 1e-4
 
 
 def begun_elsewhere(source: str, name: str, quartet: Callable[..., Any], recipe: Path) -> None:
