@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from quartet.models.packed_model import PackedModel, decoder_layers
 from quartet.models.saving import Gather
-from quartet.train.parallel.fixed_order import FixedOrderReduceScatter, sum_in_place
+from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
 from quartet.train.parallel.mesh import REPLICATE, SHARD, Mesh
 from quartet.train.parallel.tensors import local
 from quartet.weights.gather import gather
@@ -144,7 +144,7 @@ class ShardedModel(nn.Module):
         replica, group = self.mesh.device_mesh.get_local_rank(REPLICATE), self.mesh.group(REPLICATE)
         for partial_sum in (found._partial_reduce_output for found in _fsdp_groups(self)):
             if partial_sum is not None:
-                sum_in_place(partial_sum, group)
+                sum_in_order(partial_sum, group)
                 if replica:
                     partial_sum.zero_()
         self._fsdp.set_requires_all_reduce(True)
@@ -262,8 +262,11 @@ def shard_model(packed: PackedModel, mesh: Mesh) -> ShardedModel:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True)
-            if mesh.fixed_order:
-                module.set_custom_reduce_scatter(FixedOrderReduceScatter())
+            on_cpu = mesh.device_mesh.device_type == "cpu"
+            if on_cpu:
+                module.set_custom_all_gather(DirectAllGather())
+            if on_cpu or mesh.fixed_order:
+                module.set_custom_reduce_scatter(OrderedReduceScatter())
     root.watch()
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()
