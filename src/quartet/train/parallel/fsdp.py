@@ -254,10 +254,10 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     whole = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh.device_mesh}
-    device_type = mesh.device_mesh.device_type
     if on_host:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
-        packed.computes_on = torch.device(device_type, torch.cuda.current_device() if device_type == "cuda" else None)
+        on_gpu = mesh.device_mesh.device_type == "cuda"
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        packed.computes_on = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     whole_weights = list(packed.model.parameters())
     former = None if any(p.is_meta for p in whole_weights) else fingerprint(whole_weights)
     root = ShardedModel(packed, mesh, former)
