@@ -89,8 +89,10 @@ def loaded_models(paths: Sequence[str]) -> dict[str, list[str]]:
         packed = packed_causal_lm(load_causal_lm(path, empty=True))
         shard_model(packed, mesh)
         load_shares(packed, path)
-        expected = packed_causal_lm(load_causal_lm(path)).model
+        held = packed_causal_lm(load_causal_lm(path))
+        expected = held.model
         found[path] = differing(packed.model, expected)
+        found[path] += ["fused"] if len(packed._fused) != len(held._fused) else []
         tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (packed.model, expected)]
         found[path] += ["ties"] if tied[0] != tied[1] else []
     return found
@@ -186,6 +188,21 @@ def memory_of_loading(path: str, reads_all: bool) -> dict[str, int]:
             load_shares(packed, path)
     sizes = [local(p).numel() for p in packed.model.parameters()]
     return {"own": peak.own, "mapped": peak.mapped, "shard": 4 * sum(sizes)}
+
+
+def read_from_disk(path: str, num_roles: int) -> int:
+    """Bytes that this process had the disk read while models of several roles were loaded from one directory."""
+    before = _read_bytes()
+    for _ in range(num_roles):
+        packed = packed_causal_lm(load_causal_lm(path, empty=True))
+        shard_model(packed, mesh_of(dist.get_world_size()))
+        load_shares(packed, path)
+    return _read_bytes() - before
+
+
+def _read_bytes() -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"])
 
 
 # Export --------------------------------------------------------------------------------------------------
@@ -314,11 +331,11 @@ def sync_of_workers(path: str) -> list[str]:
 # Checkpoints ---------------------------------------------------------------------------------------------
 
 
-def make_engine(path: str, mesh: Mesh | None, **options: Any) -> TrainEngine[Any]:
+def make_engine(path: str, mesh: Mesh | None, *, on_host: bool = False, **options: Any) -> TrainEngine[Any]:
     """A trained model in fp64, on a mesh or whole."""
     packed = packed_causal_lm(load_causal_lm(path, empty=mesh is not None).double(), **options)
     if mesh is not None:
-        shard_model(packed, mesh)
+        shard_model(packed, mesh, on_host=on_host)
         load_shares(packed, path)
     optim = OptimConfig(lr=1e-2, max_grad_norm=0.5, weight_decay=0.1)
     config = TrainConfig(optim=optim, lora=options.get("lora"), token_budget=40)
@@ -481,3 +498,9 @@ def memory_of_offload(path: str, directory: str) -> dict[str, int]:
     shards = sum(4 * local(p).numel() for p in packed.model.parameters())
     same = all(torch.equal(before.token[n], after.token[n]) for n in before.token)
     return {"shards": shards, "moved": out.num_bytes, "freed": out.freed_bytes, "same": same, "kept": sum(versions)}
+
+
+def on_host(path: str) -> list[Any]:
+    """Losses and weights of a model whose shards and optimizer are kept on the host, and of another."""
+    engines = [make_engine(path, mesh_of(2), on_host=kept) for kept in (True, False)]
+    return [(steps(engine, 3), whole_weights(engine)) for engine in engines]

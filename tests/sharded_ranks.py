@@ -20,7 +20,7 @@ from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import PolicyObjective, SFTObjective, StepObjective, ValueObjective
-from quartet.train.parallel.fixed_order import FixedOrderReduceScatter, sum_in_place
+from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.preference_objectives import KTOObjective, PairwiseObjective, PreferenceObjective
@@ -238,6 +238,9 @@ def summed_in_order() -> list[tuple[Tensor, Tensor]]:
     for rank in range(1, world):
         expected = expected + addend(rank)
     whole, part = addend(mesh.place), torch.empty(8)
-    FixedOrderReduceScatter()(part, whole, group, dist.ReduceOp.SUM)
-    sum_in_place(whole, group)
-    return [(whole, expected), (part, expected.chunk(world)[mesh.place])]
+    OrderedReduceScatter()(part, whole, group, dist.ReduceOp.SUM)
+    sum_in_order(whole, group)
+    gathered = torch.zeros(8 * world)
+    own = gathered.chunk(world)[mesh.place].copy_(part)
+    DirectAllGather()(gathered, own, group)
+    return [(whole, expected), (part, expected.chunk(world)[mesh.place]), (gathered, expected)]

@@ -59,6 +59,7 @@ class PackedModel:
         one_call: ``one_call(function, *args)`` is ``function(*args)``. All passes of an engine go through it, hidden
             states and head of a pack within one call, so that a model can be one whose weights must be brought first.
         gather: how its tensors become whole, where several ranks hold them between them.
+        computes_on: the device, where the parameters are kept elsewhere.
 
     Raises:
         UserError: the model cannot run packed, or has foreign adapters in it.
@@ -85,7 +86,8 @@ class PackedModel:
         align_storages(model)
         attention.install_attention(model)
         # On a GPU whole layers may be compiled instead (``compiled``).
-        self._fused = fused.install_fused(model) if self.device.type == "cpu" else []
+        # One without contents may get them on the CPU.
+        self._fused = fused.install_fused(model) if self.device.type in ("cpu", "meta") else []
         self.body: nn.Module = getattr(model, model.base_model_prefix, model)
         self.disabled_dropout = disable_dropout(model)
         self._checkpointed: list[nn.Module] = []
@@ -95,6 +97,7 @@ class PackedModel:
         self.gather: Gather | None = None
 
     head: nn.Module
+    computes_on: torch.device | None = None
 
     @abstractmethod
     def _find_head(self, model: PreTrainedModel) -> nn.Module:
@@ -102,7 +105,8 @@ class PackedModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        """Where it computes."""
+        return self.computes_on if self.computes_on is not None else next(self.model.parameters()).device
 
     @property
     def vocab_size(self) -> int:

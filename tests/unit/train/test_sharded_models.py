@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,19 @@ def test_memory_of_a_rank_that_loads_is_its_shard(tmp_path: Path) -> None:
             print({name: f"{size / 2**20:.1f} MiB" for name, size in found.items()})
             assert (found["own"] <= 1.05 * found["shard"] + 2**20) is not reads_all
             assert (found["mapped"] <= 0.75 * file_bytes) is not reads_all
+
+
+def test_roles_that_start_from_one_directory_read_it_once(causal: Path, tmp_path: Path) -> None:
+    """The kernel keeps the pages for all ranks and roles of a machine; where it counts none that come from the disk, as
+    in memory, there is nothing to read."""
+    llama(tmp_path / "large", vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+    file = tmp_path / "large" / "model.safetensors"
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    found = run_ranks(4, ranks.read_from_disk, str(tmp_path / "large"), 3)
+    print(f"{sum(found) / 2**20:.1f} MiB by 4 ranks with 3 roles, of a file of {file.stat().st_size / 2**20:.1f}")
+    assert sum(found) <= 1.1 * file.stat().st_size
 
 
 ARCHITECTURES = ("qwen2", "gemma3_multimodal", "phi3_longrope", "qwen3_moe", "deepseek_v3", "gpt_bigcode")
@@ -255,3 +269,9 @@ def test_memory_of_shards_is_free_while_they_are_away(tmp_path: Path) -> None:
         assert found["same"]
         assert found["moved"] >= found["shards"] and found["freed"] >= 0.95 * found["shards"]
         assert found["kept"] > 20  # frozen shards that came back are not written again
+
+
+def test_an_optimizer_on_the_host_changes_nothing(causal: Path) -> None:
+    """On the CPU both are the same memory: what is seen here is that every step of the policy works."""
+    for kept, other in run_ranks(2, ranks.on_host, str(causal)):
+        same(kept, other, None)

@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from quartet.models.packed_model import PackedModel, decoder_layers
 from quartet.models.saving import Gather
-from quartet.train.parallel.fixed_order import FixedOrderReduceScatter, sum_in_place
+from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
 from quartet.train.parallel.mesh import REPLICATE, SHARD, Mesh
 from quartet.train.parallel.tensors import local
 from quartet.weights.gather import gather
@@ -144,7 +144,7 @@ class ShardedModel(nn.Module):
         replica, group = self.mesh.device_mesh.get_local_rank(REPLICATE), self.mesh.group(REPLICATE)
         for partial_sum in (found._partial_reduce_output for found in _fsdp_groups(self)):
             if partial_sum is not None:
-                sum_in_place(partial_sum, group)
+                sum_in_order(partial_sum, group)
                 if replica:
                     partial_sum.zero_()
         self._fsdp.set_requires_all_reduce(True)
@@ -217,6 +217,12 @@ def free_gathered(packed: PackedModel) -> None:
             module.reshard()
 
 
+def stays_on_host(packed: PackedModel) -> bool:
+    """Whether the model was sharded with ``on_host``."""
+    root = sharded(packed)
+    return root is not None and any(p.offload_to_cpu for group in _fsdp_groups(root) for p in group.fsdp_params)
+
+
 def gathered_from(packed: PackedModel) -> list[Tensor]:
     """The memory that torch gathers parameters from: flat views of this rank's shards and of what fills them up to
     equal sizes; none where the model is not sharded."""
@@ -225,11 +231,15 @@ def gathered_from(packed: PackedModel) -> list[Tensor]:
     return [parameter._sharded_param_data for group in groups for parameter in group.fsdp_params]
 
 
-def shard_model(packed: PackedModel, mesh: Mesh) -> ShardedModel:
+def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> ShardedModel:
     """Shares out the weights of ``packed`` over ``mesh``; all ranks call it, with equal weights or on the meta device.
 
     Call it once the model is probed and adapted, and ``freeze`` before it if it is never trained. Parameters are
     DTensors of the same names from then on.
+
+    Args:
+        on_host: shards, their gradients and so the optimizer stay in host memory, where the optimizer computes; on the
+            device is what a layer gathers.
     """
     found = sharded(packed)
     if found is not None:
@@ -244,6 +254,10 @@ def shard_model(packed: PackedModel, mesh: Mesh) -> ShardedModel:
     whole = MixedPrecisionPolicy(cast_forward_inputs=False)
     half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh.device_mesh}
+    if on_host:
+        on_gpu = mesh.device_mesh.device_type == "cuda"
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        packed.computes_on = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     whole_weights = list(packed.model.parameters())
     former = None if any(p.is_meta for p in whole_weights) else fingerprint(whole_weights)
     root = ShardedModel(packed, mesh, former)
@@ -262,8 +276,11 @@ def shard_model(packed: PackedModel, mesh: Mesh) -> ShardedModel:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True)
-            if mesh.fixed_order:
-                module.set_custom_reduce_scatter(FixedOrderReduceScatter())
+            on_cpu = mesh.device_mesh.device_type == "cpu"
+            if on_cpu:
+                module.set_custom_all_gather(DirectAllGather())
+            if on_cpu or mesh.fixed_order:
+                module.set_custom_reduce_scatter(OrderedReduceScatter())
     root.watch()
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()
@@ -290,7 +307,7 @@ def clip_sharded_gradients(parameters: Iterable[nn.Parameter], max_norm: float, 
     """As ``clip_gradients`` for gradients of which every rank has its part; the same number on all ranks."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     own = nn.utils.get_total_norm([g for g in gradients if g.numel()]) if gradients else torch.zeros(())
-    own = own.to(torch.float64).reshape(1)
+    own = own.to(mesh.device_mesh.device_type, torch.float64).reshape(1)
     norms = [torch.empty_like(own) for _ in range(mesh.shard)]
     dist.all_gather(norms, own, group=mesh.group(SHARD))
     norm = float(torch.linalg.vector_norm(torch.cat(norms)))

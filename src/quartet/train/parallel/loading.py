@@ -31,7 +31,7 @@ from quartet.models.loading import fresh_head
 from quartet.models.lora import digest_of
 from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.weight_files import StoredTensor, stored_tensors
-from quartet.train.parallel.fsdp import sharded
+from quartet.train.parallel.fsdp import sharded, stays_on_host
 from quartet.train.parallel.tensors import local, local_slices, write_part
 from quartet.weights.gather import gathered
 
@@ -47,7 +47,7 @@ def load_shares(
 
     Args:
         source: a model directory or hub name; or whole tensors by the names that files would have.
-        device: where the model's parameters and buffers go; where FSDP keeps parameters on the host, the host.
+        device: where the model computes; its parameters go there, too, unless ``shard_model`` left them on the host.
         seed: of what the files do not have: fresh adapters, and a scalar head beside the body of a causal LM, which
             has the bits that ``scalar_model_from`` gives it.
 
@@ -59,8 +59,7 @@ def load_shares(
     twin = meta_twin(model)
     with _together(model), torch.no_grad():
         if next(model.parameters()).is_meta:
-            # The root, since torch notes there which memory it gathers from.
-            (sharded(packed) or model).to_empty(device=device or torch.device("cpu"))
+            _allocate(packed, device or torch.device("cpu"))
         # Adapters have no place in the files: without them the model has the files' names.
         with packed.without_adapters():
             tensors = model.state_dict(keep_vars=True)
@@ -74,6 +73,16 @@ def load_shares(
         if packed.adapters is not None:
             packed.adapters.digest = gathered_digest
             packed.adapters.reset(seed, write_part)
+
+
+def _allocate(packed: PackedModel, device: torch.device) -> None:
+    """Memory for what is on the meta device: parameters of this rank's shards, and buffers."""
+    # The root, since torch notes there which memory it gathers from.
+    (sharded(packed) or packed.model).to_empty(device=torch.device("cpu") if stays_on_host(packed) else device)
+    for module in packed.model.modules():
+        module._buffers.update({n: b.to(device) for n, b in module._buffers.items() if b is not None})
+    if device.type != "cpu":
+        packed.unfuse()
 
 
 def gathered_digest(named: Iterable[tuple[str, Tensor]]) -> str:
