@@ -1,4 +1,6 @@
-"""Workers are killed in the middle of their work; the run replaces them and ends as if nobody had died."""
+"""Workers are killed in the middle of their work; the run replaces them and ends as if none had died. Actor and critic
+are each held by two of them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ PLACEMENT = {
     "type": "pipelined",
     "pools": {
         "engine": {"roles": ["rollout"]},
-        "trained": {"roles": ["actor", "critic"]},
+        "trained": {"roles": ["actor", "critic"], "processes": 2},
         "frozen": {"roles": ["reference", "reward"], "processes": 2},
     },
 }
@@ -90,6 +92,8 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Death]], Killer]:
 def recipe_of(recipes: Any, name: str, *, max_restarts: int, **changes: Any) -> dict[str, Any]:
     cluster = {"type": "ray", "cpus_per_process": 0.1, "max_restarts": max_restarts}
     content: dict[str, Any] = recipes["rl"](output_dir=name, placement=PLACEMENT, cluster=cluster, **changes)
+    for role in ("actor", "critic"):
+        content[role] = {**content.get(role, {}), "sharding": {"shard": 2}}
     return content
 
 
@@ -109,7 +113,7 @@ DEATHS = [
     Death("rollout", "run_steps", after=1),  # in the middle of generation
     Death("reward_model", "forward", after=2, ranks=(0, 1)),  # the whole pool
     Death("actor", "update", after=1),  # between two consistent points
-    Death("actor", "update", after=1),  # in a step after one that was not saved: engines have newer weights already
+    Death("actor", "update", after=1, ranks=(1,)),  # in a step after one that was not saved: engines have newer weights already
 ]
 SAVING = [
     Death("critic", "save_checkpoint", after=0),  # while the states are copied
