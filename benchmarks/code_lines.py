@@ -1,8 +1,8 @@
-"""Lines of code by folder: without blank lines, comments and docstrings.
+"""Code by folder: files, lines of code (without blanks, comments, docstrings), statements, lengths of files and functions.
 
     python benchmarks/code_lines.py [TREE ...]
 
-A tree is a checkout; the default is this one. Several stand side by side.
+A tree is a checkout; the default is this one. Several stand below each other.
 """
 
 from __future__ import annotations
@@ -11,45 +11,98 @@ import argparse
 import ast
 import io
 import tokenize
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 _NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
-def code_lines(source: str) -> int:
-    """Lines that hold code; those of a string that spans several count, unless it stands alone as docstrings do."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NOT_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(lines)
+@dataclass(frozen=True)
+class Module:
+    """What a file holds.
+
+    Attributes:
+        length: all of its lines.
+        code: lines that hold code; those of a string that spans several count, unless it stands alone as docstrings do.
+        comments: lines with a comment.
+        statements: without docstrings.
+        functions: all lines of each.
+    """
+
+    length: int
+    code: int
+    comments: int
+    statements: int
+    functions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, source: str) -> Module:
+        lines, comments = set[int](), set[int]()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                comments.add(token.start[0])
+            if token.type not in _NOT_CODE:
+                lines.update(range(token.start[0], token.end[0] + 1))
+        tree = ast.parse(source)
+        docstrings = [node for node in ast.walk(tree) if _is_docstring(node)]
+        for node in docstrings:
+            lines.difference_update(_lines(node))
+        statements = sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - len(docstrings)
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        lengths = tuple(len(_lines(function)) for function in functions)
+        return cls(len(source.splitlines()), len(lines), len(comments), statements, lengths)
 
 
-def by_folder(tree: Path) -> Counter[str]:
-    """Folder of ``src/quartet`` → lines; ``.`` for the files beside the folders, ``tests`` for all tests."""
-    found: Counter[str] = Counter()
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _lines(node: ast.AST) -> range:
+    first, last = node.lineno, node.end_lineno
+    return range(first, last + 1)
+
+
+def by_folder(tree: Path) -> Iterator[tuple[str, list[Module]]]:
+    """Folders of ``src/quartet`` (``.`` for the files beside them), all of them as ``src``, and ``tests``."""
     package = tree / "src" / "quartet"
+    found: dict[str, list[Module]] = defaultdict(list)
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).parts
-        found[parts[0] if len(parts) > 1 else "."] += code_lines(path.read_text(encoding="utf-8"))
-    for path in (tree / "tests").rglob("*.py"):
-        found["tests"] += code_lines(path.read_text(encoding="utf-8"))
-    return found
+        found[parts[0] if len(parts) > 1 else "."].append(Module.of(path.read_text(encoding="utf-8")))
+    yield from sorted(found.items())
+    yield "src", [module for of_folder in found.values() for module in of_folder]
+    yield "tests", [Module.of(path.read_text(encoding="utf-8")) for path in (tree / "tests").rglob("*.py")]
+
+
+def row(name: str, modules: Sequence[Module]) -> str:
+    files = [module.length for module in modules if module.length]
+    functions = [length for module in modules for length in module.functions] or [0]
+    figures = [
+        len(modules),
+        sum(module.code for module in modules),
+        sum(module.statements for module in modules),
+        sum(module.comments for module in modules),
+        round(median(files or [0])),
+        max(files or [0]),
+        round(median(functions)),
+        sorted(functions)[len(functions) * 99 // 100],
+        max(functions),
+    ]
+    return f"| {name} | " + " | ".join(f"{figure:,}" for figure in figures) + " |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", type=Path, nargs="*", default=[Path(__file__).parents[1]])
-    trees = [by_folder(tree) for tree in parser.parse_args().trees]
-    folders = sorted({folder for tree in trees for folder in tree} - {"tests"})
-    for folder in folders:
-        print(f"{folder:12s}", *(f"{tree[folder]:7d}" for tree in trees))
-    print(f"{'src':12s}", *(f"{sum(tree[folder] for folder in folders):7d}" for tree in trees))
-    print(f"{'tests':12s}", *(f"{tree['tests']:7d}" for tree in trees))
+    for tree in parser.parse_args().trees:
+        print(f"\n{tree}\n")
+        print("| | files | lines | statements | comments | median file | longest | median function | 99 % | longest |")
+        print("|---|" + "---|" * 9)
+        for name, modules in by_folder(tree):
+            print(row(name, modules))
 
 
 if __name__ == "__main__":
