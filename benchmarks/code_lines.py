@@ -1,4 +1,4 @@
-"""Code by folder: files, lines of code (without blanks, comments, docstrings), statements, lengths of files and functions.
+"""Code by folder: files, lines (without blanks, comments, docstrings), statements, lengths of files and functions.
 
     python benchmarks/code_lines.py [TREE ...]
 
