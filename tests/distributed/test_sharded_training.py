@@ -52,6 +52,33 @@ def test_outputs_gradients_and_updates_are_those_of_one_process(
             assert all(torch.equal(other["weights"][n], values) for n, values in found["weights"].items()), case
 
 
+def test_bf16_is_autocast_over_fp32_weights(tolerances: dict[torch.dtype, tuple[float, float]]) -> None:
+    """To the bit forward. Other packs than in one process round otherwise, on the scale of the gradient's largest
+    number; reward models, whose packs are the same here, differ by what fp32 rounds.
+    """
+    torch.set_num_threads(1)
+    options: list[tuple[str, Any, bool]] = [
+        ("sft", False, False),
+        ("reward", True, False),
+        ("ppo-actor", "selective", True),
+    ]
+    cases = [
+        ranks.Case(name, 2, 1, recompute=recompute, lora=lora, dtype=torch.float32, precision="bf16")
+        for name, recompute, lora in options
+    ]
+    results = rank_forks.run_ranks(2, ranks.all_trained, cases)[0]
+    for case in cases:
+        found, expected = results[case], ranks.trained(case.alone)
+        assert all(torch.equal(found["outputs"][n], values) for n, values in expected["outputs"].items()), case
+        assert found["gradients"].keys() == expected["gradients"].keys()
+        largest = max(float(values.abs().max()) for values in expected["gradients"].values())
+        _, rtol = tolerances[torch.float32 if case.objective == "reward" else torch.bfloat16]
+        for name, values in expected["gradients"].items():
+            assert found["gradients"][name].dtype == torch.float32
+            difference = float((found["gradients"][name] - values).abs().max())
+            assert difference <= rtol * largest, f"{case} {name}: {difference} of {largest}"
+
+
 def test_sums_are_taken_in_the_order_of_the_ranks() -> None:
     for found in rank_forks.run_ranks(4, ranks.summed_in_order):
         assert all(torch.equal(actual, expected) for actual, expected in found)

@@ -113,7 +113,9 @@ DEATHS = [
     Death("rollout", "run_steps", after=1),  # in the middle of generation
     Death("reward_model", "forward", after=2, ranks=(0, 1)),  # the whole pool
     Death("actor", "update", after=1),  # between two consistent points
-    Death("actor", "update", after=1, ranks=(1,)),  # in a step after one that was not saved: engines have newer weights already
+    Death(
+        "actor", "update", after=1, ranks=(1,)
+    ),  # in a step after one that was not saved: engines have newer weights already
 ]
 SAVING = [
     Death("critic", "save_checkpoint", after=0),  # while the states are copied

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from quartet.config import UserError
 from quartet.models.packed_model import PackedModel, decoder_layers
 from quartet.models.saving import Gather
 from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
@@ -240,10 +241,19 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
     Args:
         on_host: shards, their gradients and so the optimizer stay in host memory, where the optimizer computes; on the
             device is what a layer gathers.
+
+    Raises:
+        UserError: this torch is too old.
     """
     found = sharded(packed)
     if found is not None:
         return found
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise UserError(
+            "models of several processes need torch 2.13 or newer",
+            found=f"torch {torch.__version__}",
+            remedy="install it, or use one process",
+        )
     trains = any(p.requires_grad for p in packed.model.parameters())
     halved = packed.precision == "bf16" and trains
     if halved and packed.adapters is not None:
