@@ -116,9 +116,11 @@ def test_remarks_are_those_of_the_workers(
 
 
 def test_the_reference_takes_over_weights_between_workers(
-    ray_cluster: Any, world: Any, recipes: Any, same_run: Any, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: Any, world: Any, recipes: Any, same_run: Any, metrics_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Iterative DPO with the reference in a pool of its own: nothing as large as a model comes to the driver."""
+    """Iterative DPO with the reference in a pool of its own: nothing as large as a model comes to the driver. Also
+    where both are in parts.
+    """
     pools = {"policy": {"roles": ["rollout", "actor"]}, "frozen": {"roles": ["reference"]}}
     placed = {**PLACED, "placement": {"type": "pipelined", "pools": pools}}
     asked = RemoteGroup.call
@@ -128,11 +130,19 @@ def test_the_reference_takes_over_weights_between_workers(
         return await asked(self, method, *args, **options)
 
     monkeypatch.setattr(RemoteGroup, "call", call)
-    for name, section in (("refresh-serial", {}), ("refresh-ray", placed)):
+    cut = {**placed, "placement": {"type": "pipelined", "pools": {n: {**pools[n], "processes": 2} for n in pools}}}
+    for name, section in (("refresh-serial", {}), ("refresh-ray", placed), ("refresh-cut", cut)):
         content = recipes["rl"]("online_dpo", output_dir=name, steps=3, minibatches=1, **section)
         content["algorithm"]["refresh_steps"] = 2
+        if section is cut:
+            content["actor"]["sharding"] = content.setdefault("reference", {})["sharding"] = {"shard": 2}
         RLTrainer(RLRecipe.model_validate(content)).train()
     same_run(Path("refresh-serial"), Path("refresh-ray"))
+    whole, parts = (metrics_of(Path(name))[-1] for name in ("refresh-serial", "refresh-cut"))
+    figures = [name for name in whole if name.startswith(("loss/", "reward/"))]
+    assert len(figures) > 2
+    for name in figures:
+        assert parts[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-5), name
 
 
 def test_an_adapter_alone_says_how_to_load_it(ray_cluster: Any, world: Any, recipes: Any) -> None:

@@ -128,13 +128,19 @@ class OneRank:
 
 @dataclass(frozen=True)
 class FirstRanks:
-    """Ranks 0 to ``num - 1`` are called, and the result of rank 0 returned."""
+    """Ranks 0 to ``num - 1`` are called, and the result of rank 0 returned.
+
+    Args:
+        awaits_all: otherwise only rank 0 is waited for, and its result can be passed on as a future.
+    """
 
     num: int
+    awaits_all: bool = True
 
     def plan(self, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
         calls = [Call(args, kwargs) if rank < self.num else None for rank in range(layout.world_size)]
-        return CallPlan(calls, range(self.num), lambda results, shares: results[0])
+        answers = range(self.num if self.awaits_all else 1)
+        return CallPlan(calls, answers, lambda results, shares: results[0])
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,10 @@ from quartet.train.checkpoint_old_format import model_state, training_state
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.offload import Offload, Store
+from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 from quartet.train.token_budget import TokenBudget
+from quartet.weights.gather import gathered
 
 _SEEN = "seen_token_ids"
 
@@ -77,12 +79,13 @@ class Described:
 
 
 def model_bytes(model: PackedModel) -> int:
-    return sum(p.numel() * p.element_size() for p in model.model.parameters())
+    """Of what is here of a model that several processes hold between them."""
+    return sum(local(p).nbytes for p in model.model.parameters())
 
 
 def train_bytes(model: PackedModel) -> int:
     """Gradients and two moments of the parameters that learn: all of them, or adapters."""
-    return 3 * sum(p.numel() * p.element_size() for p in model.model.parameters() if p.requires_grad)
+    return 3 * sum(local(p).nbytes for p in model.model.parameters() if p.requires_grad)
 
 
 class ModelWorker(Checkpointed, Offloadable):
@@ -107,9 +110,10 @@ class ModelWorker(Checkpointed, Offloadable):
 
     @dispatch(ONE_COPY)
     def weights(self) -> dict[str, Tensor]:
-        """The model's whole state, with its adapters merged, as copies."""
+        """The model's whole state, with its adapters merged, as copies in the first process of a copy."""
         with self.present(), self.packed.with_merged_adapters():
-            return {name: tensor.clone() for name, tensor in self.packed.model.state_dict().items()}
+            found = gathered(self.packed.model.state_dict().items())
+            return {name: tensor.clone() for name, tensor in found if tensor is not None}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Takes over what another model's ``weights`` gave."""
@@ -145,7 +149,11 @@ class ScoreWorker(ModelWorker):
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         with self.present():
-            self.packed.model.load_state_dict(weights)
+            own = self.packed.model.state_dict()
+            if own.keys() != weights.keys():
+                raise RuntimeError(f"weights of another model: {sorted(own.keys() ^ weights.keys())[:4]}")
+            for name, tensor in own.items():
+                write_part(tensor, weights[name])
 
     def checkpoint_state(self) -> dict[str, Any]:
         return {**model_tensors(self.packed.model.state_dict()), REST: {}}

@@ -132,10 +132,12 @@ class RemoteGroup(RoleGroup[W_co]):
         self, method: Callable[[W_co], R], to: RoleGroup[V_co], taken_by: Callable[[V_co, R], object]
     ) -> None:
         assert isinstance(to, RemoteGroup), "a run's workers are all here or all elsewhere"
-        first = OneRank(self.rank or 0)
+        first: DispatchMode = OneRank(self.rank or 0)
+        if isinstance(mode := self._mode(method.__name__), FirstRanks):
+            first = FirstRanks(mode.num, awaits_all=False)
         sent = self.group.call(RolesWorker.run_role, self.role, method.__name__, mode=first, blocking=False)
-        name, mode = taken_by.__name__, to._mode(taken_by.__name__)
-        await drained(to.group.call(RolesWorker.run_role, to.role, name, sent, mode=mode, blocking=False))
+        name, taking = taken_by.__name__, to._mode(taken_by.__name__)
+        await drained(to.group.call(RolesWorker.run_role, to.role, name, sent, mode=taking, blocking=False))
 
     async def leave(
         self, method: Callable[Concatenate[W_co, P], RaggedBatch], *args: P.args, **kwargs: P.kwargs
