@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -216,10 +217,15 @@ class Trainer:
         """Rank 1 stops before its second tensor; returns what the others say then."""
         progress = dist.FileStore(self.store + ".progress", self.world)
         watch = GatherWatchdog(progress, self.rank, self.world, timeout_s=2.0)
-        try:
-            for n, _ in enumerate(NamedSource(self.weights.items, watch=watch).tensors()):
-                if self.rank == 1 and n == 0:
+
+        def named() -> Iterator[tuple[str, Tensor]]:
+            for n, (name, tensor) in enumerate(self.weights.items()):
+                if self.rank == 1 and n == 1:
                     time.sleep(300)
+                yield name, tensor
+
+        try:
+            deque(NamedSource(named, watch=watch).tensors(), maxlen=0)
         except WeightSyncError as error:
             return error
         raise AssertionError("no rank is missing")

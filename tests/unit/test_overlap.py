@@ -73,7 +73,8 @@ def test_the_page_shows_what_the_benchmark_finds(overlap: Any) -> None:
 
 def test_the_pages_fragments_are_the_benchmarks(overlap: Any) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    fragments = {f["type"]: f for f in (yaml.safe_load(block)["placement"] for block in blocks)}
+    placements = [yaml.safe_load(block).get("placement") for block in blocks]
+    fragments = {placement["type"]: placement for placement in placements if placement is not None}
     assert fragments.keys() == overlap.PLACEMENTS.keys()
     adapter: TypeAdapter[Any] = TypeAdapter(PlacementConfig)
     for name, fragment in fragments.items():

@@ -36,7 +36,7 @@ def few_rows_differ(num_rows: int) -> Any:
 
 
 def test_the_processor_is_torchs() -> None:
-    found = cpu.cpu()
+    found = cpu.processor()
     assert found["capability"] == torch.backends.cpu.get_cpu_capability()
     assert found["threads"] == torch.get_num_threads() == 1
     assert found["torch"] == torch.__version__
@@ -104,7 +104,7 @@ def test_a_runs_record_says_it_and_a_resumed_run_is_told(tmp_path: Path) -> None
         pass
     path = tmp_path / "run" / "run.json"
     record = json.loads(path.read_text(encoding="utf-8"))
-    assert record["processor"] == cpu.cpu()
+    assert record["processor"] == cpu.processor()
     assert record["bit_equality"] == cpu.bit_equality()
     told: list[str] = []
     with RunDirectory(tmp_path / "run", recipe, resume=True, tell=told.append):

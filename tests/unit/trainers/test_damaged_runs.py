@@ -123,6 +123,7 @@ def test_records_of_an_rl_run_are_cut_back_to_the_checkpoint_that_is_used(
     tiny_rl: Any, digits: Any, tmp_path: Path
 ) -> None:
     values = {"steps": 3, "prompts_per_step": 2, "responses_per_prompt": 2, "algorithm": {"name": "grpo"}}
+    values["checkpoint"] = {"every_steps": 1}
     tiny_rl(tmp_path / "whole", digits, **values).train()
     path = Path(shutil.copytree(tmp_path / "whole", tmp_path / "run"))
     flip(path / "checkpoints" / "step_00000003" / "actor/__0_0.distcp", 9_000)

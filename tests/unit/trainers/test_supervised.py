@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from quartet.config import UserError
 from quartet.config.common import OptimConfig, TrainConfig
 from quartet.config.recipe import CheckpointConfig, LogConfig, ProcessRewardRecipe, RewardModelRecipe, SFTRecipe
+from quartet.train.engine import TrainEngine
 from quartet.trainers.process_reward import ProcessRewardTrainer
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.sft import SFTTrainer, SFTWorker
@@ -167,32 +170,27 @@ def test_without_model_or_data_there_is_nothing_to_do(tokenizer: Any, causal_lm:
     assert not (tmp_path / "run").exists()
 
 
-class OtherRank:
-    """A second rank that is always where this one is; keeps what it is told."""
-
-    rank, size = 0, 2
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-
-    def gather(self, report: Any) -> list[Any]:
-        self.told.append(report)
-        return [report, report]
-
-
 def test_a_rank_that_cannot_make_its_batch_says_so_to_the_others(
-    causal_lm: Any, tokenizer: Any, demonstrations: Any
+    causal_lm: Any, tokenizer: Any, demonstrations: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are in the update already, and would wait for it."""
-    other: Any = OtherRank()
-    given = Given(causal_lm(), tokenizer, demonstrations)
-    worker = SFTWorker(SFTRecipe(steps=2), given, torch.device("cpu"), other)
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def reporting(engine: TrainEngine[Any]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+            raise
 
     def broken(step: int) -> Any:
         raise ValueError(f"no rows of step {step}")
 
-    worker._batch = broken  # type: ignore[method-assign]
+    monkeypatch.setattr(TrainEngine, "reporting_failures", reporting)
+    worker = SFTWorker(SFTRecipe(steps=2), Given(causal_lm(), tokenizer, demonstrations), torch.device("cpu"))
+    monkeypatch.setattr(worker, "_batch", broken)
     with pytest.raises(ValueError):
         worker.step(1)
-    assert [report.failure for report in other.told] == ["ValueError: no rows of step 1"]
+    assert told == ["ValueError: no rows of step 1"]
     worker.release()
