@@ -109,8 +109,10 @@ def test_the_drivers_memory_does_not_grow_with_what_passes_by(spread: WorkerGrou
     for _ in range(3):
         assert spread.size(spread.large(size)) == size
     assert resident() - before < size // 10
-    assert spread.large(size).result().nbytes == size
-    assert resident() - before > size // 2, "asked for, it does come: the measurement sees it"
+    # Three, as one may find room that this process has from before.
+    held = [spread.large(size).result() for _ in range(3)]
+    assert sum(array.nbytes for array in held) == 3 * size
+    assert resident() - before > size, "asked for, they do come: the measurement sees it"
 
 
 def test_what_the_cluster_cannot_grant_is_refused_with_what_it_has(spread: WorkerGroup) -> None:

@@ -169,9 +169,8 @@ def test_a_signal_saves_and_says_how_to_go_on(
     if job == "sft":
         # A run of milliseconds is over before a signal reaches it.
         command += ["steps=4000", "checkpoint.every_steps=4000"]
-        status, output = _interrupted(world, processes, name, 1, number, *command)
-    else:
-        status, output = _interrupted(world, processes, name, 2, number, *command)
+    # The first row can be from before the first step, when there is nothing to save.
+    status, output = _interrupted(world, processes, name, 2, number, *command)
     assert status == 128 + number, output
     assert f"go on with: quartet {' '.join(command)}" in output and "--resume" in output
     run = world.path / "runs" / name
