@@ -127,7 +127,12 @@ class ModelLoader:
 
     @cached_property
     def codec(self) -> TextCodec:
-        return TextCodec.of(self.tokenizer, self.actor_model.generation_config)
+        """Of the policy's texts, for which its weights are not loaded."""
+        found: PreTrainedModel | None = vars(self).get("actor_model")
+        if found is None:
+            load = partial(load_causal_lm, empty=True)
+            found = resolve_model(self.recipe.actor.model, self.objects.model, load, "actor.model")
+        return TextCodec.of(self.tokenizer, found.generation_config)
 
     @cached_property
     def actor(self) -> PackedCausalLM:
