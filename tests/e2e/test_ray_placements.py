@@ -190,7 +190,7 @@ def test_an_actor_in_parts_trains_while_engines_run_ahead(
     placement = {"type": "asynchronous", "max_staleness": 1, "pools": pools}
     recipe = recipes["rl"]("grpo", output_dir="ahead", steps=3, placement=placement, cluster=RAY)
     recipe["algorithm"] |= {"kl": {"coef": 0.05}, "off_policy": {"level": "token", "mode": "truncate", "cap": 2.0}}
-    recipe["actor"]["sharding"] = recipe.setdefault("reference", {})["sharding"] = {"shard": 2}
+    recipe["actor"]["sharding"] = recipe.setdefault("reference", {})["sharding"] = {"shard": 2, "fixed_order": True}
     found = quartet("rl", world.recipe("ahead", recipe))
     assert found.status == 0, found.err
     rows = metrics_of(Path("ahead"))

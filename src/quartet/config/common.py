@@ -113,6 +113,9 @@ class ShardingConfig(Strict):
     shard: Processes = Field(
         1, ge=1, description="Processes that hold one copy between them, each a share of every weight."
     )
+    fixed_order: bool = Field(
+        False, description="Sum gradients in the order of the ranks: bits that no communication library decides."
+    )
 
     def misfit(self, key: str, processes: int) -> str | None:
         """Why ``processes`` cannot hold a model that is cut so; None where they can.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from quartet.config.common import ShardingConfig
 from quartet.config.recipe import RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.schedule.model_worker import ScoreWorker, TrainWorker
@@ -24,20 +25,19 @@ from quartet.trainers.reward_sources import user_object_names
 TRAINED_ROLES = ("actor", "critic")
 
 
-def shards_of(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, int]:
-    """Role → processes that hold one copy of its model between them; roles that are not named have whole copies.
+def shardings(recipe: RLRecipe, *, shares_reference: bool) -> dict[str, ShardingConfig]:
+    """Role → how its processes hold its model; of roles that are not named each process has a whole copy.
 
     Args:
         shares_reference: the reference of a LoRA actor is that actor without its adapters.
     """
     is_actor = shares_reference and recipe.reference.path is None and recipe.actor.train.lora is not None
-    sections = {
+    return {
         "actor": recipe.actor.sharding,
         "critic": recipe.critic.sharding,
         "reference": recipe.actor.sharding if is_actor else recipe.reference.sharding,
         **{source.name: source.sharding for source in model_rewards(recipe)},
     }
-    return {role: sharding.shard for role, sharding in sections.items()}
 
 
 def model_rewards(recipe: RLRecipe) -> list[ModelReward | ProcessModelReward]:
@@ -51,22 +51,22 @@ class Meshes:
 
     Args:
         group: the processes that have these roles together; None where this one is alone.
-        shards: as of ``shards_of``.
+        of_role: as of ``shardings``.
     """
 
-    def __init__(self, group: DataParallelGroup | None, shards: Mapping[str, int]) -> None:
+    def __init__(self, group: DataParallelGroup | None, of_role: Mapping[str, ShardingConfig]) -> None:
         self._group = group
-        self._shards = shards
-        self._made: dict[int, Mesh] = {}
+        self._of_role = of_role
+        self._made: dict[ShardingConfig, Mesh] = {}
 
     def __call__(self, role: str) -> Mesh | None:
         """None where every process works with a model of its own: one that is not trained, and not cut."""
-        shard = self._shards.get(role, 1)
-        if self._group is None or (shard == 1 and role not in TRAINED_ROLES):
+        sharding = self._of_role.get(role, ShardingConfig())
+        if self._group is None or (sharding.shard == 1 and role not in TRAINED_ROLES):
             return None
-        if shard not in self._made:
-            self._made[shard] = Mesh.of(self._group, shard=shard)
-        return self._made[shard]
+        if sharding not in self._made:
+            self._made[sharding] = Mesh.of(self._group, shard=sharding.shard, fixed_order=sharding.fixed_order)
+        return self._made[sharding]
 
 
 class ShardedModels:

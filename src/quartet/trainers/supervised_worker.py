@@ -300,5 +300,6 @@ class SupervisedProcess(RolesWorker):
         self, kind: type[SupervisedWorker[Any, Any, Any]], recipe: SupervisedRecipe, given: Given, directory: str
     ) -> None:
         group = enter_process(self, recipe, directory, is_group=self.world_size > 1)
-        mesh = Mesh.of(group, shard=recipe.sharding.shard) if group is not None else None
+        shard, fixed_order = recipe.sharding.shard, recipe.sharding.fixed_order
+        mesh = Mesh.of(group, shard=shard, fixed_order=fixed_order) if group is not None else None
         self.roles = {"model": kind(recipe, given, worker_device(self.device, recipe), mesh)}

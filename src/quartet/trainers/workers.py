@@ -43,7 +43,7 @@ from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_sources import user_object_names
 from quartet.trainers.roles import RLRoles, refresh_steps
-from quartet.trainers.sharded_models import TRAINED_ROLES, Meshes, ShardedModels, shards_of
+from quartet.trainers.sharded_models import TRAINED_ROLES, Meshes, ShardedModels, shardings
 
 WRITER_ROLE = "writer of rollouts"
 """Among the roles of a process; no reward model can be called that, as their names have no spaces."""
@@ -152,18 +152,15 @@ class PoolWorker(RolesWorker):
     ) -> None:
         names = roles_in(placement, pool)
         device, shares = worker_device(self.device, recipe), shares_reference(placement)
-        shards = shards_of(recipe, shares_reference=shares)
-        is_group = self.world_size > 1 and any(role in TRAINED_ROLES or shards.get(role, 1) > 1 for role in names)
-        meshes = Meshes(enter_process(self, recipe, directory, is_group=is_group), shards)
+        of_role = shardings(recipe, shares_reference=shares)
+        cut_roles = {role for role, sharding in of_role.items() if sharding.shard > 1}
+        is_group = self.world_size > 1 and not cut_roles.union(TRAINED_ROLES).isdisjoint(names)
+        meshes = Meshes(enter_process(self, recipe, directory, is_group=is_group), of_role)
         loader = ModelLoader(
             recipe, objects, device=device, moves_user_models=True, shares_reference=shares, meshes=meshes
         )
         cut = ShardedModels(recipe, objects, device, meshes, shares_reference=shares)
         self.roles: dict[str, ModelWorker | NativeRolloutWorker | Writer] = {}
-
-        def is_cut(role: str) -> bool:
-            mesh = meshes(role)
-            return mesh is not None and mesh.shard > 1
 
         # Each leaves before the next one comes; those that others start from come last: a critic may start as a copy
         # of a reward model, everything else as one of the actor.
@@ -171,11 +168,11 @@ class PoolWorker(RolesWorker):
         for role in sorted(names, key=lambda name: order.get(name, 2)):
             worker: ModelWorker | NativeRolloutWorker
             if role == "rollout":
-                is_own = "actor" not in names or is_cut("actor")
+                is_own = "actor" not in names or "actor" in cut_roles
                 shared = shares_actor(recipe, placement) and not is_own
                 worker = rollout_worker(recipe, loader.actor, loader.codec, shares_actor=shared, is_own=is_own)
             else:
-                worker = (cut if is_cut(role) else loader).worker(role, ptx)
+                worker = (cut if role in cut_roles else loader).worker(role, ptx)
             if isinstance(worker, TrainWorker) and "rollout" in names:
                 worker.sends_everywhere = True
             if placement.pool(pool).budget_bytes is not None:
@@ -394,11 +391,12 @@ class RayRunWorkers(RunWorkers):
 
     def _connect(self) -> None:
         home = self.placement.pool_of
-        shards = shards_of(self.recipe, shares_reference=shares_reference(self.placement))
+        of_role = shardings(self.recipe, shares_reference=shares_reference(self.placement))
         for role in home:
             if role != "rollout":
                 kind: type[ModelWorker] = TrainWorker if role in TRAINED_ROLES else ScoreWorker
-                self.models[role] = RemoteGroup(self._groups[home[role]], role, kind, shard=shards.get(role, 1))
+                shard = of_role[role].shard if role in of_role else 1
+                self.models[role] = RemoteGroup(self._groups[home[role]], role, kind, shard=shard)
         self.writer = RemoteGroup(self._groups[home["actor"]], WRITER_ROLE, Writer, 0)
         group = self._groups[home["rollout"]]
         self.engines = [RemoteGroup(group, "rollout", NativeRolloutWorker, rank) for rank in range(group.world_size)]
