@@ -235,15 +235,34 @@ def forward_passes(mesh: Mesh) -> Any:
     return differences
 
 
+def fails_before_an_update(mesh: Mesh) -> Any:
+    """A forward-only pass, for which a sequence of the odd rank is too long, is part of what goes before an update."""
+    engine, batch = engine_on(mesh), make_batch()
+    engine.forward_budget.tokens = 4 if mesh.data.rank == ODD else 50
+
+    def update() -> None:
+        with engine.reporting_failures():
+            engine.forward(batch, Needs(logprobs=True))
+        engine.train_step(batch, SFTObjective())
+
+    begun = time.monotonic()
+    raised, seconds = outcome(update), time.monotonic() - begun
+    return raised, seconds, engine.train_step(batch, SFTObjective())
+
+
 CASES: list[Callable[[Mesh], Any]] = [
     nothing_to_do, not_finite, begun_differently, failures, out_of_memory, never_enough_memory, come_apart, unused,
-    forward_passes,
+    forward_passes, fails_before_an_update,
 ]  # fmt: skip
 
 
 def all_cases(shard: int) -> dict[str, Any]:
     mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard)
     return {"is_cut": mesh.shard > 1, **{case.__name__: case(mesh) for case in CASES}}
+
+
+def fails_in_one_copy() -> Any:
+    return fails_before_an_update(Mesh.of(DataParallelGroup.of_world(), shard=2))
 
 
 # In processes of their own -------------------------------------------------------------------------------

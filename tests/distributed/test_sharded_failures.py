@@ -85,6 +85,22 @@ def test_forward_passes_need_not_be_equally_many(results: Results) -> None:
     assert all(set(shapes.values()) == {(0,)} for shapes in none.values())
 
 
+def assert_told(found: list[tuple[str, float, Any]]) -> None:
+    """All have raised at once that, or what, the odd rank did, and go on together."""
+    for rank, (raised, seconds, after) in enumerate(found):
+        expected = "UserError: a sequence is longer" if rank == ranks.ODD else "RankFailed: another rank failed"
+        assert raised.startswith(expected) and "a sequence is longer than train.forward_token_budget" in raised
+        assert seconds < 20 and after == found[0][2]
+
+
+def test_a_failure_in_a_pass_before_an_update_is_told_to_all(results: Results) -> None:
+    assert_told([result["fails_before_an_update"] for result in results])
+
+
+def test_a_failure_in_a_pass_of_one_copy_is_told_to_all() -> None:
+    assert_told(rank_forks.run_ranks(4, ranks.fails_in_one_copy))
+
+
 @pytest.mark.parametrize("shard", [1, 3])
 def test_a_process_that_is_gone_stops_the_others(shard: int) -> None:
     first, odd, last = rank_forks.run_ranks(3, ranks.lost, shard, True)

@@ -74,12 +74,19 @@ class RankExchange:
 
     @contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """A failure inside is told to the other ranks before it goes on, so that they do not wait for this one."""
+        """A failure inside is told to the other ranks before it goes on, so that they do not wait for this one.
+
+        Within another one for the same ranks it leaves that to the outer one. Within one for more ranks both tell it.
+        """
+        if self.data.is_reporting:
+            yield
+            return
+        self.data.is_reporting = True
         try:
             yield
-        except RankFailed:
-            raise  # All others know it, too.
         except (Exception, SystemExit) as error:  # Whatever a rank fails of, the others must not wait for it.
+            if isinstance(error, RankFailed) and set(self.data.ranks) <= set(error.known_to):
+                raise
             is_broken = _is_broken(error)
             try:
                 reports = self.data.gather(Report(failure=_summary(error), is_broken=is_broken))
@@ -88,8 +95,10 @@ class RankExchange:
                     raise unreachable from error
             else:
                 if is_broken:
-                    raise RankFailed(self._told(reports)) from error
+                    raise self._rank_failed(reports) from error
             raise
+        finally:
+            self.data.is_reporting = False
 
     # Updates ---------------------------------------------------------------------------------------------
 
@@ -211,15 +220,15 @@ class RankExchange:
     def _exchange(self, report: Report) -> list[Report]:
         reports = self.data.gather(report)
         if any(found.failure is not None for found in reports):
-            raise RankFailed(self._told(reports))
+            raise self._rank_failed(reports)
         return reports
 
-    def _told(self, reports: Sequence[Report]) -> str:
-        """What the failed ranks say; those whose collectives were broken by others only where nothing else is known."""
+    def _rank_failed(self, reports: Sequence[Report]) -> RankFailed:
+        """With what the failed ranks say; those that failed through others only where nothing else is known."""
         failed = [(rank, found) for rank, found in enumerate(reports) if found.failure is not None]
         causes = [(rank, found) for rank, found in failed if not found.is_broken] or failed
         named = "; ".join(f"{self._name(rank)}: {found.failure}" for rank, found in causes)
-        return f"another rank failed in this update: {named}"
+        return RankFailed(f"another rank failed in this update: {named}", self.data.ranks)
 
     def _raise_out_of_memory(self, reports: Sequence[Report]) -> None:
         for rank, other in enumerate(reports):
@@ -231,8 +240,9 @@ class RankExchange:
 
 
 def _is_broken(error: BaseException) -> bool:
-    """Whether a collective failed: torch's own types of errors, and gloo's, which is a plain RuntimeError."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+    """Whether another rank is the cause: a collective failed with torch's own types of errors, or gloo's, which is a
+    plain RuntimeError."""
+    return isinstance(error, RankFailed | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _is_same(norm: float, other: float) -> bool:

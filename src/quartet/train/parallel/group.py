@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,10 +12,18 @@ T = TypeVar("T")
 
 
 class RankFailed(Exception):
-    """Another rank failed, or cannot be reached any more; this rank's model took no part in it."""
+    """Another rank failed, or cannot be reached any more; this rank's model took no part in it.
+
+    Args:
+        known_to: the ranks that are not to be told again.
+    """
 
     is_echo = True
     """Among failures of several ranks the other rank's is reported first."""
+
+    def __init__(self, message: str, known_to: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.known_to = tuple(known_to)
 
 
 class DataParallelGroup:
@@ -23,12 +31,19 @@ class DataParallelGroup:
 
     Args:
         group: their process group; the default group where it is None.
+
+    Attributes:
+        ranks: their numbers in the default group.
+        is_reporting: a failure of this rank will be told to the others by what has called what runs now.
     """
+
+    is_reporting = False
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.process_group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.ranks = list(range(self.size)) if group is None else dist.get_process_group_ranks(group)
 
     @classmethod
     def of_world(cls) -> DataParallelGroup:
@@ -51,4 +66,6 @@ class DataParallelGroup:
         try:
             yield
         except RuntimeError as error:
-            raise RankFailed(f"the other ranks of {self.size} cannot be reached any more: {error}") from error
+            raise RankFailed(
+                f"the other ranks of {self.size} cannot be reached any more: {error}", self.ranks
+            ) from error

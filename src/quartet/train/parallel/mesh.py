@@ -64,7 +64,7 @@ class Mesh:
             )
         if device_type is None:
             device_type = "cuda" if "nccl" in dist.get_backend(data.process_group) else "cpu"
-        ranks = torch.tensor(_ranks_of(data), dtype=torch.int).view(-1, shard)
+        ranks = torch.tensor(data.ranks, dtype=torch.int).view(-1, shard)
         replica, place = divmod(data.rank, shard)
         limit = time_limit if time_limit is not None else _time_limit(data, device_type)
         groups = [
@@ -96,11 +96,6 @@ class Mesh:
     def group(self, name: str) -> dist.ProcessGroup:
         """The ranks along one dimension that this rank is among."""
         return self.device_mesh.get_group(name)
-
-
-def _ranks_of(data: DataParallelGroup) -> list[int]:
-    group = data.process_group
-    return list(range(data.size)) if group is None else dist.get_process_group_ranks(group)
 
 
 def _time_limit(data: DataParallelGroup, device_type: str) -> timedelta | None:
