@@ -14,12 +14,14 @@ from torch import nn
 
 from quartet.config import UserError
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
+from quartet.train import forward
 from quartet.train.engine import LossTerm, TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
 from quartet.train.parallel.fsdp import shard_model, sharded
 from quartet.train.parallel.group import DataParallelGroup, RankFailed
 from quartet.train.parallel.mesh import Mesh
+from quartet.train.token_budget import TokenBudget
 from sharded_ranks import Case, full, make_batch, make_engine, make_model, policy
 
 ODD = 1
@@ -235,6 +237,24 @@ def forward_passes(mesh: Mesh) -> Any:
     return differences
 
 
+def forward_out_of_memory(mesh: Mesh) -> Any:
+    """Memory runs out once on the rank that has several micro-batches; the other has one that cannot be smaller."""
+    packed, batch, budget = PackedCausalLM(make_model("causal")), make_batch(), TokenBudget(50, "train.token_budget")
+    packed.freeze()
+    shard_model(packed, mesh)
+    is_odd = mesh.data.rank == ODD
+    own, computed = batch.select(range(5, 9) if is_odd else [4]), forward.compute
+
+    def once(*args: Any, **options: Any) -> Any:
+        forward.compute = computed
+        raise _no_memory()
+
+    if is_odd:
+        forward.compute = once
+    logprobs = forward_only(packed, own, Needs(logprobs=True), budget).token["logprobs"]
+    return budget.num_oom, budget.tokens, bool(logprobs.any())
+
+
 def fails_before_an_update(mesh: Mesh) -> Any:
     """A forward-only pass, for which a sequence of the odd rank is too long, is part of what goes before an update."""
     engine, batch = engine_on(mesh), make_batch()
@@ -252,7 +272,7 @@ def fails_before_an_update(mesh: Mesh) -> Any:
 
 CASES: list[Callable[[Mesh], Any]] = [
     nothing_to_do, not_finite, begun_differently, failures, out_of_memory, never_enough_memory, come_apart, unused,
-    forward_passes, fails_before_an_update,
+    forward_passes, forward_out_of_memory, fails_before_an_update,
 ]  # fmt: skip
 
 

@@ -85,6 +85,12 @@ def test_forward_passes_need_not_be_equally_many(results: Results) -> None:
     assert all(set(shapes.values()) == {(0,)} for shapes in none.values())
 
 
+def test_memory_of_one_rank_for_forward_passes_ends_no_other(results: Results) -> None:
+    first, odd = (result["forward_out_of_memory"] for result in results)
+    assert first == (0, 50, True)
+    assert odd[0] == 1 and odd[1] < 50 and odd[2]
+
+
 def assert_told(found: list[tuple[str, float, Any]]) -> None:
     """All have raised at once that, or what, the odd rank did, and go on together."""
     for rank, (raised, seconds, after) in enumerate(found):

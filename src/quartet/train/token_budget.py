@@ -14,6 +14,10 @@ from quartet.config import UserError
 T = TypeVar("T")
 
 
+class OutOfMemoryElsewhere(torch.OutOfMemoryError):
+    """Memory ran out on another rank, in work that ranks with budgets of their own do over again together."""
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an accelerator's or the host's memory ran out; torch's CPU allocator raises a plain RuntimeError."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -77,7 +81,7 @@ class TokenBudget:
             token_cost: as in ``plan_micro_batches``.
 
         Raises:
-            UserError: an atom is larger than the budget, or memory ran out at the smallest parts.
+            UserError: an atom is larger than the budget, or memory ran out here at the smallest parts.
         """
         while True:
             plans = plan_micro_batches(
@@ -88,6 +92,7 @@ class TokenBudget:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
+                is_elsewhere = isinstance(error, OutOfMemoryElsewhere)
                 failure = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             # Not before the handler has ended: until then its traceback holds the tensors of the failed attempt.
             if torch.cuda.is_initialized():
@@ -96,6 +101,8 @@ class TokenBudget:
                 _largest(batch, parts, share) for plan in plans for (batch, _), parts in zip(batches, plan, strict=True)
             )
             smallest = max(_largest(batch, atoms, share) for batch, atoms in batches)
+            if largest <= smallest and is_elsewhere:
+                continue  # The rank where it ran out has smaller parts, or raises.
             if largest <= smallest:
                 raise UserError(
                     f"memory ran out at the smallest micro-batch that {self.key} allows",

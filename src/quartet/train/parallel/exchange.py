@@ -31,7 +31,7 @@ from quartet.train.metrics import MetricSums, PlainSums
 from quartet.train.parallel.fsdp import ShardedModel, fingerprint
 from quartet.train.parallel.group import DataParallelGroup, RankFailed
 from quartet.train.parallel.tensors import local
-from quartet.train.token_budget import TokenBudget, is_out_of_memory
+from quartet.train.token_budget import OutOfMemoryElsewhere, TokenBudget, is_out_of_memory
 
 Plans = Sequence[Sequence[Sequence[int]]]
 
@@ -201,7 +201,7 @@ class RankExchange:
     @contextmanager
     def retrying_together(self) -> Iterator[None]:
         """Around forward-only passes, which ranks make with budgets of their own: where memory runs out on one rank,
-        ``torch.OutOfMemoryError`` on all.
+        ``torch.OutOfMemoryError`` on all, and ``OutOfMemoryElsewhere`` where there was enough.
 
         Raises:
             RankFailed: another rank failed.
@@ -213,7 +213,9 @@ class RankExchange:
             if not is_out_of_memory(error):
                 raise
             report = Report(out_of_memory=_summary(error))
-        self._raise_out_of_memory(self._exchange(report))
+        reports = self._exchange(report)
+        is_here = report.out_of_memory is not None
+        self._raise_out_of_memory(reports, torch.OutOfMemoryError if is_here else OutOfMemoryElsewhere)
 
     # Reports ---------------------------------------------------------------------------------------------
 
@@ -230,10 +232,10 @@ class RankExchange:
         named = "; ".join(f"{self._name(rank)}: {found.failure}" for rank, found in causes)
         return RankFailed(f"another rank failed in this update: {named}", self.data.ranks)
 
-    def _raise_out_of_memory(self, reports: Sequence[Report]) -> None:
+    def _raise_out_of_memory(self, reports: Sequence[Report], kind: type[Exception] = torch.OutOfMemoryError) -> None:
         for rank, other in enumerate(reports):
             if other.out_of_memory is not None:
-                raise torch.OutOfMemoryError(f"{self._name(rank)}: {other.out_of_memory}")
+                raise kind(f"{self._name(rank)}: {other.out_of_memory}")
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of {self.data.size}"
