@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from quartet.batch.partition import plan_micro_batches
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
@@ -24,6 +24,7 @@ from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceSca
 from quartet.train.parallel.group import DataParallelGroup
 from quartet.train.parallel.mesh import Mesh
 from quartet.train.preference_objectives import KTOObjective, PairwiseObjective, PreferenceObjective
+from tolerances import in_dtype
 
 VOCAB = 31
 RESPONSES = ((40, 2, 5), (1,), (3, 4, 6, 2), (17, 1))
@@ -47,14 +48,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float64, *, tied: bool = Fa
     if kind == "scalar":
         model = scalar_model_from(model, seed=0)
         nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
-    model = model.to(dtype)
-    for parent in list(model.modules()) if dtype == torch.float64 else []:
-        for name, child in parent.named_children():
-            if isinstance(child, LlamaRMSNorm):
-                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
-                norm.weight = child.weight
-                setattr(parent, name, norm)
-    return model
+    return in_dtype(model, dtype)
 
 
 def make_batch() -> RaggedBatch:
@@ -221,6 +215,15 @@ def all_trained(cases: list[Case]) -> dict[Case, dict[str, Any]]:
 def all_trained_twice(cases: list[Case]) -> list[Any]:
     """The weights of each case, trained twice on this rank."""
     return [[trained(case, mesh_of(case))["weights"] for _ in range(2)] for case in cases]
+
+
+def passes_of_two_ranks(batches: Any, budget: int, *, num_ranks: int, **options: Any) -> list[Any]:
+    """In the place of ``plan_micro_batches`` in one process: updates make the passes of two ranks, one by one."""
+    assert num_ranks == 1
+    if "forward" in options["budget_key"]:
+        return plan_micro_batches(batches, budget, num_ranks=1, **options)
+    both = plan_micro_batches(batches, budget, num_ranks=2, **options)
+    return [[[part for part in (*one, *other) if part] for one, other in zip(*both, strict=True)]]
 
 
 def summed_in_order() -> list[tuple[Tensor, Tensor]]:

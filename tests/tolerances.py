@@ -13,6 +13,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float64: (1e-10, 1e-9),
@@ -20,6 +22,22 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
     torch.float16: (2e-3, 2e-3),
     torch.bfloat16: (2e-2, 2e-2),
 }
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The Llama in ``dtype``; in fp64 with norms that compute in fp64 too.
+
+    transformers' own round to fp32 whatever the dtype, which would hide what fp64 is to show.
+    """
+    model = model.to(dtype)
+    for parent in list(model.modules()) if dtype == torch.float64 else []:
+        for name, child in parent.named_children():
+            if isinstance(child, LlamaRMSNorm):
+                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+    return model
+
 
 # Where a result's condition is not known ------------------------------------------------------------------
 #

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.common import OptimConfig, TrainConfig
@@ -18,6 +17,7 @@ from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import Numerics, PackedCausalLM, PackedScalarModel
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
+from tolerances import in_dtype
 
 VOCAB = 31
 
@@ -39,23 +39,8 @@ def models() -> dict[str, PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def make_model(models: dict[str, PreTrainedModel]) -> Callable[[str, torch.dtype], PreTrainedModel]:
-    """A copy of one of the models; in fp64 its norms run in fp64 too.
-
-    transformers' own round to fp32 whatever the dtype, which would hide what fp64 is to show.
-    """
-
-    def make(kind: str, dtype: torch.dtype) -> PreTrainedModel:
-        model = copy.deepcopy(models[kind]).to(dtype)
-        parents = list(model.modules()) if dtype == torch.float64 else []
-        for parent in parents:
-            for name, child in parent.named_children():
-                if isinstance(child, LlamaRMSNorm):
-                    norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
-                    norm.weight = child.weight
-                    setattr(parent, name, norm)
-        return model
-
-    return make
+    """A copy of one of the models; in fp64 its norms run in fp64 too."""
+    return lambda kind, dtype: in_dtype(copy.deepcopy(models[kind]), dtype)
 
 
 @pytest.fixture(scope="session")
