@@ -32,7 +32,7 @@ def digits(completions, **_):
 def shortness(prompts, completions, **_):
     return [-len(text) / 10 for text in completions]
 '''
-TIMES = ("memory/", "time/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
+TIMES = ("memory/", "throughput/", "time/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
 """Prefixes of figures that measure seconds, or what moved where: the only ones that may differ between equal runs."""
 
 

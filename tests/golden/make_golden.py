@@ -73,7 +73,7 @@ from quartet.trainers.rl import RLTrainer
 from quartet.trainers.sft import SFTTrainer
 
 PATH = Path(__file__).with_name("golden.json")
-TIMED = ("memory/", "time/", "time_s", "overlap/", "rollout/tokens_per_s")
+TIMED = ("memory/", "throughput/", "time/", "time_s", "overlap/", "rollout/tokens_per_s")
 TRAIN = TrainConfig(optim=OptimConfig(lr=3e-3, warmup_steps=2, schedule="cosine"))
 ADAPTERS = TRAIN.model_copy(update={"lora": LoRAConfig(rank=4, alpha=8.0)})
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, to
 from quartet.models.lora import Adapters, attach, refuse_wrapped
 from quartet.models.memory import align_storages
 from quartet.models.saving import Gather
+from quartet.models.work import ModelFlops, WorkCounter
 
 Precision = Literal["fp32", "bf16"]
 Numerics = Literal["fast", "exact"]
@@ -60,6 +61,7 @@ class PackedModel:
             states and head of a pack within one call, so that a model can be one whose weights must be brought first.
         gather: how its tensors become whole, where several ranks hold them between them.
         computes_on: the device, where the parameters are kept elsewhere.
+        work: what its passes computed.
 
     Raises:
         UserError: the model cannot run packed, or has foreign adapters in it.
@@ -95,6 +97,7 @@ class PackedModel:
             self._checkpointed = checkpoint_layers(self.body, selective=activation_checkpointing == "selective")
         self.one_call: Callable[..., Any] = _plain_call
         self.gather: Gather | None = None
+        self.work = WorkCounter()
 
     head: nn.Module
     computes_on: torch.device | None = None
@@ -114,19 +117,34 @@ class PackedModel:
 
     @cached_property
     def token_cost(self) -> int:
-        """What a token costs besides its attention, in tokens attended to: FLOPs by the shapes of the body's weights.
+        """What a token costs besides its attention, in tokens attended to, by FLOPs."""
+        return max(1, round(self.flops.token / self.flops.pair))
 
-        A product of a weight takes two FLOPs; a token attended to takes four for each feature of a layer's heads.
-        Of experts, which are stacked, those count that a token meets.
-        """
+    @cached_property
+    def flops(self) -> ModelFlops:
+        """By the shapes of the weights. A token attended to takes four for each feature of a layer's heads, whatever
+        window the layer has. Of experts, which are stacked, those count that a token meets."""
         config = self.model.config.get_text_config()
         embedding = self.model.get_input_embeddings().weight
         met = getattr(config, "num_experts_per_tok", None) or 1
-        products = [p for p in self.body.parameters() if p.ndim > 1 and p is not embedding]
-        weights = sum(p.numel() if p.ndim == 2 else p.numel() // p.shape[0] * met for p in products)
+
+        def of(parameters: Iterable[nn.Parameter], *, trained: bool = False) -> float:
+            found = [p for p in parameters if p.ndim > 1 and (p.requires_grad or not trained)]
+            return 2.0 * sum(p.numel() if p.ndim == 2 else p.numel() // p.shape[0] * met for p in found)
+
+        head = list(self.head.parameters())
+        # Adapters may be out of the model now.
+        adapters = self.adapters.trained.values() if self.adapters is not None else ()
+        apart = {id(p) for p in (embedding, *head)}
+        layers = [p for p in {id(p): p for p in (*self.body.parameters(), *adapters)}.values() if id(p) not in apart]
         heads = config.num_attention_heads
         features = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        return max(1, round(weights / (2 * config.num_hidden_layers * features)))
+        pair = 4.0 * config.num_hidden_layers * features
+        return ModelFlops(of(layers), pair, of(head), of(layers, trained=True), of(head, trained=True))
+
+    def num_rows(self, num_tokens: int) -> int:
+        """Rows that a pass over so many tokens computes; exact products may need more of them."""
+        return padded_rows(num_tokens, self._row_step) if self.numerics == "exact" else num_tokens
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.precision == "bf16":
@@ -145,7 +163,7 @@ class PackedModel:
             raise RuntimeError(f"{type(self.model).__name__} was released; take it over again to run it packed")
         num_tokens = input_ids.shape[0]
         if isinstance(context, ExactContext):
-            missing = padded_rows(num_tokens, self._row_step) - num_tokens
+            missing = self.num_rows(num_tokens) - num_tokens
             input_ids, position_ids = F.pad(input_ids, (0, missing)), F.pad(position_ids, (0, missing))
         with self.autocast():
             output = self.body(

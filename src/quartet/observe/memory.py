@@ -27,6 +27,14 @@ def held_bytes(device: torch.device) -> int:
     return _line_of("/proc/self/status", "RssAnon")
 
 
+def peak_resident_bytes() -> int:
+    """The most of this process that was in RAM at a time, pages of mapped files included; 0 where no system tells."""
+    try:
+        return _line_of("/proc/self/status", "VmHWM")
+    except OSError:
+        return 0
+
+
 def available_bytes() -> int:
     """What the machine can give to processes without taking from others, as the system estimates it.
 

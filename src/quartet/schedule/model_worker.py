@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,11 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, dispatch
+from quartet.cluster.dispatch import ONE_COPY, RANK_ZERO, SPLIT, Custom, dispatch
+from quartet.cluster.layout import Layout
 from quartet.config.file_errors import write_error
 from quartet.models.directories import load_warnings
 from quartet.models.loading import save_causal_lm, save_scalar_model
 from quartet.models.packed_model import PackedModel, PackedScalarModel
+from quartet.models.work import Work
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.offloadable import Offloadable
@@ -58,11 +60,24 @@ class AddedLosses(Protocol):
 
 @dataclass(frozen=True)
 class ModelStats:
-    """Counted since the run began. The last two are of training, 0 of a model that never trains."""
+    """Counted since the run began. Updates skipped and the budget are of training, 0 of a model that never trains.
+
+    Attributes:
+        work: since the last call, of all ranks together.
+    """
 
     num_oom: int
     num_skipped: int = 0
     token_budget: int = 0
+    work: Work = field(default_factory=Work)
+
+
+def _to_all(layout: Layout, *args: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    return [(args, {})] * layout.world_size
+
+
+def _together(layout: Layout, found: list[ModelStats]) -> ModelStats:
+    return replace(found[0], work=Work.joined(stats.work for stats in found))
 
 
 @dataclass(frozen=True)
@@ -98,10 +113,13 @@ class ModelWorker(Checkpointed, Offloadable):
     def forward(self, batch: RaggedBatch, needs: Needs) -> ColumnSet:
         """Forward-only pass; fields as in ``Outputs``."""
 
-    @dispatch(RANK_ZERO)
+    @dispatch(Custom(_to_all, _together))
     @abstractmethod
     def stats(self) -> ModelStats:
-        """Counted since the run began."""
+        """Counters of rank 0, and the work of all ranks since the last call."""
+
+    def _taken_work(self) -> Work:
+        return self.packed.work.take(self.packed.device, self.packed.precision)
 
     @dispatch(RANK_ZERO)
     @abstractmethod
@@ -139,7 +157,7 @@ class ScoreWorker(ModelWorker):
         return forward_only(self.packed, batch, needs, self._budget, self._logprob_chunk, share=self._share_prefixes)
 
     def stats(self) -> ModelStats:
-        return ModelStats(self._budget.num_oom)
+        return ModelStats(self._budget.num_oom, work=self._taken_work())
 
     def describe(self) -> Described:
         return Described(load_warnings(self.packed.model), self.packed.shares_prefixes)
@@ -203,7 +221,7 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
 
     def stats(self) -> ModelStats:
         engine = self.engine
-        return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens)
+        return ModelStats(engine.num_oom, engine.num_skipped, engine.budget.tokens, self._taken_work())
 
     def describe(self) -> Described:
         return Described(self.engine.warnings, self.packed.shares_prefixes)

@@ -23,7 +23,7 @@ from quartet.batch.ragged import RaggedBatch, sent
 from quartet.config.common import TrainConfig
 from quartet.models.memory import drop_derived
 from quartet.models.packed_model import PackedModel
-from quartet.train.forward import Needs, Outputs, compute, forward_only, idle_pass, shares
+from quartet.train.forward import Needs, Outputs, compute, count_useful, forward_only, idle_pass, shares
 from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Offload, OffloadPart, Store
 from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
@@ -160,13 +160,17 @@ class TrainEngine(Generic[Model]):
             RankFailed: another rank failed.
             RuntimeError: a part is offloaded.
         """
-        with self.reporting_failures():
+        terms = (LossTerm(batch, objective), *also)
+        with self.packed.work.timed(), self.reporting_failures():
             if self.packed.adapters is not None:
                 self.packed.adapters.check_in()
             self._require(*PARTS)
             drop_derived(self.packed.model)
-            sums = self._accumulate((LossTerm(batch, objective), *also))
-            return {**sums.results(), **self._optimizer_step()}
+            metrics = {**self._accumulate(terms).results(), **self._optimizer_step()}
+        if self._root is None or self._root.mesh.data.rank == 0:  # every rank has the whole batch
+            for term in terms:
+                count_useful(self.packed, term.batch, term.objective.needs, gradients=True)
+        return metrics
 
     def reporting_failures(self) -> AbstractContextManager[None]:
         """Around what goes before an update: a failure inside is told to the other ranks, which wait for this one."""

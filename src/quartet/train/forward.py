@@ -17,6 +17,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch, sent
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import pack
+from quartet.models.work import attended_pairs
 from quartet.train.parallel.exchange import RankExchange
 from quartet.train.parallel.fsdp import sharded
 from quartet.train.token_budget import TokenBudget
@@ -82,18 +83,31 @@ def forward_only(
     """
     if isinstance(token_budget, int):
         token_budget = TokenBudget(token_budget, "forward_token_budget")
-    with nullcontext() if (exchange := _exchange(packed)) is None else exchange.reporting_failures():
+    exchange = _exchange(packed)
+    with packed.work.timed(), nullcontext() if exchange is None else exchange.reporting_failures():
         token, sequence = token_budget.run_several(
             lambda plans: _columns(packed, batch, plans[0], needs, logprob_chunk, share),
             [(batch, [[s] for s in range(len(batch))])],
             share=shares(packed, share),
             token_cost=packed.token_cost,
         )
-    return ColumnSet(
-        batch.ids,
-        {name: values.to(batch.device) for name, values in token.items()},
-        {name: values.to(batch.device) for name, values in sequence.items()},
-    )
+        found = ColumnSet(
+            batch.ids,
+            {name: values.to(batch.device) for name, values in token.items()},
+            {name: values.to(batch.device) for name, values in sequence.items()},
+        )
+    count_useful(packed, batch, needs, gradients=False)
+    return found
+
+
+def count_useful(packed: PackedModel, batch: RaggedBatch, needs: Needs, *, gradients: bool) -> None:
+    """Counts the tokens and the FLOPs that a pass over ``batch`` needs, however it was cut."""
+    rows = len(batch) if needs.scores else 0
+    if needs.logprobs or needs.values or needs.step_scores:
+        rows += int((batch.token[needs.mask].bool() & (batch.sequence_index() >= 0)).sum())
+    work, tokens = packed.work, batch.num_tokens
+    work.useful_tokens += tokens
+    work.flops += packed.flops.of(tokens, attended_pairs(batch), rows, gradients=gradients)
 
 
 Columns = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -184,6 +198,7 @@ def compute(
     """
     device = packed.device
     packed_batch = pack(batch, share=shares(packed, share))
+    packed.work.computed_tokens += packed.num_rows(len(packed_batch.source))
     attention = packed_batch.attention(exact=packed.numerics == "exact")
     inputs = sent(packed_batch.input_ids, device), sent(packed_batch.position_ids, device), attention
     # Where something is read is known before the pass: within a sharded model's, nothing may fail on one rank alone.

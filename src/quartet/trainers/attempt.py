@@ -39,6 +39,7 @@ from quartet.trainers.estimators import BASELINE, learned_from
 from quartet.trainers.experience import Assembler, Experience, KLCoefficient, sampled_and_greedy, sampled_only
 from quartet.trainers.roles import RLRoles, needs_greedy
 from quartet.trainers.run import RunDirectory, Stopwatch, resident_bytes, writing
+from quartet.trainers.throughput import throughput
 from quartet.trainers.workers import RoleOffloader, RunWorkers, Sizes
 
 
@@ -126,9 +127,19 @@ class RunAttempt:
         batch, before, after = experience.batch, self._before, self._generated
         generated = after.generated_tokens - before.generated_tokens
         done, minibatches = step + 1, self.recipe.minibatches * self.recipe.epochs
-        trained, stats = done - self.roles.warmup_steps, (await self.roles.stats()).values()
+        seconds, spans = watch.seconds, self._recorder.of_step(step)
+        trained, of_role = done - self.roles.warmup_steps, await self.roles.stats()
+        stats = of_role.values()
         return {
-            **timing(self._recorder.of_step(step), watch.seconds, generated),
+            **timing(spans, seconds, generated),
+            **throughput(
+                seconds,
+                samples=len(Trajectories.of(batch)),
+                tokens=batch.num_tokens,
+                devices=self._workers.placement.num_processes,
+                works={role: of.work for role, of in of_role.items()},
+            ),
+            "throughput/weight_sync_bytes": float(sum(s.nbytes or 0 for s in spans if s.name == "publish")),
             **batch_metrics(batch),
             **(staleness_metrics(batch, step) if self._runs_ahead else {}),
             **(self._sampling.take_metrics() if self._sampling is not None else {}),

@@ -36,6 +36,7 @@ from quartet.trainers.run import Stopwatch, TrainResult, open_run
 from quartet.trainers.run_files import Resume
 from quartet.trainers.signals import take_back_signals
 from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedProcess, SupervisedWorker
+from quartet.trainers.throughput import throughput
 
 R = TypeVar("R", bound=SupervisedRecipe)
 W = TypeVar("W", bound=SupervisedWorker[Any, Any, Any])
@@ -218,7 +219,11 @@ class SupervisedTrainer(Generic[R, W]):
         with self.run.recorder.span("update", step=step, role=self._stage, mode="train") as span:
             metrics = await group.call(SupervisedWorker.step, step)
             span.tokens = int(metrics["tokens/useful"])
-        metrics["time/step_s"] = watch.seconds
+        metrics["time/step_s"] = seconds = watch.seconds
+        stats = await group.call(SupervisedWorker.stats)
+        cluster, rows, tokens = self.recipe.cluster, about.rows_per_step, int(metrics["tokens/useful"])
+        devices = 1 if cluster.type == "local" else self.recipe.processes * self.recipe.nodes
+        metrics |= throughput(seconds, samples=rows, tokens=tokens, devices=devices, works={"model": stats.work})
         metrics["data/epoch"] = (step + 1) * about.rows_per_step / about.num_rows
         return metrics
 

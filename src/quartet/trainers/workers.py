@@ -212,14 +212,16 @@ class RunWorkers:
             await open_weight_sync(trainer, engines, sync.transport, timeout_s=sync.timeout_s)
 
     async def update_engine_weights(self, version: int) -> int:
-        """The actor's weights of ``version`` into all engines; returns the bytes that moved."""
+        """The actor's weights of ``version`` into all engines; returns the bytes that these received together."""
         if self.shares_actor:
             for engine in self.engines:
                 await engine.call(NativeRolloutWorker.share, version)
             return 0
         timeout_s = self.recipe.weight_sync.timeout_s
-        ways = [sync_weights(trainer, engines, version, timeout_s=timeout_s) for trainer, engines in self.senders()]
-        return sum(await asyncio.gather(*ways))
+        senders = self.senders()
+        ways = [sync_weights(trainer, engines, version, timeout_s=timeout_s) for trainer, engines in senders]
+        to_each = await asyncio.gather(*ways)
+        return sum(len(engines) * sent for (_, engines), sent in zip(senders, to_each, strict=True))
 
     async def sizes(self) -> Sizes:
         """Role → mode → bytes that must be on its pool's devices, over all its processes."""

@@ -47,7 +47,8 @@ def untimed() -> Callable[[Path], list[dict[str, float]]]:
 
     def rows(path: Path) -> list[dict[str, float]]:
         found = read_metrics(path / "metrics.jsonl")
-        return [{k: v for k, v in row.items() if k != "time_s" and not k.startswith("time/")} for row in found]
+        timed = ("time_s", "time/", "throughput/", "memory/")
+        return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in found]
 
     return rows
 

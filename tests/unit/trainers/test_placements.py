@@ -33,7 +33,7 @@ from quartet.train.state import REST
 from quartet.trainers.rl import RLTrainer
 from quartet.trainers.run import TrainResult
 
-NOT_NUMBERS = ("time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
+NOT_NUMBERS = ("throughput/", "time/", "memory/", "rollout/tokens_per_s", "overlap/", "handover/", "time_s")
 BIG = 10**9
 KEPT = LogConfig(tensorboard=False, rollouts_every=1)
 AT_THE_END = CheckpointConfig(every_steps=100)

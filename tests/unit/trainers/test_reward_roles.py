@@ -333,7 +333,7 @@ def test_nothing_depends_on_when_scores_arrive(train: Train) -> None:
     runs = [train(functions=[jittery(seed)], name=f"run{seed}") for seed in (1, 2)]
     weights = [run[0].roles.actor.packed.model.state_dict() for run in runs]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-    timed = ("time/", "time_s", "overlap/", "memory/", "rollout/tokens_per_s")
+    timed = ("throughput/", "time/", "time_s", "overlap/", "memory/", "rollout/tokens_per_s")
     logged = [[{k: v for k, v in row.items() if not k.startswith(timed)} for row in run[1]] for run in runs]
     assert logged[0] == logged[1]
 

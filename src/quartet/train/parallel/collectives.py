@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from quartet.models.work import WorkCounter
 
 
 def swap(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -49,26 +51,50 @@ def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> None:
     add_up(addends, tensor)
 
 
-class _Allocating:
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+class CountedAllGather(DefaultAllGather):
+    """FSDP's own, which counts what this rank sends: its part to all others, by whichever ranks it goes."""
+
+    def __init__(self, work: WorkCounter) -> None:
+        super().__init__()
+        self._work = work
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        self._work.sent_bytes += (group.size() - 1) * input_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-class DirectAllGather(_Allocating, AllGather):
+class CountedReduceScatter(DefaultReduceScatter):
+    """FSDP's own, which counts what this rank sends: of each of the others' parts one addend."""
+
+    def __init__(self, work: WorkCounter) -> None:
+        super().__init__()
+        self._work = work
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        self._work.sent_bytes += (group.size() - 1) * output_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+class DirectAllGather(CountedAllGather):
     """In the place of FSDP's own: every rank sends its part to all others."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
+        self._work.sent_bytes += (group.size() - 1) * input_tensor.nbytes
         swap([input_tensor] * group.size(), output_tensor.chunk(group.size()), group)
 
 
-class OrderedReduceScatter(_Allocating, ReduceScatter):
+class OrderedReduceScatter(CountedReduceScatter):
     """In the place of FSDP's own; see the module's docstring."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
+    ) -> Any:
         """The sum of every rank's part for this rank.
 
         Raises:
@@ -76,6 +102,7 @@ class OrderedReduceScatter(_Allocating, ReduceScatter):
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"only sums have an order, and {op} is asked for")
+        self._work.sent_bytes += (group.size() - 1) * output_tensor.nbytes
         addends = torch.empty_like(input_tensor).chunk(group.size())
         swap(input_tensor.chunk(group.size()), addends, group)
         add_up(addends, output_tensor)

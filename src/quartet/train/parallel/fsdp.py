@@ -28,7 +28,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from quartet.config import UserError
 from quartet.models.packed_model import PackedModel, decoder_layers
 from quartet.models.saving import Gather
-from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
+from quartet.train.parallel.collectives import (
+    CountedAllGather,
+    CountedReduceScatter,
+    DirectAllGather,
+    OrderedReduceScatter,
+    sum_in_order,
+)
 from quartet.train.parallel.mesh import REPLICATE, SHARD, Mesh
 from quartet.train.parallel.tensors import local
 from quartet.weights.gather import gather
@@ -55,6 +61,7 @@ class ShardedModel(nn.Module):
         self.model = packed.model
         self.mesh = mesh
         self.former_weights = former_weights
+        self._work = packed.work
         self.present: set[str] = set()
         self._num_passes = 0
         self._is_within_pass = False
@@ -128,6 +135,9 @@ class ShardedModel(nn.Module):
         for name, parameter in self.model.named_parameters():
             if name not in present:
                 parameter.grad = None
+            elif parameter.grad is not None and (copies := self.mesh.replicate) > 1:
+                # Each rank of a ring sends this much; torch's own sum over copies cannot be watched.
+                self._work.sent_bytes += 2 * (copies - 1) * local(parameter.grad).nbytes // copies
 
     @property
     def _orders_replicas(self) -> bool:
@@ -286,11 +296,10 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True)
-            on_cpu = mesh.device_mesh.device_type == "cpu"
-            if on_cpu:
-                module.set_custom_all_gather(DirectAllGather())
-            if on_cpu or mesh.fixed_order:
-                module.set_custom_reduce_scatter(OrderedReduceScatter())
+            on_cpu, work = mesh.device_mesh.device_type == "cpu", packed.work
+            ordered = on_cpu or mesh.fixed_order
+            module.set_custom_all_gather(DirectAllGather(work) if on_cpu else CountedAllGather(work))
+            module.set_custom_reduce_scatter(OrderedReduceScatter(work) if ordered else CountedReduceScatter(work))
     root.watch()
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()

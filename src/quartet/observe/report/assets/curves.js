@@ -4,7 +4,7 @@ const TELLING = [
   'eval/exact_match', 'reward/score_mean', 'kl/ref', 'policy/entropy', 'critic/explained_variance', 'policy/approx_kl',
   'rollout/length_mean', 'agreement/logprob_diff_max', 'eval/score_mean', 'policy/clip_frac', 'loss/value',
   'loss/sft', 'eval/loss', 'eval/accuracy', 'sft/perplexity', 'loss/reward_model', 'reward_model/accuracy', 'reward_model/margin',
-  'optim/lr', 'rollout/tokens_per_s',
+  'optim/lr', 'throughput/tokens_per_s_per_device', 'rollout/tokens_per_s',
 ];
 const NUM_TELLING = 9;
 

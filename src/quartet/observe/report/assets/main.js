@@ -49,7 +49,7 @@ function headline(items) {
 }
 
 /** The metrics that tell most about a stage come first; the others are a click away. */
-const SUMMARY_FIRST = ['eval/exact_match', 'eval/', 'loss/sft', 'loss/reward_model', 'reward_model/', 'reward/score_mean', 'kl/ref', 'policy/entropy', 'rollout/tokens_per_s'];
+const SUMMARY_FIRST = ['eval/exact_match', 'eval/', 'loss/sft', 'loss/reward_model', 'reward_model/', 'reward/score_mean', 'kl/ref', 'policy/entropy', 'throughput/tokens_per_s_per_device', 'rollout/tokens_per_s'];
 const SUMMARY_SHOWN = 6;
 
 function stageFigures(metrics) {
