@@ -111,8 +111,9 @@ def test_one_process_goes_on_with_what_two_have_saved(
     assert sum(line.startswith(("processes: 2", "nodes: 1")) for line in kept) == 2
     at = kept.index("sharding:\n")
     assert kept[at + 1].startswith("  shard: ")
-    del kept[at : at + 2]
-    begin, end = (index - 2 * (index > at) for index in (begin, end))
+    length = next(n for n, line in enumerate(kept[at + 1 :], 1) if not line.startswith(" "))
+    del kept[at : at + length]
+    begin, end = (index - length * (index > at) for index in (begin, end))
     rest = [line for line in kept[:begin] + kept[end:] if not line.startswith(("processes:", "nodes:"))]
     (run / "recipe.yaml").write_text("".join(rest))
     found = quartet("reward-model", world.recipe("rm", job), "--resume")
