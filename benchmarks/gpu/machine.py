@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense, by the vendor's data sheets; model FLOPs utilisation is counted against them."""
-
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
@@ -36,11 +33,10 @@ def median_seconds(work: Callable[[], object], device: torch.device, *, repeats:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Of dense bf16 products, where the device is known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_BF16_FLOPS.items() if known in name), None)
+    """Of dense bf16 products, where the device is known; what a run's MFU is counted against, too."""
+    from quartet.models import work
+
+    return work.peak_flops(device, "bf16")
 
 
 def gemm_flops(device: torch.device, *, smoke: bool) -> float:

@@ -51,6 +51,14 @@ STEP: list[Column] = [
 ]  # fmt: skip
 
 
+SHARDED: list[Column] = [
+    ("model", text("model")), ("processes", text("processes")), ("shard", text("shard")), ("batch", text("layout")),
+    ("tokens", number("useful_tokens", 1, 0)), ("ms", number("seconds", 1e3, 0)),
+    ("tokens/s per GPU", number("tokens_per_s_per_device", 1, 0)), ("MFU %", number("mfu", 100)),
+    ("GB sent by a rank", number("sent_bytes", 1e-9, 2)), MEMORY, ("host peak GB", number("host_peak_bytes", 1e-9)),
+]  # fmt: skip
+
+
 def markdown(results: Mapping[str, Any]) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in results["machine"].items() if value is not None)
     peak = results["peak_flops"]
@@ -59,10 +67,14 @@ def markdown(results: Mapping[str, Any]) -> str:
         f"peak {peak / 1e12:.0f} by data sheet" if peak else "no data sheet for this device",
         f"copy {results['bandwidth'] / 1e12:.2f} TB/s measured",
     ]
-    parts = ["# One GPU", machine + ".", "; ".join(rates) + "."]
+    parts = ["# GPUs", machine + ".", "; ".join(rates) + "."]
     if results["smoke"]:
         parts.append("A smoke run on a tiny model: the figures mean nothing.")
     found = results["parts"]
+    if results["left_out"]:
+        parts.append("Left out: " + "; ".join(results["left_out"]) + ".")
+    if found.get("sharded"):
+        parts += ["## Training on several GPUs", table(SHARDED, found["sharded"])]
     if found.get("training"):
         parts += ["## Training", table(TRAINING, found["training"])]
     if found.get("rollout"):

@@ -1,9 +1,11 @@
-"""Training, rollout and whole steps on one GPU, each beside what bounds it.
+"""Training, rollout and whole steps on one GPU, each beside what bounds it; and training on several.
 
-    python benchmarks/gpu/run.py --out results [--models 0.5B 1.5B] [--parts training rollout step]
+    python benchmarks/gpu/run.py --out results [--models 0.5B 1.5B 3B 7B] [--parts sharded training rollout step]
 
-Writes ``results/gpu.json`` and ``results/gpu.md``. ``--smoke --device cpu`` runs all of it on a tiny model, to see that
-it runs; its figures mean nothing.
+``sharded`` is one process per GPU of this machine (``--processes``), which hold the model between them; it is left out
+with one. Of the other parts those are left out that one GPU has no room for. Writes ``results/gpu.json`` and
+``results/gpu.md``. ``--smoke --device cpu`` runs all of it on a tiny model (``--processes 2``: over gloo), to see that
+it runs; its figures mean nothing. Nothing has run on several GPUs yet.
 """
 
 from __future__ import annotations
@@ -17,20 +19,24 @@ from typing import Any
 import torch
 from packages import ensure_packages
 
-PARTS = ("training", "rollout", "step")
+MODELS = ("0.5B", "1.5B", "3B", "7B")
+PARTS = ("sharded", "training", "rollout", "step")
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--models", nargs="+", default=["0.5B", "1.5B"], choices=["0.5B", "1.5B"])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--processes", type=int, help="of the part sharded; all GPUs of this machine when left out")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--smoke", action="store_true")
     found = parser.parse_args(argv)
     if found.smoke:
         found.models, found.repeats = ["smoke"], 1
+    if found.processes is None:
+        found.processes = max(1, torch.cuda.device_count())
     return found
 
 
@@ -38,8 +44,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     # These import quartet, which may need packages that were just made importable.
     import machine
     import rollout
+    import sharded
     import step
     import training
+    from shapes import config_of, training_bytes
 
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -50,12 +58,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "gemm_flops": machine.gemm_flops(device, smoke=args.smoke),
         "bandwidth": machine.bandwidth(device, smoke=args.smoke),
         "peak_flops": machine.peak_flops(device),
+        "left_out": [],
         "parts": {part: [] for part in args.parts},
     }
+    room = results["machine"].get("memory_bytes")
     for name in args.models:
         for part in args.parts:
+            needed = training_bytes(config_of(name))
+            if part in ("training", "step") and room is not None and needed > room:
+                results["left_out"].append(f"{part} of {name}, {needed / 1e9:.0f} GB before a token is computed")
+                continue
+            if part == "sharded" and args.processes == 1:
+                results["left_out"].append(f"{part} of {name}, one process")
+                continue
             print(f"{part} {name}", file=sys.stderr, flush=True)
-            if part == "training":
+            if part == "sharded":
+                results["parts"][part] += sharded.measure(
+                    name, device.type, processes=args.processes, shard=args.processes, smoke=args.smoke,
+                    repeats=args.repeats,
+                )  # fmt: skip
+            elif part == "training":
                 results["parts"][part] += training.measure(
                     name, device, peak=results["peak_flops"], gemm=results["gemm_flops"], smoke=args.smoke,
                     repeats=args.repeats,

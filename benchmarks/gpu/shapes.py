@@ -16,6 +16,10 @@ SIZES = {
                  num_key_value_heads=2, vocab_size=151_936),
     "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
                  num_key_value_heads=2, vocab_size=151_936),
+    "3B": dict(hidden_size=2048, intermediate_size=11_008, num_hidden_layers=36, num_attention_heads=16,
+               num_key_value_heads=2, vocab_size=151_936),
+    "7B": dict(hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28, num_attention_heads=28,
+               num_key_value_heads=4, vocab_size=152_064, tie_word_embeddings=False),
     "smoke": dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                   num_key_value_heads=2, vocab_size=300),
 }  # fmt: skip
@@ -44,7 +48,7 @@ class Group:
 
 def config_of(name: str) -> Qwen2Config:
     special = dict(pad_token_id=0, bos_token_id=None, eos_token_id=1)
-    return Qwen2Config(max_position_embeddings=32_768, tie_word_embeddings=True, **special, **SIZES[name])
+    return Qwen2Config(**{**dict(max_position_embeddings=32_768, tie_word_embeddings=True), **special, **SIZES[name]})
 
 
 def build(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -60,6 +64,17 @@ def layer_weights(config: Qwen2Config) -> int:
     heads, kv = config.num_attention_heads * size, config.num_key_value_heads * size
     per_layer = config.hidden_size * (2 * heads + 2 * kv) + 3 * config.hidden_size * config.intermediate_size
     return config.num_hidden_layers * per_layer
+
+
+def num_weights(config: Qwen2Config) -> int:
+    """Of products and embeddings; norms and biases are a thousandth of these."""
+    return layer_weights(config) + config.hidden_size * config.vocab_size * (1 if config.tie_word_embeddings else 2)
+
+
+def training_bytes(config: Qwen2Config) -> int:
+    """What one process needs to train before a token is computed: fp32 weights, gradients and two moments, and bf16
+    copies of the weights in products."""
+    return 16 * num_weights(config) + 2 * layer_weights(config)
 
 
 def training_flops(config: Qwen2Config, groups: Sequence[Group]) -> float:

@@ -11,12 +11,14 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "run.py"
 
 
 def test_smoke_run_on_the_cpu_writes_every_part(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--smoke", "--device", "cpu", "--out", str(tmp_path)]
+    command = [sys.executable, str(SCRIPT), "--smoke", "--device", "cpu", "--processes", "2", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert found["smoke"]
-    training, rollout, step = (found["parts"][part] for part in ("training", "rollout", "step"))
+    sharded, training, rollout, step = (found["parts"][part] for part in ("sharded", "training", "rollout", "step"))
+    assert [(row["processes"], row["shard"], row["useful_tokens"]) for row in sharded] == [(2, 2, 512)] * 2
+    assert all(row["seconds"] > 0 and row["sent_bytes"] > 0 and row["mfu"] is None for row in sharded)
     assert [(row["layout"], row["fused"]) for row in training] == [
         ("sequences of 1024", False),
         ("prompt 512, 8 x 448", False),
@@ -28,7 +30,10 @@ def test_smoke_run_on_the_cpu_writes_every_part(tmp_path: Path) -> None:
     assert all(row["logprob_diff_max"] < 0.1 for row in step[0]["ours"])
     report = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert "the figures mean nothing" in report
-    assert all(heading in report for heading in ("## Training", "## Rollout", "## Whole GRPO steps"))
+    assert all(
+        heading in report
+        for heading in ("## Training on several GPUs", "## Training\n", "## Rollout", "## Whole GRPO steps")
+    )
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
