@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _DIGEST = "sha256"
+_BUFFER = 2**20
+"""torch.save writes some forty times per tensor, a few bytes each but for the contents."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def digested_file(path: Path) -> Iterator[DigestingFile]:
     Raises:
         OSError: it could not be written, also where the writer took that for something else.
     """
-    with open(path, "wb") as file:
+    with open(path, "wb", _BUFFER) as file:
         digesting = DigestingFile(file)
         try:
             yield digesting

@@ -9,7 +9,7 @@ denominators, those of the whole batch, so an update does not depend on how the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
@@ -20,6 +20,10 @@ from torch import Tensor, nn
 
 from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch, sent
+from quartet.cluster.balance import plan_parts
+from quartet.cluster.dispatch import merge_results
+from quartet.cluster.items import Share
+from quartet.cluster.structure import Structure
 from quartet.config.common import TrainConfig
 from quartet.models.memory import drop_derived
 from quartet.models.packed_model import PackedModel
@@ -71,6 +75,7 @@ class LossTerm:
     weight: float = 1.0
 
 
+T = TypeVar("T")
 Model = TypeVar("Model", bound=PackedModel)
 
 
@@ -119,6 +124,11 @@ class TrainEngine(Generic[Model]):
         self._offload: Offload | None = None
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks that train this model together."""
+        return 1 if self._exchange is None else self._exchange.data.size
+
+    @property
     def num_oom(self) -> int:
         """How often memory ran out since the run began."""
         return self.budget.num_oom + self.forward_budget.num_oom
@@ -142,6 +152,41 @@ class TrainEngine(Generic[Model]):
             return forward_only(
                 self.packed, batch, needs, self.forward_budget, config.logprob_chunk, share=config.share_prefixes
             )
+
+    def in_shares(
+        self, batches: Iterable[RaggedBatch], forward: Callable[[RaggedBatch], ColumnSet]
+    ) -> list[tuple[RaggedBatch, ColumnSet]]:
+        """The batches, which every rank has, with the columns that ``forward`` gives of them: each rank computes its
+        share of every batch, and all get the columns of the others. Collective.
+
+        Raises:
+            RankFailed: another rank failed.
+        """
+        if self._exchange is None:
+            return [(batch, forward(batch)) for batch in batches]
+        ranks, own, plans = self._exchange.data, [], []
+        with self.reporting_failures():
+            for batch in batches:
+                structure = Structure.of(batch)
+                parts = plan_parts(len(batch), ranks.size, structure)
+                plans.append((batch, [Share(part, structure.select(part)) for part in parts], structure))
+                own.append(forward(batch.select(parts[ranks.rank])))
+            of_ranks = self._exchange.gather(own)
+        by_batch = zip(plans, zip(*of_ranks, strict=True), strict=True)
+        return [(batch, merge_results(found, shares, structure)) for (batch, shares, structure), found in by_batch]
+
+    def of_first_rank(self, function: Callable[[], T]) -> T:
+        """What ``function`` returns on the first rank, which alone calls it, on all of them. Collective.
+
+        Raises:
+            RankFailed: it raised there.
+        """
+        if self._exchange is None:
+            return function()
+        with self.reporting_failures():
+            found: Any = function() if self._exchange.data.rank == 0 else None
+            first: T = self._exchange.gather(found)[0]
+        return first
 
     # Updates ---------------------------------------------------------------------------------------------
 

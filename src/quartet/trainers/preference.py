@@ -10,18 +10,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.algorithms.preference import kto_reference_point
+from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import ONE_COPY, dispatch
 from quartet.config import UserError
 from quartet.config.common import DataConfig
 from quartet.config.preference import REFERENCE_FREE, KTOLoss, PreferenceRecipe
@@ -50,12 +50,10 @@ from quartet.trainers.input_sources import (
     vocabulary_size,
     with_name,
 )
-from quartet.trainers.reference_cache import Reference, ReferenceTables, Tables, weights_digest
+from quartet.trainers.reference_cache import Reference, ReferenceTables, weights_digest
 from quartet.trainers.run_files import Resume
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import CausalWorker, Given
-
-T = TypeVar("T")
 
 _AT_A_TIME = 128
 """Rows of one forward-only pass."""
@@ -71,8 +69,7 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         self._tables = self._reference_tables(given.reference)
 
     def release(self) -> None:
-        if self._tables is not None:
-            self._tables.release()
+        self.release_reference()
         super().release()
 
     # What is compared ------------------------------------------------------------------------------------
@@ -123,13 +120,7 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         else:
             reference = self._other_model(None if model is self.packed.model else model)
         mismatched = isinstance(loss, KTOLoss)
-        return ReferenceTables(
-            reference, data, cache=config.cache, mismatched=mismatched, agree=lambda mine: all(self._of_all(mine))
-        )
-
-    def _of_all(self, value: T) -> list[T]:
-        """Of all workers that hold this one's model between them, the first one's first."""
-        return self.mesh.copy.gather(value) if self.mesh is not None else [value]
+        return ReferenceTables(reference, data, self.engine, cache=config.cache, mismatched=mismatched)
 
     def _model_as_it_starts(self) -> Reference:
         """With adapters, their base."""
@@ -137,13 +128,14 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
 
         def digest() -> str:
             with packed.without_adapters():
-                return self._of_all(weights_digest(packed.model, precision=packed.precision))[0]
+                found = weights_digest(packed.model, precision=packed.precision)
+            return engine.of_first_rank(lambda: found)
 
-        def logprobs(batch: RaggedBatch) -> Tensor:
+        def forward(batch: RaggedBatch) -> ColumnSet:
             with packed.without_adapters():
-                return engine.forward(batch, _LOGPROBS).token["logprobs"]
+                return engine.forward(batch, _LOGPROBS)
 
-        return Reference(cache(digest), logprobs, is_start=True)
+        return Reference(cache(digest), forward, is_start=True)
 
     def _other_model(self, passed: PreTrainedModel | None) -> Reference:
         """The model passed, or the one that the recipe names; given back once its log-probabilities are known."""
@@ -163,7 +155,8 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
             packed.model.requires_grad_(False)
             shard_model(packed, self.mesh)
             load_shares(packed, passed.state_dict() if passed is not None else path, device=self.device)
-            digest = self._of_all(weights_digest(packed.model, precision=precision))[0]
+            found = weights_digest(packed.model, precision=precision)
+            digest = self.engine.of_first_rank(lambda: found)
         else:
             # Before weights are rounded: the digest names those of the directory.
             digest = weights_digest(model.float().eval(), precision=precision)
@@ -173,11 +166,15 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
             )
         budget = TokenBudget(train.forward_token_budget, "train.forward_token_budget")
 
-        def logprobs(batch: RaggedBatch) -> Tensor:
-            found = forward_only(packed, batch, _LOGPROBS, budget, train.logprob_chunk, share=train.share_prefixes)
-            return found.token["logprobs"]
+        def forward(batch: RaggedBatch) -> ColumnSet:
+            return forward_only(packed, batch, _LOGPROBS, budget, train.logprob_chunk, share=train.share_prefixes)
 
-        return Reference(lambda: digest, logprobs, is_start=False, release=packed.release)
+        return Reference(lambda: digest, forward, is_start=False, release=packed.release)
+
+    def release_reference(self) -> None:
+        """Gives the reference back: its log-probabilities are there."""
+        if self._tables is not None:
+            self._tables.release()
 
     # Training --------------------------------------------------------------------------------------------
 
@@ -186,25 +183,13 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         loss = self.recipe.loss
         return KTOObjective(loss) if isinstance(loss, KTOLoss) else PreferenceObjective(loss)
 
-    @dispatch(ONE_COPY)
     def begin_reference(self, path: Path, *, is_resumed: bool) -> tuple[int, tuple[str, ...]]:
         """As ``ReferenceTables.begin``, once, before the first step; without a reference nothing is missing."""
         return self._tables.begin(path, is_resumed=is_resumed) if self._tables is not None else (0, ())
 
-    @dispatch(ONE_COPY)
     def compute_reference(self) -> int:
         """As ``ReferenceTables.compute``."""
         return self._tables.compute() if self._tables is not None else 0
-
-    @dispatch(ONE_COPY)
-    def reference(self) -> dict[str, Tables]:
-        """The log-probabilities of all data sets, once they are complete."""
-        return self._tables.tables if self._tables is not None else {}
-
-    def take_reference(self, tables: Mapping[str, Tables]) -> None:
-        """Takes over what ``reference`` gave, and gives the reference back."""
-        if self._tables is not None:
-            self._tables.take(tables)
 
     def _batch(self, step: int) -> RaggedBatch:
         drawn = draws(self.recipe.seed, step, self.data.order, self._rows_per_step)
@@ -225,22 +210,28 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
             return None
         assert self._tables is not None, "KTO has a reference"
         known, ratios = self._tables[name]["mismatched"], []
-        for start in range(0, len(rows), _AT_A_TIME):
-            part = slice(start, start + _AT_A_TIME)
-            batch = data.mismatched(rows[part], None if names is None else names[part])
-            totals, _ = answer_logprobs(self.engine.forward(batch, _LOGPROBS).token["logprobs"], batch)
+        parts = self._slices(len(rows))
+        batches = (data.mismatched(rows[part], None if names is None else names[part]) for part in parts)
+        forward = partial(self.engine.forward, needs=_LOGPROBS)
+        for part, (batch, found) in zip(parts, self.engine.in_shares(batches, forward), strict=True):
+            totals, _ = answer_logprobs(found.token["logprobs"], batch)
             ratios.append(totals - known[list(rows[part])].flatten())
         return kto_reference_point(torch.cat(ratios))
+
+    def _slices(self, num_rows: int) -> list[slice]:
+        """Of the rows, for one forward-only pass after the other."""
+        size = _AT_A_TIME * self.engine.num_ranks
+        return [slice(start, start + size) for start in range(0, num_rows, size)]
 
     def _measure(self, data: PreferenceData | JudgedData) -> dict[str, float]:
         objective, sums, everything = self.objective, MetricSums(), range(len(data))
         kl = self._reference_point("evaluation", data, everything)
         whole = len(data) if kl is None else sum(len(item.parts) - 1 for item in data.items)
-        for start in range(0, len(data), _AT_A_TIME):
-            rows = everything[start : start + _AT_A_TIME]
-            batch = self._with_reference("evaluation", data.select(rows), rows, kl)
-            logprobs = self.engine.forward(batch, objective.needs).token["logprobs"]
-            objective.loss(Outputs(logprobs=logprobs), batch, whole, sums)
+        parts, forward = self._slices(len(data)), partial(self.engine.forward, needs=objective.needs)
+        passes = self.engine.in_shares((data.select(everything[part]) for part in parts), forward)
+        for part, (batch, columns) in zip(parts, passes, strict=True):
+            batch = self._with_reference("evaluation", batch, everything[part], kl)
+            objective.loss(Outputs(logprobs=columns.token["logprobs"]), batch, whole, sums)
         found = sums.results()
         figures = {f"eval/{n.removeprefix('preference/')}": v for n, v in found.items() if n.startswith("preference/")}
         return {"eval/loss": found["loss/preference"], **figures}
@@ -289,7 +280,7 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
         self._reference = None  # the worker's, which gives it back before the first step
 
     async def _prepare(self, group: RoleGroup[PreferenceWorker]) -> None:
-        """The first worker computes the reference's log-probabilities; the others take them over."""
+        """Has the reference's log-probabilities computed where they are not there."""
         run, path, is_resumed = self.run, self._path_of_workers, bool(self.run.saved_steps())
         missing, warnings = await group.call(PreferenceWorker.begin_reference, path, is_resumed=is_resumed)
         for warning in warnings:
@@ -299,4 +290,4 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
                 while num_rows := await group.call(PreferenceWorker.compute_reference):
                     bar.advance(num_rows)
                     run.check_stop(max(run.saved_steps(), default=0))
-        await group.send(PreferenceWorker.reference, group, PreferenceWorker.take_reference)
+        await group.call(PreferenceWorker.release_reference)

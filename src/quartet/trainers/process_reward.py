@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,10 @@ class ProcessRewardTrainer(SupervisedTrainer[ProcessRewardRecipe, ProcessRewardW
 
 
 def score_steps(engine: TrainEngine[Any], data: ProcessData) -> tuple[Tensor, Tensor]:
-    """Logits and labels ``[M]`` of all labelled steps, answer after answer."""
-    logits, labels = [], []
-    for batch in data.in_parts(_ANSWERS_PER_PASS):
+    """Logits and labels ``[M]`` of all labelled steps, answer after answer; collective."""
+    rows, logits, labels = _ANSWERS_PER_PASS * engine.num_ranks, [], []
+    for batch, found in engine.in_shares(data.in_parts(rows), partial(engine.forward, needs=STEP_NEEDS)):
         mask = batch.token["step_mask"]
-        logits.append(engine.forward(batch, STEP_NEEDS).token["step_scores"][mask])
+        logits.append(found.token["step_scores"][mask])
         labels.append(batch.token["step_labels"][mask])
     return torch.cat(logits), torch.cat(labels)

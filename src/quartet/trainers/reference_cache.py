@@ -18,6 +18,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.data.preference import JudgedData, PreferenceData
 from quartet.observe.jsonl import replace_atomically
+from quartet.train.engine import TrainEngine
 from quartet.train.preference_objectives import answer_logprobs
 from quartet.trainers.run import write_json, writing
 from quartet.trainers.run_files import read_json
@@ -52,13 +55,13 @@ class Reference:
 
     Args:
         digest: names its weights and how they are computed with.
-        logprobs: ``[T]`` log-probabilities of a batch's loss tokens.
+        forward: ``logprobs [T]`` of a batch's loss tokens.
         is_start: it is the model as the run began, so a resumed run no longer has it.
         release: called when the tables are complete; gives back what the reference holds.
     """
 
     digest: Callable[[], str]
-    logprobs: Callable[[RaggedBatch], Tensor]
+    forward: Callable[[RaggedBatch], ColumnSet]
     is_start: bool
     release: Callable[[], object] = lambda: None
 
@@ -94,24 +97,26 @@ def data_digest(data: PreferenceData | JudgedData, *, mismatched: bool) -> str:
 class ReferenceTables:
     """The tables of one run's data sets: ``tables[name]["answers"]`` is ``[rows, answers per row]`` float32.
 
+    All ranks make the same calls: each computes its share, and the first one reads and writes files.
+
     Args:
         reference: whose log-probabilities.
         data: the data sets by name.
+        engine: of the model that is trained, for its ranks.
         cache: folder to share between runs; the run's own when None.
         mismatched: also of answers to other prompts.
-        agree: whether something holds on all ranks that compute the tables together.
     """
 
     def __init__(
         self,
         reference: Reference,
         data: Mapping[str, PreferenceData | JudgedData],
+        engine: TrainEngine[Any],
         *,
         cache: str | None,
         mismatched: bool,
-        agree: Callable[[bool], bool] = bool,
     ) -> None:
-        self._agree = agree
+        self._engine = engine
         self._reference: Reference | None = reference
         self._data = dict(data)
         self._cache = None if cache is None else Path(cache).expanduser()
@@ -140,18 +145,19 @@ class ReferenceTables:
         reference = self._reference
         assert reference is not None, "begun once, before the reference is given back"
         digests = {name: data_digest(data, mismatched=self._mismatched) for name, data in self._data.items()}
-        weights = _weights(reference, path / "reference.json", digests, is_resumed=is_resumed)
-        write_json(path / "reference.json", {"weights": weights, "data": digests})
+        first, record = self._engine.of_first_rank, path / "reference.json"
+        weights = _weights(reference, first(lambda: _recorded(record)) if is_resumed else None, digests)
+        first(lambda: write_json(record, {"weights": weights, "data": digests}))
         folder, warnings = self._cache if self._cache is not None else path / "reference", []
         missing: dict[str, tuple[Path, dict[str, str]]] = {}
         for name, data in self._data.items():
             header = {"format": FORMAT, "weights": weights, "data": digests[name], "rows": str(len(data))}
             file = folder / f"{weights[:16]}-{digests[name][:16]}.safetensors"
-            found = _load(file, header)
-            if self._agree(found is not None) and found is not None:
+            found, is_there = first(partial(_load, file, header))
+            if found is not None:
                 self.tables[name] = found
                 continue
-            if found is None and file.exists():
+            if is_there:
                 warnings.append(f"{file} is damaged or belongs to something else: it is computed again")
             if reference.is_start and reference.digest() != weights:
                 raise UserError(
@@ -181,29 +187,27 @@ class ReferenceTables:
             if self._mismatched:
                 sources["mismatched"] = data.mismatched
             parts: dict[str, list[Tensor]] = {kind: [] for kind in sources}
-            for start in range(0, len(data), _ROWS):
-                rows = range(start, min(start + _ROWS, len(data)))
-                for kind, select in sources.items():
-                    batch = select(rows)
-                    totals, _ = answer_logprobs(reference.logprobs(batch), batch)
+            size = _ROWS * self._engine.num_ranks
+            for start in range(0, len(data), size):
+                rows = range(start, min(start + size, len(data)))
+                passes = self._engine.in_shares((select(rows) for select in sources.values()), reference.forward)
+                for kind, (batch, found) in zip(sources, passes, strict=True):
+                    totals, _ = answer_logprobs(found.token["logprobs"], batch)
                     parts[kind].append(totals.float().view(len(rows), -1))
                 if rows.stop == len(data):
-                    self.tables[name] = _write(path, header, {kind: torch.cat(part) for kind, part in parts.items()})
+                    tables = {kind: torch.cat(part) for kind, part in parts.items()}
+                    self._engine.of_first_rank(partial(_write, path, header, tables))
+                    self.tables[name] = tables
                 yield len(rows)
 
-    def take(self, tables: Mapping[str, Tables]) -> None:
-        """Takes over complete tables; the reference is given back and forgotten, and may change afterwards."""
-        self.tables = dict(tables)
-        self.release()
-
     def release(self) -> None:
-        """Gives the reference back, if it is still there."""
+        """Gives the reference back, if it is still there; it may change afterwards."""
         reference, self._reference, self._work = self._reference, None, iter(())
         if reference is not None:
             reference.release()
 
 
-def _write(path: Path, header: Mapping[str, str], tables: dict[str, Tensor]) -> Tables:
+def _write(path: Path, header: Mapping[str, str], tables: dict[str, Tensor]) -> None:
     if wrong := sum(int((~torch.isfinite(values)).sum()) for values in tables.values()):
         raise UserError(
             "the reference gives log-probabilities that are not finite",
@@ -213,12 +217,10 @@ def _write(path: Path, header: Mapping[str, str], tables: dict[str, Tensor]) -> 
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_atomically(path, save(tables, metadata={**header, "values": _checksum(tables)}))
-    return tables
 
 
-def _weights(reference: Reference, path: Path, digests: Mapping[str, str], *, is_resumed: bool) -> str:
-    """The digest of the run's reference; the one it began with, where it goes on from a checkpoint."""
-    record = _recorded(path) if is_resumed else None
+def _weights(reference: Reference, record: Mapping[str, Any] | None, digests: Mapping[str, str]) -> str:
+    """The digest of the run's reference; the one it began with, where it goes on from a checkpoint with a record."""
     if record is None:
         return reference.digest()
     changed = [name for name, digest in digests.items() if record["data"].get(name) != digest]
@@ -252,10 +254,12 @@ def _recorded(path: Path) -> dict[str, Any]:
     return found
 
 
-def _load(path: Path, header: Mapping[str, str]) -> Tables | None:
-    """What the file holds, if it holds what ``header`` says and is whole."""
-    if not path.is_file():
-        return None
+def _load(path: Path, header: Mapping[str, str]) -> tuple[Tables | None, bool]:
+    """What the file holds, if it holds what ``header`` says and is whole; whether there is anything at its place."""
+    return _loaded(path, header) if path.is_file() else None, path.exists()
+
+
+def _loaded(path: Path, header: Mapping[str, str]) -> Tables | None:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ def longer_answer_accuracy(data: PreferenceData) -> float:
 
 
 def score_pairs(engine: TrainEngine[Any], data: PreferenceData) -> tuple[Tensor, Tensor]:
-    """Scores ``[P]`` of the chosen and the rejected sides."""
-    needs = Needs(scores=True)
-    scores = [engine.forward(batch, needs).sequence["scores"] for batch in data.in_parts(_PAIRS_PER_PASS)]
-    both = torch.cat(scores).view(-1, 2)
+    """Scores ``[P]`` of the chosen and the rejected sides; collective."""
+    batches = data.in_parts(_PAIRS_PER_PASS * engine.num_ranks)
+    scored = engine.in_shares(batches, partial(engine.forward, needs=Needs(scores=True)))
+    both = torch.cat([found.sequence["scores"] for _, found in scored]).view(-1, 2)
     return both[:, 0], both[:, 1]

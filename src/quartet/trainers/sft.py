@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -29,9 +30,9 @@ class SFTWorker(CausalWorker[SFTRecipe, SFTData]):
 
     def _measure(self, data: SFTData) -> dict[str, float]:
         total = count = 0.0
-        for batch in data.in_parts(_ROWS_PER_PASS):
-            mask = batch.token["loss_mask"]
-            logprobs = self.engine.forward(batch, Needs(logprobs=True)).token["logprobs"]
+        rows, forward = _ROWS_PER_PASS * self.engine.num_ranks, partial(self.engine.forward, needs=Needs(logprobs=True))
+        for batch, found in self.engine.in_shares(data.in_parts(rows), forward):
+            mask, logprobs = batch.token["loss_mask"], found.token["logprobs"]
             total -= float(logprobs[mask].to(torch.float64).sum())
             count += float(mask.sum())
         return {"eval/loss": total / count, "sft/perplexity": math.exp(min(50.0, total / count))}

@@ -88,7 +88,7 @@ class SupervisedDescription(Described):
 
 
 class SupervisedWorker(TrainWorker, Generic[R, D, P]):
-    """Trains one model on rows. Of several, each reads all rows and computes its share of every update.
+    """Trains one model on rows. Of several, each reads all rows and computes its share of every update and evaluation.
 
     A job's class says what it reads, minimises and measures; ``CausalWorker`` and ``ScalarWorker`` say which kind of
     model it trains.
@@ -169,7 +169,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
 
     @abstractmethod
     def _measure(self, data: D) -> dict[str, float]:
-        """Figures of held-out rows, ``eval/…``."""
+        """Figures of held-out rows, ``eval/…``; collective."""
 
     def _batch(self, step: int) -> RaggedBatch:
         """The batch of a step, a pure function of it, so that a resumed run sees the same data."""
@@ -237,7 +237,6 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
             "tokens/useful": float(batch.num_tokens),
         }
 
-    @dispatch(ONE_COPY)
     def evaluate(self) -> dict[str, float]:
         """Figures of the held-out rows, as they are logged.
 

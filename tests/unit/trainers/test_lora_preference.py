@@ -60,7 +60,7 @@ def test_the_reference_is_the_model_without_its_adapters(train: Any, causal_lm: 
     trainer = train()
     learn(trainer.worker.packed)
     reference, batch = trainer.worker._tables._reference, trainer.worker.data.select(range(len(trainer.worker.data)))
-    found = answer_logprobs(reference.logprobs(batch), batch)[0].view(-1, 2)
+    found = answer_logprobs(reference.forward(batch).token["logprobs"], batch)[0].view(-1, 2)
     learned = answer_logprobs(trainer.worker.engine.forward(batch, Needs(logprobs=True)).token["logprobs"], batch)[0]
     torch.testing.assert_close(found, answers(causal_lm(), trainer.worker.data), **EQUAL)
     assert float((learned.view(-1, 2) - found).abs().max()) > 0.1, "adapters that do something"

@@ -167,11 +167,11 @@ def counted(trainer: PreferenceTrainer) -> list[int]:
     assert trainer.worker._tables is not None and trainer.worker._tables._reference is not None
     reference, seen = trainer.worker._tables._reference, []
 
-    def logprobs(batch: Any) -> Any:
+    def forward(batch: Any) -> Any:
         seen.extend(batch.sequence["row"].tolist())
-        return reference.logprobs(batch)
+        return reference.forward(batch)
 
-    trainer.worker._tables._reference = replace(reference, logprobs=logprobs)
+    trainer.worker._tables._reference = replace(reference, forward=forward)
     return seen
 
 
@@ -288,7 +288,12 @@ def test_what_a_resumed_run_finds_changed(
 def test_a_reference_without_finite_numbers_stops_the_run(train: Any) -> None:
     trainer = train()
     reference = trainer.worker._tables._reference
-    trainer.worker._tables._reference = replace(reference, logprobs=lambda batch: reference.logprobs(batch) / 0)
+
+    def forward(batch: Any) -> Any:
+        found = reference.forward(batch)
+        return replace(found, token={"logprobs": found.token["logprobs"] / 0})
+
+    trainer.worker._tables._reference = replace(reference, forward=forward)
     with pytest.raises(UserError, match="finite"):
         trainer.train()
     assert not (trainer.path / "reference").exists()

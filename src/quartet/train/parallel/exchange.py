@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ from quartet.train.parallel.fsdp import ShardedModel, fingerprint
 from quartet.train.parallel.group import DataParallelGroup, RankFailed
 from quartet.train.parallel.tensors import local
 from quartet.train.token_budget import OutOfMemoryElsewhere, TokenBudget, is_out_of_memory
+
+T = TypeVar("T")
 
 Plans = Sequence[Sequence[Sequence[int]]]
 
@@ -46,8 +49,7 @@ class Report:
         out_of_memory: the allocator's message.
         outset: what all ranks that have it must have in common when an update begins, by name.
         sums, present: of this rank's passes.
-        grad_norm: of the step.
-        num_passes: that this rank would make.
+        value: whatever ``gather`` is given.
     """
 
     failure: str | None = None
@@ -56,8 +58,7 @@ class Report:
     outset: Mapping[str, str] = field(default_factory=dict)
     sums: PlainSums | None = None
     present: frozenset[str] = frozenset()
-    grad_norm: float = 0.0
-    num_passes: int = 0
+    value: Any = None
 
 
 class RankExchange:
@@ -187,7 +188,7 @@ class RankExchange:
             RankFailed: another rank failed in it.
             RuntimeError: the ranks had different gradients.
         """
-        norms = [report.grad_norm for report in self._exchange(Report(grad_norm=grad_norm))]
+        norms = self.gather(grad_norm)
         # Equal but for other processors' rounding.
         if not all(_is_same(norm, norms[0]) for norm in norms):
             raise RuntimeError(f"the ranks' models have come apart: gradient norms by rank {norms}")
@@ -196,7 +197,7 @@ class RankExchange:
 
     def most_passes(self, num_passes: int) -> int:
         """Passes that every rank must make, where this one has ``num_passes`` micro-batches."""
-        return max(report.num_passes for report in self._exchange(Report(num_passes=num_passes)))
+        return max(self.gather(num_passes))
 
     @contextmanager
     def retrying_together(self) -> Iterator[None]:
@@ -218,6 +219,14 @@ class RankExchange:
         self._raise_out_of_memory(reports, torch.OutOfMemoryError if is_here else OutOfMemoryElsewhere)
 
     # Reports ---------------------------------------------------------------------------------------------
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of the ranks.
+
+        Raises:
+            RankFailed: another rank failed.
+        """
+        return [report.value for report in self._exchange(Report(value=value))]
 
     def _exchange(self, report: Report) -> list[Report]:
         reports = self.data.gather(report)
