@@ -5,24 +5,40 @@ All is torchrun's own but that a rank is forked in the place of starting Python,
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+import preload
+from quartet.cli.main import main
 from quartet.cluster.torchrun import LauncherRank, run_under_torchrun
+from quartet.train.engine import TrainEngine
+
+for module in preload.MODULES:
+    importlib.import_module(module)
 
 
-def torchrun(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
-    """``torchrun arguments… COMMAND…``, where every rank runs the command as ``run_under_torchrun``.
+def torchrun(
+    arguments: Sequence[str], log: str, environment: Mapping[str, str], cwd: str | None = None, kill: int | None = None
+) -> None:
+    """``torchrun arguments… COMMAND…``, where every rank runs the command as ``run_under_torchrun``, or in ``cwd`` as
+    ``quartet``.
 
     Each leaves its process id beside the log, in a file ``rank<number>``.
+
+    Args:
+        kill: SIGKILL hits the last rank before its update of this number, from 1.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     for target in (1, 2):
@@ -35,7 +51,14 @@ def torchrun(arguments: Sequence[str], log: str, environment: Mapping[str, str])
             os.environ.clear()
             os.environ.update(env)
             Path(log).with_name(f"rank{env['RANK']}").write_text(str(os.getpid()))
-            os._exit(_status([sys.executable, *args[3:]]))  # behind ``python -u entry.py``
+            command = args[3:]  # behind ``python -u entry.py``
+            if cwd is None:
+                os._exit(_status(partial(run_under_torchrun, [sys.executable, *command], LauncherRank.found(env))))
+            os.chdir(cwd)
+            sys.argv = ["quartet", *command]
+            if kill is not None and env["RANK"] == str(int(env["WORLD_SIZE"]) - 1):
+                _kill_before(kill)
+            os._exit(_status(main))
 
         return subprocess.Popen(args, env=env, preexec_fn=rank, **options)
 
@@ -43,9 +66,22 @@ def torchrun(arguments: Sequence[str], log: str, environment: Mapping[str, str])
     torch.distributed.run.main(list(arguments))
 
 
-def _status(command: Sequence[str]) -> int:
+def _kill_before(update: int) -> None:
+    step, seen = TrainEngine.train_step, itertools.count(1)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        if next(seen) == update:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*args, **options)
+
+    TrainEngine.train_step = counted  # type: ignore[method-assign]
+
+
+def _status(run: Callable[[], int | None]) -> int:
     try:
-        return run_under_torchrun(command, LauncherRank.found(os.environ))
+        return run() or 0
+    except SystemExit as stop:
+        return int(stop.code or 0)
     except BaseException:
         traceback.print_exc()
         return 1

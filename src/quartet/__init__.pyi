@@ -30,6 +30,7 @@ from .config.cluster import (
     LocalCluster as LocalCluster,
     OffloadConfig as OffloadConfig,
     RayCluster as RayCluster,
+    TorchrunCluster as TorchrunCluster,
     WeightSyncConfig as WeightSyncConfig,
 )
 from .config.common import (

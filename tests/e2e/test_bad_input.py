@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quartet.observe.rollouts import read_step
+from quartet.trainers import engine_memory
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,15 @@ def test_missing_files(
     (world.path / "data_only").mkdir(exist_ok=True)
     recipe = world.recipe("missing", recipes["sft"](output_dir=str(tmp_path / "run"), **changes))
     quartet("sft", recipe).expect_user_error(*parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_policy_that_no_engine_can_hold(
+    world: Any, quartet: Any, recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_memory, "available_bytes", lambda: 50_000)
+    recipe = world.recipe("large", recipes["rl"](output_dir=str(tmp_path / "run")))
+    quartet("rl", recipe).expect_user_error("no process of the native rollout engine can hold 'model'", "served engine")
     assert not (tmp_path / "run").exists()
 
 

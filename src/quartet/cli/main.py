@@ -42,7 +42,7 @@ JOBS = {
     "eval": ("Evaluator", "Held-out prompts answered and scored; win rates."),
 }
 """Jobs with a recipe: the public class that runs each, and its help."""
-RUNS_ON_RAY = ("sft", "reward-model", "process-reward", "preference", "rl")
+SUPERVISED = ("sft", "reward-model", "process-reward", "preference")
 ON_THE_CLUSTER = ("cluster.type=ray", "cluster.address=null")
 """Overrides inside an allocation: roles go to the Ray that was started there."""
 
@@ -154,13 +154,10 @@ def _add_job(job: str, kind: str, meaning: str) -> None:
     """The sub-command of a job with a recipe, which the public class ``kind`` runs."""
 
     def command(recipe: RecipePath, overrides: Overrides = None, resume: Resume = None) -> None:
-        if job in RUNS_ON_RAY and _is_in_allocation():
-            # The same command once more, in a process of its own with a Ray cluster of all nodes.
-            from quartet.cluster.torchrun import LauncherRank, run_under_torchrun
-
-            words = [sys.executable, "-m", "quartet", *sys.argv[1:], *ON_THE_CLUSTER]
-            sys.exit(run_under_torchrun(words, LauncherRank.found(os.environ)))
-        _run(job, kind, recipe, overrides, resume)
+        changes = overrides or []
+        if _is_in_allocation():
+            changes = [*changes, *_in_allocation(job, recipe, changes)]
+        _run(job, kind, recipe, changes, resume)
 
     app.command(name=job, help=meaning)(command)
 
@@ -169,20 +166,50 @@ for _job, (_kind, _meaning) in JOBS.items():
     _add_job(_job, _kind, _meaning)
 
 
-def _run(job: str, kind: str, recipe_path: Path, overrides: list[str] | None, resume: ResumeChoice | None) -> None:
+def _in_allocation(job: str, recipe: Path, overrides: list[str]) -> list[str]:
+    """Overrides that make the processes of torchrun those of the run. With Ray the process ends here, with the run.
+
+    Raises:
+        UserError: the job runs in one process.
+    """
+    from quartet.cluster.torchrun import LauncherRank, run_under_torchrun
+    from quartet.config.load import asks_for_ray
+
+    launcher = LauncherRank.found(os.environ)
+    if job == "rl" or (job in SUPERVISED and asks_for_ray(job, recipe, overrides)):
+        # The same command once more, in a process of its own with a Ray cluster of all nodes.
+        words = [sys.executable, "-m", "quartet", *sys.argv[1:], *ON_THE_CLUSTER]
+        sys.exit(run_under_torchrun(words, launcher))
+    if job in SUPERVISED:
+        return ["cluster={type: torchrun}", f"processes={launcher.local_world_size}", f"nodes={launcher.num_nodes}"]
+    if launcher.world_size > 1:
+        raise UserError(
+            f"quartet {job} runs in one process",
+            found=f"{launcher.world_size} processes of torchrun",
+            remedy="start it without torchrun",
+        )
+    return []
+
+
+def _run(job: str, kind: str, recipe_path: Path, overrides: list[str], resume: ResumeChoice | None) -> None:
     import quartet
     from quartet.cli.show import show_evaluation, show_finished, show_run
     from quartet.config.load import load_recipe
     from quartet.observe.progress import Progress
     from quartet.trainers.run_files import completed_run
 
-    recipe = load_recipe(job, recipe_path, overrides or ())
+    recipe = load_recipe(job, recipe_path, overrides)
+    # Of several processes of torchrun the first one alone speaks.
+    is_silent = _is_in_allocation() and os.environ["RANK"] != "0"
     if done := completed_run(recipe, as_argument(resume)):
-        show_finished(*done)
+        if not is_silent:
+            show_finished(*done)
         return
     with Progress() as progress:
         made = getattr(quartet, kind)(recipe, resume=as_argument(resume), progress=progress)
         result = made.run() if job == "eval" else made.train()
+    if is_silent:
+        return
     if job == "eval":
         show_evaluation(result)
     else:

@@ -92,7 +92,7 @@ class Death:
     last_lines: tuple[str, ...] = ()
 
     def brief(self) -> str:
-        return f"rank {self.rank} of group {self.group!r} died"
+        return f"{f'rank {self.rank}' if self.rank is not None else 'a process'} of group {self.group!r} died"
 
 
 class ClusterError(Exception):

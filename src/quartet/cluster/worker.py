@@ -143,7 +143,8 @@ class Worker:
             )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        with _gloo_on_loopback(self.place.master_addr):
+        is_one_node = self.place.local_world_size == self.world_size
+        with _gloo_on_loopback(LOOPBACK if is_one_node else self.place.master_addr):
             distributed.init_process_group(
                 backend or ("nccl" if self.device.type == "cuda" else "gloo"),
                 init_method=f"tcp://{self.place.master_addr}:{self.place.master_port}",

@@ -33,12 +33,23 @@ class RayCluster(Strict):
     max_restarts: int = Field(3, ge=0, description="How often a run replaces workers that died.")
 
 
+class TorchrunCluster(Strict):
+    """The processes that torchrun has started: a recipe becomes one for them by being started so."""
+
+    type: Literal["torchrun"] = "torchrun"
+
+
 ClusterConfig = Annotated[LocalCluster | RayCluster, Field(discriminator="type")]
+SupervisedClusterConfig = Annotated[LocalCluster | RayCluster | TorchrunCluster, Field(discriminator="type")]
 
 
-def device_misfit(cluster: LocalCluster | RayCluster, device: str) -> str | None:
+def device_misfit(cluster: LocalCluster | RayCluster | TorchrunCluster, device: str) -> str | None:
     """Why a recipe cannot have this ``device``; None if it can. Ray gives each process its GPUs already."""
     if isinstance(cluster, LocalCluster) or device == "auto":
+        return None
+    if isinstance(cluster, TorchrunCluster):
+        if device.startswith("cuda:"):
+            return f"each process of a torchrun takes a GPU of its own: set device: cuda in place of {device}"
         return None
     if device.startswith("cuda:"):
         return f"Ray decides which GPU a process sees: set device: cuda in place of {device}"

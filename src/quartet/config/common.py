@@ -116,6 +116,11 @@ class ShardingConfig(Strict):
     fixed_order: bool = Field(
         False, description="Sum gradients in the order of the ranks: bits that no communication library decides."
     )
+    cpu_offload: bool = Field(
+        False,
+        description="Keep weights, gradients and optimizer state in host memory, where the optimizer computes; "
+        "on the GPU are only the layers under way.",
+    )
 
     def misfit(self, key: str, processes: int) -> str | None:
         """Why ``processes`` cannot hold a model that is cut so; None where they can.
@@ -123,6 +128,11 @@ class ShardingConfig(Strict):
         Args:
             key: of this section in the recipe.
         """
+        if self.cpu_offload and self.shard == 1:
+            return (
+                f"{key}.cpu_offload is on, but {key}.shard is 1: only models that are cut are kept in host memory; set "
+                f"{key}.shard to 2 or more, or leave cpu_offload out"
+            )
         if processes % self.shard == 0:
             return None
         fitting = ", ".join(str(n) for n in range(1, processes + 1) if processes % n == 0)

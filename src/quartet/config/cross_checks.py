@@ -25,7 +25,7 @@ from quartet.config.algorithms import (
 )
 from quartet.config.cluster import device_misfit
 from quartet.config.common import ShardingConfig
-from quartet.config.placement import ROLES, AsynchronousPlacement, Role, processes_of
+from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
 from quartet.config.rewards import ModelReward, ProcessModelReward
 
 if TYPE_CHECKING:
@@ -203,6 +203,11 @@ def _shardings(recipe: RLRecipe) -> Iterator[str]:
     for key, role, sharding in asked:
         if (reason := sharding.misfit(key, processes_of(recipe.placement, role))) is not None:
             yield reason
+        elif sharding.cpu_offload and has_budget(recipe.placement, role):
+            yield (
+                f"{key}.cpu_offload keeps the model in host memory, and the pool's budget_bytes would move it there "
+                "and back: leave out either"
+            )
 
 
 def without_effect(recipe: RLRecipe) -> list[str]:

@@ -41,15 +41,8 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
     Raises:
         UserError: anything wrong with file, overrides or values; all mistakes in values are listed at once.
     """
-    if job not in RECIPES:
-        raise no_such_job(job)
-    data = {} if path is None else _read(Path(path), _how_to_begin(job, Path(path)))
+    data = _overridden(job, path, overrides)
     label = "the recipe" if path is None else f"recipe {path}"
-    for override in [overrides] if isinstance(overrides, str) else overrides:
-        if override.startswith("@"):
-            _merge(data, _read(Path(override.removeprefix("@"))))
-        else:
-            _apply(data, override)
     if data.get("job", job) != job:
         other = data["job"]
         known = isinstance(other, str) and other in RECIPES and path is not None
@@ -62,6 +55,29 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
         return model.model_validate_json(json.dumps(_with_defaults(model, data)), strict=True)
     except ValidationError as error:
         raise explain(error, model, label) from None
+
+
+def _overridden(job: str, path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """The keys of a recipe with overrides, not checked yet."""
+    if job not in RECIPES:
+        raise no_such_job(job)
+    data = {} if path is None else _read(Path(path), _how_to_begin(job, Path(path)))
+    for override in [overrides] if isinstance(overrides, str) else overrides:
+        if override.startswith("@"):
+            _merge(data, _read(Path(override.removeprefix("@"))))
+        else:
+            _apply(data, override)
+    return data
+
+
+def asks_for_ray(job: str, path: str | Path, overrides: Sequence[str]) -> bool:
+    """Whether the recipe says that its processes are those of Ray, whatever else is wrong with it.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    cluster = _overridden(job, path, overrides).get("cluster")
+    return isinstance(cluster, dict) and cluster.get("type") == "ray"
 
 
 def _check_sharding(placement: Any, label: str) -> None:

@@ -306,8 +306,19 @@ def _pools_of(config: PlacementConfig) -> dict[str, tuple[DevicesConfig, tuple[R
 
 def processes_of(config: PlacementConfig | None, kind: Role) -> int:
     """Of the pool that roles of this kind are on; 1 where they have none, or there is no placement."""
+    pool = _pool_with(config, kind)
+    return pool.processes * pool.nodes if pool is not None else 1
+
+
+def has_budget(config: PlacementConfig | None, kind: Role) -> bool:
+    """Whether roles of this kind leave their devices for others."""
+    pool = _pool_with(config, kind)
+    return pool is not None and pool.budget_bytes is not None
+
+
+def _pool_with(config: PlacementConfig | None, kind: Role) -> DevicesConfig | None:
     pools = _pools_of(config).values() if config is not None else ()
-    return next((pool.processes * pool.nodes for pool, on_it in pools if kind in on_it), 1)
+    return next((pool for pool, on_it in pools if kind in on_it), None)
 
 
 def _homeless(config: PlacementConfig, name: str, kind: Role, home: Mapping[Role, str]) -> UserError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from quartet.config.cluster import ClusterConfig, LocalCluster, device_misfit
+from quartet.config.cluster import LocalCluster, SupervisedClusterConfig, device_misfit
 from quartet.config.common import DataConfig, ModelConfig, Recipe, ShardingConfig, TrainConfig
 from quartet.config.units import Processes
 
@@ -20,7 +20,7 @@ class SupervisedRecipe(Recipe):
     train: TrainConfig = TrainConfig()
     steps: int | None = Field(None, ge=1, description="Optimizer steps; `epochs` over the data when left out.")
     epochs: int = Field(1, ge=1, description="Passes over the data where steps is left out.")
-    cluster: ClusterConfig = Field(LocalCluster(), description="Where the processes of the run are.")
+    cluster: SupervisedClusterConfig = Field(LocalCluster(), description="Where the processes of the run are.")
     processes: Processes = Field(
         1,
         ge=1,
@@ -34,7 +34,7 @@ class SupervisedRecipe(Recipe):
         if self.cluster.type == "local" and self.processes * self.nodes > 1:
             raise ValueError(
                 f"processes {self.processes} on nodes {self.nodes}, but cluster.type local has one process: set "
-                "cluster.type: ray, or leave processes and nodes out"
+                "cluster.type: ray, start it by torchrun, or leave processes and nodes out"
             )
         misfits = (
             self.sharding.misfit("sharding", self.processes * self.nodes),

@@ -16,10 +16,11 @@ from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
-from quartet.cluster.dispatch import BROADCAST, ONE_COPY, DispatchMode, FirstRanks, OneRank, Split, marks_of
+from quartet.cluster.dispatch import BROADCAST, ONE_COPY, DispatchMode, FirstRanks, Mark, OneRank, Split, marks_of
 from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup
 from quartet.cluster.manifests import Noted
+from quartet.cluster.ranks import Ranks
 from quartet.cluster.worker import Worker
 from quartet.schedule.clock import drained
 from quartet.schedule.compute_thread import ComputeThread
@@ -98,6 +99,40 @@ class RolesWorker(Worker):
         return Noted(made.bare(), made.outline([role]))  # the caller knows the reference
 
 
+class RankGroup(RoleGroup[W_co]):
+    """One worker in each process of a torchrun, of which this is rank 0.
+
+    Args:
+        process: with this process's worker of the role.
+        worker_class, shard: as of ``RemoteGroup``.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        process: RolesWorker,
+        role: str,
+        worker_class: type[W_co],
+        compute: ComputeThread,
+        *,
+        shard: int = 1,
+    ) -> None:
+        self._ranks = ranks
+        self._run = partial(process.run_role, role)
+        self._marks = marks_of(worker_class)
+        self._compute = compute
+        self._shard = shard
+
+    async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        name = method.__name__
+        mode = _mode_of(self._marks, name, self._shard)
+        plan = mode.plan(self._ranks.layout, args, kwargs)
+        results = await self._compute.run(partial(self._ranks.ask, self._run, name, plan.calls))
+        result: Any = plan.collect([results[rank] for rank in plan.answers], plan.shares)
+        found: R = result[0] if mode == BROADCAST else result
+        return found
+
+
 class RemoteGroup(RoleGroup[W_co]):
     """The workers of one role in the processes of a group of ``RolesWorker``.
 
@@ -155,6 +190,9 @@ class RemoteGroup(RoleGroup[W_co]):
     def _mode(self, name: str) -> DispatchMode:
         if self.rank is not None:
             return OneRank(self.rank)
-        mark = self._marks.get(name)
-        mode = BROADCAST if mark is None else mark.mode
-        return FirstRanks(self.shard) if mode == ONE_COPY else mode
+        return _mode_of(self._marks, name, self.shard)
+
+
+def _mode_of(marks: Mapping[str, Mark], name: str, shard: int) -> DispatchMode:
+    mode = marks[name].mode if name in marks else BROADCAST
+    return FirstRanks(shard) if mode == ONE_COPY else mode

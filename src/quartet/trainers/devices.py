@@ -38,6 +38,8 @@ def compute_device(recipe: Recipe, passed: PreTrainedModel | None = None) -> tor
     """
     if isinstance(recipe, RLRecipe | SupervisedRecipe) and recipe.cluster.type == "ray":
         return torch.device("cuda" if recipe.cluster.gpus_per_process > 0 else "cpu")
+    if isinstance(recipe, SupervisedRecipe) and recipe.cluster.type == "torchrun":
+        return torch.device(find_device(recipe.device).type)
     if isinstance(recipe, RLRecipe) and recipe.numerics == "exact" and passed is None:
         return torch.device("cpu")
     if recipe.device == "auto" and passed is not None:
@@ -77,7 +79,7 @@ def _in_words(count: int) -> str:
 
 
 def worker_device(seen: torch.device, recipe: RLRecipe | SupervisedRecipe) -> torch.device:
-    """Where a Ray worker's models go: the GPU it was granted, or the CPU where it was granted none.
+    """Where a worker's models go: of Ray the GPU it was granted, of torchrun its own, or the CPU where there is none.
 
     Args:
         seen: what the worker would take by itself.
@@ -85,8 +87,11 @@ def worker_device(seen: torch.device, recipe: RLRecipe | SupervisedRecipe) -> to
     Raises:
         UserError: there is no GPU in it after all, or one without the precision that the driver took for granted.
     """
-    if recipe.cluster.type != "ray" or recipe.cluster.gpus_per_process == 0:
-        return torch.device("cpu")
+    if isinstance(recipe, SupervisedRecipe) and recipe.cluster.type == "torchrun":
+        if recipe.device == "cpu" or (recipe.device == "auto" and seen.type == "cpu"):
+            return CPU
+    elif recipe.cluster.type != "ray" or recipe.cluster.gpus_per_process == 0:
+        return CPU
     if seen.type == "cpu":
         raise UserError(
             "a worker was granted a GPU and sees none",

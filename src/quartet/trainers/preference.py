@@ -153,7 +153,7 @@ class PreferenceWorker(CausalWorker[PreferenceRecipe, PreferenceData | JudgedDat
         if self.mesh is not None:
             packed = packed_causal_lm(on_meta([model])[0], precision)
             packed.model.requires_grad_(False)
-            shard_model(packed, self.mesh)
+            shard_model(packed, self.mesh, on_host=recipe.sharding.cpu_offload)
             load_shares(packed, passed.state_dict() if passed is not None else path, device=self.device)
             found = weights_digest(packed.model, precision=precision)
             digest = self.engine.of_first_rank(lambda: found)

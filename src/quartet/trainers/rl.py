@@ -29,6 +29,7 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts
+from quartet.trainers.engine_memory import check_engine_fits
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.experience import KLCoefficient
 from quartet.trainers.input_sources import (
@@ -125,6 +126,8 @@ class RLTrainer:
                 taken.callback(workers.close)
                 take_back_signals()
                 objects = objects.on_meta()
+            elif own_model is None and recipe.actor.model is not None:
+                check_engine_fits(recipe, recipe.actor.model.path, device)
             self.roles = RLRoles(recipe, objects, shares_reference=shares_reference(placement), computes=device)
             taken.callback(self.roles.close)
             self.evaluation = PeriodicEvaluation(self.roles, self.path, self.progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -61,12 +61,16 @@ class Meshes:
 
     def __call__(self, role: str) -> Mesh | None:
         """None where every process works with a model of its own: one that is not trained, and not cut."""
-        sharding = self._of_role.get(role, ShardingConfig())
+        sharding = self.sharding_of(role)
         if self._group is None or (sharding.shard == 1 and role not in TRAINED_ROLES):
             return None
         if sharding not in self._made:
             self._made[sharding] = Mesh.of(self._group, shard=sharding.shard, fixed_order=sharding.fixed_order)
         return self._made[sharding]
+
+    def sharding_of(self, role: str) -> ShardingConfig:
+        """How the processes of a role hold its model."""
+        return self._of_role.get(role, ShardingConfig())
 
 
 class ShardedModels:
@@ -82,7 +86,7 @@ class ShardedModels:
         recipe: RLRecipe,
         objects: UserObjects,
         device: torch.device,
-        meshes: Callable[[str], Mesh | None],
+        meshes: Meshes,
         *,
         shares_reference: bool,
     ) -> None:
@@ -103,7 +107,7 @@ class ShardedModels:
         assert mesh is not None, "only models of several processes are cut"
         if id(packed.model) not in self._filled:
             self._filled.add(id(packed.model))
-            shard_model(packed, mesh)
+            shard_model(packed, mesh, on_host=self._mesh_of.sharding_of(role).cpu_offload)
             load_shares(packed, self._contents(role), device=self._device, seed=self._recipe.seed)
         return self._empty.worker(role, ptx)
 

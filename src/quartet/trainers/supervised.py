@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 from transformers import PreTrainedModel
 
-from quartet.cluster import ClusterError, ResourcePool, WorkerGroup, connect
-from quartet.config import UserError
+from quartet.cluster import ClusterError, ResourcePool, WorkerDied, WorkerGroup, connect
+from quartet.cluster.ranks import End, Ranks
+from quartet.config import Interrupted, UserError
 from quartet.config.cluster import RayCluster
 from quartet.config.supervised import SupervisedRecipe
 from quartet.models.loading import (
@@ -23,7 +27,7 @@ from quartet.models.loading import (
 )
 from quartet.observe.progress import Progress
 from quartet.schedule.compute_thread import ComputeThread
-from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup
+from quartet.schedule.role_group import LocalGroup, RankGroup, RemoteGroup, RoleGroup
 from quartet.trainers import checkpoints
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.input_sources import (
@@ -33,8 +37,8 @@ from quartet.trainers.input_sources import (
     with_names,
 )
 from quartet.trainers.run import Stopwatch, TrainResult, open_run
-from quartet.trainers.run_files import Resume
-from quartet.trainers.signals import take_back_signals
+from quartet.trainers.run_files import Resume, read_json
+from quartet.trainers.signals import stop_signals, take_back_signals
 from quartet.trainers.supervised_worker import Given, SupervisedDescription, SupervisedProcess, SupervisedWorker
 from quartet.trainers.throughput import throughput
 
@@ -87,10 +91,11 @@ class SupervisedTrainer(Generic[R, W]):
         self._given = Given(passed, own, rows, evaluation_rows, self._reference)
         self._worker: W | None = None
         self._processes: WorkerGroup | None = None
+        self._joined: Ranks | None = None
         if recipe.cluster.type == "ray":
             self._backend = connect("ray", address=recipe.cluster.address)
             take_back_signals()
-        else:
+        elif recipe.cluster.type == "local":
             self._worker = cast(W, self.worker_class(recipe, self._given, device))
             self._given = Given()  # the worker gives them back; kept here, too, they would stay in memory to the end
 
@@ -123,8 +128,11 @@ class SupervisedTrainer(Generic[R, W]):
         Raises:
             Interrupted: Ctrl-C, SIGTERM or SIGUSR1; saved, and resumable.
             UserError: a worker died, the disk is full, …; ``resume`` goes on from the last checkpoint.
+            SystemExit: in a process of torchrun's that is not rank 0, where that fails.
         """
         watch = Stopwatch()
+        if self.recipe.cluster.type == "torchrun" and (ranks := self._ranks()).rank:
+            return self._serve(ranks)
         with contextlib.ExitStack() as started:
             group = self._start(started)
             about = run_async(group.call(SupervisedWorker.describe))
@@ -135,7 +143,8 @@ class SupervisedTrainer(Generic[R, W]):
         return TrainResult(self.path, summary, self._trained)
 
     def _start(self, started: contextlib.ExitStack) -> RoleGroup[W]:
-        """The workers, until ``started`` closes; on Ray one process per device, each with a copy of the model.
+        """The workers, until ``started`` closes; on Ray and under torchrun one process per device, each with a copy of
+        the model or its share of one.
 
         Raises:
             UserError: the cluster has no room, or a worker refused the recipe, the data or the objects.
@@ -147,6 +156,14 @@ class SupervisedTrainer(Generic[R, W]):
             started.callback(self._worker.release)
             started.callback(compute.close)
             return LocalGroup(self._worker, compute)
+        kind = cast(type[W], self.worker_class)
+        if self.recipe.cluster.type == "torchrun":
+            compute = ComputeThread()
+            started.callback(compute.close)
+            ranks = self._ranks()
+            group = RankGroup(ranks, self._process(), "model", kind, compute, shard=recipe.sharding.shard)
+            started.push(partial(_end, ranks, self.path.absolute()))
+            return group
         assert isinstance(cluster, RayCluster)
         started.callback(self._backend.close)
         self.progress.print(f"starting {recipe.processes * recipe.nodes} workers")
@@ -165,8 +182,40 @@ class SupervisedTrainer(Generic[R, W]):
             start_timeout_s=cluster.start_timeout_s,
         )
         self._processes = run_async(asyncio.to_thread(start))
-        kind = cast(type[W], self.worker_class)
         return RemoteGroup(self._processes, "model", kind, shard=recipe.sharding.shard)
+
+    def _ranks(self) -> Ranks:
+        """The processes of torchrun.
+
+        Raises:
+            UserError: they are not those of the recipe.
+        """
+        if self._joined is None:
+            recipe, launched = self.recipe, os.environ.get("WORLD_SIZE", "none")
+            if launched != str(recipe.processes * recipe.nodes):
+                raise UserError(
+                    "the recipe is for other processes than torchrun has started",
+                    found=f"{recipe.processes} × {recipe.nodes} in the recipe, {launched} started by torchrun",
+                    remedy="start it as `torchrun … -m quartet` with equally many processes on each node",
+                )
+            same = recipe.model_copy(update={"output_dir": None}).model_dump(mode="json")
+            self._joined = Ranks(recipe.job, "gloo" if recipe.device == "cpu" else None, same)
+        return self._joined
+
+    def _process(self) -> SupervisedProcess:
+        given, self._given = self._given, Given()
+        return SupervisedProcess(self.worker_class, self.recipe, given, os.getcwd())
+
+    def _serve(self, ranks: Ranks) -> TrainResult:
+        """What every rank but the first does: its part of each call."""
+        with stop_signals() as signals:
+            process = self._process()
+            with signals.graceful():
+                end = ranks.serve(partial(process.run_role, "model"), lambda: signals.first)
+        if end.status:
+            sys.exit(end.status)
+        self.path = end.value
+        return TrainResult(self.path, read_json(self.path / "summary.json"), self._trained)
 
     async def _train(self, group: RoleGroup[W], about: SupervisedDescription, watch: Stopwatch) -> dict[str, Any]:
         try:
@@ -230,6 +279,8 @@ class SupervisedTrainer(Generic[R, W]):
     def _explained(self, error: ClusterError) -> Exception:
         """``error``, or where a worker died which one that was and of what, and how to go on."""
         deaths = self._processes.dead(_PATIENCE_S) if self._processes is not None else []
+        if isinstance(error, WorkerDied) and self._joined is not None:
+            deaths = [error.death]
         if not deaths:
             return error
         last = deaths[0].last_error or "it left no error, so it was killed from outside"
@@ -249,3 +300,13 @@ class SupervisedTrainer(Generic[R, W]):
             found: PreTrainedModel = self._worker.packed.model
             return found
         return load_trained(self.path / "model", self.worker_class.load_written)
+
+
+def _end(
+    ranks: Ranks, path: Path, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Ends the other processes of torchrun as this one ends; one that is stopped at once is gone by itself."""
+    if error is None or isinstance(error, Exception):
+        failed = 2 if isinstance(error, UserError) else 1
+        status = 0 if error is None else error.exit_status if isinstance(error, Interrupted) else failed
+        ranks.end(End(status, path))

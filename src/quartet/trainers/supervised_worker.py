@@ -136,7 +136,7 @@ class SupervisedWorker(TrainWorker, Generic[R, D, P]):
             taken.callback(self.packed.release)
             check_budget(self._longest(), train.token_budget, "train.token_budget")
             if self.mesh is not None:
-                shard_model(self.packed, self.mesh)
+                shard_model(self.packed, self.mesh, on_host=recipe.sharding.cpu_offload)
                 load_shares(self.packed, self._contents(given.model), device=device, seed=recipe.seed)
             super().__init__(TrainEngine(self.packed, train, total_steps=self.steps, mesh=mesh))
             self._begin(given)

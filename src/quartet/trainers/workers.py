@@ -39,6 +39,7 @@ from quartet.schedule.rollout_writer import Writer
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import enter_process, worker_device
+from quartet.trainers.engine_memory import check_engine_fits
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_sources import user_object_names
@@ -156,6 +157,8 @@ class PoolWorker(RolesWorker):
         cut_roles = {role for role, sharding in of_role.items() if sharding.shard > 1}
         is_group = self.world_size > 1 and not cut_roles.union(TRAINED_ROLES).isdisjoint(names)
         meshes = Meshes(enter_process(self, recipe, directory, is_group=is_group), of_role)
+        if "rollout" in names and objects.model is None and recipe.actor.model is not None:
+            check_engine_fits(recipe, recipe.actor.model.path, device, self.place.local_world_size)
         loader = ModelLoader(
             recipe, objects, device=device, moves_user_models=True, shares_reference=shares, meshes=meshes
         )

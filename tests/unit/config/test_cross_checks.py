@@ -125,6 +125,17 @@ def test_every_family_has_a_recipe() -> None:
             ],
             "rewards.0.sharding.shard is 4, but the model has 2 processes",
         ),
+        (
+            ["placement={type: full_offload, pool: {processes: 2}}", "actor.sharding.cpu_offload=true"],
+            "actor.sharding.cpu_offload is on, but actor.sharding.shard is 1: only models that are cut",
+        ),
+        (
+            [
+                "placement={type: full_offload, pool: {processes: 2, budget_bytes: 100}}",
+                "actor.sharding={shard: 2, cpu_offload: true}",
+            ],
+            "actor.sharding.cpu_offload keeps the model in host memory, and the pool's budget_bytes",
+        ),
         (["cluster.type=ray"], "cluster.type ray needs a placement"),
         (["cluster.type=ray", "device=cuda:1"], "Ray decides which GPU a process sees"),
         (["cluster.type=ray", "critic.train.compile=true"], "cluster.max_restarts: 0, or leave train.compile out"),

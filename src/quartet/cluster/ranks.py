@@ -1,0 +1,138 @@
+"""The processes of a torchrun as one group: rank 0 drives, and every process does its part of what it asks for."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed
+
+from quartet.cluster.dispatch import Call
+from quartet.cluster.errors import Death, Failure, WorkerDied
+from quartet.cluster.torchrun import machine
+from quartet.cluster.worker import Worker
+from quartet.config.errors import UserError
+
+_PATIENCE = timedelta(days=30)
+"""A rank waits for the next call as long as others take for theirs; one that is gone is noticed at once."""
+Run = Callable[..., Any]
+"""``run(method, *args, **kwargs)`` is a rank's own part of a call."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The last message of rank 0.
+
+    Attributes:
+        status: exit status, 0 where all went well.
+        value: what the others return.
+    """
+
+    status: int
+    value: Any = None
+
+
+class Ranks(Worker):
+    """Forms the process group of all processes that torchrun has started; each makes one.
+
+    Args:
+        name: of the run, in messages.
+        backend: of the process group; what the ranks' devices need where it is left out.
+        same: what must be equal on all ranks, the recipe say.
+
+    Raises:
+        UserError: it is not equal.
+    """
+
+    def __init__(self, name: str, backend: str | None = None, same: Any = None) -> None:
+        self.name = name
+        self.init_process_group(backend)
+        # Of its own, since what is called uses others at the same time.
+        self._control = distributed.new_group(backend="gloo", timeout=_PATIENCE)
+        self._is_intact = True
+        self._passed_on: set[int] = set()
+        found: list[Any] = [None] * self.world_size
+        with self._reaching("starting"):
+            distributed.all_gather_object(found, same, group=self._control)
+        if others := [rank for rank, value in enumerate(found) if value != found[0]]:
+            raise UserError(
+                "the processes of the run were started with different recipes",
+                found=f"rank {others[0]} has another one than rank 0",
+                remedy="give the same recipe and overrides on every node",
+            )
+
+    def ask(self, run: Run, method: str, calls: Sequence[Call | None]) -> list[Any]:
+        """On rank 0: every rank's result of its call, in the order of the ranks; None of one that is not called.
+
+        Raises:
+            WorkerError, UserError: another rank's method raised; rank 0's own error comes out as it is.
+            WorkerDied: a process is gone.
+        """
+        answers: list[Any] = [None] * self.world_size
+        with self._reaching(method):
+            distributed.broadcast_object_list([(method, calls)], src=0, group=self._control)
+            outcome, raised = self._part(run, method, calls)
+            distributed.gather_object((outcome, None), answers, dst=0, group=self._control)
+        for number in {number for _, number in answers if number is not None} - self._passed_on:
+            self._passed_on.add(number)
+            # Not as SIGINT: this process may have got that, too, and a second one stops it at once.
+            os.kill(os.getpid(), signal.SIGTERM if number == signal.SIGINT else number)
+        results = [result for result, _ in answers]
+        if failures := [result for result in results if isinstance(result, Failure)]:
+            first = min(failures, key=lambda failure: failure.is_echo)
+            if first.rank == self.rank and raised is not None:
+                raise raised
+            raise first.error([failure.brief() for failure in failures if failure is not first])
+        return results
+
+    def serve(self, run: Run, stopped_by: Callable[[], int | None]) -> End:
+        """On the other ranks: does their parts until rank 0 ends.
+
+        Args:
+            stopped_by: the signal that this process got; rank 0 is told.
+
+        Raises:
+            WorkerDied: rank 0 is gone.
+        """
+        while True:
+            message: list[Any] = [None]
+            with self._reaching("waiting for rank 0"):
+                distributed.broadcast_object_list(message, src=0, group=self._control)
+                if isinstance(message[0], End):
+                    return message[0]
+                outcome, _ = self._part(run, *message[0])
+                distributed.gather_object((outcome, stopped_by()), dst=0, group=self._control)
+
+    def end(self, end: End) -> None:
+        """On rank 0: lets the others go, where they can be reached."""
+        if self._is_intact:
+            distributed.broadcast_object_list([end], src=0, group=self._control)
+
+    def _part(self, run: Run, method: str, calls: Sequence[Call | None]) -> tuple[Any, Exception | None]:
+        call = calls[self.rank]
+        if call is None:
+            return None, None
+        try:
+            return run(method, *call.args, **call.kwargs), None
+        except Exception as error:
+            host, pid = machine().partition("/")[0], os.getpid()
+            return Failure.of(error, group=self.name, rank=self.rank, pid=pid, host=host, where=method), error
+
+    @contextmanager
+    def _reaching(self, during: str) -> Iterator[None]:
+        """Inside, a rank that cannot be reached is a worker that died; whatever leaves breaks the order of calls."""
+        try:
+            yield
+        except BaseException as error:
+            self._is_intact = False
+            if not isinstance(error, RuntimeError):
+                raise
+            said = str(error).strip().partition("\n")[0]
+            raise WorkerDied(
+                Death(self.name, None, None, "unknown host", during, said, "torchrun's report names it")
+            ) from error

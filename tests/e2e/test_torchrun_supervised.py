@@ -1,0 +1,107 @@
+"""Supervised jobs in the processes of a torchrun, without Ray: the model of one process, twice the same bits, a rank
+that is killed, and what cannot be started so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quartet.cluster.worker import free_port
+
+HELD_OUT = {"evaluation_data": {"path": "demonstrations.jsonl", "limit": 6}, "evaluate_every_steps": 3}
+
+
+@pytest.fixture
+def torchrun(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Runs ``torchrun -m quartet`` in the world: torchrun's exit status, and what all ranks wrote."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+
+    def run(*command: str, ranks: int = 2, kill: int | None = None) -> tuple[int, str]:
+        function = importlib.import_module("torchrun_forks").torchrun
+        log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
+        arguments = [f"--nproc-per-node={ranks}", f"--master-port={free_port()}", "entry.py", *command]
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        made = importlib.import_module("forkserver").context()
+        agent = made.Process(target=function, args=(arguments, str(log), environment, str(world.path), kill))
+        agent.start()
+        agent.join(120)
+        assert agent.exitcode is not None, log.read_text()
+        return agent.exitcode, log.read_text()
+
+    return run
+
+
+def agree(one: Path, many: Path, metrics_of: Callable[[Path], list[dict[str, float]]]) -> None:
+    """As sums have another order; the first step shows that alone, and then AdamW makes last digits grow."""
+    rows, others = metrics_of(one), metrics_of(many)
+    assert [row.keys() for row in rows] == [row.keys() for row in others]
+    for row, other in zip(rows, others, strict=True):
+        rel = 1e-6 if row["step"] == 1 else 1e-3
+        for name in row:
+            assert other[name] == pytest.approx(row[name], rel=rel, abs=rel / 10), (name, row["step"])
+    ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (one, many))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-4)
+
+
+def test_two_ranks_train_as_one_process_and_go_on_after_a_death(
+    torchrun: Callable[..., tuple[int, str]],
+    world: Any,
+    recipes: Any,
+    quartet: Callable[..., Any],
+    metrics_of: Any,
+    same_run: Any,
+) -> None:
+    """Each holds half of the model. The second run loses a rank, and then goes on with the bits of the first, with
+    weights and optimizer in host memory.
+    """
+
+    def recipe(name: str) -> str:
+        return world.recipe(name, recipes["sft"](output_dir=name, **HELD_OUT))
+
+    assert quartet("sft", recipe("torchrun-one")).status == 0
+    status, said = torchrun("sft", recipe("torchrun-two"), "sharding.shard=2")
+    assert status == 0, said
+    assert said.count("model: torchrun-two/model") == 1, "one rank speaks"
+    agree(Path("torchrun-one"), Path("torchrun-two"), metrics_of)
+
+    status, said = torchrun("sft", recipe("torchrun-dead"), "sharding.shard=2", kill=4)
+    assert status == 1 and "Signal 9 (SIGKILL)" in said, said
+    assert "a worker of the run died" in said or "stopped; saved in torchrun-dead" in said, said
+    status, said = torchrun("sft", "torchrun-dead.yaml", "sharding={shard: 2, cpu_offload: true}", "--resume=auto")
+    assert status == 0, said
+    same_run(Path("torchrun-two"), Path("torchrun-dead"))
+
+
+def test_one_process_goes_on_with_what_two_ranks_have_saved(
+    torchrun: Callable[..., tuple[int, str]], world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
+) -> None:
+    """KTO reads answers to other prompts under policy and reference, which the first copy computes."""
+    job = recipes["reward-model"](loss={"name": "kto"}, steps=4, checkpoint={"every_steps": 2, "keep": 9})
+    one, many = Path("torchrun-kto-one"), Path("torchrun-kto")
+    assert quartet("preference", world.recipe("torchrun-kto-one", job | {"output_dir": str(one)})).status == 0
+    path = world.recipe("torchrun-kto", job | {"output_dir": str(many)})
+    status, said = torchrun("preference", path, kill=4)
+    assert status == 1, said
+    assert sorted(found.name for found in (many / "checkpoints").glob("step_*")) == ["step_00000002"]
+    found = quartet("preference", path, "--resume")
+    assert found.status == 0, found.err
+    agree(one, many, metrics_of)
+
+
+def test_what_cannot_run_so_is_refused(torchrun: Callable[..., tuple[int, str]], world: Any, recipes: Any) -> None:
+    path = world.recipe("torchrun-no", recipes["sft"](output_dir="torchrun-no"))
+    status, said = torchrun("sft", path, "sharding.shard=3")
+    assert status == 1 and "sharding.shard is 3, but the model has 2 processes" in said, said
+    assert said.startswith("error: recipe torchrun-no.yaml is not valid")
+    status, said = torchrun("eval", path)
+    assert status == 1 and "quartet eval runs in one process" in said, said
+    assert not Path("torchrun-no").exists()
