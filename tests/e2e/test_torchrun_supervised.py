@@ -5,7 +5,12 @@ that is killed, and what cannot be started so.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +24,29 @@ HELD_OUT = {"evaluation_data": {"path": "demonstrations.jsonl", "limit": 6}, "ev
 
 
 @pytest.fixture
-def torchrun(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    """Runs ``torchrun -m quartet`` in the world: torchrun's exit status, and what all ranks wrote."""
+def start(world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[BaseProcess, Path]]:
+    """Starts ``torchrun OPTIONS… -m quartet COMMAND…`` in the world: torchrun, and the log of all its ranks."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
 
-    def run(*command: str, ranks: int = 2, kill: int | None = None) -> tuple[int, str]:
+    def started(options: Sequence[str], *command: str, kill: int | None = None) -> tuple[BaseProcess, Path]:
         function = importlib.import_module("torchrun_forks").torchrun
         log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
-        arguments = [f"--nproc-per-node={ranks}", f"--master-port={free_port()}", "entry.py", *command]
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        made = importlib.import_module("forkserver").context()
-        agent = made.Process(target=function, args=(arguments, str(log), environment, str(world.path), kill))
+        arguments = ([*options, "entry.py", *command], str(log), environment, str(world.path), kill)
+        agent: BaseProcess = importlib.import_module("forkserver").context().Process(target=function, args=arguments)
         agent.start()
+        log.touch()
+        return agent, log
+
+    return started
+
+
+@pytest.fixture
+def torchrun(start: Callable[..., tuple[BaseProcess, Path]]) -> Callable[..., tuple[int, str]]:
+    """Runs two ranks to their end: torchrun's exit status, and what they wrote."""
+
+    def run(*command: str, kill: int | None = None) -> tuple[int, str]:
+        agent, log = start(["--nproc-per-node=2", f"--master-port={free_port()}"], *command, kill=kill)
         agent.join(120)
         assert agent.exitcode is not None, log.read_text()
         return agent.exitcode, log.read_text()
@@ -95,6 +111,26 @@ def test_one_process_goes_on_with_what_two_ranks_have_saved(
     found = quartet("preference", path, "--resume")
     assert found.status == 0, found.err
     agree(one, many, metrics_of)
+
+
+def test_a_signal_to_another_node_lets_the_first_one_save(
+    start: Callable[..., tuple[BaseProcess, Path]], world: Any, recipes: Any, metrics_of: Any
+) -> None:
+    run = Path("torchrun-nodes")
+    path = world.recipe("torchrun-nodes", recipes["sft"](output_dir=str(run), steps=2000))
+    rendezvous = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test"]
+    nodes = [start([*rendezvous, "--nproc-per-node=1"], "sft", path, "checkpoint.every_steps=5000") for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while not any("sft: " in log.read_text() for _, log in nodes):
+        assert time.monotonic() < deadline, [log.read_text() for _, log in nodes]
+        time.sleep(0.05)
+    (silent,) = [agent for agent, log in nodes if not log.read_text().count("sft: ")]
+    os.kill(silent.pid or 0, signal.SIGTERM)
+    for agent, log in nodes:
+        agent.join(60)
+        assert agent.exitcode not in (0, None), log.read_text()
+    assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
+    assert (run / "checkpoints" / f"step_{metrics_of(run)[-1]['step']:08d}").is_dir()
 
 
 def test_what_cannot_run_so_is_refused(torchrun: Callable[..., tuple[int, str]], world: Any, recipes: Any) -> None:

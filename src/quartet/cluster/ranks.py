@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -110,8 +110,9 @@ class Ranks(Worker):
 
     def end(self, end: End) -> None:
         """On rank 0: lets the others go, where they can be reached."""
-        if self._is_intact:
-            distributed.broadcast_object_list([end], src=0, group=self._control)
+        with suppress(RuntimeError):  # one that is gone needs no word
+            if self._is_intact:
+                distributed.broadcast_object_list([end], src=0, group=self._control)
 
     def _part(self, run: Run, method: str, calls: Sequence[Call | None]) -> tuple[Any, Exception | None]:
         call = calls[self.rank]

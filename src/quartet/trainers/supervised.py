@@ -210,8 +210,11 @@ class SupervisedTrainer(Generic[R, W]):
         """What every rank but the first does: its part of each call."""
         with stop_signals() as signals:
             process = self._process()
-            with signals.graceful():
-                end = ranks.serve(partial(process.run_role, "model"), lambda: signals.first)
+            try:
+                with signals.graceful():
+                    end = ranks.serve(partial(process.run_role, "model"), lambda: signals.first)
+            except WorkerDied as error:
+                raise self._explained(error) from error
         if end.status:
             sys.exit(end.status)
         self.path = end.value

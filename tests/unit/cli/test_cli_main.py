@@ -17,6 +17,8 @@ import typer
 from quartet.cli import main as cli
 from quartet.cli.options import GROUPS, as_argument
 from quartet.config import UserError
+from quartet.config.load import load_recipe
+from quartet.config.supervised import SupervisedRecipe
 from quartet.trainers.run import Interrupted
 from quartet.trainers.signals import STOP_SIGNALS, StopSignals
 
@@ -166,22 +168,46 @@ def test_a_users_error_from_anywhere_is_printed_whole(run: Run, monkeypatch: pyt
     assert run("rl", "a.yaml")[2] == "error: it broke\n  found: pieces\n  do: glue\n"
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 0 of six processes on three nodes."""
+    sizes = {"WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 3}
+    for name, value in ({"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "job"} | sizes).items():
+        monkeypatch.setenv(name, str(value))
+
+
 @pytest.mark.parametrize("job", ["rl", "sft", "reward-model", "process-reward", "preference"])
-def test_under_torchrun_the_command_is_run_once_more_on_the_allocations_cluster(
-    job: str, monkeypatch: pytest.MonkeyPatch
+def test_under_torchrun_what_asks_for_ray_is_run_once_more_on_the_allocations_cluster(
+    job: str, launched: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quartet.cluster import torchrun
 
     seen: list[Any] = []
-    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
-        monkeypatch.setenv(name, "0")
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("" if job == "rl" else "cluster: {type: ray}")
     monkeypatch.setattr(torchrun, "run_under_torchrun", lambda command, seat: seen.append((command, seat.rank)) or 7)
-    monkeypatch.setattr(sys, "argv", ["quartet", job, "recipe.yaml", "seed=3", "--resume"])
+    monkeypatch.setattr(sys, "argv", ["quartet", job, str(recipe), "seed=3", "--resume"])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 7
-    ours = [sys.executable, "-m", "quartet", job, "recipe.yaml", "seed=3", "--resume"]
+    ours = [sys.executable, "-m", "quartet", job, str(recipe), "seed=3", "--resume"]
     assert seen == [([*ours, "cluster.type=ray", "cluster.address=null"], 0)]
+
+
+@pytest.mark.parametrize("job", ["sft", "reward-model", "process-reward", "preference"])
+def test_under_torchrun_other_jobs_without_sampling_take_its_processes(
+    job: str, launched: None, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("processes: 1")
+    monkeypatch.setattr(cli, "_run", lambda job, kind, path, overrides, resume: seen.append(overrides))
+    run(job, str(recipe), "seed=3")
+    assert seen == [["seed=3", "cluster={type: torchrun}", "processes=2", "nodes=3"]]
+    made = load_recipe(job, recipe, [*seen[0], "sharding.shard=6"])
+    assert isinstance(made, SupervisedRecipe) and made.cluster.type == "torchrun"
+
+
+@pytest.mark.parametrize("job", ["eval", "iterated-reward-model"])
+def test_under_torchrun_a_job_of_one_process_is_refused(job: str, launched: None, run: Run) -> None:
+    assert f"quartet {job} runs in one process\n  found: 6 processes of torchrun" in run(job, "a.yaml")[2]
