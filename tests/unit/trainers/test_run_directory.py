@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -22,6 +23,9 @@ from quartet.config.recipe import CheckpointConfig, LogConfig, RLRecipe, SFTReci
 from quartet.observe.jsonl import read_rows
 from quartet.observe.rollouts import write_step
 from quartet.observe.run_status import ENDED, true_status
+from quartet.schedule.checkpointed import Checkpointed
+from quartet.schedule.role_group import LocalGroup
+from quartet.trainers.checkpoints import check_storage
 from quartet.trainers.run import Interrupted, RunDirectory
 
 RECIPE = SFTRecipe(log=LogConfig(tensorboard=False), steps=4)
@@ -412,3 +416,21 @@ def test_a_full_disk_becomes_a_message_and_the_lock_is_given_back(tmp_path: Path
         pass
     with pytest.raises(PermissionError), RunDirectory(path, RECIPE, resume=True):
         raise PermissionError(errno.EACCES, "not about space")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_storage_that_a_machine_does_not_share_is_refused_at_the_start(tmp_path: Path, shared: bool) -> None:
+    """Of another machine, which may have a directory of the same name: what the driver has just made is not in it."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for root in (here, there):
+        (root / "run").mkdir(parents=True)
+
+    class OnAnotherMachine:
+        def check_sees(self, directory: Path) -> None:
+            found = directory if shared else there / directory.relative_to(here)
+            Checkpointed.check_sees(self, found)  # type: ignore[arg-type]
+
+    workers: Any = {"actor": LocalGroup(OnAnotherMachine())}
+    with pytest.raises(UserError, match="does not see the run's directory") if not shared else contextlib.nullcontext():
+        asyncio.run(check_storage(RunDirectory(here / "run", RECIPE), workers))
+    assert not list((here / "run").iterdir()), "the probe is gone"
