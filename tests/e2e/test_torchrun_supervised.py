@@ -100,7 +100,7 @@ def test_two_ranks_train_as_one_process_and_go_on_after_a_death(
 def test_one_process_goes_on_with_what_two_ranks_have_saved(
     torchrun: Callable[..., tuple[int, str]], world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
-    """KTO reads answers to other prompts under policy and reference, which the first copy computes."""
+    """KTO reads answers to other prompts under policy and reference, which both compute."""
     job = recipes["reward-model"](loss={"name": "kto"}, steps=4, checkpoint={"every_steps": 2, "keep": 9})
     one, many = Path("torchrun-kto-one"), Path("torchrun-kto")
     assert quartet("preference", world.recipe("torchrun-kto-one", job | {"output_dir": str(one)})).status == 0
