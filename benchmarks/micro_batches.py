@@ -11,8 +11,8 @@ items per part; with ``--lengths`` also those of texts in JSONL files, a token f
 - *Side by side*: ranks under a token budget that wait for each other in every micro-batch, so that each costs what its
   dearest rank does. Formerly every rank cut a share of its own, with a number of micro-batches of its own.
 - *Planning*: processor time for 4,096 sequences, in 512 groups and without groups.
-- ``--measure-attention``: seconds of an update of the small model by the lengths of sequences, fitted by least squares
-  to tokens and tokens attended to; their ratio beside the one that FLOPs give.
+- ``--measure-attention``: processor time of an update of the small model by the lengths of sequences, fitted by least
+  squares to tokens and tokens attended to; their ratio beside the one that FLOPs give.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from quartet.batch.ragged import RaggedBatch
 PARTS = (2, 3, 4, 8, 16, 32, 64)
 PER_PART = (2, 3, 4, 8, 16, 64)
 BUDGET = 16_384
+PARTS_SHOWN = ("dearest", "side by side", "planning")
 Parts = list[list[int]]
 
 
@@ -217,9 +218,9 @@ def planning_rows(repeats: int, num_groups: int) -> list[list[str]]:
 
 
 def measure_attention(repeats: int, total: int) -> dict[str, float]:
-    """Seconds of forward and backward of the small model, by the lengths into which ``total`` tokens are cut."""
+    """Processor time of forward and backward of the small model, by the lengths into which ``total`` tokens are cut."""
     from quartet.models.packed_model import PackedCausalLM
-    from quartet.train.engine import Needs, compute
+    from quartet.train.forward import Needs, compute
 
     packed = PackedCausalLM(build_model("small"))
     lengths = [n for n in (64, 128, 256, 512, 1024, 2048, 4096) if n <= total]
@@ -233,12 +234,12 @@ def measure_attention(repeats: int, total: int) -> dict[str, float]:
     seconds: dict[int, list[float]] = {n: [] for n in lengths}
     for turn in range(repeats + 1):
         for n, batch in batches.items():
-            start = time.perf_counter()
+            start = time.process_time()
             outputs = compute(packed, batch, Needs(logprobs=True), 1024)
             assert outputs.logprobs is not None
             outputs.logprobs.sum().backward()
             if turn:
-                seconds[n].append(time.perf_counter() - start)
+                seconds[n].append(time.process_time() - start)
     medians = torch.tensor([statistics.median(seconds[n]) for n in lengths], dtype=torch.float64)
     counts = torch.tensor([[total, total * (n + 1) / 2] for n in lengths], dtype=torch.float64)
     per_token, per_attended = torch.linalg.lstsq(counts, medians.unsqueeze(1)).solution.flatten().tolist()
@@ -249,6 +250,7 @@ def measure_attention(repeats: int, total: int) -> dict[str, float]:
 def main() -> None:
     parser = arguments(__doc__, repeats=10)
     parser.add_argument("--lengths", nargs="*", type=Path, default=[], help="JSONL files whose texts' lengths are used")
+    parser.add_argument("--parts", nargs="+", choices=PARTS_SHOWN, default=PARTS_SHOWN)
     parser.add_argument("--measure-attention", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -260,14 +262,18 @@ def main() -> None:
     repeats = 1 if args.smoke else args.repeats
     pools = {path.stem: file_lengths(path) for path in args.lengths}
     kinds = ["lognormal", "uniform", "two kinds", *pools]
-    dearest = dearest_parts(kinds, pools, repeats)
-    print(dearest_table(dearest))
-    waited = side_by_side(kinds, pools, repeats)
-    head = ["lengths", "ranks", "micro-batches formerly", "now", "cost with waiting over fair, formerly", "now"]
-    print("", markdown(head, waited), sep="\n")
-    planned = planning_rows(repeats, 8 if args.smoke else 512)
-    print("", markdown(["sequences", "budget", "ranks", "micro-batches", "with waiting", "ms"], planned), sep="\n")
-    write_results(args, {"dearest": dearest, "side_by_side": waited, "planning": planned})
+    results: dict[str, object] = {}
+    if "dearest" in args.parts:
+        results["dearest"] = dearest = dearest_parts(kinds, pools, repeats)
+        print(dearest_table(dearest))
+    if "side by side" in args.parts:
+        results["side_by_side"] = waited = side_by_side(kinds, pools, repeats)
+        head = ["lengths", "ranks", "micro-batches formerly", "now", "cost with waiting over fair, formerly", "now"]
+        print("", markdown(head, waited), sep="\n")
+    if "planning" in args.parts:
+        results["planning"] = planned = planning_rows(repeats, 8 if args.smoke else 512)
+        print("", markdown(["sequences", "budget", "ranks", "micro-batches", "with waiting", "ms"], planned), sep="\n")
+    write_results(args, results)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,16 @@ def longest_first(costs: Sequence[int], num_parts: int) -> Parts:
     parts: Parts = [[] for _ in range(num_parts)]
     # The count breaks ties, so that items of cost 0 fill empty parts; the index makes the rest deterministic.
     heap = [(0, 0, p) for p in range(num_parts)]
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    for i in _largest_first(costs):
         cost, count, p = heap[0]
         parts[p].append(i)
         heapq.heapreplace(heap, (cost + costs[i], count + 1, p))
     return parts
+
+
+def _largest_first(numbers: Sequence[int]) -> list[int]:
+    """Indices; of equal numbers the first one first."""
+    return sorted(range(len(numbers)), key=numbers.__getitem__, reverse=True)
 
 
 def largest_differencing(costs: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> Parts:
@@ -60,13 +65,18 @@ def largest_differencing(costs: Sequence[int], num_parts: int, *, equal_counts: 
             into, added = added, into
         # Where both together have more parts than there may be, the cheapest of one meet the dearest of the other.
         num_joined = max(len(into) + len(added) - num_parts, 0)
-        joined = [
-            (a + b, min(i, j), x + y)
-            for (a, i, x), (b, j, y) in zip(into[:num_joined], reversed(added[:num_joined]), strict=True)
-        ]
-        del into[:num_joined]
-        for part in joined + added[num_joined:]:
+        if len(added) == 1:  # Most often an item: one insertion is quicker than to sort.
+            part = added[0]
+            if num_joined:
+                (a, i, x), (b, j, y) = into.pop(0), part
+                part = (a + b, min(i, j), x + y)
             insort(into, part)
+        else:
+            for k, (b, j, y) in zip(range(num_joined), reversed(added[:num_joined]), strict=True):
+                a, i, x = into[k]
+                into[k] = (a + b, min(i, j), x + y)
+            into += added[num_joined:]
+            into.sort()
         heapq.heapreplace(heap, (-_spread(into, num_parts), min(first, other), into))
     filled = [items for _, _, items in heap[0][2]]
     return filled + [[] for _ in range(num_parts - len(filled))]
@@ -83,7 +93,7 @@ def best_fit(sizes: Sequence[int], cap: int) -> Parts:
     """
     parts: Parts = []
     rooms: list[tuple[int, int]] = []
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+    for i in _largest_first(sizes):
         at = bisect_left(rooms, (sizes[i], 0))
         if at < len(rooms):
             room, p = rooms.pop(at)
@@ -169,12 +179,15 @@ def _improve(parts: Parts, costs: Sequence[int], sizes: Sequence[int], cap: int,
             # The best that two parts can do is to become equal.
             if gap <= 2 * gain or left <= 0:
                 break
-            for i, j in ((i, j) for i in parts[dearest] for j in (None, *parts[p])):
-                less = costs[i] - (0 if j is None else costs[j])
-                smaller = sizes[i] - (0 if j is None else sizes[j])
-                fits = filled[p] + smaller <= cap and filled[dearest] - smaller <= cap
-                if fits and min(less, gap - less) > gain:
-                    gain, best = min(less, gap - less), (p, i, j)
+            room, spare = cap - filled[p], filled[dearest] - cap
+            for i in parts[dearest]:
+                for j in (None, *parts[p]):
+                    less = costs[i] - (0 if j is None else costs[j])
+                    if less <= gain or gap - less <= gain:
+                        continue
+                    smaller = sizes[i] - (0 if j is None else sizes[j])
+                    if spare <= smaller <= room:
+                        gain, best = min(less, gap - less), (p, i, j)
             left -= len(parts[dearest]) * (len(parts[p]) + 1)
         if best is None:
             return

@@ -89,6 +89,13 @@ class Block(NamedTuple):
     cost: int
 
 
+_Run = tuple[int, int, int]
+"""Neighbours of a group: the cost and tokens of their pass, the place of the first."""
+_Step = tuple[Block, int, int, list[tuple[int, int, int]]]
+"""An atom alone; tokens and cost of its segments that the atom before it has not; and each of these that some atom
+before that one has: the last that has it, tokens, cost."""
+
+
 def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
     """A multiple of ``num_ranks`` parts under ``budget``, few first of all, then as equal in cost as they come.
 
@@ -138,7 +145,7 @@ def _few_parts(blocks: Sequence[Block], budget: int, num_ranks: int) -> list[lis
         while num_parts < most:
             # About 3 % more: few attempts are needed this way. Most inputs need what best fit needs.
             num_parts = min(_multiple(num_parts + max(num_parts // 32, 1), num_ranks), most)
-            if max(sum(tokens[b] for b in part) for part in longest_first(tokens, num_parts)) <= budget:
+            if max(sum(map(tokens.__getitem__, part)) for part in longest_first(tokens, num_parts)) <= budget:
                 break
         parts = balanced_under(costs, num_parts, tokens, budget)
         assert parts is not None
@@ -157,17 +164,29 @@ class AtomTree:
         self.share = share
         self._tokens = batch.segment_lengths
         self._parents = batch.parents
+        self._costs: list[int] = []
+        # Of each segment with its ancestors: these themselves, their tokens, their cost.
+        chains: list[tuple[int, ...]] = []
         depths: list[int] = []
-        for parent in batch.parents:
-            depths.append(depths[parent] + self._tokens[parent] if parent >= 0 else 0)
-        self._costs = [n * (token_cost + d) + n * (n + 1) // 2 for n, d in zip(self._tokens, depths, strict=True)]
+        sums: list[int] = []
+        for k, (length, parent) in enumerate(zip(self._tokens, batch.parents, strict=True)):
+            above, depth, cost = ((), 0, 0) if parent < 0 else (chains[parent], depths[parent], sums[parent])
+            self._costs.append(length * (token_cost + depth) + length * (length + 1) // 2)
+            chains.append((*above, k))
+            depths.append(depth + length)
+            sums.append(cost + self._costs[k])
         self._needed: list[tuple[int, ...]] = []
         self.alone: list[Block] = []
         for a, atom in enumerate(atoms):
-            chains = [batch.chain(s) for s in atom]
-            needed = chains[0] if len(chains) == 1 else tuple(dict.fromkeys(k for chain in chains for k in chain))
+            leaves = [batch.leaves[s] for s in atom]
+            alone = Block([a], sum([depths[k] for k in leaves]), sum([sums[k] for k in leaves]))
+            if len(leaves) == 1:
+                needed = chains[leaves[0]]
+            else:
+                needed = tuple(dict.fromkeys(k for leaf in leaves for k in chains[leaf]))
+                alone = self._pass([a], needed) if share else alone
             self._needed.append(needed)
-            self.alone.append(self._pass([a], needed if share else [k for chain in chains for k in chain]))
+            self.alone.append(alone)
 
     def block(self, atoms: Sequence[int]) -> Block:
         """One pass over these atoms."""
@@ -187,13 +206,29 @@ class AtomTree:
         """
         if not self.share:
             return self.alone
-        return [run for whole in self._whole_groups for run in self._equal_runs(whole, budget, limit)]
+        return [run for group in self._whole_groups for run in group.equal_runs(budget, limit)]
 
     @cached_property
-    def _whole_groups(self) -> list[Block]:
-        """In the order of the tree, so that neighbours have most in common."""
+    def _whole_groups(self) -> list[_Group]:
         in_order = [sorted(group, key=self._needed.__getitem__) for group in self.groups()]
-        return [self.block(group) if len(group) > 1 else self.alone[group[0]] for group in in_order]
+        return [_Group(self, self.block(group) if len(group) > 1 else self.alone[group[0]]) for group in in_order]
+
+    def steps(self, atoms: Sequence[int]) -> list[_Step]:
+        """What each of these atoms adds to a run of those before it."""
+        found: list[_Step] = []
+        last: dict[int, int] = {}
+        for place, a in enumerate(atoms):
+            tokens = cost = 0
+            again: list[tuple[int, int, int]] = []
+            for k in self._needed[a]:
+                before = last.get(k, -1)
+                last[k] = place
+                if before < place - 1 or not place:
+                    tokens, cost = tokens + self._tokens[k], cost + self._costs[k]
+                    if before >= 0:
+                        again.append((before, self._tokens[k], self._costs[k]))
+            found.append((self.alone[a], tokens, cost, again))
+        return found
 
     def groups(self) -> list[list[int]]:
         """Atoms that have a root in common, directly or through others; each list ascends."""
@@ -213,40 +248,49 @@ class AtomTree:
             groups.setdefault(find(of_atom[0]), []).append(a)
         return list(groups.values())
 
-    def _equal_runs(self, whole: Block, budget: int, limit: int) -> list[Block]:
-        """The fewest runs of a group, and of these about the ones whose dearest costs least."""
+
+class _Group:
+    """A tree's atoms that have a root in common, in the order of the tree, so that neighbours have most in common."""
+
+    def __init__(self, tree: AtomTree, whole: Block) -> None:
+        self._tree = tree
+        self._whole = whole
+
+    @cached_property
+    def _steps(self) -> list[_Step]:
+        return self._tree.steps(self._whole.atoms)
+
+    def equal_runs(self, budget: int, limit: int) -> list[Block]:
+        """The fewest runs, and of these about the ones whose dearest costs least."""
+        whole = self._whole
         if whole.tokens <= budget and whole.cost <= limit:
             return [whole]
-        runs = self._filled(whole.atoms, budget, limit)
-        largest = max(self.alone[a].cost for a in whole.atoms)
-        low, high = max(-(-whole.cost // len(runs)), largest), _dearest(runs)
+        runs = self._filled(budget, limit)
+        largest = max([alone.cost for alone, *_ in self._steps])
+        low, high = max(-(-whole.cost // len(runs)), largest), max(runs)[0]
         while high - low > high // _FINE:
             middle = (low + high) // 2
-            found = self._filled(whole.atoms, budget, middle)
+            found = self._filled(budget, middle)
             if len(found) <= len(runs):
-                runs, high = found, _dearest(found)
+                runs, high = found, max(found)[0]
             else:
                 low = middle + 1
-        return runs
+        ends = [*(first for _, _, first in runs[1:]), len(whole.atoms)]
+        return [Block(whole.atoms[first:end], t, c) for (c, t, first), end in zip(runs, ends, strict=True)]
 
-    def _filled(self, atoms: Sequence[int], budget: int, limit: int) -> list[Block]:
+    def _filled(self, budget: int, limit: int) -> list[_Run]:
         """Runs filled one after the other."""
-        runs: list[Block] = []
-        run: list[int] = []
-        held: set[int] = set()
-        tokens = cost = 0
-        for a in atoms:
-            added = [k for k in self._needed[a] if k not in held]
-            more_tokens, more_cost = sum([self._tokens[k] for k in added]), sum([self._costs[k] for k in added])
-            if run and (tokens + more_tokens > budget or cost + more_cost > limit):
-                runs.append(Block(run, tokens, cost))
-                run, tokens, cost = [], 0, 0
-                held.clear()
-                _, more_tokens, more_cost = self.alone[a]
-            run.append(a)
+        runs: list[_Run] = []
+        first = tokens = cost = 0
+        for place, (alone, more_tokens, more_cost, again) in enumerate(self._steps):
+            if again:
+                held = [(t, c) for before, t, c in again if before >= first]
+                more_tokens, more_cost = more_tokens - sum(t for t, _ in held), more_cost - sum(c for _, c in held)
             tokens, cost = tokens + more_tokens, cost + more_cost
-            held.update(self._needed[a])
-        return [*runs, Block(run, tokens, cost)]
+            if place and (tokens > budget or cost > limit):
+                runs.append((cost - more_cost, tokens - more_tokens, first))
+                first, (_, tokens, cost) = place, alone
+        return [*runs, (cost, tokens, first)]
 
 
 def _check_atoms(
