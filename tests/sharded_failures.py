@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +15,12 @@ import torch
 from torch import nn
 
 from quartet.config import UserError
-from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
+from quartet.models.packed_model import PackedCausalLM, PackedScalarModel, decoder_layers
 from quartet.train import forward
 from quartet.train.engine import LossTerm, TrainEngine
 from quartet.train.forward import Needs, forward_only
 from quartet.train.objectives import SFTObjective
+from quartet.train.parallel.collectives import CountedAllGather, CountedReduceScatter
 from quartet.train.parallel.fsdp import shard_model, sharded
 from quartet.train.parallel.group import DataParallelGroup, RankFailed
 from quartet.train.parallel.mesh import Mesh
@@ -270,9 +273,134 @@ def fails_before_an_update(mesh: Mesh) -> Any:
     return raised, seconds, engine.train_step(batch, SFTObjective())
 
 
+# Within a pass -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def planted(packed: Any, place: str, error: BaseException, skipped: int) -> Iterator[list[bool]]:
+    """The odd rank fails once at a place within a pass; yields whether its tensors were freed before it went on.
+
+    Args:
+        place: ``forward i``, ``backward i``, ``recompute i`` of layer i; ``gather``, ``reduce``: as it allocates.
+        skipped: so many calls of the place go well before.
+    """
+    root, left, held = sharded(packed), [skipped], [lambda: None]
+    freed: list[bool] = []
+    what, _, number = place.partition(" ")
+    mlp, is_odd = decoder_layers(packed.body)[int(number or 0)].mlp, DataParallelGroup.of_world().rank == ODD
+    forward, break_off = mlp.forward, root._break_off
+    kind = {"gather": CountedAllGather, "reduce": CountedReduceScatter}.get(what)
+
+    def fail(tensor: Any) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            held[0] = tensor
+            raise error
+
+    def computed(hidden: Any) -> Any:
+        is_backward = torch._C._current_graph_task_id() >= 0
+        if what == ("recompute" if is_backward else "forward"):
+            fail(weakref.ref(hidden))
+        found, kept = forward(hidden), weakref.ref(hidden)
+        if what == "backward" and not is_backward:
+            found.register_hook(lambda _: fail(kept))
+        return found
+
+    def allocate(self: Any, *size: Any, **options: Any) -> Any:
+        found = self._collective.allocate(*size, **options)
+        fail(weakref.ref(found))
+        return found
+
+    def broken_off() -> None:
+        freed.append(held[0]() is None)
+        break_off()
+
+    if is_odd and kind is not None:
+        kind.allocate = allocate
+    elif is_odd:
+        mlp.forward = computed
+    root._break_off = broken_off
+    try:
+        yield freed
+    finally:
+        mlp.forward = forward
+        del root._break_off
+        if is_odd and kind is not None:
+            del kind.allocate
+
+
+PLACES: dict[str, tuple[str, int]] = {
+    "the first layer": ("forward 0", 0),
+    "a layer in the middle": ("forward 1", 1),
+    "the last micro-batch": ("forward 2", 2),
+    "a layer's backward": ("backward 1", 0),
+    "the backward of the last micro-batch": ("backward 0", 2),
+    "a layer that is computed again": ("recompute 1", 1),
+    "the first gather": ("gather", 0),
+    "a gather in a backward": ("gather", 12),
+    "a sum": ("reduce", 11),
+    "the last sum": ("reduce", 23),
+}
+"""Where, and how many calls go well before: three passes of three layers and a root, each sum with two allocations."""
+
+
+def memory_within_passes(shard: int, recompute: bool) -> dict[str, Any]:
+    """An update for every place at which memory runs out, and the same ones under the small budget from the start.
+
+    Of each: budget, metrics, passes of the attempts, seconds, whether tensors were freed; and the weights after all.
+    """
+    mesh, batch, found = Mesh.of(DataParallelGroup.of_world(), shard=shard), make_batch().select(range(1, 10)), {}
+    also = [LossTerm(batch, SFTObjective(f"loss/{name}"), 0.3) for name in ("ptx", "more")]
+    engine = engine_on(mesh, activation_checkpointing=recompute)
+    smaller = engine_on(mesh, token_budget=19, activation_checkpointing=recompute)
+    make_passes, attempts = sharded(engine.packed).make_passes, []
+    sharded(engine.packed).make_passes = lambda passes, *a, **k: (
+        attempts.append(len(passes)),
+        make_passes(passes, *a, **k),
+    )
+    for name, (place, skipped) in PLACES.items():
+        if place.startswith("recompute") and not recompute:
+            continue
+        attempts.clear()
+        engine.budget.tokens = 43
+        with planted(engine.packed, place, _no_memory(), skipped) as freed:
+            begun = time.monotonic()
+            metrics = engine.train_step(batch, SFTObjective(), also)
+            seconds = time.monotonic() - begun
+        expected = smaller.train_step(batch, SFTObjective(), also)
+        found[name] = engine.budget.tokens, (metrics, expected), list(attempts), seconds, freed
+    return {"steps": found, "weights": (weights(engine), weights(smaller)), "num_oom": engine.num_oom}
+
+
+def failures_within_passes(shard: int) -> dict[str, tuple[str, float]]:
+    """What is raised where a layer fails, and after how many seconds."""
+    mesh, found = Mesh.of(DataParallelGroup.of_world(), shard=shard), {}
+    for place in ("forward 1", "backward 1", "reduce"):
+        engine = engine_on(mesh)
+        with planted(engine.packed, place, ValueError(f"no {place}"), 0):
+            begun = time.monotonic()
+            raised = outcome(lambda e=engine: e.train_step(make_batch(), SFTObjective()))
+            found[place] = raised, time.monotonic() - begun
+    return found
+
+
+def memory_within_forward_passes(mesh: Mesh) -> Any:
+    """In the middle of the second micro-batch of the odd rank, when what is around the layers is gathered already."""
+    packed, batch, budget = PackedCausalLM(make_model("causal")), make_batch(), TokenBudget(43, "train.token_budget")
+    needs, own = Needs(logprobs=True), batch.select(range(1 + mesh.data.rank, 10))
+    packed.freeze()
+    expected = forward_only(packed, own, needs, 43).token["logprobs"]
+    shard_model(packed, mesh)
+    with planted(packed, "forward 1", _no_memory(), 1) as freed:
+        begun = time.monotonic()
+        found = forward_only(packed, own, needs, budget).token["logprobs"]
+        seconds = time.monotonic() - begun
+    return float((found - expected).abs().max()), budget.num_oom, freed, seconds
+
+
 CASES: list[Callable[[Mesh], Any]] = [
     nothing_to_do, not_finite, begun_differently, failures, out_of_memory, never_enough_memory, come_apart, unused,
-    forward_passes, forward_out_of_memory, fails_before_an_update,
+    forward_passes, forward_out_of_memory, memory_within_forward_passes, fails_before_an_update,
 ]  # fmt: skip
 
 
@@ -289,7 +417,7 @@ def fails_in_one_copy() -> Any:
 
 
 def lost(shard: int, is_gone: bool) -> tuple[str, float]:
-    """The odd rank ends, or fails, within a pass: what the others raise, and after how many seconds."""
+    """The odd rank ends within a pass, or fails in every one: what the others raise, and after how many seconds."""
     mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard, time_limit=timedelta(seconds=3))
     engine = engine_on(mesh)
     engine.train_step(make_batch(), SFTObjective())

@@ -18,7 +18,6 @@ from quartet.config.common import LoRAConfig, OptimConfig, TrainConfig
 from quartet.config.preference import DPOLoss, KTOLoss
 from quartet.models.loading import scalar_model_from
 from quartet.models.packed_model import PackedCausalLM, PackedScalarModel
-from quartet.models.work import WorkCounter
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.objectives import PolicyObjective, SFTObjective, StepObjective, ValueObjective
 from quartet.train.parallel.collectives import DirectAllGather, OrderedReduceScatter, sum_in_order
@@ -242,9 +241,9 @@ def summed_in_order() -> list[tuple[Tensor, Tensor]]:
     for rank in range(1, world):
         expected = expected + addend(rank)
     whole, part = addend(mesh.place), torch.empty(8)
-    OrderedReduceScatter(WorkCounter())(part, whole, group, dist.ReduceOp.SUM)
+    OrderedReduceScatter()(part, whole, group, dist.ReduceOp.SUM)
     sum_in_order(whole, group)
     gathered = torch.zeros(8 * world)
     own = gathered.chunk(world)[mesh.place].copy_(part)
-    DirectAllGather(WorkCounter())(gathered, own, group)
+    DirectAllGather()(gathered, own, group)
     return [(whole, expected), (part, expected.chunk(world)[mesh.place]), (gathered, expected)]

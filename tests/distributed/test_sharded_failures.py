@@ -91,6 +91,13 @@ def test_memory_of_one_rank_for_forward_passes_ends_no_other(results: Results) -
     assert odd[0] == 1 and odd[1] < 50 and odd[2]
 
 
+def test_memory_within_a_forward_pass_has_all_of_a_copy_start_over(results: Results, tolerances: Any) -> None:
+    for rank, (difference, num_oom, freed, seconds) in enumerate(r["memory_within_forward_passes"] for r in results):
+        assert difference < tolerances[torch.float64][0] and seconds < 20
+        is_odd = rank == ranks.ODD
+        assert num_oom == int(is_odd or results[0]["is_cut"]) and freed == [True] * is_odd
+
+
 def assert_told(found: list[tuple[str, float, Any]]) -> None:
     """All have raised at once that, or what, the odd rank did, and go on together."""
     for rank, (raised, seconds, after) in enumerate(found):
@@ -115,8 +122,35 @@ def test_a_process_that_is_gone_stops_the_others(shard: int) -> None:
         assert "cannot be reached any more" in error and seconds < 10
 
 
-def test_a_rank_that_fails_within_a_pass_is_named_in_bounded_time() -> None:
+def test_a_rank_whose_idle_passes_fail_too_is_named_in_bounded_time() -> None:
     first, odd, last = rank_forks.run_ranks(3, ranks.lost, 3, False)
     assert odd[0] == "KeyError: 'within a pass'"
     for error, seconds in (first, last):
         assert "rank 1 of 3: KeyError: 'within a pass'" in error and seconds < 10
+
+
+IN_PASSES = pytest.mark.parametrize("shard", [4, 2], ids=["one copy", "two copies"])
+
+
+@IN_PASSES
+def test_where_memory_runs_out_within_a_pass_all_start_over(shard: int, tolerances: Any) -> None:
+    atol, rtol = tolerances[torch.float64]
+    found = rank_forks.run_ranks(4, ranks.memory_within_passes, shard, shard == 4)
+    for rank, of_rank in enumerate(found):
+        for place, (budget, (metrics, expected), attempts, seconds, freed) in of_rank["steps"].items():
+            assert budget < 43 and attempts == [3, 3], f"{place}: one attempt, and one with half the budget"
+            assert metrics == pytest.approx(expected, rel=rtol, abs=atol), place
+            assert seconds < 20, f"{place}: waited for a time limit"
+            assert freed == ([True] if rank == ranks.ODD else []), f"{place}: no failure, or its tensors are still held"
+        assert of_rank["num_oom"] == len(of_rank["steps"])
+        after, expected = of_rank["weights"]
+        for name, values in expected.items():
+            torch.testing.assert_close(after[name], values, atol=atol, rtol=rtol)
+
+
+@IN_PASSES
+def test_a_failure_within_a_pass_is_told_to_all_at_once(shard: int) -> None:
+    for rank, of_rank in enumerate(rank_forks.run_ranks(4, ranks.failures_within_passes, shard)):
+        for place, (raised, seconds) in of_rank.items():
+            told = "" if rank == ranks.ODD else "RankFailed: another rank failed in this update: rank 1 of 4: "
+            assert raised == f"{told}ValueError: no {place}" and seconds < 20

@@ -225,10 +225,10 @@ class TrainEngine(Generic[Model]):
         """Clips the gradients and updates the weights; returns ``grad_norm``, ``lr`` and ``skipped``."""
         lr = learning_rate(self.config.optim, self.num_updates, self.total_steps)
         parameters, max_norm = self.packed.model.parameters(), self.config.optim.max_grad_norm
-        if self._root is None:
+        if self._exchange is None:
             grad_norm = clip_gradients(parameters, max_norm)
         else:
-            grad_norm = clip_sharded_gradients(parameters, max_norm, self._root.mesh)
+            grad_norm = clip_sharded_gradients(parameters, max_norm, self._exchange.total_norm)
         finite = math.isfinite(grad_norm)
         if finite:
             for group in self.optimizer.param_groups:
@@ -281,12 +281,7 @@ class TrainEngine(Generic[Model]):
         # The backward within, too: with activation checkpointing it computes layers again.
         with self._compiled():
             outputs = compute(self.packed, batch, objective.needs, config.logprob_chunk, share=config.share_prefixes)
-            try:
-                loss = objective.loss(outputs, batch.to(self.packed.device), denominators, sums) * term.weight
-            except Exception:
-                if root is not None:
-                    root.backward(outputs.nothing())
-                raise
+            loss = objective.loss(outputs, batch.to(self.packed.device), denominators, sums) * term.weight
             if root is not None:
                 root.backward(loss if loss.requires_grad else outputs.nothing())
             elif loss.requires_grad:

@@ -7,17 +7,26 @@ the wire as a ring.
 
 **Speed.** gloo's own are slow between processes of one machine: 64 MiB over two ranks take it 118 ms to gather and
 141 ms to reduce and scatter, and 30 and 56 ms this way (2 cores). So CPUs use these whether or not order is asked for.
+
+**Repeated passes.** Collectives come in the same order in every pass of every rank. It is counted how many a rank has
+taken part in, so that after a failure within a pass it can make another in its place, and leave those out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    AllGather,
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ReduceScatter,
+)
 
 from quartet.models.work import WorkCounter
 
@@ -51,45 +60,71 @@ def sum_in_order(tensor: Tensor, group: dist.ProcessGroup) -> None:
     add_up(addends, tensor)
 
 
-class CountedAllGather(DefaultAllGather):
-    """FSDP's own, which counts what this rank sends: its part to all others, by whichever ranks it goes."""
+@dataclass
+class PassProgress:
+    """How far this rank is in the collectives of a pass.
 
-    def __init__(self, work: WorkCounter) -> None:
-        super().__init__()
+    Attributes:
+        num_done: collectives of this pass so far, those left out too.
+        num_left_out: the first so many of this pass are left out.
+    """
+
+    num_done: int = 0
+    num_left_out: int = 0
+
+    def begin(self, num_done: int) -> None:
+        """A new pass, of which so many collectives were done before."""
+        self.num_done, self.num_left_out = num_done, 0
+
+    def repeat(self) -> None:
+        """The same pass from its start, without the collectives that this rank has taken part in."""
+        self.num_done, self.num_left_out = 0, self.num_done
+
+
+class _Counted:
+    """A collective, FSDP's own or another, which is counted once it is done, as are the bytes that this rank sends by
+    whichever ranks. Where it is left out it gives zeros."""
+
+    def __init__(self, collective: Any, progress: PassProgress, work: WorkCounter) -> None:
+        self._collective = collective
+        self._progress = progress
         self._work = work
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        self._work.sent_bytes += (group.size() - 1) * input_tensor.nbytes
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
-class CountedReduceScatter(DefaultReduceScatter):
-    """FSDP's own, which counts what this rank sends: of each of the others' parts one addend."""
-
-    def __init__(self, work: WorkCounter) -> None:
-        super().__init__()
-        self._work = work
+    def allocate(self, *size: Any, **options: Any) -> Tensor:
+        allocated: Tensor = self._collective.allocate(*size, **options)
+        return allocated
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *args: Any, **options: Any
     ) -> Any:
-        self._work.sent_bytes += (group.size() - 1) * output_tensor.nbytes
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        found = None
+        if self._progress.num_done < self._progress.num_left_out:
+            output_tensor.zero_()
+        else:
+            found = self._collective(output_tensor, input_tensor, group, *args, **options)
+            self._work.sent_bytes += (group.size() - 1) * min(input_tensor.nbytes, output_tensor.nbytes)
+        self._progress.num_done += 1
+        return found
 
 
-class DirectAllGather(CountedAllGather):
+class CountedAllGather(_Counted, AllGather):
+    """To give to ``set_custom_all_gather``."""
+
+
+class CountedReduceScatter(_Counted, ReduceScatter):
+    """To give to ``set_custom_reduce_scatter``."""
+
+
+class DirectAllGather(DefaultAllGather):
     """In the place of FSDP's own: every rank sends its part to all others."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        self._work.sent_bytes += (group.size() - 1) * input_tensor.nbytes
         swap([input_tensor] * group.size(), output_tensor.chunk(group.size()), group)
 
 
-class OrderedReduceScatter(CountedReduceScatter):
+class OrderedReduceScatter(DefaultReduceScatter):
     """In the place of FSDP's own; see the module's docstring."""
 
     def __call__(
@@ -102,7 +137,6 @@ class OrderedReduceScatter(CountedReduceScatter):
         """
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"only sums have an order, and {op} is asked for")
-        self._work.sent_bytes += (group.size() - 1) * output_tensor.nbytes
         addends = torch.empty_like(input_tensor).chunk(group.size())
         swap(input_tensor.chunk(group.size()), addends, group)
         add_up(addends, output_tensor)

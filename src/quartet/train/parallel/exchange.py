@@ -7,11 +7,10 @@ An update is, on every rank:
 2. *passes*: equally many on all ranks; a rank that has fewer micro-batches makes idle passes, which weigh nothing.
 3. *agree*: how the passes went, with their metric sums. Where memory ran out on one rank, all start over with the same
    smaller budget; where one failed, all fail.
-4. *check*: how the step went, and that all saw the same gradient.
+4. *norm* and *check*: the gradients' norm over their parts; how the step went, and that all saw the same gradient.
 
-A rank that fails outside of its passes says so in the exchange that the others wait in. One that fails between two
-collectives of a pass (in an objective, say) makes idle passes to the end and says so then. One that fails within leaves
-the others in a collective until the time limit of the mesh; they learn its name and message then.
+A rank that fails outside of its passes says so in the exchange that the others wait in. One that fails in a pass makes
+idle passes to the end, the first of them without the collectives that it has taken part in, and says so then.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from quartet.batch.partition import Atoms
 from quartet.batch.ragged import RaggedBatch
 from quartet.train.metrics import MetricSums, PlainSums
 from quartet.train.parallel.fsdp import ShardedModel, fingerprint
-from quartet.train.parallel.group import DataParallelGroup, RankFailed
+from quartet.train.parallel.group import DataParallelGroup, RankFailed, is_broken_collective
 from quartet.train.parallel.tensors import local
 from quartet.train.token_budget import OutOfMemoryElsewhere, TokenBudget, is_out_of_memory
 
@@ -88,7 +86,7 @@ class RankExchange:
         except (Exception, SystemExit) as error:  # Whatever a rank fails of, the others must not wait for it.
             if isinstance(error, RankFailed) and set(self.data.ranks) <= set(error.known_to):
                 raise
-            is_broken = _is_broken(error)
+            is_broken = is_broken_collective(error)
             try:
                 reports = self.data.gather(Report(failure=_summary(error), is_broken=is_broken))
             except RankFailed as unreachable:
@@ -133,13 +131,16 @@ class RankExchange:
         """
         outset = self._outset(num_updates, [batch for batch, _ in batches])
 
-        def work(plans: Plans) -> MetricSums:
+        def work(plans: Plans) -> tuple[MetricSums, frozenset[str]]:
             self._begin({**outset, budget.key: str(budget.tokens)})
             return self._attempt(lambda: backward(plans))
 
-        return budget.run_several(
+        sums, present = budget.run_several(
             work, batches, share=share, token_cost=token_cost, rank=self.data.rank, num_ranks=self.data.size
         )
+        # Not among what is started over: from here on a rank would do so alone.
+        self.root.sum_gradients(present)
+        return sums
 
     def _outset(self, num_updates: int, batches: Sequence[RaggedBatch]) -> dict[str, str]:
         """Where an update begins; the weights themselves are compared in the first one alone."""
@@ -166,11 +167,14 @@ class RankExchange:
                     )
         self._is_compared = True
 
-    def _attempt(self, backward: Callable[[], MetricSums]) -> MetricSums:
-        """As ``accumulate`` under one budget; where memory ran out on one rank, ``torch.OutOfMemoryError`` on all."""
+    def _attempt(self, backward: Callable[[], MetricSums]) -> tuple[MetricSums, frozenset[str]]:
+        """The whole batches' metric sums under one budget, and which parameters had a gradient on any rank.
+
+        Raises:
+            torch.OutOfMemoryError: on all ranks, where memory ran out on one.
+        """
         try:
-            sums = backward().plain()
-            report = Report(sums=sums, present=frozenset(self.root.present))
+            report = Report(sums=backward().plain(), present=frozenset(self.root.present))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -178,8 +182,14 @@ class RankExchange:
         # Not in the handler: until it ends, its traceback holds the tensors of the failed attempt.
         reports = self._exchange(report)
         self._raise_out_of_memory(reports)
-        self.root.sum_gradients(frozenset[str]().union(*(other.present for other in reports)))
-        return MetricSums.joined(other.sums for other in reports if other.sums is not None)
+        sums = MetricSums.joined(other.sums for other in reports if other.sums is not None)
+        return sums, frozenset[str]().union(*(other.present for other in reports))
+
+    def total_norm(self, own: float) -> float:
+        """The norm of all gradients, of which every rank of a copy has a part with norm ``own``."""
+        mesh = self.root.mesh
+        first = self.data.rank - mesh.place
+        return math.hypot(*self.gather(own)[first : first + mesh.shard])
 
     def check_step(self, grad_norm: float) -> None:
         """Waits until all ranks have made their step.
@@ -236,9 +246,13 @@ class RankExchange:
 
     def _rank_failed(self, reports: Sequence[Report]) -> RankFailed:
         """With what the failed ranks say; those that failed through others only where nothing else is known."""
-        failed = [(rank, found) for rank, found in enumerate(reports) if found.failure is not None]
-        causes = [(rank, found) for rank, found in failed if not found.is_broken] or failed
-        named = "; ".join(f"{self._name(rank)}: {found.failure}" for rank, found in causes)
+        failed = [
+            (f"{self._name(rank)}: {said}", found.is_broken)
+            for rank, found in enumerate(reports)
+            if (said := found.failure or found.out_of_memory) is not None
+        ]
+        causes = [told for told, is_broken in failed if not is_broken] or [told for told, _ in failed]
+        named = "; ".join(causes)
         return RankFailed(f"another rank failed in this update: {named}", self.data.ranks)
 
     def _raise_out_of_memory(self, reports: Sequence[Report], kind: type[Exception] = torch.OutOfMemoryError) -> None:
@@ -248,12 +262,6 @@ class RankExchange:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of {self.data.size}"
-
-
-def _is_broken(error: BaseException) -> bool:
-    """Whether another rank is the cause: a collective failed with torch's own types of errors, or gloo's, which is a
-    plain RuntimeError."""
-    return isinstance(error, RankFailed | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _is_same(norm: float, other: float) -> bool:

@@ -14,6 +14,7 @@ by groups of its own. Autocast stays on and finds nothing to round in weights. G
 from __future__ import annotations
 
 import math
+import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from quartet.config import UserError
 from quartet.models.packed_model import PackedModel, decoder_layers
@@ -33,9 +35,11 @@ from quartet.train.parallel.collectives import (
     CountedReduceScatter,
     DirectAllGather,
     OrderedReduceScatter,
+    PassProgress,
     sum_in_order,
 )
-from quartet.train.parallel.mesh import REPLICATE, SHARD, Mesh
+from quartet.train.parallel.group import is_broken_collective
+from quartet.train.parallel.mesh import REPLICATE, Mesh
 from quartet.train.parallel.tensors import local
 from quartet.weights.gather import gather
 
@@ -63,23 +67,18 @@ class ShardedModel(nn.Module):
         self.former_weights = former_weights
         self._work = packed.work
         self.present: set[str] = set()
-        self._num_passes = 0
-        self._is_within_pass = False
+        self.progress = PassProgress()
+        self._is_complete = True  # of the pass that was begun last, all collectives are done
 
     def forward(self, function: Callable[..., T], *args: Any) -> T:
-        self._is_within_pass = True
         result = function(*args)
-        self._is_within_pass = False
-        if not torch.is_grad_enabled():
-            self._num_passes += 1
+        self._is_complete = not torch.is_grad_enabled()
         return result
 
     def backward(self, loss: Tensor) -> None:
         """The other half of a pass with gradients."""
-        self._is_within_pass = True
         loss.backward()
-        self._is_within_pass = False
-        self._num_passes += 1
+        self._is_complete = True
 
     @property
     def reduces_every_pass(self) -> bool:
@@ -98,86 +97,100 @@ class ShardedModel(nn.Module):
     ) -> None:
         """Calls ``passes``, equally many on all ranks, and ``idle`` in the place of those that are None.
 
-        What fails before or behind the collectives of a pass is raised at the end, so that no rank waits for this one.
+        What fails is raised at the end, so that no rank waits for this one: a pass that was broken off is made again as
+        an idle one, without the collectives that this rank has taken part in.
+
+        Raises:
+            Exception: of a pass, of a collective that another rank has broken, or of an idle pass.
         """
         self._reset()
         failure = None
         if with_gradients and not self.reduces_every_pass:
             # Nothing is collective in them, but gradients must be there to be summed.
             passes = list(filter(None, passes)) or [None]
-        for i, one_pass in enumerate(passes):
-            if with_gradients:
-                self._expect_backward(is_last=i == len(passes) - 1)
+        if with_gradients:
+            self._fsdp.set_requires_gradient_sync(self.reduces_every_pass)
+            self._fsdp.set_requires_all_reduce(self.reduces_every_pass and self.mesh.replicate == 1)
+        for one_pass in passes:
+            self._is_complete = False
+            self.progress.begin(sum(group.is_unsharded for group in _fsdp_groups(self)))
             if failure is None and one_pass is not None:
-                try:
-                    one_pass()
-                except Exception as error:
-                    if self._is_within_pass:
-                        raise
-                    failure = error
-            if self._num_passes == i:
+                failure = _failure_of(one_pass)
+                if failure is not None and not self._is_complete:
+                    self._break_off()
+            if not self._is_complete:
                 idle()
         self._fsdp.reshard()
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # which refers to this frame
+        if with_gradients and not self.reduces_every_pass:
+            self._reduce_now()
 
     def sum_gradients(self, present: Collection[str]) -> None:
-        """Leaves the sums over all ranks in the parameters, where the passes have not done so.
+        """Leaves the sums over all ranks in the parameters, where the passes have not done so. Collective.
 
         Args:
             present: parameters that had a gradient on any rank; the gradients of others are None.
         """
-        if not self.reduces_every_pass or self._orders_replicas:
-            self._fsdp.set_requires_gradient_sync(True)
-            if self._orders_replicas:
-                self._sum_replicas_in_order()
-            self._reduce_now()
+        if not self.reduces_every_pass or self.mesh.replicate > 1:
+            for group in _fsdp_groups(self):
+                self._sum_copies(group)
         for name, parameter in self.model.named_parameters():
             if name not in present:
                 parameter.grad = None
-            elif parameter.grad is not None and (copies := self.mesh.replicate) > 1:
-                # Each rank of a ring sends this much; torch's own sum over copies cannot be watched.
-                self._work.sent_bytes += 2 * (copies - 1) * local(parameter.grad).nbytes // copies
-
-    @property
-    def _orders_replicas(self) -> bool:
-        return self.mesh.fixed_order and self.mesh.replicate > 1
 
     def _reduce_now(self) -> None:
-        """Sums over ranks what was not summed yet. torch does it at the end of a backward alone; this is what it calls
-        there."""
+        """Lays out kept gradients as sums of this copy. torch does it at the end of a backward alone; this is what it
+        calls there."""
+        self._fsdp.set_requires_gradient_sync(True)
+        self._fsdp.set_requires_all_reduce(False)
         self._fsdp._get_fsdp_state()._root_post_backward_final_callback()
 
-    def _sum_replicas_in_order(self) -> None:
-        """torch's own sum over replicas, which has no order, gets zeros of all replicas but the first."""
-        self._fsdp.set_requires_all_reduce(False)
-        self._reduce_now()
-        replica, group = self.mesh.device_mesh.get_local_rank(REPLICATE), self.mesh.group(REPLICATE)
-        for partial_sum in (found._partial_reduce_output for found in _fsdp_groups(self)):
-            if partial_sum is not None:
-                sum_in_order(partial_sum, group)
-                if replica:
-                    partial_sum.zero_()
-        self._fsdp.set_requires_all_reduce(True)
+    def _sum_copies(self, group: Any) -> None:
+        """Leaves in a group's parameters the sums over copies of what the passes have left of their gradients.
+
+        torch would do it within the last backward, where a rank that failed could not follow.
+        """
+        total, group._partial_reduce_output = group._partial_reduce_output, None
+        if total is None:
+            return
+        copies, num_copies = self.mesh.group(REPLICATE), self.mesh.replicate
+        if self.mesh.fixed_order:
+            sum_in_order(total, copies)
+        else:
+            dist.all_reduce(total, group=copies)
+        self._work.sent_bytes += 2 * (num_copies - 1) * total.nbytes // num_copies  # of a ring
+        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        of_each = total.split([p._sharded_param_data.numel() for p in trained])
+        for parameter, values in zip(trained, of_each, strict=True):
+            shard = parameter.sharded_param
+            own = values[: parameter.sharded_size.numel()].view(parameter.sharded_size)
+            shard.grad = parameter.to_sharded_dtensor(own.to(shard.device, shard.dtype))
 
     @property
     def _fsdp(self) -> Any:
         """Itself, which has torch's methods once it is sharded."""
         return self
 
-    def _expect_backward(self, *, is_last: bool) -> None:
-        """What the next backward sums over which ranks."""
-        if not self.reduces_every_pass:
-            self._fsdp.set_requires_gradient_sync(False)
-        elif self.mesh.replicate > 1:
-            self._fsdp.set_requires_all_reduce(is_last and not self.mesh.fixed_order)
+    def _break_off(self) -> None:
+        """Drops what this pass has left; the next one is the same from its start."""
+        state = self._fsdp._get_fsdp_state()
+        state._lazy_init()  # What is reset is only made by the first pass, which may be the one that failed.
+        self._fsdp.reset_iter_state()
+        self._drop_gradients()
+        self.progress.repeat()
 
     def _reset(self) -> None:
         """Drops what former passes left, those that failed too."""
         self.present.clear()
-        if self._is_within_pass:
-            self._fsdp.reset_iter_state()
-        self._num_passes, self._is_within_pass = 0, False
+        if not self._is_complete:
+            self._break_off()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for group in _fsdp_groups(self):
             group._partial_reduce_output = None
             for parameter in group.fsdp_params:
@@ -206,6 +219,25 @@ class ShardedModel(nn.Module):
                 parameter.unsharded_param.register_post_accumulate_grad_hook(
                     lambda _, name=name: self.present.add(name)
                 )
+
+
+def _failure_of(one_pass: Callable[[], None]) -> BaseException | None:
+    """What the pass raises, without what its frames hold: its tensors.
+
+    Raises:
+        Exception: of a collective that another rank has broken; no other will do.
+    """
+    try:
+        one_pass()
+    except (Exception, SystemExit) as error:
+        if is_broken_collective(error):
+            raise
+        found: BaseException | None = error
+        while found is not None:
+            traceback.clear_frames(found.__traceback__)
+            found = found.__cause__ or found.__context__
+        return error
+    return None
 
 
 def _fsdp_groups(root: nn.Module) -> list[Any]:
@@ -296,10 +328,11 @@ def shard_model(packed: PackedModel, mesh: Mesh, *, on_host: bool = False) -> Sh
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_reduce_scatter_unused_params(True)
-            on_cpu, work = mesh.device_mesh.device_type == "cpu", packed.work
-            ordered = on_cpu or mesh.fixed_order
-            module.set_custom_all_gather(DirectAllGather(work) if on_cpu else CountedAllGather(work))
-            module.set_custom_reduce_scatter(OrderedReduceScatter(work) if ordered else CountedReduceScatter(work))
+            on_cpu, counters = mesh.device_mesh.device_type == "cpu", (root.progress, packed.work)
+            gather_by = DirectAllGather() if on_cpu else DefaultAllGather()
+            reduce_by = OrderedReduceScatter() if on_cpu or mesh.fixed_order else DefaultReduceScatter()
+            module.set_custom_all_gather(CountedAllGather(gather_by, *counters))
+            module.set_custom_reduce_scatter(CountedReduceScatter(reduce_by, *counters))
     root.watch()
     if packed.adapters is not None:
         packed.adapters.take_up_parameters()
@@ -322,14 +355,17 @@ def fingerprint(tensors: Iterable[Tensor]) -> str:
 
 
 @torch.no_grad()
-def clip_sharded_gradients(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh) -> float:
-    """As ``clip_gradients`` for gradients of which every rank has its part; the same number on all ranks."""
+def clip_sharded_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, total_norm: Callable[[float], float]
+) -> float:
+    """As ``clip_gradients`` for gradients of which every rank has its part; the same number on all ranks.
+
+    Args:
+        total_norm: of all ranks' parts, from this one's.
+    """
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     own = nn.utils.get_total_norm([g for g in gradients if g.numel()]) if gradients else torch.zeros(())
-    own = own.to(mesh.device_mesh.device_type, torch.float64).reshape(1)
-    norms = [torch.empty_like(own) for _ in range(mesh.shard)]
-    dist.all_gather(norms, own, group=mesh.group(SHARD))
-    norm = float(torch.linalg.vector_norm(torch.cat(norms)))
+    norm = total_norm(float(own))
     if math.isfinite(norm) and norm + 1e-6 > max_norm:
         torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
     return norm

@@ -26,6 +26,12 @@ class RankFailed(Exception):
         self.known_to = tuple(known_to)
 
 
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether another rank is the cause: a collective failed with torch's own types of errors, or gloo's, which is a
+    plain RuntimeError."""
+    return isinstance(error, RankFailed | dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 class DataParallelGroup:
     """The data ranks of one role.
 
