@@ -111,12 +111,14 @@ def evaluated(job: str, mesh: Mesh | None, path: Path) -> dict[str, Any]:
 
 
 def on_ranks(shard: int, jobs: list[str], path: str) -> dict[str, Any]:
-    """Of each job; its reference tables go below the path."""
+    """Of each job; its reference tables go below the path, which the first rank alone sees."""
     mesh = Mesh.of(DataParallelGroup.of_world(), shard=shard)
     found = {}
     for job in jobs:
-        (Path(path) / job).mkdir(parents=True, exist_ok=True)
-        found[job] = evaluated(job, mesh, Path(path) / job)
+        own = Path(path) / (job if dist.get_rank() == 0 else "unseen")
+        if dist.get_rank() == 0:
+            own.mkdir(parents=True, exist_ok=True)
+        found[job] = evaluated(job, mesh, own)
         dist.barrier()
     return found
 

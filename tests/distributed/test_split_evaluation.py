@@ -63,6 +63,7 @@ def test_ranks_share_the_passes_and_agree_with_one_process(
                 torch.testing.assert_close(of_rank["tables"], expected["tables"], rtol=rtol, atol=atol)
             ours, theirs = (dict(files(path / job)) for path in (tmp_path, alone["path"]))
             assert ours == theirs and len(ours) == 2, "other numbers of processes take each other's tables"
+    assert not (tmp_path / "unseen").exists()
 
 
 def test_two_processes_take_the_tables_of_one(alone: dict[str, Any]) -> None:

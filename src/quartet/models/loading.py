@@ -264,16 +264,16 @@ def _save(packed: PackedModel, tokenizer: PreTrainedTokenizerBase, path: Path, *
     warning, gather = None, packed.gather
     with _quiet():
         for written in saved_paths(packed, path):
-            if gather is None or gather.is_first:
+            if gather.is_first:
                 written.mkdir(parents=True, exist_ok=True)  # transformers only logs that a file has its name
             if packed.adapters is not None and written != path:
-                packed.adapters.save(written, gather or WHOLE)
-            elif gather is not None:
+                packed.adapters.save(written, gather)
+            elif gather is not WHOLE:
                 save_gathered(packed, path, gather, num_new_rows=num_new_rows)
             else:
                 with packed.with_merged_adapters():
                     packed.model.save_pretrained(path)
-            if gather is None or gather.is_first:
+            if gather.is_first:
                 warning = save_tokenizer(tokenizer, written) or warning
     return warning
 
@@ -319,7 +319,7 @@ def save_scalar_model(
     """
     padded = with_pad_token(tokenizer, seen, {*eos_ids, *_config_eos_ids(packed.model)})
     pad_id, num_rows = int(padded.pad_token_id), packed.model.get_input_embeddings().weight.shape[0]
-    with padding_with(packed.model, pad_id, adds_rows=packed.gather is None) as num_new_rows:
+    with padding_with(packed.model, pad_id, adds_rows=packed.gather is WHOLE) as num_new_rows:
         warning = _save(packed, padded, path, num_new_rows=num_new_rows)
     warnings = [warning] if warning is not None else []
     if pad_id >= num_rows:

@@ -32,7 +32,7 @@ from quartet.models.exact import MIN_ROWS, ExactContext, padded_rows, row_step
 from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, token_logprobs
 from quartet.models.lora import Adapters, attach, refuse_wrapped
 from quartet.models.memory import align_storages
-from quartet.models.saving import Gather
+from quartet.models.saving import WHOLE
 from quartet.models.work import ModelFlops, WorkCounter
 
 Precision = Literal["fp32", "bf16"]
@@ -96,7 +96,7 @@ class PackedModel:
         if activation_checkpointing:
             self._checkpointed = checkpoint_layers(self.body, selective=activation_checkpointing == "selective")
         self.one_call: Callable[..., Any] = _plain_call
-        self.gather: Gather | None = None
+        self.gather = WHOLE
         self.work = WorkCounter()
 
     head: nn.Module

@@ -34,7 +34,6 @@ from quartet.train.offload import Offload, Store
 from quartet.train.parallel.tensors import local, write_part
 from quartet.train.state import REST, Shape, check_fit, model_tensors, shapes_of
 from quartet.train.token_budget import TokenBudget
-from quartet.weights.gather import gathered
 
 _SEEN = "seen_token_ids"
 
@@ -130,8 +129,8 @@ class ModelWorker(Checkpointed, Offloadable):
     def weights(self) -> dict[str, Tensor]:
         """The model's whole state, with its adapters merged, as copies in the first process of a copy."""
         with self.present(), self.packed.with_merged_adapters():
-            found = gathered(self.packed.model.state_dict().items())
-            return {name: tensor.clone() for name, tensor in found if tensor is not None}
+            whole, state = self.packed.gather.whole, self.packed.model.state_dict()
+            return {name: found.clone() for name, tensor in state.items() if (found := whole(tensor)) is not None}
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Takes over what another model's ``weights`` gave."""

@@ -24,7 +24,6 @@ from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.train.engine import TrainEngine
 from quartet.weights.control import TIMEOUT_S, Ask, connect_endpoints, sync
 from quartet.weights.endpoint import Transport, WeightReceiver, WeightSender
-from quartet.weights.gather import is_first
 
 W = TypeVar("W")
 
@@ -44,8 +43,8 @@ class WeightSenderMixin:
     def weight_sender(self) -> WeightSender:
         # Of the ranks of a sharded model the first one sends; the others are asked, too, and take part in its gathers.
         everywhere = self.sends_everywhere
-        first = everywhere or is_first(tensor for _, tensor in self.engine.weights())
-        device, rank = self.engine.packed.device, 0 if first else 1
+        packed = self.engine.packed
+        device, rank = packed.device, 0 if everywhere or packed.gather.is_first else 1
         return WeightSender(lambda: self.engine.weights(), device=device, rank=rank, everywhere=everywhere)
 
     @dispatch(ONE_COPY)

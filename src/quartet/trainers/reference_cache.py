@@ -38,7 +38,7 @@ from quartet.train.engine import TrainEngine
 from quartet.train.preference_objectives import answer_logprobs
 from quartet.trainers.run import write_json, writing
 from quartet.trainers.run_files import read_json
-from quartet.weights.gather import gathered
+from quartet.weights.gather import gather
 
 FORMAT = "quartet-reference-logprobs-1"
 _ROWS = 64
@@ -73,10 +73,10 @@ def weights_digest(model: PreTrainedModel, *, precision: str) -> str:
     """
     config = {k: v for k, v in model.config.to_dict().items() if k not in _UNSTABLE}
     state = hashlib.sha256(json.dumps([config, precision], sort_keys=True, default=str).encode())
-    for name, parameter in gathered(sorted(model.named_parameters())):
-        if parameter is None:
+    for name, parameter in sorted(model.named_parameters()):
+        if (whole := gather(parameter)) is None:
             continue
-        values: Any = parameter.detach().cpu().contiguous()
+        values: Any = whole.cpu().contiguous()
         state.update(f"{name}|{values.dtype}|{tuple(values.shape)}".encode())
         state.update(values.flatten().view(torch.uint8).numpy())
     return state.hexdigest()

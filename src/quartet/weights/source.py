@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from quartet.weights.errors import WeightSyncTimeout
 from quartet.weights.fusion import FusedProjection, split_fused
-from quartet.weights.gather import gather, gather_everywhere
+from quartet.weights.gather import gather
 from quartet.weights.manifest import TensorSpec
 
 
@@ -40,7 +41,7 @@ class NamedSource:
         everywhere: bool = False,
         watch: GatherWatchdog | None = None,
     ) -> None:
-        self._gather = gather_everywhere if everywhere else gather
+        self._gather = partial(gather, everywhere=everywhere)
         self._named = named
         self._like = dict(like or {})
         self._fused = tuple(fused)

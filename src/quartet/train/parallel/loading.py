@@ -33,7 +33,7 @@ from quartet.models.packed_model import PackedModel, PackedScalarModel
 from quartet.models.weight_files import StoredTensor, stored_tensors
 from quartet.train.parallel.fsdp import sharded, stays_on_host
 from quartet.train.parallel.tensors import local, local_slices, write_part
-from quartet.weights.gather import gathered
+from quartet.weights.gather import gather
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ def gathered_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     """``digest_of`` the whole tensors, on all ranks. Collective."""
     pairs = list(named)
     meshes = dict.fromkeys(t.device_mesh for _, t in pairs if isinstance(t, DTensor))
-    found = digest_of((name, tensor) for name, tensor in gathered(pairs) if tensor is not None)
+    found = digest_of((name, whole) for name, tensor in pairs if (whole := gather(tensor)) is not None)
     return next(iter(_of_all(found, meshes).values()), found)
 
 
