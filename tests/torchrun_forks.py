@@ -38,7 +38,7 @@ def torchrun(
     Each leaves its process id beside the log, in a file ``rank<number>``.
 
     Args:
-        kill: SIGKILL hits the last rank before its update of this number, from 1.
+        kill: SIGKILL hits the last rank before its update of this number, from 1; not once it was started anew.
     """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     for target in (1, 2):
@@ -56,7 +56,8 @@ def torchrun(
                 os._exit(_status(partial(run_under_torchrun, [sys.executable, *command], LauncherRank.found(env))))
             os.chdir(cwd)
             sys.argv = ["quartet", *command]
-            if kill is not None and env["RANK"] == str(int(env["WORLD_SIZE"]) - 1):
+            is_last = env["RANK"] == str(int(env["WORLD_SIZE"]) - 1)
+            if kill is not None and is_last and env["TORCHELASTIC_RESTART_COUNT"] == "0":
                 _kill_before(kill)
             os._exit(_status(main))
 

@@ -185,12 +185,13 @@ def test_a_pool_that_cannot_be_granted_is_refused_before_anything_is_loaded(
 def test_an_actor_in_parts_trains_while_engines_run_ahead(
     ray_cluster: Any, world: Any, recipes: Any, quartet: Callable[..., Any], metrics_of: Any
 ) -> None:
-    """GRPO, two parts of the actor beside two of its reference."""
+    """GRPO, two parts of the actor, with its optimizer in host memory, beside two of its reference."""
     pools = {"engine": {"roles": ["rollout"]}, "policy": {"roles": ["actor", "reference"], "processes": 2}}
     placement = {"type": "asynchronous", "max_staleness": 1, "pools": pools}
     recipe = recipes["rl"]("grpo", output_dir="ahead", steps=3, placement=placement, cluster=RAY)
     recipe["algorithm"] |= {"kl": {"coef": 0.05}, "off_policy": {"level": "token", "mode": "truncate", "cap": 2.0}}
-    recipe["actor"]["sharding"] = recipe.setdefault("reference", {})["sharding"] = {"shard": 2, "fixed_order": True}
+    parts = recipe.setdefault("reference", {})["sharding"] = {"shard": 2, "fixed_order": True}
+    recipe["actor"]["sharding"] = parts | {"cpu_offload": True}
     found = quartet("rl", world.recipe("ahead", recipe))
     assert found.status == 0, found.err
     rows = metrics_of(Path("ahead"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from quartet.config.errors import UserError
 
 _PATIENCE = timedelta(days=30)
 """A rank waits for the next call as long as others take for theirs; one that is gone is noticed at once."""
+_NOTICED_S = 1.0
 Run = Callable[..., Any]
 """``run(method, *args, **kwargs)`` is a rank's own part of a call."""
 
@@ -133,6 +135,8 @@ class Ranks(Worker):
             self._is_intact = False
             if not isinstance(error, RuntimeError):
                 raise
+            # torchrun is to notice that one first, and not this one's end: its report names the cause.
+            time.sleep(_NOTICED_S)
             said = str(error).strip().partition("\n")[0]
             raise WorkerDied(
                 Death(self.name, None, None, "unknown host", during, said, "torchrun's report names it")

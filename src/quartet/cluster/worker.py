@@ -145,12 +145,18 @@ class Worker:
             torch.cuda.set_device(self.device)
         is_one_node = self.place.local_world_size == self.world_size
         with _gloo_on_loopback(LOOPBACK if is_one_node else self.place.master_addr):
+            address = f"tcp://{self.place.master_addr}:{self.place.master_port}"
+            timeout = timedelta(seconds=timeout_s)
+            store = next(iter(distributed.rendezvous(address, self.rank, self.world_size, timeout=timeout)))[0]
+            store.set_timeout(timeout)
+            # torchrun may have one store for all of its restarts: addresses of dead processes are in it then.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             distributed.init_process_group(
                 backend or ("nccl" if self.device.type == "cuda" else "gloo"),
-                init_method=f"tcp://{self.place.master_addr}:{self.place.master_port}",
+                store=distributed.PrefixStore(f"attempt {attempt}", store),
                 rank=self.rank,
                 world_size=self.world_size,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timeout,
             )
 
     def device_mesh(self) -> DeviceMesh:

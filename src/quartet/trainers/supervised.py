@@ -227,7 +227,8 @@ class SupervisedTrainer(Generic[R, W]):
             metrics = await self._run_steps(group, about)
             warning = await group.call(SupervisedWorker.write_model, self._path_of_workers / "model")
         except ClusterError as error:
-            self.run.check_stop(None)  # a signal that went to all processes ended them
+            if self._joined is None:  # torchrun has sent the signal, since a rank died
+                self.run.check_stop(None)  # a signal that went to all processes ended them
             raise self._explained(error) from error
         return self.run.finish(
             {
