@@ -13,6 +13,8 @@ from quartet.config.load import load_recipe
 from quartet.config.recipe import RLRecipe
 from quartet.trainers import engine_memory
 from quartet.trainers.engine_memory import check_engine_fits
+from quartet.trainers.model_loader import ModelLoader, UserObjects
+from quartet.trainers.workers import PoolWorker, placement_of
 
 CPU = torch.device("cpu")
 TOKENS = 12
@@ -66,6 +68,22 @@ def test_of_a_gpu_its_whole_memory_counts(model: tuple[str, int], monkeypatch: p
     with pytest.raises(UserError) as caught:
         check_engine_fits(recipe("actor.train.precision=fp32"), path, torch.device("cuda", 1), processes=8)
     assert "cuda:1 has" in caught.value.found and "processes" not in caught.value.found
+
+
+def test_a_process_of_ray_looks_before_it_loads(
+    model: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process with the engine, and no other."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engine_memory, "available_bytes", lambda: 10)
+    monkeypatch.setattr(ModelLoader, "actor_model", property(lambda loader: pytest.fail("it was loaded")))
+    pools = "placement={type: separated, actor: {}, rollout: {}, reference: {}}"
+    of = recipe(f"actor.model.path={model[0]}", "algorithm.name=grpo", "algorithm.kl.coef=0.1", pools)
+    placement = placement_of(of, UserObjects())
+    with pytest.raises(UserError, match="no process of the native rollout engine can hold"):
+        PoolWorker(of, UserObjects(), placement, "rollout", str(tmp_path))
+    with pytest.raises(pytest.fail.Exception, match="it was loaded"):
+        PoolWorker(of, UserObjects(), placement, "actor", str(tmp_path))
 
 
 def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
