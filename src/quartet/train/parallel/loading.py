@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from quartet.config import UserError
@@ -57,7 +55,7 @@ def load_shares(
     """
     model = packed.model
     twin = meta_twin(model)
-    with _together(model), torch.no_grad():
+    with _together(packed), torch.no_grad():
         if next(model.parameters()).is_meta:
             _allocate(packed, device or torch.device("cpu"))
         # Adapters have no place in the files: without them the model has the files' names.
@@ -71,7 +69,7 @@ def load_shares(
             _check_complete(packed, tensors, read, seed, source if isinstance(source, str) else "the given model")
             _make_buffers(model, twin)
         if packed.adapters is not None:
-            packed.adapters.digest = gathered_digest
+            packed.adapters.digest = partial(_gathered_digest, packed)
             packed.adapters.reset(seed, write_part)
 
 
@@ -85,12 +83,11 @@ def _allocate(packed: PackedModel, device: torch.device) -> None:
         packed.unfuse()
 
 
-def gathered_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+def _gathered_digest(packed: PackedModel, named: Iterable[tuple[str, Tensor]]) -> str:
     """``digest_of`` the whole tensors, on all ranks. Collective."""
-    pairs = list(named)
-    meshes = dict.fromkeys(t.device_mesh for _, t in pairs if isinstance(t, DTensor))
-    found = digest_of((name, whole) for name, tensor in pairs if (whole := gather(tensor)) is not None)
-    return next(iter(_of_all(found, meshes).values()), found)
+    return _of_all(digest_of((name, whole) for name, tensor in named if (whole := gather(tensor)) is not None), packed)[
+        0
+    ]
 
 
 # Reading -------------------------------------------------------------------------------------------------
@@ -205,18 +202,17 @@ def _make_buffers(model: PreTrainedModel, twin: PreTrainedModel) -> None:
 
 
 @contextmanager
-def _together(model: nn.Module) -> Iterator[None]:
+def _together(packed: PackedModel) -> Iterator[None]:
     """What one rank of the model's mesh raises within, all raise."""
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    meshes = dict.fromkeys(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    others = _of_all(failure if failure is None or isinstance(failure, UserError) else _unexpected(failure), meshes)
+    others = _of_all(failure if failure is None or isinstance(failure, UserError) else _unexpected(failure), packed)
     if failure is not None:
         raise failure
-    for rank, told in others.items():
+    for rank, told in enumerate(others):
         if told is not None:
             raise UserError(told.problem, found=f"rank {rank}: {told.found}", remedy=told.remedy)
 
@@ -227,13 +223,7 @@ def _unexpected(error: Exception) -> UserError:
     )
 
 
-def _of_all(value: T, meshes: Iterable[DeviceMesh]) -> dict[int, T]:
-    """What every rank of the meshes has given, by rank in that order."""
-    values = {dist.get_rank(): value} if dist.is_initialized() else {}
-    for mesh in meshes:
-        for dim in range(mesh.ndim):
-            group = mesh.get_group(dim)
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, values, group=group)
-            values = {rank: each for of_rank in found for rank, each in of_rank.items()}
-    return dict(sorted(values.items()))
+def _of_all(value: T, packed: PackedModel) -> list[T]:
+    """What every rank of the model has given."""
+    root = sharded(packed)
+    return [value] if root is None else root.mesh.data.gather(value)
