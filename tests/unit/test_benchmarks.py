@@ -12,6 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.models.packed_model import PackedCausalLM
+from quartet.train.forward import Needs, compute
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -293,3 +298,56 @@ def test_every_part_names_a_script_and_options_it_has(bench: Modules) -> None:
         source = script.read_text(encoding="utf-8") + (BENCHMARKS / "common.py").read_text(encoding="utf-8")
         for option in (word for word in part.command[1:] if word.startswith("--")):
             assert f'"{option}"' in source, (part.name, option)
+
+
+# The formula for memory ----------------------------------------------------------------------------------
+
+
+def test_the_memory_formula_has_the_weights_of_the_models(bench: Modules) -> None:
+    shapes = {name: bench.footprints.SHAPES[name.lower()] for name in ("0.5B", "7B")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS / "gpu"))
+        config_of = importlib.import_module("shapes").config_of
+    for name, shape in shapes.items():
+        with torch.device("meta"):
+            model = Qwen2ForCausalLM(config_of(name))
+        assert shape.weights() == pytest.approx(sum(p.numel() for p in model.parameters()), rel=3e-4)
+    # 7.6 billion weights over 8 ranks: 4 bytes each, as much of gradients, twice as much of moments.
+    parts = bench.footprints.training(shapes["7B"], bench.footprints.How(8))
+    assert parts["parameters"] == parts["gradients"] == parts["moments"] / 2 == pytest.approx(3.81e9, rel=1e-3)
+    # A layer of 233 million weights in bf16 and the next one, each twice; two matrices of 545 million in fp32.
+    assert parts["gathered"] == pytest.approx(4 * 2 * 233e6 + 2 * 4 * 545e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_memory_formula_has_what_a_layer_keeps_for_the_backward(bench: Modules, precision: str) -> None:
+    tokens, shape = 96, bench.footprints.Shape(3, 64, 160, 4, 2, 97)
+    kept = [_kept_bytes(num_layers, shape, tokens, precision) for num_layers in (2, 3)]
+    how = bench.footprints.How(bf16=precision == "bf16", recompute="false")
+    per_token, _ = bench.footprints.kept_per_token(shape, how)
+    # The formula leaves out a number of each norm, one of each head, and in one process the layer's weights in bf16.
+    assert kept[1] - kept[0] == tokens * (per_token + 8 + 4 * 4) + (2 * shape.layer if how.bf16 else 0)
+
+
+def _kept_bytes(num_layers: int, shape: Any, tokens: int, precision: Any) -> int:
+    config = Qwen2Config(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.inner, num_hidden_layers=num_layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, pad_token_id=None, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    packed = PackedCausalLM(Qwen2ForCausalLM(config), precision)
+    batch = RaggedBatch.from_sequences(
+        [list(range(tokens))], ["a"], token={"loss_mask": torch.tensor([False, *[True] * (tokens - 1)])}
+    )
+    weights = {p.untyped_storage().data_ptr() for p in packed.model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compute(packed, batch, Needs(logprobs=True), 64)
+    return sum(storage.nbytes() for storage in kept.values())

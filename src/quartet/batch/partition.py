@@ -97,10 +97,11 @@ before that one has: the last that has it, tokens, cost."""
 
 
 def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
-    """A multiple of ``num_ranks`` parts under ``budget``, few first of all, then as equal in cost as they come.
+    """A multiple of ``num_ranks`` parts under ``budget``, few and as equal in cost as they come.
 
-    Ranks wait for the dearest part, so groups are cut where that evens out more than copies of prompts cost: the best
-    of several finenesses is taken. One rank computes one part after the other and cuts groups for the budget alone.
+    Ranks wait for the dearest of the parts side by side, so groups are cut where that evens out more than copies of
+    prompts cost: the best of several finenesses is taken. One rank computes one part after the other and cuts groups
+    for the budget alone.
     """
     if not tree.alone:
         return []
@@ -117,12 +118,17 @@ def _parts(tree: AtomTree, budget: int, num_ranks: int) -> list[Block]:
             continue
         dealt = _few_parts(blocks, budget, num_ranks)
         parts = [tree.block(sorted(a for b in part for a in blocks[b].atoms)) for part in dealt]
-        if best and (len(parts), _dearest(parts)) >= (len(best), _dearest(best)):
+        if best and _waited(parts, num_ranks) >= _waited(best, num_ranks):
             break
         best = parts
-        if _dearest(best) <= _EVEN * max(whole.cost / len(best), largest):
+        if _waited(best, num_ranks) <= _EVEN * max(whole.cost / num_ranks, largest):
             break
     return best
+
+
+def _waited(parts: Sequence[Block], num_ranks: int) -> int:
+    """What all ranks take, if the parts side by side are alike and all wait for the dearest."""
+    return sum(sorted((part.cost for part in parts), reverse=True)[::num_ranks])
 
 
 def _dearest(parts: Sequence[Block]) -> int:

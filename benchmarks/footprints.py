@@ -1,0 +1,434 @@
+"""Memory of a rank by role and placement: the formula of docs/memory.md, and what it says beside what is measured.
+
+    python benchmarks/footprints.py --model 7b --devices 8 --gib 80      the tables
+    python benchmarks/footprints.py --measure [--shards 1 2 4]           the formula against real processes
+    python benchmarks/footprints.py --measure --flat 1 4 16 64           peaks by prompts per step
+
+Measured are processes of one thread over gloo, each with its part of a model of 27.8 M weights in fp32: the kernel's
+account of the most that was resident, less what was before the model came. Forward-only passes and updates have
+micro-batches of 128 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+GIB, MIB = 2**30, 2**20
+
+
+# The formula ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder as the formula sees it: sizes as in its config."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool = False
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * self.hidden // self.heads
+
+    @property
+    def layer(self) -> int:
+        """Weights of a layer's products; norms and biases are a thousandth of these."""
+        return 2 * self.hidden * (self.hidden + self.kv) + 3 * self.hidden * self.inner
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab * self.hidden
+
+    def around(self, *, scalar: bool = False) -> int:
+        """Weights around the layers: the embedding, and a head of its own."""
+        return self.embedding * (1 if self.tied or scalar else 2)
+
+    def weights(self, *, scalar: bool = False) -> int:
+        return self.layers * self.layer + self.around(scalar=scalar)
+
+
+SHAPES = {
+    "0.5b": Shape(24, 896, 4_864, 14, 2, 151_936, tied=True),
+    "1.5b": Shape(28, 1_536, 8_960, 12, 2, 151_936, tied=True),
+    "3b": Shape(36, 2_048, 11_008, 16, 2, 151_936, tied=True),
+    "7b": Shape(28, 3_584, 18_944, 28, 4, 152_064),
+    "32b": Shape(64, 5_120, 27_648, 40, 8, 152_064),
+    "small": Shape(8, 512, 1_408, 8, 4, 8_192, tied=True),
+}
+"""Of Qwen2.5; ``small`` is the model of the measurements."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How a role computes.
+
+    Attributes:
+        shard: ranks that hold one copy between them.
+        bf16: compute dtype; weights that are trained stay fp32.
+        recompute: ``activation_checkpointing``.
+        tokens, forward_tokens: of a micro-batch with gradients, and without.
+        chunk: rows whose logits exist at a time.
+        ordered: sums in the order of the ranks, as always on CPUs: the addends of all ranks are held.
+    """
+
+    shard: int = 1
+    bf16: bool = True
+    recompute: str = "true"
+    tokens: int = 8_192
+    forward_tokens: int = 16_384
+    chunk: int = 1_024
+    ordered: bool = False
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number that enters products."""
+        return 2 if self.bf16 else 4
+
+
+def kept_per_token(shape: Shape, how: How) -> tuple[int, int]:
+    """Bytes of activations per token: of every layer from its forward to its backward, and of the layer that is
+    computed again."""
+    d, kv, i, w = shape.hidden, shape.kv, shape.inner, how.width
+    # Both norms' inputs in fp32; in the compute dtype what products read, queries, keys, values, attention's result,
+    # and four of the inner width. In fp32 a norm's output is not cast once more.
+    everything = (8 * d + 14 * d + 4 * kv if how.bf16 else 24 * d + 8 * kv) + 4 * i * w
+    products = 4 * d + w * (4 * d + 2 * kv + 2 * i)
+    return {"false": (everything, 0), "selective": (products, everything), "true": (4 * d, everything)}[how.recompute]
+
+
+def training(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float]:
+    """Bytes of a rank that trains its share, at the peak of an update, by part."""
+    weights, around = shape.weights(scalar=scalar), shape.around(scalar=scalar)
+    head = 0 if scalar else shape.embedding
+    every, again = kept_per_token(shape, how)
+    cut = how.shard > 1
+    # A gathered layer, and the next one: each with the buffer that it is copied from. What is around the layers stays.
+    gathered = 4 * around + 4 * how.width * shape.layer if cut else (2 * (weights - around) if how.bf16 else 0)
+    # Of a layer: as autograd leaves them, laid out to be sent in fp32, and where order counts the addends.
+    sums = 4 * head + (how.width + 4 + 4 * how.ordered) * shape.layer if cut else 4 * around * shape.tied
+    activations = how.tokens * (every * shape.layers + again)
+    logits = 0 if scalar else min(how.chunk, how.tokens) * shape.vocab * how.width + (4 * head if how.bf16 else 0)
+    # Behind the last layer: gradients of what is around the layers, laid out, and the addends. Just before, a tied
+    # weight has a gradient of each of its uses.
+    last = 4 * around * (3 if how.ordered or shape.tied else 2) if cut else 0
+    passing = gathered + sums + activations + logits
+    return {
+        "parameters": 4 * weights / how.shard,
+        "moments": 8 * weights / how.shard,
+        "gradients": 4 * weights / how.shard,
+        "gathered": gathered if passing > last else 0,
+        "sums": sums if passing > last else last,
+        "activations": activations if passing > last else 0,
+        "logits": logits if passing > last else 0,
+    }
+
+
+def scoring(shape: Shape, how: How, *, scalar: bool = False) -> dict[str, float]:
+    """Bytes of a rank that only passes forward: products in the compute dtype, the embedding in fp32. Of one layer's
+    activations the residual stream, a sum, and three of the inner width are there at a time."""
+    around = 4 * shape.embedding + (0 if scalar or shape.tied else how.width * shape.embedding)
+    weights = how.width * shape.layers * shape.layer + around
+    gathered = around + 4 * how.width * shape.layer if how.shard > 1 else 0
+    logits = 0 if scalar else min(how.chunk, how.tokens) * shape.vocab * how.width
+    return {
+        "parameters": weights / how.shard,
+        "gathered": gathered,
+        "activations": how.forward_tokens * (8 * shape.hidden + 3 * how.width * shape.inner),
+        "logits": logits,
+    }
+
+
+def generating(shape: Shape, *, cache_tokens: int, split: int = 1) -> dict[str, float]:
+    """Bytes of a rollout process in bf16: a whole copy of the native engine, or of a served engine its part."""
+    return {
+        "parameters": (2 * shape.layers * shape.layer + (4 + 2) * shape.embedding) / split,
+        "KV cache": cache_tokens * 4 * shape.layers * shape.kv / split,
+    }
+
+
+def sync_buffers(shape: Shape) -> float:
+    """On each end of a weight sync: two buckets of 64 MiB, and of a sharded sender one tensor as a whole."""
+    return 2 * 64 * MIB + 4 * shape.embedding
+
+
+# Placements -----------------------------------------------------------------------------------------------
+
+Pools = Mapping[tuple[str, ...], int]
+"""The roles of each pool, and its processes; every model is cut over its pool."""
+
+PLANS: dict[tuple[str, int], dict[str, Pools]] = {
+    ("7b", 8): {
+        "separated": {("actor",): 2, ("critic",): 2, ("reference",): 1, ("reward",): 1, ("rollout",): 2},
+        "forward_offload": {("actor", "reference"): 3, ("critic", "reward"): 3, ("rollout",): 2},
+        "homogeneous": {("actor", "critic", "reference", "reward"): 6, ("rollout",): 2},
+        "pipelined": {("actor",): 3, ("critic", "reference", "reward"): 3, ("rollout",): 2},
+        "one pool, all resident": {("actor", "critic", "reference", "reward", "rollout"): 8},
+        "full_offload": {("actor", "critic", "reference", "reward", "rollout"): 8},
+    },
+    ("32b", 16): {
+        "separated": {("actor",): 12, ("reference",): 2, ("rollout",): 2},
+        "homogeneous": {("actor", "reference"): 12, ("rollout",): 4},
+        "one pool, all resident": {("actor", "reference", "rollout"): 16},
+        "full_offload": {("actor", "critic", "reference", "reward", "rollout"): 16},
+    },
+}
+CACHE_TOKENS = 131_072
+"""Of a rollout process."""
+TAKES_TURNS = ("full_offload",)
+"""Placements in which only the role that computes is on the device; the others are in host memory."""
+STAYS = ("parameters", "moments")
+"""Between the passes of a role."""
+
+
+def of_role(shape: Shape, role: str, processes: int, how: How, room: float) -> dict[str, float]:
+    cut = replace(how, shard=processes)
+    if role == "rollout":
+        splits = [n for n in range(1, processes + 1) if processes % n == 0]
+        found = [generating(shape, cache_tokens=CACHE_TOKENS, split=n) | {"split": n} for n in splits]
+        fits = (parts for parts in found if sum(parts.values()) + sync_buffers(shape) < 0.9 * room)
+        return {**next(fits, found[-1]), "sync buffers": sync_buffers(shape)}
+    if role in ("actor", "critic"):
+        return training(shape, cut, scalar=role == "critic")
+    return scoring(shape, cut, scalar=role == "reward")
+
+
+def pool_rows(shape: Shape, placement: str, pools: Pools, how: How, gib: float) -> list[list[str]]:
+    rows = []
+    for roles, processes in pools.items():
+        parts = {role: of_role(shape, role, processes, how, gib * GIB) for role in roles}
+        splits = {role: of.pop("split", 0) for role, of in parts.items()}
+        stays = {role: sum(of.get(name, 0) for name in STAYS) for role, of in parts.items()}
+        cache = sum(of.get("KV cache", 0) for of in parts.values())
+        whole = {role: sum(of.values()) for role, of in parts.items()}
+        passing = {role: whole[role] - stays[role] for role in roles}
+        host = 0.0
+        if placement in TAKES_TURNS:
+            peak = max(whole.values())
+            host = sum(stays.values()) - min(stays.values())
+        else:
+            passing["rollout"] = passing.get("rollout", 0) - cache
+            peak = sum(stays.values()) + cache + max(passing.values())
+        for role, of in parts.items():
+            cells = [of.get(name, 0.0) for name in COLUMNS]
+            engine = f" (split {splits[role]})" if splits[role] > 1 else ""
+            rows.append([placement, f"{role}{engine}", str(processes), *_gib([*cells, whole[role]]), "", ""])
+        fits = "yes" if peak < gib * GIB else "**no**"
+        rows[-1][-2:] = [f"{peak / GIB:.1f} {fits}", f"{host / GIB:.1f}" if host else ""]
+    return rows
+
+
+COLUMNS = (
+    "parameters", "moments", "gradients", "gathered", "sums", "activations", "logits", "KV cache", "sync buffers",
+)  # fmt: skip
+
+
+def _gib(values: Sequence[float]) -> list[str]:
+    return [f"{value / GIB:.1f}" if value else "" for value in values]
+
+
+def tables(model: str, devices: int, gib: float, how: How) -> str:
+    from common import markdown
+
+    shape = SHAPES[model]
+    everything = {("actor", "reference", "rollout"): devices}
+    plans = PLANS.get((model, devices), {"one pool, all resident": everything, "full_offload": everything})
+    rows = [row for name, pools in plans.items() for row in pool_rows(shape, name, pools, how, gib)]
+    head = ["placement", "role", "processes", *COLUMNS, "role's peak", f"pool's peak, below {gib:g}?", "on the host"]
+    return f"{shape.weights() / 1e9:.1f} B weights, GiB per process\n\n{markdown(head, rows)}"
+
+
+# What is measured -----------------------------------------------------------------------------------------
+
+
+def status(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def anonymous() -> int:
+    """Bytes that no file stands behind, once what was freed was given back."""
+    import torch
+
+    from quartet.observe.memory import held_bytes
+
+    return held_bytes(torch.device("cpu"))
+
+
+class Peak:
+    """Most that was resident within, above what no file stood behind at ``floor``; pages of files were read before."""
+
+    def __init__(self, floor: int) -> None:
+        anonymous()
+        self._others = floor + status("VmRSS") - status("RssAnon")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the kernel begins to look anew
+
+    def bytes(self) -> int:
+        return status("VmHWM") - self._others
+
+
+def build(path: str, world: int) -> Any:
+    """The model of a directory, of which each rank reads its share."""
+    from quartet.config.common import OptimConfig, TrainConfig
+    from quartet.models.loading import load_causal_lm, packed_causal_lm
+    from quartet.train.engine import TrainEngine
+    from quartet.train.parallel.fsdp import shard_model
+    from quartet.train.parallel.group import DataParallelGroup
+    from quartet.train.parallel.loading import load_shares
+    from quartet.train.parallel.mesh import Mesh
+
+    mesh = Mesh.of(DataParallelGroup.of_world(), shard=world) if world > 1 else None
+    packed = packed_causal_lm(load_causal_lm(path, empty=mesh is not None), activation_checkpointing=True)
+    if mesh is not None:
+        shard_model(packed, mesh)
+        load_shares(packed, path)
+    config = TrainConfig(
+        activation_checkpointing=True, token_budget=TOKENS, forward_token_budget=TOKENS, logprob_chunk=256,
+        optim=OptimConfig(lr=1e-5),
+    )  # fmt: skip
+    return TrainEngine(packed, config, total_steps=100, mesh=mesh)
+
+
+TOKENS = 128
+"""Of a micro-batch in the measurements: a prompt with its responses, and not two."""
+
+
+def measured_rank(answer: Connection, rank: int, world: int, port: int, path: str, factors: Sequence[int]) -> None:
+    import torch
+    import torch.distributed as dist
+    from common import model_config, prompt_ids, step_groups
+
+    from quartet.batch.ragged import RaggedBatch
+    from quartet.train.forward import Needs
+    from quartet.train.objectives import SFTObjective
+
+    torch.set_num_threads(1)
+    if world > 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+
+    def batch(prompts: int) -> RaggedBatch:
+        vocab, groups = model_config("small").vocab_size, step_groups(prompts, 8, 12)
+        draw = torch.Generator().manual_seed(0)
+        responses = [[torch.randint(3, vocab, (n,), generator=draw).tolist() for n in g.responses] for g in groups]
+        found = RaggedBatch.from_groups(
+            prompt_ids(groups, vocab), responses, [str(i) for i in range(sum(len(r) for r in responses))]
+        )
+        return found.with_token(loss_mask=found.sequence_index() >= 0)
+
+    # What only a first use takes: threads, kernels, autograd.
+    toy = torch.nn.Linear(8, 8)
+    torch.optim.AdamW(toy.parameters(), fused=True).zero_grad()
+    toy(torch.randn(4, 8)).sum().backward()
+    floor = anonymous()
+    engine = build(path, world)
+    found: dict[str, Any] = {"loaded": anonymous() - floor, "update": {}, "forward": {}, "tokens": {}}
+    engine.train_step(batch(1), SFTObjective())
+    for factor in factors:
+        one = batch(factor)
+        found["tokens"][factor] = one.num_tokens
+        peak = Peak(floor)
+        engine.train_step(one, SFTObjective())
+        found["update"][factor] = peak.bytes()
+        peak = Peak(floor)
+        engine.forward(one, Needs(logprobs=True))
+        found["forward"][factor] = peak.bytes()
+    found["resting"] = anonymous() - floor
+    answer.send(found)
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def measure(world: int, factors: Sequence[int], path: str) -> list[dict[str, Any]]:
+    """Of every rank."""
+    from quartet.cluster.worker import free_port
+
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    processes, pipes = [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=measured_rank, args=(theirs, rank, world, port, path, factors), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    found = [pipe.recv() for pipe in pipes]
+    for process in processes:
+        process.join(30)
+    return found
+
+
+def compared(world: int, found: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Name → bytes by the formula and the largest rank's as measured."""
+    shape, how = SHAPES["small"], How(world, False, "true", TOKENS, TOKENS, 256, ordered=True)
+    parts = training(shape, how)
+    first = min(found[0]["update"])
+    return {
+        "loaded": (parts["parameters"], max(of["loaded"] for of in found)),
+        "between updates": (parts["parameters"] + parts["moments"], max(of["resting"] for of in found)),
+        "peak of an update": (sum(parts.values()), max(of["update"][first] for of in found)),
+    }
+
+
+def measurements(shards: Sequence[int], factors: Sequence[int], folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    from common import markdown, saved_model
+
+    path = str(saved_model("small", folder))
+    parts, against, flat = [], [], []
+    for world in shards:
+        found = measure(world, factors, path)
+        checks = compared(world, found)
+        parts.append({"shard": world, "ranks": found, "checks": checks})
+        for name, (formula, real) in checks.items():
+            against.append([str(world), name, f"{formula / MIB:.0f}", f"{real / MIB:.0f}", f"{real / formula:.2f}"])
+        for kind in ("update", "forward") if len(factors) > 1 else ():
+            peaks = [max(of[kind][factor] for of in found) for factor in factors]
+            rows = [f"{peak / MIB:.0f} ({peak / peaks[0]:.3f})" for peak in peaks]
+            flat.append([str(world), kind, *rows])
+    text = markdown(["shard", "what", "formula, MiB", "measured", "measured / formula"], against)
+    if flat:
+        tokens = parts[0]["ranks"][0]["tokens"]
+        head = ["shard", "peak of, MiB", *(f"{f} prompts, {tokens[f]:,} tokens" for f in factors)]
+        text += "\n\n" + markdown(head, flat)
+    return text, parts
+
+
+def main() -> None:
+    from common import arguments, write_results
+    from sides import work_folder
+
+    parser = arguments(__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", choices=SHAPES, default="7b")
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--gib", type=float, default=80.0)
+    parser.add_argument("--recompute", choices=("false", "selective", "true"), default="true")
+    parser.add_argument("--tokens", type=int, default=8_192, help="of a micro-batch")
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--flat", type=int, nargs="+", default=[1], help="prompts per step")
+    args = parser.parse_args()
+    if not args.measure:
+        print(tables(args.model, args.devices, args.gib, How(recompute=args.recompute, tokens=args.tokens)))
+        return
+    text, parts = measurements(args.shards, args.flat, work_folder("models"))
+    write_results(args, {"footprints": parts})
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
