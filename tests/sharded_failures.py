@@ -7,11 +7,12 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from quartet.config import UserError
@@ -141,14 +142,17 @@ def failures(mesh: Mesh) -> dict[str, tuple[str, Any]]:
         "denominators": ValueError("no denominators"),
         "loss": ValueError("no loss"),
         "licence": SystemExit("no licence"),
-        "step": ValueError("no step"),
+        "norm": MemoryError("no norm"),
+        "step": MemoryError("no step"),
     }.items():
         engine, objective = engine_on(mesh, token_budget=45), Failing("atoms" if place == "licence" else place, error)
-        step = engine.optimizer.step
-        if place == "step" and mesh.data.rank == ODD:
+        step, norm = engine.optimizer.step, nn.utils.get_total_norm
+        if mesh.data.rank == ODD and place == "step":
             engine.optimizer.step = lambda e=error: (_ for _ in ()).throw(e)
+        if mesh.data.rank == ODD and place == "norm":
+            nn.utils.get_total_norm = lambda _, e=error: (_ for _ in ()).throw(e)
         raised = outcome(lambda e=engine, o=objective: e.train_step(make_batch(), o))
-        engine.optimizer.step = step
+        engine.optimizer.step, nn.utils.get_total_norm = step, norm
         objective.disarm()
         found[place] = raised, engine.train_step(make_batch(), objective) if place != "step" else None
     return found
@@ -414,6 +418,26 @@ def fails_in_one_copy() -> Any:
 
 
 # In processes of their own -------------------------------------------------------------------------------
+
+
+def hangs() -> tuple[str, float]:
+    """The odd rank stands still within a pass: what the others raise, and after how many seconds."""
+    mesh = Mesh.of(DataParallelGroup.of_world(), shard=3, time_limit=timedelta(seconds=3))
+    engine, store = engine_on(mesh), dist.distributed_c10d._get_default_store()
+    engine.train_step(make_batch(), SFTObjective())
+
+    def stand_still(*_: Any) -> None:
+        with suppress(RuntimeError):  # the store ends with rank 0
+            while not store.check([f"raised {rank}" for rank in (0, 2)]):
+                time.sleep(0.1)
+        os._exit(7)
+
+    if mesh.data.rank == ODD:
+        engine.packed.hidden = stand_still
+    begun = time.monotonic()
+    raised = outcome(lambda: engine.train_step(make_batch(), SFTObjective()))
+    store.set(f"raised {mesh.data.rank}", "")
+    return raised, time.monotonic() - begun
 
 
 def lost(shard: int, is_gone: bool) -> tuple[str, float]:

@@ -49,7 +49,7 @@ def test_ranks_that_begin_differently_are_refused(results: Results) -> None:
 def test_a_rank_that_fails_is_named_and_all_go_on(results: Results) -> None:
     first, odd = (result["failures"] for result in results)
     for place, (error, after) in odd.items():
-        kind = "SystemExit" if place == "licence" else "ValueError"
+        kind = {"licence": "SystemExit", "norm": "MemoryError", "step": "MemoryError"}.get(place, "ValueError")
         assert error.startswith(f"{kind}: no {place}")
         told, others_after = first[place]
         assert told == f"RankFailed: another rank failed in this update: rank 1 of 2: {kind}: no {place}"
@@ -119,7 +119,14 @@ def test_a_process_that_is_gone_stops_the_others(shard: int) -> None:
     first, odd, last = rank_forks.run_ranks(3, ranks.lost, shard, True)
     assert isinstance(odd, rank_forks.Gone)
     for error, seconds in (first, last):
-        assert "cannot be reached any more" in error and seconds < 10
+        assert error.startswith("RankFailed: no answer of rank 1 of 3: ") and seconds < 10
+
+
+def test_a_rank_that_hangs_within_a_pass_is_named_in_bounded_time() -> None:
+    first, odd, last = rank_forks.run_ranks(3, ranks.hangs)
+    assert isinstance(odd, rank_forks.Gone)
+    for error, seconds in (first, last):
+        assert error.startswith("RankFailed: no answer of rank 1 of 3: ") and seconds < 20
 
 
 def test_a_rank_whose_idle_passes_fail_too_is_named_in_bounded_time() -> None:

@@ -88,7 +88,9 @@ class RankExchange:
                 raise
             is_broken = is_broken_collective(error)
             try:
-                reports = self.data.gather(Report(failure=_summary(error), is_broken=is_broken))
+                # Where a collective has passed its limit, those that still live fail as this one does.
+                limit = self.root.mesh.time_limit if is_broken else None
+                reports = self.data.gather(Report(failure=_summary(error), is_broken=is_broken), within=limit)
             except RankFailed as unreachable:
                 if is_broken:
                     raise unreachable from error

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 T = TypeVar("T")
+
+_num_gathers: Counter[str] = Counter()
+"""By process group: its ranks gather in the same order."""
 
 
 class RankFailed(Exception):
@@ -56,22 +62,35 @@ class DataParallelGroup:
         """All ranks of the default process group."""
         return cls()
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, within: timedelta | None = None) -> list[T]:
         """Every rank's ``value``, in the order of the ranks.
 
+        Args:
+            within: how long the others may take to call it, too, from now on; the process group's time limit before.
+
         Raises:
-            RankFailed: a rank is gone.
+            RankFailed: a rank is gone or does not answer.
         """
         found: list[Any] = [None] * self.size
-        with self._reaching():
+        store, group = _get_default_store(), self.process_group or dist.group.WORLD
+        assert group is not None
+        # Each rank signs in the store, so that one that does not come can be named.
+        number = _num_gathers[group.group_name] = _num_gathers[group.group_name] + 1
+        sign, former = (f"quartet/{group.group_name}/{n}" for n in (number, number - 1))
+        try:
+            store.set(f"{sign}/{self.rank}", "")
+            if within is not None:
+                _set_pg_timeout(within, group)
             dist.all_gather_object(found, value, group=self.process_group)
+            store.delete_key(f"{former}/{self.rank}")  # All have come to this one.
+        except RuntimeError as error:
+            raise RankFailed(f"{self._silent(sign)}: {error}", self.ranks) from error
         return found
 
-    @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise RankFailed(
-                f"the other ranks of {self.size} cannot be reached any more: {error}", self.ranks
-            ) from error
+    def _silent(self, sign: str) -> str:
+        """Who did not come to a gather, in words."""
+        with suppress(RuntimeError):  # The process that has the store may be gone.
+            silent = [str(rank) for rank in range(self.size) if not _get_default_store().check([f"{sign}/{rank}"])]
+            if silent:
+                return f"no answer of rank {', '.join(silent)} of {self.size}"
+        return f"the other ranks of {self.size} cannot be reached any more"

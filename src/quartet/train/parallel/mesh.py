@@ -28,12 +28,14 @@ class Mesh:
         copy: those among them that hold this rank's copy of the model, likewise.
         device_mesh: torch's mesh, with the process groups that passes use.
         fixed_order: sums over ranks are taken in the order of the ranks, so their bits do not depend on a library.
+        time_limit: of one collective within a pass.
     """
 
     data: DataParallelGroup
     copy: DataParallelGroup
     device_mesh: DeviceMesh
     fixed_order: bool = False
+    time_limit: timedelta | None = None
 
     @classmethod
     def of(
@@ -76,7 +78,7 @@ class Mesh:
         if shard < data.size:
             own = ranks[replica].tolist()
             copy = DataParallelGroup(dist.new_group(own, backend="gloo", use_local_synchronization=True))
-        return cls(data, copy, device_mesh, fixed_order)
+        return cls(data, copy, device_mesh, fixed_order, limit)
 
     @property
     def replicate(self) -> int:
