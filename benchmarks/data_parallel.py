@@ -1,6 +1,6 @@
 """One update of the train engine in one process, and in several of one thread each that train one model together.
 
-    python benchmarks/data_parallel.py [--model small] [--longest 256] [--prompts 8] [--processes 2]
+    python benchmarks/data_parallel.py [--model small] [--longest 224] [--prompts 8] [--processes 2]
 
 8 responses to each of ``--prompts`` prompts of 16 to 30 tokens, responses of an eighth of ``--longest`` to all of it;
 GRPO, fp32, gradient clipping and AdamW. The ways to train together:
@@ -114,11 +114,13 @@ def rank_process(calls: Connection, rank: int, world: int, port: int, way: str, 
     objectives = [
         PolicyObjective(GRPO(), len(b), 1.0, 0.0, True, c.longest) for b, c in zip(batches, cases, strict=True)
     ]
-    calls.send(engine.train_step(batches[0], objectives[0])["grad_norm"])
+    first = Case(cases[0].model, 12, 2)
+    engine.train_step(first.batch(), PolicyObjective(GRPO(), 16, 1.0, 0.0, True, first.longest))
+    calls.send("ready")
     while (number := calls.recv()) is not None:
         begun = time.process_time()
-        engine.train_step(batches[number], objectives[number])
-        calls.send(time.process_time() - begun)
+        grad_norm = engine.train_step(batches[number], objectives[number])["grad_norm"]
+        calls.send((time.process_time() - begun, grad_norm))
     if world > 1:
         dist.destroy_process_group()
 
@@ -136,15 +138,16 @@ class Team:
             theirs.close()
             self._calls.append(ours)
             self._processes.append(process)
-        self.grad_norms = [calls.recv() for calls in self._calls]
+        for calls in self._calls:
+            assert calls.recv() == "ready"
 
-    def update(self, number: int) -> tuple[float, float]:
-        """Seconds of an update, and the busiest rank's of its processor."""
+    def update(self, number: int) -> tuple[float, float, float]:
+        """Seconds of an update, the busiest rank's of its processor, and the norm of the gradient."""
         begun = time.perf_counter()
         for calls in self._calls:
             calls.send(number)
-        busy = [calls.recv() for calls in self._calls]
-        return time.perf_counter() - begun, max(busy)
+        busy, norms = zip(*(calls.recv() for calls in self._calls), strict=True)
+        return time.perf_counter() - begun, max(busy), norms[0]
 
     def end(self) -> None:
         for calls in self._calls:
@@ -157,7 +160,9 @@ class Team:
 def measure(cases: Sequence[Case], args: Any) -> list[dict[str, Any]]:
     worlds = {ALONE: 1, **dict.fromkeys(args.ways, args.processes)}
     teams = {way: Team(way, world, cases) for way, world in worlds.items()}
-    found: dict[tuple[int, str], list[tuple[float, float]]] = {(n, way): [] for n in range(len(cases)) for way in teams}
+    found: dict[tuple[int, str], list[tuple[float, float, float]]] = {
+        (n, way): [] for n in range(len(cases)) for way in teams
+    }
     try:
         for _ in range(args.repeats):
             for number, way in found:
@@ -173,9 +178,9 @@ def measure(cases: Sequence[Case], args: Any) -> list[dict[str, Any]]:
                 **asdict(case),
                 "tokens": case.batch().num_tokens,
                 "processes": args.processes,
-                "grad_norm_of_first": {way: team.grad_norms for way, team in teams.items()},
-                "seconds": {way: seconds for way, (seconds, _) in medians.items()},
-                "processor_s": {way: busy for way, (_, busy) in medians.items()},
+                "grad_norm_of_first": {way: found[number, way][0][2] for way in teams},
+                "seconds": {way: seconds for way, (seconds, _, _) in medians.items()},
+                "processor_s": {way: busy for way, (_, busy, _) in medians.items()},
                 "all_seconds": {way: [round(turn[0], 4) for turn in found[number, way]] for way in teams},
             }
         )
@@ -196,9 +201,9 @@ def table(parts: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__, repeats=5)
+    parser = arguments(__doc__, repeats=3)
     parser.add_argument("--model", choices=MODELS, default="small")
-    parser.add_argument("--longest", type=int, nargs="+", default=[256])
+    parser.add_argument("--longest", type=int, nargs="+", default=[224])
     parser.add_argument("--prompts", type=int, nargs="+", default=[8])
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--ways", choices=WAYS, nargs="*", default=WAYS)

@@ -18,7 +18,6 @@ from quartet.config.algorithms import GRPO  # noqa: E402
 from quartet.config.common import OptimConfig, TrainConfig  # noqa: E402
 from quartet.models.packed_model import PackedCausalLM  # noqa: E402
 from quartet.train.engine import TrainEngine  # noqa: E402
-from quartet.train.forward import Needs  # noqa: E402
 from quartet.train.objectives import PolicyObjective  # noqa: E402
 
 KINDS = (
@@ -98,16 +97,19 @@ precision = {"float32": "fp32", "bfloat16": "bf16"}[job["dtype"]]
 config = TrainConfig(precision=precision, optim=OptimConfig(lr=1e-6), **job["train"])
 engine = TrainEngine(PackedCausalLM(model, precision), config, total_steps=1000)
 objective = PolicyObjective(GRPO(), len(batch), 1.0, 0.0, True, max(max(r) for _, r in job["groups"]))
-needs = Needs(logprobs=True, mask="action_mask")
 if job["forward"]:
+    from quartet.train.forward import Needs  # Elsewhere in older checkouts, whose updates are measured alone.
+
+    needs = Needs(logprobs=True, mask="action_mask")
     engine.forward(batch, needs)
 engine.train_step(batch, objective)
 turns.report(kinds=seconds_by_kind() if job["profile"] else {})
 while turns.wait():
-    begun = time.perf_counter()
+    begun, busy = time.perf_counter(), time.process_time()
     if job["forward"]:
         engine.forward(batch, needs)
     middle = time.perf_counter()
     engine.train_step(batch, objective)
     end = time.perf_counter()
-    turns.report(seconds=end - begun, forward_s=middle - begun, update_s=end - middle)
+    busy = time.process_time() - busy
+    turns.report(seconds=end - begun, forward_s=middle - begun, update_s=end - middle, processor_s=busy)

@@ -34,6 +34,7 @@ class SideSpec:
         script: relative to this folder; ``peers/…`` run in ``environment``, ours in this interpreter.
         job: what the script reads; ``threads`` is among it.
         repeats: turns wanted of this side where it differs from the others.
+        source: the ``src`` folder of another checkout of ours, to measure that one.
     """
 
     name: str
@@ -41,6 +42,7 @@ class SideSpec:
     job: Mapping[str, Any]
     environment: str | None = None
     repeats: int | None = None
+    source: Path | None = None
 
 
 @dataclass
@@ -62,7 +64,8 @@ class Side:
         begun = time.monotonic()
         python = python_of(self.spec.environment) if self.spec.environment else Path(sys.executable)
         threads = str(self.spec.job["threads"])
-        path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        source = str(self.spec.source) if self.spec.source is not None else os.environ.get("PYTHONPATH")
+        path = os.pathsep.join([str(HERE), *filter(None, [source])])
         with open(self.log, "w", encoding="utf-8") as log:
             self.process = subprocess.Popen(
                 [str(python), str(HERE / self.spec.script)],

@@ -1,15 +1,18 @@
 """One update of the train engine: its time over the floor, its useful FLOPs over the GEMM rate, where the time goes.
 
-    python benchmarks/update.py [--model small] [--longest 64 128] [--dtypes fp32 bf16]
+    python benchmarks/update.py [--model small] [--longest 64 128] [--dtypes fp32 bf16] [--before OTHER/src]
 
 64 responses to 8 prompts of 16 to 30 tokens, GRPO, one micro-batch, with gradient clipping and AdamW. Useful FLOPs are
 those of linears and attention on useful tokens, forward once and backward once; the GEMM rate is that of a large square
 product on this machine; the floor is the sum over floor.py's list. Rates are measured right before the update.
+
+``--before``: the same update by another checkout of Quartet, in turns with this one; their seconds side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,8 +46,13 @@ def measure(model: str, longest: int, dtype: str, args: Any) -> dict[str, Any]:
         "profile": True,
     }
     folder = work_folder(f"logs/update-{model}-{longest}-{dtype}")
-    side = take_turns([SideSpec("update", "native_update.py", job)], folder, repeats=args.repeats)["update"]
+    specs = [SideSpec("update", "native_update.py", job)]
+    if args.before is not None:
+        specs.append(SideSpec("before", "native_update.py", job, source=args.before.resolve()))
+    sides = take_turns(specs, folder, repeats=args.repeats)
+    side = sides["update"]
     return {
+        "before": summary(sides["before"]) if "before" in sides else {},
         "model": model,
         "longest": longest,
         "dtype": dtype,
@@ -90,11 +98,23 @@ def kind_table(parts: Sequence[dict[str, Any]]) -> str:
     return markdown(["model", "dtype", "longest", "share of the time"], rows)
 
 
+def before_table(parts: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for part in parts:
+        found = [part[name][key] for key in ("seconds", "processor_s") for name in ("before", "side")]
+        texts = [f"{value:.3f}" for value in found]
+        ratios = [f"{after / before:.3f}" for before, after in (found[:2], found[2:])]
+        rows.append([part["model"], part["dtype"], str(part["longest"]), *texts[:2], ratios[0], *texts[2:], ratios[1]])
+    head = ["model", "dtype", "longest", "s before", "now", "ratio", "processor s before", "now", "ratio"]
+    return markdown(head, rows)
+
+
 def main() -> None:
     parser = arguments(__doc__, repeats=5)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--longest", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
+    parser.add_argument("--before", type=Path, help="the src folder of another checkout")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     parts = []
@@ -103,6 +123,8 @@ def main() -> None:
             parts.append(measure(args.model, longest, dtype, args))
             write_results(args, {"update": parts})
     print(table(parts), kind_table(parts), sep="\n\n")
+    if args.before is not None:
+        print("", before_table(parts), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""PPO on the real story model with every model held by two processes on Ray, beside the same run in one process.
+
+    QUARTET_REALDATA=DIR python benchmarks/sharded_stories.py [--steps 30] [--other-seeds 1 2] [--out DIR]
+
+``recipes/story-ppo.yaml`` with a reward model more: the story model's body trained on PandaLM's human pairs
+(``--reward-model``, a directory; left out, ``benchmarks/realdata.py reward-model`` makes it, some minutes). In the run
+``halves`` actor, critic, reference and reward model have ``sharding.shard: 2`` and two processes each under
+``separated``, the engine one. It and ``one process`` have the same seed, so they begin with the same stories. Last bits
+differ; sooner or later a token does, and from there on they are two samples of one experiment. What that alone does
+show the runs of one process with ``--other-seeds``.
+
+Prints a table of every fifth part of the steps, metrics of the steps before the first token differs, and writes both
+into ``--out``/figures.md. Runs are kept there, with a report of ``halves``; a run that is there is not made again.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import arguments, markdown, write_results
+from realdata import ROOT, publish, quartet, read_jsonl, reward_model
+
+HALVES, ALONE = "halves", "one process"
+ROLES = ("actor", "critic", "reference")
+METRICS = ("reward/score_mean", "kl/ref", "loss/value", "policy/entropy", "rollout/length_mean")
+FIRST = (
+    "reward/score_mean",
+    "reward/reward_model",
+    "loss/value",
+    "critic/grad_norm",
+    "loss/policy",
+    "policy/grad_norm",
+)
+FUNCTIONS = ("complete_ending", "hero_stays", "somebody_speaks")
+Rows = list[dict[str, Any]]
+
+
+def overrides(args: Any, judge: Path, seed: int, halves: bool) -> list[str]:
+    functions = [f"{{type: function, target: 'examples/story_reward.py:{name}', weight: 0.3333}}" for name in FUNCTIONS]
+    cut = ", sharding: {shard: 2}" if halves else ""
+    rewards = ", ".join([*functions, f"{{type: model, path: {judge}, weight: 0.05{cut}}}"])
+    pools = ", ".join(["rollout: {processes: 1}", *(f"{role}: {{processes: 2}}" for role in (*ROLES, "reward"))])
+    sharded = [
+        "cluster={type: ray, cpus_per_process: 0.2}",
+        f"placement={{type: separated, {pools}}}",
+        *(f"{role}.sharding.shard=2" for role in ROLES),
+    ]
+    return [f"rewards=[{rewards}]", f"steps={args.steps}", f"seed={seed}", *(sharded if halves else [])]
+
+
+def run(args: Any, name: str, judge: Path, seed: int) -> Rows:
+    """The rows of a run's metrics, from step 1 on."""
+    folder = args.out / name.replace(" ", "-")
+    if not (folder / "summary.json").exists():
+        model = f"actor.model.path={Path(os.environ['QUARTET_REALDATA']) / 'stories260K'}"
+        changes = [
+            model,
+            f"output_dir={folder}",
+            f"threads={args.threads}",
+            *overrides(args, judge, seed, name == HALVES),
+        ]
+        quartet("rl", str(ROOT / "recipes" / "story-ppo.yaml"), *changes)
+    return [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] > 0]
+
+
+def curves(runs: dict[str, Rows], parts: int = 5) -> list[list[str]]:
+    """Each metric's mean over every fifth part of the steps, by run."""
+    rows = []
+    for metric in METRICS:
+        for name, steps in runs.items():
+            size = -(-len(steps) // parts)
+            found = [[row[metric] for row in steps[i : i + size] if metric in row] for i in range(0, len(steps), size)]
+            rows.append([metric, name, *(f"{statistics.mean(part):.4f}" if part else "" for part in found)])
+    return rows
+
+
+def same_stories(one: Rows, other: Rows) -> int:
+    """Steps before the first whose stories are of other lengths."""
+    lengths = [(a["rollout/tokens"], a["reward/score_mean"]) == (b["rollout/tokens"], b["reward/score_mean"])
+               for a, b in zip(one, other, strict=True)]  # fmt: skip
+    return lengths.index(False) if False in lengths else len(lengths)
+
+
+def first_steps(halves: Rows, alone: Rows, num: int) -> list[list[str]]:
+    rows = []
+    for ours, one in zip(halves[:num], alone[:num], strict=True):
+        for metric in FIRST:
+            if metric in one:
+                rows.append([str(one["step"]), metric, f"{ours[metric]:.7g}", f"{one[metric]:.7g}"])
+    return rows
+
+
+def main(arguments_given: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--other-seeds", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--reward-model", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs/sharded-stories"))
+    parser.set_defaults(threads=1)
+    args = parser.parse_args(arguments_given)
+    if "QUARTET_REALDATA" not in os.environ:
+        parser.error("set QUARTET_REALDATA to the folder of the data")
+    args.steps, args.out = 3 if args.smoke else args.steps, args.out.resolve()
+    judge = args.out / "pandalm" / "run" / "model" if args.reward_model is None else args.reward_model.resolve()
+    os.chdir(ROOT)  # recipes name reward functions relative to it
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not judge.exists():
+        reward_model(Path(os.environ["QUARTET_REALDATA"]), args.out, [f"threads={args.threads}"])
+    runs = {name: run(args, name, judge, 0) for name in (HALVES, ALONE)}
+    runs |= {f"seed {seed}": run(args, f"seed {seed}", judge, seed) for seed in args.other_seeds}
+    parts = [f"fifth {i + 1}" for i in range(5)]
+    same = same_stories(runs[HALVES], runs[ALONE])
+    head = ["step", "metric", HALVES, ALONE]
+    note = f"Stories are the same in the first {same} of {args.steps} steps:"
+    first = markdown(head, first_steps(runs[HALVES], runs[ALONE], min(same + 1, 4)))
+    publish(args.out, "Stories by halves of models", ["metric", "run", *parts], curves(runs), [note, "", first])
+    write_results(args, {"sharded_stories": {"same_stories": same, "runs": runs}})
+    quartet("report", str(args.out / HALVES))
+
+
+if __name__ == "__main__":
+    main()
