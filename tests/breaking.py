@@ -49,6 +49,6 @@ def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 def untimed_rows(run: Path) -> list[dict[str, float]]:
     """The metrics of a run without those that no two runs have in common: seconds, memory, what a restart computes."""
-    timed = ("time", "memory/", "rollout/tokens_per_s", "overlap/", "rollout/prefill")
+    timed = ("time", "throughput/", "memory/", "rollout/tokens_per_s", "overlap/", "rollout/prefill")
     rows = read_metrics(run / "metrics.jsonl")
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]

@@ -201,7 +201,7 @@ def options() -> Any:
     """What the command line gives for a smoke run of our own sides."""
 
     class Options:
-        smoke, threads, repeats, patience, sides, token_budget = True, 1, 1, 60.0, ("native",), None
+        smoke, threads, repeats, patience, sides, token_budget, before = True, 1, 1, 60.0, ("native",), None, None
 
     return Options()
 

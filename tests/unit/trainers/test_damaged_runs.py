@@ -80,7 +80,7 @@ def run(whole: Path, sft: Any, tmp_path: Path) -> Path:
 
 def untimed(path: Path) -> list[dict[str, Any]]:
     rows = read_rows(path / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(("time", "memory"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "throughput", "memory"))} for row in rows]
 
 
 def flip(path: Path, at: int) -> None:

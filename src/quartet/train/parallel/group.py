@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +16,8 @@ T = TypeVar("T")
 
 _num_gathers: Counter[str] = Counter()
 """By process group: its ranks gather in the same order."""
+_COMING_S = 2.0
+"""A rank that lives comes to a gather so soon after another one has failed there."""
 
 
 class RankFailed(Exception):
@@ -89,8 +92,10 @@ class DataParallelGroup:
 
     def _silent(self, sign: str) -> str:
         """Who did not come to a gather, in words."""
+        store, deadline = _get_default_store(), time.monotonic() + _COMING_S
         with suppress(RuntimeError):  # The process that has the store may be gone.
-            silent = [str(rank) for rank in range(self.size) if not _get_default_store().check([f"{sign}/{rank}"])]
-            if silent:
-                return f"no answer of rank {', '.join(silent)} of {self.size}"
+            while silent := [str(rank) for rank in range(self.size) if not store.check([f"{sign}/{rank}"])]:
+                if len(silent) == 1 or time.monotonic() > deadline:
+                    return f"no answer of rank {', '.join(silent)} of {self.size}"
+                time.sleep(0.05)
         return f"the other ranks of {self.size} cannot be reached any more"
