@@ -10,6 +10,7 @@ items per part; with ``--lengths`` also those of texts in JSONL files, a token f
   Karmarkar-Karp; the same with equally many items in each part, as RLHF trainers often ask for; ours.
 - *Side by side*: ranks under a token budget that wait for each other in every micro-batch, so that each costs what its
   dearest rank does. Formerly every rank cut a share of its own, with a number of micro-batches of its own.
+- *Token cost*: the cost with waiting of 8 ranks where a token costs otherwise than the plan takes it to.
 - *Planning*: processor time for 4,096 sequences, in 512 groups and without groups.
 - ``--measure-attention``: processor time of an update of the small model by the lengths of sequences, fitted by least
   squares to tokens and tokens attended to; their ratio beside the one that FLOPs give.
@@ -17,6 +18,7 @@ items per part; with ``--lengths`` also those of texts in JSONL files, a token f
 
 from __future__ import annotations
 
+import gc
 import heapq
 import json
 import random
@@ -35,7 +37,8 @@ from quartet.batch.ragged import RaggedBatch
 PARTS = (2, 3, 4, 8, 16, 32, 64)
 PER_PART = (2, 3, 4, 8, 16, 64)
 BUDGET = 16_384
-PARTS_SHOWN = ("dearest", "side by side", "planning")
+TOKEN_COSTS = (2_000, 8_000, 12_000, 32_000)
+PARTS_SHOWN = ("dearest", "side by side", "token cost", "planning")
 Parts = list[list[int]]
 
 
@@ -91,8 +94,8 @@ WAYS: dict[str, Callable[[Sequence[int], int], Parts]] = {
 }
 
 
-def cost_of(length: int) -> int:
-    return length * TOKEN_COST + length * (length + 1) // 2
+def cost_of(length: int, token_cost: int = TOKEN_COST) -> int:
+    return length * token_cost + length * (length + 1) // 2
 
 
 def dearest_parts(kinds: Sequence[str], pools: dict[str, list[int]], repeats: int) -> dict[str, dict[str, list[float]]]:
@@ -143,12 +146,35 @@ def former_plan(lengths: Sequence[int], budget: int, num_ranks: int) -> list[Par
     return plan
 
 
-def waiting(plan: list[Parts], lengths: Sequence[int]) -> tuple[int, float]:
+def waiting(plan: list[Parts], lengths: Sequence[int], token_cost: int = TOKEN_COST) -> tuple[int, float]:
     """Micro-batches, and their cost with waiting over an equal share of all cost."""
-    num = max(map(len, plan))
-    costs = [[sum(cost_of(lengths[i]) for i in part) for part in parts] + [0] * (num - len(parts)) for parts in plan]
-    fair = sum(map(cost_of, lengths)) / len(plan)
+    num, of = max(map(len, plan)), [cost_of(n, token_cost) for n in lengths]
+    costs = [[sum(of[i] for i in part) for part in parts] + [0] * (num - len(parts)) for parts in plan]
+    fair = sum(of) / len(plan)
     return num, sum(map(max, zip(*costs, strict=True))) / fair
+
+
+def present_plan(lengths: Sequence[int], num_ranks: int, token_cost: int = TOKEN_COST) -> list[Parts]:
+    batch = RaggedBatch.from_sequences([[0] * n for n in lengths])
+    atoms = [[s] for s in range(len(batch))]
+    plan = plan_micro_batches(
+        [(batch, atoms)], BUDGET, num_ranks=num_ranks, share=False, budget_key="token_budget", token_cost=token_cost
+    )
+    return [parts for (parts,) in plan]
+
+
+def other_costs(kinds: Sequence[str], pools: dict[str, list[int]], repeats: int) -> list[list[str]]:
+    """What a plan costs by the default cost of a token, and by longest first over tokens, where another one is true."""
+    rows = []
+    for kind in kinds:
+        for true in TOKEN_COSTS:
+            draw, found = random.Random(3), []
+            for _ in range(repeats):
+                lengths = lengths_of(kind, 128 * 8, draw, pools.get(kind, ()))
+                plans = present_plan(lengths, 8, true), present_plan(lengths, 8), former_plan(lengths, BUDGET, 8)
+                found.append([waiting(plan, lengths, true)[1] for plan in plans])
+            rows.append([kind, str(true), *(f"{statistics.mean(column):.4f}" for column in zip(*found, strict=True))])
+    return rows
 
 
 def side_by_side(kinds: Sequence[str], pools: dict[str, list[int]], repeats: int) -> list[list[str]]:
@@ -159,12 +185,7 @@ def side_by_side(kinds: Sequence[str], pools: dict[str, list[int]], repeats: int
             for _ in range(repeats):
                 lengths = lengths_of(kind, 128 * num_ranks, draw, pools.get(kind, ()))
                 former.append(waiting(former_plan(lengths, BUDGET, num_ranks), lengths))
-                batch = RaggedBatch.from_sequences([[0] * n for n in lengths])
-                atoms = [[s] for s in range(len(batch))]
-                plan = plan_micro_batches(
-                    [(batch, atoms)], BUDGET, num_ranks=num_ranks, share=False, budget_key="token_budget"
-                )
-                ours.append(waiting([parts for (parts,) in plan], lengths))
+                ours.append(waiting(present_plan(lengths, num_ranks), lengths))
             columns = [f(x) for f in (_mean_count, _mean_ratio) for x in (former, ours)]
             rows.append([kind, str(num_ranks), *columns])
     return rows
@@ -195,6 +216,8 @@ def planning_rows(repeats: int, num_groups: int) -> list[list[str]]:
     )
     alone = RaggedBatch.from_sequences([some(1, 4096) for _ in range(num)])
     rows = []
+    # Python's full collections fall anywhere and take 90 ms with torch loaded: what is there now is left out of them.
+    gc.freeze()
     for name, batch in ((f"{num_groups} groups of 8", groups), (f"{num} alone", alone)):
         atoms = [[s] for s in range(num)]
         for budget in (8192, 32_768, 131_072):
@@ -270,6 +293,10 @@ def main() -> None:
         results["side_by_side"] = waited = side_by_side(kinds, pools, repeats)
         head = ["lengths", "ranks", "micro-batches formerly", "now", "cost with waiting over fair, formerly", "now"]
         print("", markdown(head, waited), sep="\n")
+    if "token cost" in args.parts:
+        results["other_costs"] = others = other_costs(kinds, pools, repeats)
+        head = ["lengths", "true cost of a token", "planned with it", "with the default", "formerly, by tokens"]
+        print("", markdown(head, others), sep="\n")
     if "planning" in args.parts:
         results["planning"] = planned = planning_rows(repeats, 8 if args.smoke else 512)
         print("", markdown(["sequences", "budget", "ranks", "micro-batches", "with waiting", "ms"], planned), sep="\n")
