@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,15 +43,51 @@ class SharedRay:
 
     def start(self) -> None:
         """Does nothing if it is there."""
-        import pytest
         import ray
-        from ray._private.parameter import RayParams
 
         from quartet.cluster import connect
 
         if ray.is_initialized():
             return
         self._server = self._server or self._servers.enter_context(_fork_server())
+        with self._workers_forked():
+            self._ray.enter_context(connect("ray", num_cpus=4, log_to_driver=False))
+
+    @contextlib.contextmanager
+    def another_node(self, num_cpus: int, environment: dict[str, str]) -> Iterator[None]:
+        """A second node of it, on this machine, whose workers have other variables as well; it ends with the block."""
+        import ray
+        from ray._private.node import Node
+        from ray._private.parameter import RayParams
+
+        with self._workers_forked():
+            params = RayParams(
+                gcs_address=ray.get_runtime_context().gcs_address,
+                redis_address=ray.get_runtime_context().gcs_address,
+                num_cpus=num_cpus,
+                num_gpus=0,
+                object_store_memory=200 * 2**20,
+                min_worker_port=0,
+                max_worker_port=0,
+                node_manager_port=0,
+                include_log_monitor=False,
+                env_vars={SERVER: self._server, **environment},
+            )
+            params.dashboard_agent_listen_port = None
+            node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)
+        try:
+            while sum(found["Alive"] for found in ray.nodes()) < 2:
+                time.sleep(0.05)
+            yield
+        finally:
+            node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+    @contextlib.contextmanager
+    def _workers_forked(self) -> Iterator[None]:
+        """What is started inside has its workers forked."""
+        import pytest
+        from ray._private.parameter import RayParams
+
         original = RayParams.__init__
 
         def pointed_here(params: Any, *args: Any, **options: Any) -> None:
@@ -60,7 +97,7 @@ class SharedRay:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RayParams, "__init__", pointed_here)
             patch.setenv(SERVER, self._server)
-            self._ray.enter_context(connect("ray", num_cpus=4, log_to_driver=False))
+            yield
 
     def stop(self) -> None:
         self._ray.close()

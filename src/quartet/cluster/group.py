@@ -126,6 +126,10 @@ class WorkerGroup:
         return self._role
 
     @property
+    def backend(self) -> Backend:
+        return self._processes.backend
+
+    @property
     def layout(self) -> Layout:
         return self._processes.spec.layout
 

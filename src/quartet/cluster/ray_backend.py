@@ -110,10 +110,10 @@ def _lost(error: BaseException) -> Lost:
 
 @dataclass(frozen=True)
 class _Grant:
-    """What a pool holds; ``name`` is that of the detached group that it is for."""
+    """What a pool holds, if anything; ``name`` is that of the detached group that it is for."""
 
     pool: ResourcePool
-    reserved: PlacementGroup
+    reserved: PlacementGroup | None
     name: str | None
 
 
@@ -187,11 +187,11 @@ class RayBackend(Backend):
     # Pools -----------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[Node]:
-        free = ray._private.state.available_resources_per_node()
+        free, own = ray._private.state.available_resources_per_node(), ray.get_runtime_context().get_node_id()
         return [
-            Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(node["NodeID"], {}), node["NodeID"])
+            Node(f"node {node['NodeManagerAddress']}", node["Resources"], free.get(key, {}), key, key == own)
             for node in ray.nodes()
-            if node["Alive"]
+            if node["Alive"] and (key := node["NodeID"])
         ]
 
     def grant(self, pool: ResourcePool, timeout_s: float, name: str | None = None) -> None:
@@ -204,7 +204,7 @@ class RayBackend(Backend):
                 )
             return
         reserved = _named(name) if name is not None else None
-        if reserved is None:
+        if reserved is None and not pool.nodes:
             if not self._may_grow:
                 check_pool(pool, self.nodes())
                 check_pool(pool, self._left(), num_others=len(self._grants))
@@ -223,6 +223,8 @@ class RayBackend(Backend):
         """The nodes as if they had only what this back end's pools leave, which they hold until it is closed."""
         held: dict[tuple[str, str], float] = defaultdict(float)
         for grant in self._grants.values():
+            if grant.reserved is None:
+                continue
             places = placement_group_table(grant.reserved)["bundles_to_node_id"]
             for bundle, amounts in enumerate(grant.pool.bundles()):
                 for name, amount in amounts.items():
@@ -237,7 +239,8 @@ class RayBackend(Backend):
         if not self._is_open:
             return
         if held is not None:
-            remove_placement_group(held.reserved)
+            if held.reserved is not None:
+                remove_placement_group(held.reserved)
         elif name is not None and (reserved := _named(name)) is not None:
             remove_placement_group(reserved)
 
@@ -261,7 +264,9 @@ class RayBackend(Backend):
         for rank, bundle in enumerate(bundles):
             if detached:
                 options |= {"name": f"{group}:{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
-            strategy = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
+            strategy: Any = PlacementGroupSchedulingStrategy(reserved, placement_group_bundle_index=bundle)
+            if pool.nodes:
+                strategy = NodeAffinitySchedulingStrategy(pool.nodes[bundle], soft=False)
             actor = ray.remote(RayWorkerProcess).options(scheduling_strategy=strategy, **options).remote(group, rank)
             handle = _handle(actor, rank)
             if not detached:

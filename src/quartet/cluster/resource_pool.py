@@ -23,6 +23,7 @@ class ResourcePool:
             entry a node of its own.
         groups: how many groups with processes of their own the pool holds at a time; each worker takes that fraction
             of its share. Roles fused by ``colocate`` are one group.
+        nodes: keys of the nodes of each entry (``Node``), beside what is granted there: nothing is reserved.
     """
 
     processes: Sequence[int]
@@ -31,6 +32,7 @@ class ResourcePool:
     resources: Mapping[str, float] = field(default_factory=dict)
     strategy: Strategy = "pack"
     groups: int = 1
+    nodes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "processes", tuple(self.processes))
@@ -67,13 +69,14 @@ class ResourcePool:
 class Node:
     """A machine of the cluster and what it has.
 
-    ``free`` is what is not granted at the moment, ``key`` the back end's name of it.
+    ``free`` is what is not granted at the moment, ``key`` the back end's name of it; ``is_own`` that of this process.
     """
 
     name: str
     total: Mapping[str, float]
     free: Mapping[str, float]
     key: str = ""
+    is_own: bool = False
 
     def holds(self, needs: Mapping[str, float], amounts: Mapping[str, float]) -> int:
         """How many processes with these needs fit into ``amounts``."""

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import distributed
@@ -22,6 +23,9 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_port": 0}
 """Numbers of a ``RankInfo``, named in the environment in capitals, with what holds where there is none."""
 _LAYOUT = "QUARTET_LAYOUT"
+T = TypeVar("T")
+PATHS = "QUARTET_PATHS"
+"""Variable of one machine: where it has what the driver has elsewhere, ``/of/the/driver:/of/this/machine``."""
 LOOPBACK = "127.0.0.1"
 TAKES_TURNS = 0
 """The port of workers that share a process and take turns: they can never meet."""
@@ -164,6 +168,14 @@ class Worker:
         self.init_process_group()
         names, sizes = zip(*self.layout.axes, strict=True)
         return init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+
+
+def local_path(value: T) -> T:
+    """``value``, but a path of the driver as this machine has it, where ``QUARTET_PATHS`` names another directory."""
+    theirs, _, ours = os.environ.get(PATHS, "").partition(":")
+    if not (ours and isinstance(value, Path) and value.is_relative_to(theirs)):
+        return value
+    return type(value)(ours, value.relative_to(theirs))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from quartet.cluster.futures import BatchFuture
 from quartet.cluster.group import WorkerGroup
 from quartet.cluster.manifests import Noted
 from quartet.cluster.ranks import Ranks
-from quartet.cluster.worker import Worker
+from quartet.cluster.worker import Worker, local_path
 from quartet.schedule.clock import drained
 from quartet.schedule.compute_thread import ComputeThread
 
@@ -90,8 +90,8 @@ class RolesWorker(Worker):
     roles: Mapping[str, Any]
 
     def run_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of a role's worker."""
-        return getattr(self.roles[role], method)(*args, **kwargs)
+        """A method of a role's worker; paths of the driver come to it as this machine has them."""
+        return getattr(self.roles[role], method)(*map(local_path, args), **kwargs)
 
     def leave_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Noted:
         """The segments and token ids of the batch that a role's method makes, noted with the batch's outline."""

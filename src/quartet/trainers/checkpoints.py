@@ -16,14 +16,17 @@ from typing import Any, TypeVar
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.cluster.errors import WorkerDied
+from quartet.config import UserError
 from quartet.data.datasets import PromptItem
+from quartet.observe.rollouts import rollouts_path
 from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.group_stream import BufferedGroups
 from quartet.schedule.groups import Group, by_group
-from quartet.schedule.role_group import RoleGroup
+from quartet.schedule.role_group import RemoteGroup, RoleGroup
 from quartet.schedule.rollout_writer import Writer
 from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
 from quartet.trainers.experience import Experience
+from quartet.trainers.mirror import Mirror, SharedStorage
 from quartet.trainers.run import RunDirectory, writing
 
 T = TypeVar("T")
@@ -34,15 +37,27 @@ _POLL_S, _LONGEST_POLL_S = 0.005, 0.25
 
 
 async def check_storage(run: RunDirectory, workers: Workers) -> None:
-    """
+    """Has machines of Ray that do not see the run's directory keep copies of their own (``Mirror``).
+
     Raises:
-        UserError: a worker does not see the run's directory, or it cannot be written to.
+        UserError: a worker of another back end does not see it, or it cannot be written to.
     """
+    run.storage.stop()
+    run.storage = SharedStorage()
     token = run.path.absolute() / f".seen_{os.getpid()}"
     with writing(token):
         token.mkdir(exist_ok=True)
     try:
         await _all({role: worker.call(Checkpointed.check_sees, token) for role, worker in workers.items()})
+    except UserError:
+        groups = [worker.group for worker in workers.values() if isinstance(worker, RemoteGroup)]
+        if len(groups) < len(workers):
+            raise
+        run.storage = mirror = await asyncio.to_thread(Mirror.of, run.path.absolute(), groups)
+        run.warning(
+            f"{len(mirror.others)} of the run's machines do not share the storage of {run.path}: each keeps copies of "
+            "the checkpoints, and what workers write there is brought to the driver's machine"
+        )
     finally:
         token.rmdir()
 
@@ -74,13 +89,13 @@ async def save(
                     for role, worker in workers.items()
                 }
             )
-        found = None if background else await _written(workers, draft)
+        found = None if background else await _written(run, workers, draft)
     except BaseException:
         discard_draft(draft)
         raise
     shares: Callable[[], Shares | None]
     # In the thread that writes, which has no event loop; the run's own may be waiting for that thread.
-    shares = (lambda: asyncio.run(_written(workers, draft))) if background else (lambda: found)
+    shares = (lambda: asyncio.run(_written(run, workers, draft))) if background else (lambda: found)
     run.complete_checkpoint(draft, step, parts, info, shares)
 
 
@@ -94,14 +109,24 @@ async def load(workers: Workers, checkpoint: Checkpoint) -> None:
     await _all({role: worker.call(Checkpointed.load_checkpoint, path / role) for role, worker in workers.items()})
 
 
-async def _written(workers: Workers, draft: Path) -> Shares | None:
-    """Digests of all shares once they are written; None where one never will be."""
+async def bring(run: RunDirectory, group: RoleGroup[Any], *paths: Path) -> None:
+    """Brings what the group's first worker has written into the run's directory to the driver's machine."""
+    if isinstance(group, RemoteGroup) and isinstance(run.storage, Mirror):
+        node = group.group.processes[group.rank or 0].node
+        await asyncio.to_thread(run.storage.bring, node, [path.absolute() for path in paths])
+
+
+async def _written(run: RunDirectory, workers: Workers, draft: Path) -> Shares | None:
+    """Digests of all shares once they are written and on the driver's machine; None where one never will be."""
     asked = {r: partial(worker.call, Checkpointed.finish_checkpoint, draft / r) for r, worker in workers.items()}
     try:
         found = await _all({role: told(ask) for role, ask in asked.items()})
+        if not all(found.values()):
+            return None
+        run.storage.gather(draft, found)
     except WorkerDied:
         return None
-    return found if all(found.values()) else None
+    return found
 
 
 async def told(ask: Callable[[], Awaitable[T | None]]) -> T:
@@ -139,15 +164,17 @@ async def write_rollouts(run: RunDirectory, writer: RoleGroup[Writer], step: int
     writing = writer.call(Writer.write_rollouts, directory, step, batches, background=background)
     if background:
         await writing
-        run.write_later("write_rollouts", step, lambda: asyncio.run(_finished(writer, step)))
+        run.write_later("write_rollouts", step, lambda: asyncio.run(_finished(run, writer, step)))
     else:
         with run.recorder.span("write_rollouts", step=step - 1, role="writer"):
             await writing
+        await bring(run, writer, rollouts_path(directory, step))
 
 
-async def _finished(writer: RoleGroup[Writer], step: int) -> None:
+async def _finished(run: RunDirectory, writer: RoleGroup[Writer], step: int) -> None:
     with suppress(WorkerDied):  # which the run meets by itself
         await told(partial(writer.call, Writer.finish_rollouts, step))
+        await bring(run, writer, rollouts_path(run.path / "rollouts", step))
 
 
 async def hold_buffered(writer: RoleGroup[Writer], buffered: BufferedGroups[Group]) -> bool:

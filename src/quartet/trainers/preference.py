@@ -38,6 +38,7 @@ from quartet.train.parallel.fsdp import shard_model
 from quartet.train.parallel.loading import load_shares
 from quartet.train.preference_objectives import KTOObjective, PreferenceObjective, answer_logprobs
 from quartet.train.token_budget import TokenBudget
+from quartet.trainers import checkpoints
 from quartet.trainers.devices import FrozenModels, precision_on
 from quartet.trainers.input_sources import (
     ModelLike,
@@ -290,4 +291,5 @@ class PreferenceTrainer(SupervisedTrainer[PreferenceRecipe, PreferenceWorker]):
                 while num_rows := await group.call(PreferenceWorker.compute_reference):
                     bar.advance(num_rows)
                     run.check_stop(max(run.saved_steps(), default=0))
+        await checkpoints.bring(run, group, path / "reference.json", path / "reference")
         await group.call(PreferenceWorker.release_reference)

@@ -283,6 +283,7 @@ class RLTrainer:
             path = path.absolute()
         tokenizer, eos_ids = roles.codec.tokenizer, roles.codec.eos_ids
         warning = await roles.train_group(role).call(TrainWorker.export, path, tokenizer, roles.prompts.seen, eos_ids)
+        await checkpoints.bring(self.run, roles.train_group(role), path)
         return [f"{path.name}: {warning}"] if warning else []
 
     def _warnings(self) -> list[str]:

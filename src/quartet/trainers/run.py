@@ -58,6 +58,7 @@ from quartet.train.checkpoint import (
 )
 from quartet.train.state import snapshot
 from quartet.trainers.devices import compute_device, device_changes, resolved, use_threads
+from quartet.trainers.mirror import SharedStorage
 from quartet.trainers.run_files import (
     Resume,
     changed_inputs,
@@ -117,6 +118,7 @@ class RunDirectory:
 
     Attributes:
         tracker, recorder: of metrics and of spans, once ``start`` was called.
+        storage: of the other machines, where they do not share this one's.
 
     Raises:
         UserError: the directory holds another run (or other files), is in use, or the recipe has changed.
@@ -143,6 +145,7 @@ class RunDirectory:
         self._records = contextlib.ExitStack()
         self._writer = BackgroundWriter(limits={_CHECKPOINT: 1})
         self._signals = StopSignals()
+        self.storage = SharedStorage()
         self._info: dict[str, Any] = {}
         self._inspect()
 
@@ -257,6 +260,7 @@ class RunDirectory:
         with writing(self.path):
             set_aside_after(self.checkpoints, step)
             prune(self.checkpoints, self.recipe.checkpoint.keep)
+            self.storage.keep(self.checkpoints)
             truncate_rows_after(self.path / "metrics.jsonl", step or -1)
             truncate_rows_after(self.path / "spans.jsonl", step - 1)
             rollout_store.truncate_rollouts_after(self.path / "rollouts", step)
@@ -315,6 +319,7 @@ class RunDirectory:
             return None
         for text in found.warnings:
             self.warning(text)
+        self.storage.give(found.path)
         written = found.info.get("metrics.jsonl")
         if written is not None and not begins_with(self.path / "metrics.jsonl", FileDigest(**written)):
             self.warning(f"metrics.jsonl is not as it was at step {found.step}: rows are missing or were changed")
@@ -334,7 +339,7 @@ class RunDirectory:
         if not self._writer.has_room(_CHECKPOINT):
             with self.recorder.span("checkpoint_wait", step=step - 1, role=_WRITER):
                 self._writer.wait_for_room(_CHECKPOINT)
-        return begin_checkpoint(self.checkpoints.absolute(), step)
+        return self.storage.begin(begin_checkpoint(self.checkpoints.absolute(), step))
 
     def complete_checkpoint(
         self,
@@ -370,7 +375,8 @@ class RunDirectory:
             if written is None:
                 discard_draft(draft)
             else:
-                complete_checkpoint(draft, parts, info, written, keep=config.keep)
+                complete_checkpoint(draft, parts, info, written, keep=config.keep, elsewhere=self.storage.commit)
+                self.storage.keep(self.checkpoints)
 
         self.write_later(_CHECKPOINT, step, complete)
 

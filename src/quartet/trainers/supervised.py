@@ -226,6 +226,7 @@ class SupervisedTrainer(Generic[R, W]):
             await self._prepare(group)
             metrics = await self._run_steps(group, about)
             warning = await group.call(SupervisedWorker.write_model, self._path_of_workers / "model")
+            await checkpoints.bring(self.run, group, self.path / "model")
         except ClusterError as error:
             if self._joined is None:  # torchrun has sent the signal, since a rank died
                 self.run.check_stop(None)  # a signal that went to all processes ended them
