@@ -93,9 +93,12 @@ class DataParallelGroup:
     def _silent(self, sign: str) -> str:
         """Who did not come to a gather, in words."""
         store, deadline = _get_default_store(), time.monotonic() + _COMING_S
-        with suppress(RuntimeError):  # The process that has the store may be gone.
-            while silent := [str(rank) for rank in range(self.size) if not store.check([f"{sign}/{rank}"])]:
-                if len(silent) == 1 or time.monotonic() > deadline:
-                    return f"no answer of rank {', '.join(silent)} of {self.size}"
+        silent: list[str] = []
+        with suppress(RuntimeError):  # The process that has the store may be gone: what it said last counts.
+            while (silent := [str(n) for n in range(self.size) if not store.check([f"{sign}/{n}"])]) and (
+                time.monotonic() < deadline
+            ):
                 time.sleep(0.05)
+        if silent:
+            return f"no answer of rank {', '.join(silent)} of {self.size}"
         return f"the other ranks of {self.size} cannot be reached any more"
