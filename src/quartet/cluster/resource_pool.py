@@ -23,7 +23,8 @@ class ResourcePool:
             entry a node of its own.
         groups: how many groups with processes of their own the pool holds at a time; each worker takes that fraction
             of its share. Roles fused by ``colocate`` are one group.
-        nodes: keys of the nodes of each entry (``Node``), beside what is granted there: nothing is reserved.
+        nodes: the node of each entry by its key (``Node.key``), for workers that need none of its CPUs or GPUs: nothing
+            is reserved there. Empty: the back end chooses, and reserves.
     """
 
     processes: Sequence[int]

@@ -91,7 +91,9 @@ class RolesWorker(Worker):
 
     def run_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """A method of a role's worker; paths of the driver come to it as this machine has them."""
-        return getattr(self.roles[role], method)(*map(local_path, args), **kwargs)
+        return getattr(self.roles[role], method)(
+            *map(local_path, args), **{name: local_path(value) for name, value in kwargs.items()}
+        )
 
     def leave_role(self, role: str, method: str, *args: Any, **kwargs: Any) -> Noted:
         """The segments and token ids of the batch that a role's method makes, noted with the batch's outline."""
