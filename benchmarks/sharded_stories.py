@@ -68,13 +68,19 @@ def run(args: Any, name: str, judge: Path, seed: int) -> Rows:
 
 
 def curves(runs: dict[str, Rows], parts: int = 5) -> list[list[str]]:
-    """Each metric's mean over every fifth part of the steps, by run."""
+    """Each metric's mean over every fifth part of the steps and over all, by run."""
     rows = []
     for metric in METRICS:
         for name, steps in runs.items():
             size = -(-len(steps) // parts)
             found = [[row[metric] for row in steps[i : i + size] if metric in row] for i in range(0, len(steps), size)]
+            found.append([row[metric] for row in steps if metric in row])
             rows.append([metric, name, *(f"{statistics.mean(part):.4f}" if part else "" for part in found)])
+    # Of the last step, on prompts that were held out.
+    ends = {name: [row["eval/score_mean"] for row in steps if "eval/score_mean" in row] for name, steps in runs.items()}
+    rows += [
+        ["eval/score_mean, at the end", name, *[""] * parts, f"{end[-1]:.4f}"] for name, end in ends.items() if end
+    ]
     return rows
 
 
@@ -112,7 +118,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         reward_model(Path(os.environ["QUARTET_REALDATA"]), args.out, [f"threads={args.threads}"])
     runs = {name: run(args, name, judge, 0) for name in (HALVES, ALONE)}
     runs |= {f"seed {seed}": run(args, f"seed {seed}", judge, seed) for seed in args.other_seeds}
-    parts = [f"fifth {i + 1}" for i in range(5)]
+    parts = [*(f"fifth {i + 1}" for i in range(5)), "all"]
     same = same_stories(runs[HALVES], runs[ALONE])
     head = ["step", "metric", HALVES, ALONE]
     note = f"Stories are the same in the first {same} of {args.steps} steps:"
