@@ -32,8 +32,8 @@ from quartet.trainers.evaluation import generate
 from quartet.trainers.evaluation_files import write_rows
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import Stopwatch, software_versions, write_json, writing
-from quartet.trainers.run_files import Resume, completed, found_summary, read_json, take_lock
+from quartet.trainers.run import Stopwatch, software_versions, write_json
+from quartet.trainers.run_files import Resume, completed, found_summary, read_json, take_lock, writing
 from quartet.trainers.sft import SFTTrainer
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 

@@ -38,7 +38,8 @@ from quartet.trainers.dynamic_sampling import DynamicSampling
 from quartet.trainers.estimators import BASELINE, learned_from
 from quartet.trainers.experience import Assembler, Experience, KLCoefficient, sampled_and_greedy, sampled_only
 from quartet.trainers.roles import RLRoles, needs_greedy
-from quartet.trainers.run import RunDirectory, Stopwatch, resident_bytes, writing
+from quartet.trainers.run import RunDirectory, Stopwatch, resident_bytes
+from quartet.trainers.run_files import writing
 from quartet.trainers.throughput import throughput
 from quartet.trainers.workers import RoleOffloader, RunWorkers, Sizes
 

@@ -27,7 +27,8 @@ from quartet.schedule.rollout_writer import Writer
 from quartet.train.checkpoint import Checkpoint, Shares, discard_draft
 from quartet.trainers.experience import Experience
 from quartet.trainers.mirror import Mirror, SharedStorage
-from quartet.trainers.run import RunDirectory, writing
+from quartet.trainers.run import RunDirectory
+from quartet.trainers.run_files import writing
 
 T = TypeVar("T")
 BUFFERED = "ahead"

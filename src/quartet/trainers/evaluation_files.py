@@ -34,7 +34,7 @@ from quartet.data.datasets import PromptItem
 from quartet.observe.jsonl import RowAppender, as_dataclass, encode_row, malformed, read_rows, replace_atomically
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.text.examples import PromptText
-from quartet.trainers.run import writing
+from quartet.trainers.run_files import writing
 
 _FILE_NAME = re.compile(r"step_(\d{8})\.jsonl")
 

@@ -51,8 +51,8 @@ from quartet.trainers.input_sources import (
     check_unweighted,
     with_names,
 )
-from quartet.trainers.run import Stopwatch, open_run, writing
-from quartet.trainers.run_files import Resume
+from quartet.trainers.run import Stopwatch, open_run
+from quartet.trainers.run_files import Resume, writing
 from quartet.trainers.signals import number_of, stop_signals
 
 

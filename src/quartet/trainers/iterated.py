@@ -47,8 +47,8 @@ from quartet.trainers.evaluation_metrics import by_prompt
 from quartet.trainers.input_sources import check_recipe, check_unweighted
 from quartet.trainers.reward_model import RewardModelTrainer
 from quartet.trainers.rl import RLTrainer
-from quartet.trainers.run import Stopwatch, TrainResult, open_run, writing
-from quartet.trainers.run_files import Resume, completed
+from quartet.trainers.run import Stopwatch, TrainResult, open_run
+from quartet.trainers.run_files import Resume, completed, writing
 from quartet.trainers.signals import StopSignals, number_of, stop_signals
 
 PREVIOUS = "previous_round"

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from quartet.cluster import ResourcePool, WorkerDied, WorkerGroup
 from quartet.cluster.dispatch import OneRank
 from quartet.cluster.worker import Worker, local_path
 from quartet.config import UserError
-from quartet.config.file_errors import read_error, write_error
+from quartet.config.file_errors import read_error
 from quartet.observe.digests import FileDigest, digest_file, sync_directory
 from quartet.train.checkpoint import Shares, path_of_draft
 from quartet.train.manifest import NAME, CheckpointManifest
-from quartet.trainers.run_files import MARKER, read_json
+from quartet.trainers.run_files import MARKER, read_json, writing
 
 CHUNK = 32 * 2**20
 """Bytes that travel at a time; the object store holds two such pieces of a file."""
@@ -43,7 +43,7 @@ class Storage(Worker):
 
     def mark(self, token: Path) -> None:
         """Makes the directory ``token``, by which another worker recognises this storage."""
-        with _told(path := self._here(token)):
+        with _writing(path := self._here(token)):
             path.mkdir(parents=True, exist_ok=True)
 
     def sees(self, token: Path) -> bool:
@@ -76,7 +76,7 @@ class Storage(Worker):
 
     def begin(self, draft: Path) -> None:
         """Makes an empty ``draft`` in the place of former ones."""
-        with _told(path := self._here(draft)):
+        with _writing(path := self._here(draft)):
             path.parent.mkdir(parents=True, exist_ok=True)
             for former in path.parent.glob(".draft_*"):
                 shutil.rmtree(former, ignore_errors=True)
@@ -89,7 +89,7 @@ class Storage(Worker):
             top = self._here(path)
             for file in [top] if top.is_file() else sorted(top.rglob("*")):
                 if file.is_file():
-                    with _told(file):
+                    with _writing(file):
                         found[path / file.relative_to(top)] = digest_file(file)
         return found
 
@@ -118,7 +118,7 @@ class Storage(Worker):
 
     def write(self, path: Path, offset: int, data: bytes) -> None:
         """Adds ``data`` to what is to be ``path`` once ``finish`` has looked at it."""
-        with _told(here := self._here(path)):
+        with _writing(here := self._here(path)):
             here.parent.mkdir(parents=True, exist_ok=True)
             with _part(here).open("wb" if offset == 0 else "ab") as file:
                 file.write(data)
@@ -129,7 +129,7 @@ class Storage(Worker):
             UserError: what was written is not what ``digest`` says.
         """
         here = self._here(path)
-        with _told(here):
+        with _writing(here):
             with _part(here).open("rb") as file:
                 os.fsync(file.fileno())
             if digest is not None and (found := digest_file(_part(here))) != digest:
@@ -146,7 +146,7 @@ class Storage(Worker):
         """Makes ``draft``, of which ``names`` are the files, the checkpoint whose draft it is."""
         here = self._here(draft)
         final = path_of_draft(here)
-        with _told(final):
+        with _writing(final):
             _drop_all_but(here, names)
             if os.path.lexists(final):
                 os.replace(final, here.with_name(f"{here.name}_former"))
@@ -155,7 +155,7 @@ class Storage(Worker):
 
     def tidy(self, checkpoint: Path, names: Sequence[str]) -> None:
         """Leaves of a checkpoint's directory only the files that are in it."""
-        with _told(here := self._here(checkpoint)):
+        with _writing(here := self._here(checkpoint)):
             _drop_all_but(here, names)
 
     def keep(self, root: Path, names: Sequence[str]) -> None:
@@ -171,12 +171,8 @@ class Storage(Worker):
                     shutil.rmtree(aside, ignore_errors=True)
 
 
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise write_error(path, error, what=f"on {socket.gethostname()}: ") from error
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return writing(path, what=f"on {socket.gethostname()}: ")
 
 
 def _part(path: Path) -> Path:

@@ -46,7 +46,7 @@ from quartet.trainers.evaluation_metrics import (
     weighted_scores,
 )
 from quartet.trainers.roles import RLRoles
-from quartet.trainers.run import writing
+from quartet.trainers.run_files import writing
 
 
 class PeriodicEvaluation:

@@ -17,7 +17,7 @@ from quartet.models.loading import save_step_separator, saved_paths
 from quartet.train.engine import TrainEngine
 from quartet.train.objectives import STEP_NEEDS, StepObjective
 from quartet.trainers.input_sources import Reader, step_reader
-from quartet.trainers.run import writing
+from quartet.trainers.run_files import writing
 from quartet.trainers.supervised import SupervisedTrainer
 from quartet.trainers.supervised_worker import ScalarWorker
 

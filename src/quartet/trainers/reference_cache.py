@@ -36,8 +36,8 @@ from quartet.data.preference import JudgedData, PreferenceData
 from quartet.observe.jsonl import replace_atomically
 from quartet.train.engine import TrainEngine
 from quartet.train.preference_objectives import answer_logprobs
-from quartet.trainers.run import write_json, writing
-from quartet.trainers.run_files import read_json
+from quartet.trainers.run import write_json
+from quartet.trainers.run_files import read_json, writing
 from quartet.weights.gather import gather
 
 FORMAT = "quartet-reference-logprobs-1"

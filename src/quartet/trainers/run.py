@@ -28,11 +28,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from quartet.config import Interrupted, UserError
-from quartet.config.file_errors import write_error
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
 from quartet.observe import cpu
@@ -71,6 +69,7 @@ from quartet.trainers.run_files import (
     take_lock,
     with_defaults,
     write_models,
+    writing,
 )
 from quartet.trainers.signals import StopSignals, stop_signals
 
@@ -89,15 +88,6 @@ def software_versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns a failure to write ``path`` (disk full, no permission, …) into a UserError with its own remedy."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise write_error(path, error) from error
 
 
 def write_json(path: Path, value: object) -> None:

@@ -14,20 +14,22 @@ holds a done one    refused                writes its model once more      the c
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import yaml
+from safetensors import SafetensorError
 
 from quartet.config import UserError
-from quartet.config.file_errors import read_error, read_file
+from quartet.config.file_errors import read_error, read_file, write_error
 from quartet.config.load import dump_recipe
 from quartet.config.recipe import Recipe
 from quartet.config.yamls import parse_yaml, yaml_complaint
@@ -52,6 +54,19 @@ FREE_KEYS = (
 
 MARKER, RECIPE, SUMMARY, MODELS = "run.json", "recipe.yaml", "summary.json", "models.json"
 Resume = bool | Literal["auto"]
+
+
+@contextlib.contextmanager
+def writing(path: Path, *, what: str = "") -> Iterator[None]:
+    """Turns a failure to write ``path`` (disk full, no permission, …) into a UserError with its own remedy.
+
+    Args:
+        what: before the path in the message.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise write_error(path, error, what=what) from error
 
 
 def job_of(recipe: Recipe) -> str:

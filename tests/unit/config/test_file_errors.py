@@ -16,7 +16,8 @@ from quartet.config.file_errors import read_error, read_file, write_error
 from quartet.observe.jsonl import RowAppender
 from quartet.train import checkpoint
 from quartet.train.checkpoint import begin_checkpoint, complete_checkpoint
-from quartet.trainers.run import write_json, writing
+from quartet.trainers.run import write_json
+from quartet.trainers.run_files import writing
 
 REMEDIES = {
     errno.ENOSPC: "free some space",
