@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from quartet.config import UserError
 from quartet.models.packed_model import PackedCausalLM
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
+from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams, StepEngine
 from quartet.rollout.step_attention import Contexts, PlainContexts
 
 VOCAB = 61
@@ -43,7 +43,7 @@ def decode(ids: Sequence[int]) -> str:
 class Case:
     """An engine and how to give it the weights of another model."""
 
-    engine: RolloutEngine
+    engine: StepEngine
     set_weights: Callable[[PreTrainedModel, int], None]
 
 
@@ -92,7 +92,7 @@ def ask(name: str, prompt: Sequence[int] = (5, 9, 2), group: str | None = None, 
     return Request(name, group or name, tuple(prompt), SamplingParams(**sampling))
 
 
-def run(engine: RolloutEngine, requests: Sequence[Request]) -> dict[str, Completion]:
+def run(engine: StepEngine, requests: Sequence[Request]) -> dict[str, Completion]:
     done: list[Completion] = []
     engine.submit(requests)
     while engine.has_work:

@@ -1,6 +1,7 @@
 """What every rollout engine takes and gives back. Imports no torch at run time.
 
-An engine turns requests into completions, driven step by step: ``submit``, then ``step`` while it ``has_work``.
+A ``RolloutEngine`` turns requests into completions at its own pace, wherever it computes. A ``StepEngine`` is driven
+step by step by the thread that has it: the native engine, and what computes inside of an engine's own process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from quartet.config import UserError
 
@@ -92,6 +93,8 @@ class Request:
         content_digests: ``(position, digest)`` in rising order, for positions of the prompt where the token does not
             say what stands there (a placeholder of an image). Prompts share keys and values only where these are equal
             too; the engine does not look inside them.
+        session: requests of one session (an episode's turns) begin alike, and are best answered where the earlier ones
+            were.
     """
 
     request_id: str
@@ -99,6 +102,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     content_digests: tuple[tuple[int, bytes], ...] = ()
+    session: str | None = None
 
     @property
     def prompt_key(self) -> PromptKey:
@@ -207,7 +211,11 @@ class GenerationError(UserError):
         )
 
 
-class RolloutEngine(Protocol):
+class StepEngine(Protocol):
+    """An engine that computes in the calling thread, a step at a time: ``submit``, then ``step`` while it
+    ``has_work``.
+    """
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests; all of them or, on an error, none.
 
@@ -257,3 +265,63 @@ class RolloutEngine(Protocol):
         """
 
     def stats(self) -> EngineStats: ...
+
+
+class EngineFailed(UserError):
+    """The engine cannot go on: its process died, it stalled, or it answered what cannot be. Nothing of what it held
+    will be answered; it answers again only once it was started anew.
+    """
+
+
+class RolloutEngine(Protocol):
+    """An engine that computes at its own pace. Its methods are called from one thread at a time.
+
+    Attributes:
+        untruncated_logprobs: the log-probabilities of its completions are those of the untruncated distribution
+            whatever the sampling is. Where not, top-p, top-k and min-p renormalise them.
+    """
+
+    untruncated_logprobs: bool
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests; all of them or, on an error, none.
+
+        Raises:
+            UserError: as ``StepEngine.submit``.
+            EngineFailed: it is gone.
+        """
+
+    def completed(self, timeout_s: float) -> list[Completion]:
+        """Waits until requests have ended, at most so long; each is handed over once, cancelled ones included.
+
+        Raises:
+            GenerationError: logits of some requests were not finite; these have ended, the others go on.
+            EngineFailed: it died, stalled, or broke its promises.
+        """
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """As ``StepEngine.cancel``."""
+
+    def pause(self) -> None:
+        """Returns when no more tokens are made. What runs stays as it is, and goes on after ``resume``."""
+
+    def resume(self) -> None: ...
+
+    def weight_sink(self) -> TensorSink:
+        """Where new weights go, in a pause; always the same one. Tokens made after its ``commit`` carry the new
+        version, whatever ran goes on from the tokens it has, and nothing computed from older weights is used.
+
+        Raises:
+            UserError: an engine that takes none.
+        """
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """In a pause, gives up the cache (1: weights move to host memory) or cache and weights (2)."""
+
+    def wake(self) -> None:
+        """Takes back what it gave up. After level 2 it computes only once weights were sent."""
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """Ends what it started; the engine is not used any more. Closing twice is allowed."""

@@ -21,8 +21,8 @@ from quartet.rollout.protocol import (
     FinishReason,
     GenerationError,
     Request,
-    RolloutEngine,
     SamplingParams,
+    StepEngine,
 )
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.leases import LeaseMode
@@ -58,7 +58,7 @@ class EngineOutputs:
 class RolloutWorker(WeightReceiverMixin):
     """Calls the engine for a driver that may be in another process, and keeps the tokens that it makes."""
 
-    def __init__(self, engine: RolloutEngine, codec: TextCodec) -> None:
+    def __init__(self, engine: StepEngine, codec: TextCodec) -> None:
         self.engine = engine
         self._codec = codec
         self._requests = RequestStore(codec)

@@ -20,7 +20,7 @@ from quartet.batch.columns import ColumnSet, join
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.placement import ResolvedPlacement
 from quartet.observe.spans import Span, SpanRecorder
-from quartet.rollout.protocol import RolloutEngine, SamplingParams
+from quartet.rollout.protocol import SamplingParams, StepEngine
 from quartet.schedule.barriers import Barriers
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.clock import drained, now
@@ -148,7 +148,7 @@ class Simulation:
         # What runs ahead leaves the canary a place.
         max_running = generation.max_running + 1 if runs_ahead else generation.max_running
         self.engine = TimedEngine(generation.step, max_running)
-        host = RolloutWorker(cast(RolloutEngine, self.engine), cast(TextCodec, TimedCodec()))
+        host = RolloutWorker(cast(StepEngine, self.engine), cast(TextCodec, TimedCodec()))
         return Rollout(
             self.leases,
             [self._timed("rollout", "generate", host, lambda *args: self.engine.take_seconds())],

@@ -51,7 +51,7 @@ class _Held:
 
 
 class TimedEngine:
-    """As much of a ``RolloutEngine`` as its worker calls; an answer has as many tokens as its request allows.
+    """As much of a ``StepEngine`` as its worker calls; an answer has as many tokens as its request allows.
 
     Args:
         step: cost of one decode step, by the requests that run.

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Concatenate, Literal, TypeVar
 
 from quartet.cluster.dispatch import ONE_COPY, dispatch
-from quartet.rollout.protocol import RolloutEngine
+from quartet.rollout.protocol import StepEngine
 from quartet.schedule.clock import drained
 from quartet.schedule.role_group import LocalGroup, RoleGroup
 from quartet.train.engine import TrainEngine
@@ -56,7 +56,7 @@ class WeightSenderMixin:
 class WeightReceiverMixin:
     """For the worker of a rollout engine with its own weights."""
 
-    engine: RolloutEngine
+    engine: StepEngine
 
     @cached_property
     def weight_receiver(self) -> WeightReceiver:

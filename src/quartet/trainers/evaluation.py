@@ -33,7 +33,7 @@ from quartet.observe.progress import ProgressBar
 from quartet.observe.spans import SpanRecorder
 from quartet.rewards.combine import LEFT_OUT_PREFIX
 from quartet.rollout.engine import NativeEngine
-from quartet.rollout.protocol import Completion, FinishReason, Request, RolloutEngine, SamplingParams
+from quartet.rollout.protocol import Completion, FinishReason, Request, SamplingParams, StepEngine
 from quartet.rollout.seeds import sample_seed
 from quartet.schedule.groups import Group, answered, chunk_of, group_batch
 from quartet.schedule.iteration import Chunk, Scorer, score_all
@@ -211,7 +211,7 @@ def generate(
 
 
 def run_to_end(
-    engine: RolloutEngine,
+    engine: StepEngine,
     requests: Sequence[Request],
     on_done: Callable[[Sequence[Completion]], None] | None = None,
 ) -> list[Completion]:

@@ -14,7 +14,7 @@ from quartet.config import UserError
 from quartet.envs.episode import FinishedEpisode
 from quartet.envs.protocol import Observation
 from quartet.envs.transcript import EpisodeLimits, Seen, StateError
-from quartet.rollout.protocol import Completion, FinishReason, GenerationError, Request, RolloutEngine, SamplingParams
+from quartet.rollout.protocol import Completion, FinishReason, GenerationError, Request, SamplingParams, StepEngine
 from quartet.schedule.cost_model import Cost
 from quartet.schedule.groups import by_group
 from quartet.schedule.request_store import FinishedRequest, PromptRequest, RequestStore, SampleRequest, TurnRequest
@@ -70,7 +70,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def worker(engine: Engine) -> RolloutWorker:
-    return RolloutWorker(cast(RolloutEngine, engine), CODEC)
+    return RolloutWorker(cast(StepEngine, engine), CODEC)
 
 
 def kept(of: RolloutWorker | RequestStore) -> set[str]:

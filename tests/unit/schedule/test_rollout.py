@@ -24,8 +24,8 @@ from quartet.rollout.protocol import (
     Completion,
     GenerationError,
     Request,
-    RolloutEngine,
     SamplingParams,
+    StepEngine,
 )
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.clock import drained, now, run_virtual
@@ -200,7 +200,7 @@ class World:
         self.engines = [CountingEngine(self.lengths) for _ in range(self.num_engines)]
         self.handles = [
             Slow(
-                RolloutWorker(cast(RolloutEngine, engine), cast(TextCodec, Letters())),
+                RolloutWorker(cast(StepEngine, engine), cast(TextCodec, Letters())),
                 lambda call: self.seconds("rollout", call),
             )
             for engine in self.engines
