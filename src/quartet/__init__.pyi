@@ -98,8 +98,11 @@ from .config.recipe import (
     RolloutConfig as RolloutConfig,
     SFTRecipe as SFTRecipe,
 )
-from .config.rewards import (
+from .config.remote import (
     BreakerConfig as BreakerConfig,
+    RetryConfig as RetryConfig,
+)
+from .config.rewards import (
     CodeReward as CodeReward,
     DiscountedSteps as DiscountedSteps,
     ExactMatchReward as ExactMatchReward,
@@ -117,7 +120,6 @@ from .config.rewards import (
     PointwiseJudge as PointwiseJudge,
     ProcessModelReward as ProcessModelReward,
     RegexReward as RegexReward,
-    RetryConfig as RetryConfig,
     SumSteps as SumSteps,
 )
 from .envs.protocol import (

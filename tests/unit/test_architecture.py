@@ -31,6 +31,7 @@ LEVELS = {
     "text": 2,
     "observe": 1.5,
     "batch": 1,
+    "remote": 1,
     "config": 0,
 }
 RESTRICTED = {

@@ -18,23 +18,18 @@ types                where a score is made                                      
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from quartet.config.common import ShardingConfig, Strict
+from quartet.config.remote import DAY_S, BreakerConfig, RemoteServer
 from quartet.config.units import Processes, Responses, Tokens
 
 OnError = Literal["stop", "leave_out"]
 Isolation = Literal["namespaces", "process"]
-_FORM = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
-_HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
-_DAY_S = 86_400.0
-"""Systems refuse to wait for very long times; no wait of a recipe is longer than this."""
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
@@ -249,7 +244,7 @@ class MathReward(Fallible):
         ("latex", "expr"), min_length=1, description="What an answer may be: LaTeX in its delimiters, a plain number."
     )
     digits: int = Field(6, ge=1, description="Decimal places to which numbers are compared.")
-    timeout_s: float = Field(5.0, gt=0, le=_DAY_S, description="Most seconds for one completion; it scores 0 then.")
+    timeout_s: float = Field(5.0, gt=0, le=DAY_S, description="Most seconds for one completion; it scores 0 then.")
     concurrency: Processes = Field(2, ge=1, description="Processes that compare, about 100 MB each.")
 
 
@@ -264,7 +259,7 @@ class CodeReward(Fallible):
         "namespaces",
         description="process: weaker, for machines that refuse user namespaces; docs/rewards.md says what it lacks.",
     )
-    timeout_s: float = Field(5.0, gt=0, le=_DAY_S, description="Most seconds for one run of the code.")
+    timeout_s: float = Field(5.0, gt=0, le=DAY_S, description="Most seconds for one run of the code.")
     cpu_s: int = Field(5, ge=1, description="Most processor seconds of each process.")
     memory_mb: int = Field(512, ge=64, description="Most address space of each process.")
     disk_mb: int = Field(16, ge=1, description="Most that it may write to disk, a part of memory, in all.")
@@ -276,79 +271,11 @@ class CodeReward(Fallible):
 # On a server ----------------------------------------------------------------------------------------------
 
 
-class RetryConfig(Strict):
-    """Waits of ``first_wait_s · 2^n``, at most ``longest_wait_s``, times a jitter in [0.5, 1) that ``seed``, the
-    request and n decide. A server that answers with Retry-After sets the wait itself, up to ``longest_wait_s``.
-    """
-
-    attempts: int = Field(4, ge=1, description="Most attempts at one request, the first included.")
-    first_wait_s: float = Field(
-        0.5, ge=0, le=_DAY_S, description="Wait before the second attempt; it doubles each time."
-    )
-    longest_wait_s: float = Field(
-        20.0, gt=0, le=_DAY_S, description="Longest wait, also where the server asks for more."
-    )
-    seed: int = Field(0, description="Decides the jitter of the waits.")
-
-
-class BreakerConfig(Strict):
-    """After so many attempts in a row without an answer requests fail at once for ``rest_s``; then one is tried."""
-
-    failures: int = Field(20, ge=1, description="Attempts in a row without an answer, after which the server rests.")
-    rest_s: float = Field(30.0, gt=0, description="How long nothing is asked of it then.")
-
-
-def _is_host(host: str) -> bool:
-    if ":" in host:
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        return True
-    try:
-        # What connections do with it: labels of 1 to 63 characters, other alphabets as ASCII.
-        return _HOST.fullmatch(host.encode("idna").decode("ascii")) is not None
-    except UnicodeError:
-        return False
-
-
-class RemoteSource(Fallible):
+class RemoteSource(RemoteServer, Fallible):
     """What every source on a server has."""
 
     on_error: OnError = Field("leave_out", description="stop: a sample that fails stops the run before the update.")
-    url: str = Field(description="http://host:port/path or https://…, without a query.")
-    api_key_env: str | None = Field(
-        None, description="Environment variable whose value is sent as `Authorization: Bearer …`; never logged."
-    )
-    timeout_s: float = Field(
-        30.0, gt=0, le=_DAY_S, description="Most seconds of one attempt, the whole answer included."
-    )
-    retry: RetryConfig = RetryConfig()
     breaker: BreakerConfig = BreakerConfig()
-    concurrency: int = Field(8, ge=1, description="Requests under way at a time.")
-
-    @field_validator("url")
-    @classmethod
-    def _is_http(cls, url: str) -> str:
-        """Refuses what is not of the form, or has a host, a port or a path that no server can have."""
-        if not _FORM.fullmatch(url):
-            raise ValueError(f"url is written http://host:port/path or https://…, without a query; found {url!r}")
-        try:
-            parts = urlsplit(url)
-            host = parts.hostname or ""
-        except ValueError as error:  # Brackets that hold no address, characters that stand for others.
-            raise ValueError(f"url has no host such as localhost or [::1]; found {url!r} ({error})") from None
-        try:
-            port = parts.port
-        except ValueError:
-            port = 0
-        if port == 0:
-            raise ValueError(f"the port of a url is a number from 1 to 65535; found {url!r}")
-        if not _is_host(host):
-            raise ValueError(f"url has no host such as localhost or 10.0.0.1; found {host!r} in {url!r}")
-        if not re.fullmatch(r"[!-~]*", parts.path):
-            raise ValueError(f"the path of a url is ASCII, anything else written as %…; found {parts.path!r}")
-        return url
 
 
 class HTTPReward(RemoteSource):
@@ -422,7 +349,7 @@ class JudgeReward(RemoteSource):
     temperature: float = Field(0.0, ge=0, description="Temperature of the judge's answer; 0 is greedy.")
     max_tokens: int = Field(512, ge=1, description="Longest answer of the judge.")
     timeout_s: float = Field(
-        60.0, gt=0, le=_DAY_S, description="Most seconds of one attempt, the whole answer included."
+        60.0, gt=0, le=DAY_S, description="Most seconds of one attempt, the whole answer included."
     )
 
 

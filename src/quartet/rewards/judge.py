@@ -19,7 +19,7 @@ from quartet.config.foreign import excerpt
 from quartet.config.nearest import nearest
 from quartet.config.rewards import JudgeReward, PairwiseJudge, PointwiseJudge
 from quartet.rewards.builtin import text_of
-from quartet.rewards.remote import JSONClient
+from quartet.rewards.remote import reward_client
 from quartet.rewards.source import GuardedReward, RewardSource
 from quartet.text.examples import PromptText
 
@@ -43,7 +43,7 @@ class _Judge(RewardSource):
         self._config, self._own = config, ("rubric", "prompt", *own)
         self._template = method.template or PROMPTS[method.name]
         self._pattern = re.compile(method.pattern)
-        self._client = JSONClient(config, "/chat/completions")
+        self._client = reward_client(config)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         super().check_columns(columns)
@@ -85,7 +85,9 @@ class _Judge(RewardSource):
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
         }
-        return await self._client.post(body, lambda answer: read(_last_match(self._pattern, _content(answer))))
+        return await self._client.post(
+            body, lambda answer: read(_last_match(self._pattern, _content(answer))), "/chat/completions"
+        )
 
     def close(self) -> None:
         self._client.close()

@@ -1,259 +1,34 @@
-"""Rewards of servers: JSON over HTTP with retries, back-off and a circuit breaker.
-
-Waits are a function of a seed, the request and the attempt, so that many workers do not come back at the same moment
-and a run waits as it did before.
-"""
+"""Rewards of servers: prompts and completions there, scores back, as JSON over HTTP."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import random
-import re
-import ssl
-import threading
-import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
-from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import httpx2
-
-from quartet.config.errors import UserError
-from quartet.config.foreign import as_score, described
-from quartet.config.rewards import BreakerConfig, HTTPReward, RemoteSource, RetryConfig
+from quartet.config.foreign import as_score
+from quartet.config.rewards import HTTPReward, RemoteSource
+from quartet.remote.json_client import JSONClient, RemoteError
 from quartet.rewards.source import RewardError, RewardSource
 from quartet.text.examples import PromptText
 
-MAX_ANSWER_BYTES = 16 << 20
-_AGAIN = {408, 425, 429, 500, 502, 503, 504}
 _CONTENT = {400, 413, 422, 500}
 
-T = TypeVar("T")
-Kind = Literal["unreachable", "silent", "refused", "malformed", "resting", "stopped"]
+
+class NoScore(RemoteError, RewardError):
+    """A server gave no score."""
+
+    problem_of = "the server of the reward {name!r} gave no score ({kind})"
+    remedy_of = "see that it runs and answers as docs/rewards.md says; set on_error: leave_out to go on without"
+
+    @property
+    def splits(self) -> bool:  # type: ignore[override]
+        """What was sent may be at fault, not the server."""
+        return self.kind == "malformed" or self.status in _CONTENT
 
 
-class RemoteError(RewardError):
-    """No usable answer. ``kind`` says why: ``unreachable`` (no connection, or it broke), ``silent`` (no whole answer in
-    time), ``refused`` (an HTTP status), ``malformed`` (no such answer as agreed), ``resting`` (the circuit breaker is
-    open), ``stopped`` (the run ends). ``again``: another attempt may succeed, after ``wait_s`` where the server says
-    so.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        kind: Kind,
-        text: str,
-        *,
-        again: bool = False,
-        wait_s: float | None = None,
-        status: int | None = None,
-    ) -> None:
-        super().__init__(
-            f"the server of the reward {name!r} gave no score ({kind})",
-            found=text,
-            remedy="see that it runs and answers as docs/rewards.md says; set on_error: leave_out to go on without",
-        )
-        self.kind, self.again, self.wait_s = kind, again, wait_s
-        # What was sent may be at fault, not the server.
-        self.splits = kind == "malformed" or status in _CONTENT
-
-
-class CircuitBreaker:
-    """Opens after so many failed attempts in a row; then nothing is tried for a while, and then one request is.
-
-    Args:
-        clock: seconds that never jump.
-    """
-
-    def __init__(self, config: BreakerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self._config = config
-        self._clock = clock
-        self._failures = 0
-        self._closed_again_s = 0.0
-
-    def resting(self) -> str | None:
-        """Why nothing is tried; None where a request may go ahead."""
-        if self._failures < self._config.failures:
-            return None
-        now = self._clock()
-        if now < self._closed_again_s:
-            return f"{self._failures} failures in a row; not tried for {self._closed_again_s - now:.0f} s more"
-        # One goes ahead; the others wait for how it fares.
-        self._closed_again_s = now + self._config.rest_s
-        return None
-
-    def note(self, *, answered: bool) -> None:
-        self._failures = 0 if answered else self._failures + 1
-        if self._failures >= self._config.failures:
-            self._closed_again_s = self._clock() + self._config.rest_s
-
-
-class JSONClient:
-    """Posts JSON to a URL. Requests have an event loop in a thread of their own, so that they go on while the caller's
-    is busy, and a caller may come from one loop after the other.
-
-    Args:
-        config: where, how patiently, how often, how many at a time.
-        path: added to the URL's path.
-
-    Raises:
-        UserError: the variable that should hold the key is not set.
-    """
-
-    def __init__(self, config: RemoteSource, path: str = "") -> None:
-        self._config = config
-        self._url = config.url.rstrip("/") + path if path else config.url
-        self._breaker = CircuitBreaker(config.breaker)
-        self._slots = asyncio.Semaphore(config.concurrency)
-        self._is_closed = False
-        own = {"Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity"}
-        self._client = httpx2.AsyncClient(
-            headers={**own, **_authorization(config)},
-            verify=ssl.create_default_context(),
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
-            timeout=None,  # The whole attempt has one: a server that sends a byte now and then is silent, too.
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None),
-            trust_env=False,
-        )
-
-    async def post(self, body: Any, read: Callable[[Any], T]) -> T:
-        """``read`` of the answer's JSON, which raises ValueError where the answer is not as agreed.
-
-        Raises:
-            RemoteError: no such answer after all attempts.
-            UserError: ``body`` holds what cannot be written as JSON, not even as text.
-        """
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._post(body, read), self._loop))
-
-    def close(self) -> None:
-        """Ends waits between attempts, attempts under way, and the connections."""
-        if "_loop" in vars(self) and not self._is_closed:
-            self._is_closed = True
-            asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-
-    @cached_property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.new_event_loop()
-
-        def run() -> None:
-            loop.run_forever()
-            loop.close()
-
-        threading.Thread(target=run, name=f"reward-{self._config.name}", daemon=True).start()
-        return loop
-
-    async def _end(self) -> None:
-        under_way = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in under_way:
-            task.cancel()
-        await asyncio.gather(*under_way, return_exceptions=True)
-        await self._client.aclose()
-        self._loop.stop()
-
-    async def _post(self, body: Any, read: Callable[[Any], T]) -> T:
-        try:
-            data = json.dumps(body, ensure_ascii=False, default=str).encode("utf-8", errors="replace")
-        except Exception as error:  # An object's own __str__ may raise anything.
-            raise UserError(
-                "the data cannot be sent to a server as JSON",
-                found=described(error),
-                remedy="keep plain values in the columns: text, numbers, lists, objects with text as keys",
-            ) from error
-        try:
-            async with self._slots:
-                return await self._patiently(data, read)
-        except asyncio.CancelledError:
-            if not self._is_closed:
-                raise
-            raise self._error("stopped", "the run ends") from None
-
-    async def _patiently(self, data: bytes, read: Callable[[Any], T]) -> T:
-        waits = waits_s(self._config.retry, data)
-        while True:
-            if (why := self._breaker.resting()) is not None:
-                raise self._error("resting", why)
-            try:
-                return await self._attempt(data, read)
-            except RemoteError as error:
-                wait_s = next(waits, None)
-                if wait_s is None or not error.again:
-                    raise
-                if error.wait_s is not None:
-                    wait_s = min(error.wait_s, self._config.retry.longest_wait_s)
-            await asyncio.sleep(wait_s)
-
-    async def _attempt(self, data: bytes, read: Callable[[Any], T]) -> T:
-        try:
-            status, headers, text = await self._exchange(data)
-        except RemoteError:
-            self._breaker.note(answered=False)
-            raise
-        self._breaker.note(answered=status not in _AGAIN)
-        if status != 200:
-            place = f" to {headers['Location'][:200]}" if "Location" in headers else ""
-            wait_s = _seconds(headers.get("Retry-After"))
-            why = f"HTTP {status}{place}: {_excerpt(text)}"
-            raise self._error("refused", why, again=status in _AGAIN, wait_s=wait_s, status=status)
-        try:
-            return read(json.loads(text))
-        except (ValueError, RecursionError) as error:
-            # A proxy's page, or a language model that answered otherwise than asked: it may do better.
-            raise self._error("malformed", f"{error}; the answer is {_excerpt(text)}", again=True) from error
-
-    async def _exchange(self, data: bytes) -> tuple[int, httpx2.Headers, bytes]:
-        seconds, text = self._config.timeout_s, bytearray()
-        try:
-            async with asyncio.timeout(seconds), self._client.stream("POST", self._url, content=data) as response:
-                async for part in response.aiter_raw():
-                    text += part
-                    if len(text) > MAX_ANSWER_BYTES:
-                        raise self._error("malformed", f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-        except TimeoutError as error:
-            raise self._error("silent", f"no answer within {seconds} s", again=True) from error
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
-            cause: BaseException = error
-            while cause.__cause__ is not None:  # What the system said of it.
-                cause = cause.__cause__
-            raise self._error("unreachable", f"{type(cause).__name__}: {cause}", again=True) from error
-        return response.status_code, response.headers, bytes(text)
-
-    def _error(self, kind: Kind, text: str, **more: Any) -> RemoteError:
-        return RemoteError(self._config.name or "", kind, text, **more)
-
-
-def waits_s(config: RetryConfig, request: bytes) -> Iterator[float]:
-    """Seconds before the second attempt, the third, …; ends after the last."""
-    for n in range(config.attempts - 1):
-        jitter = random.Random(f"{config.seed} {zlib.crc32(request)} {n}").uniform(0.5, 1.0)
-        yield min(config.first_wait_s * 2.0 ** min(n, 64), config.longest_wait_s) * jitter
-
-
-def _authorization(config: RemoteSource) -> dict[str, str]:
-    if config.api_key_env is None:
-        return {}
-    key = os.environ.get(config.api_key_env, "").strip()
-    if not key or not key.isascii() or not key.isprintable():
-        raise UserError(
-            f"the reward {config.name!r} has no key for its server",
-            found=f"the environment variable {config.api_key_env} is {'not one line of ASCII' if key else 'not set'}",
-            remedy=f"export {config.api_key_env}=…, or name another variable in api_key_env",
-        )
-    return {"Authorization": f"Bearer {key}"}
-
-
-def _seconds(text: str | None) -> float | None:
-    """Retry-After in seconds; its other form, a date, is not understood and the usual wait holds."""
-    return float(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text) else None
-
-
-def _excerpt(text: bytes) -> str:
-    shown = text[:200].decode("utf-8", errors="replace")
-    return repr(shown + ("…" if len(text) > 200 else ""))
+def reward_client(config: RemoteSource) -> JSONClient:
+    """The connection to a source's server."""
+    return JSONClient(config, name=config.name or "", breaker=config.breaker, error=NoScore)
 
 
 class HTTPSource(RewardSource):
@@ -261,7 +36,7 @@ class HTTPSource(RewardSource):
 
     def __init__(self, config: HTTPReward) -> None:
         self.name = config.name
-        self._client = JSONClient(config)
+        self._client = reward_client(config)
 
     async def score(
         self, prompts: Sequence[PromptText], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from quartet.config import UserError
-from quartet.config.rewards import BreakerConfig, HTTPReward, RetryConfig
+from quartet.config.remote import BreakerConfig, RetryConfig
+from quartet.config.rewards import HTTPReward
+from quartet.remote.json_client import CircuitBreaker, JSONClient, RemoteError, waits_s
 from quartet.rewards.build import build_reward
-from quartet.rewards.remote import CircuitBreaker, JSONClient, RemoteError, waits_s
+from quartet.rewards.remote import reward_client
 
 FAST = RetryConfig(attempts=3, first_wait_s=0.01, longest_wait_s=0.05)
 
@@ -49,14 +51,14 @@ def score(settings: HTTPReward, completions: list[str], **columns: list[Any]) ->
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_what_may_pass_is_tried_again(serve: Any, status: int) -> None:
     asked = serve(lambda body: (status, {}) if len(asked.bodies) < 3 else (200, "at last"))
-    assert post(JSONClient(config(asked.url))) == "at last"
+    assert post(reward_client(config(asked.url))) == "at last"
     assert len(asked.bodies) == 3
 
 
 def test_after_all_attempts_it_is_an_error(serve: Any) -> None:
     asked = serve(lambda body: (500, b"oh no"))
     with pytest.raises(RemoteError, match=r"HTTP 500: 'oh no'") as caught:
-        post(JSONClient(config(asked.url)))
+        post(reward_client(config(asked.url)))
     assert caught.value.kind == "refused" and len(asked.bodies) == 3
 
 
@@ -64,7 +66,7 @@ def test_after_all_attempts_it_is_an_error(serve: Any) -> None:
 def test_what_will_not_pass_is_not_tried_again(serve: Any, status: int) -> None:
     asked = serve(lambda body: (status, {}, {"Location": "http://elsewhere/"}))
     with pytest.raises(RemoteError, match=f"HTTP {status} to http://elsewhere/"):
-        post(JSONClient(config(asked.url)))
+        post(reward_client(config(asked.url)))
     assert len(asked.bodies) == 1
 
 
@@ -73,7 +75,7 @@ def test_silence_ends_at_the_timeout(serve: Any) -> None:
     asked = serve(lambda body: (release.wait(20), (200, {}))[1])
     start = time.monotonic()
     with pytest.raises(RemoteError, match=r"no answer within 0\.2 s") as caught:
-        post(JSONClient(config(asked.url, timeout_s=0.2)))
+        post(reward_client(config(asked.url, timeout_s=0.2)))
     release.set()
     assert caught.value.kind == "silent" and time.monotonic() - start < 5
 
@@ -82,20 +84,20 @@ def test_a_redirect_leads_nowhere(serve: Any) -> None:
     """Least of all to a file of this machine; and what a server writes there is not taken whole."""
     asked = serve(lambda body: (302, {}, {"Location": "file:///etc/passwd" + "x" * 10_000}))
     with pytest.raises(RemoteError, match="HTTP 302 to file:///etc/passwd") as caught:
-        post(JSONClient(config(asked.url)))
+        post(reward_client(config(asked.url)))
     assert len(str(caught.value)) < 1000
 
 
 def test_a_name_that_no_host_has_is_an_address_without_a_server() -> None:
     with pytest.raises(RemoteError) as caught:
-        post(JSONClient(config("http://nobody.invalid")))
+        post(reward_client(config("http://nobody.invalid")))
     assert caught.value.kind == "unreachable"
 
 
 @pytest.mark.parametrize("body", [{("a", "b"): 1}, [{"x": type("Bad", (), {"__str__": lambda self: 1 / 0})()}]])
 def test_what_cannot_be_written_is_named(body: Any) -> None:
     with pytest.raises(UserError, match="cannot be sent to a server as JSON"):
-        post(JSONClient(config("http://localhost")), body)
+        post(reward_client(config("http://localhost")), body)
 
 
 def test_waits_of_very_many_attempts() -> None:
@@ -107,7 +109,7 @@ def test_a_server_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(RemoteError) as caught:
-        post(JSONClient(config(f"http://127.0.0.1:{port}")))
+        post(reward_client(config(f"http://127.0.0.1:{port}")))
     assert caught.value.kind == "unreachable"
 
 
@@ -126,13 +128,13 @@ def test_the_server_may_say_how_long_to_wait(serve: Any) -> None:
     asked = serve(lambda body: (429, {}, {"Retry-After": "1"}) if len(asked.bodies) == 1 else (200, 1))
     patient = RetryConfig(attempts=2, first_wait_s=0.0, longest_wait_s=0.3)
     start = time.monotonic()
-    assert post(JSONClient(config(asked.url, retry=patient))) == 1
+    assert post(reward_client(config(asked.url, retry=patient))) == 1
     assert 0.3 <= time.monotonic() - start < 1.0, "up to the longest wait of the recipe"
 
 
 def test_close_ends_a_wait(serve: Any) -> None:
     asked = serve(lambda body: (500, {}))
-    client = JSONClient(config(asked.url, retry=RetryConfig(attempts=2, first_wait_s=60.0, longest_wait_s=60.0)))
+    client = reward_client(config(asked.url, retry=RetryConfig(attempts=2, first_wait_s=60.0, longest_wait_s=60.0)))
     threading.Timer(0.2, client.close).start()
     start = time.monotonic()
     with pytest.raises(RemoteError) as caught:
@@ -143,7 +145,7 @@ def test_close_ends_a_wait(serve: Any) -> None:
 @pytest.mark.parametrize("said", ["\u00b2", "9" * 400, "-1", "tomorrow", ""])
 def test_a_wait_that_is_no_number_of_seconds_is_not_taken(serve: Any, said: str) -> None:
     asked = serve(lambda body: (503, {}, {"Retry-After": said}) if len(asked.bodies) == 1 else (200, 1))
-    assert post(JSONClient(config(asked.url))) == 1
+    assert post(reward_client(config(asked.url))) == 1
 
 
 # Servers that do not end what they began -------------------------------------------------------------------
@@ -213,19 +215,19 @@ def test_a_server_that_trickles_is_as_good_as_silent(raw: Any, talk: Any) -> Non
     once = RetryConfig(attempts=1)
     start = time.monotonic()
     with pytest.raises(RemoteError, match=r"no answer within 0\.3 s") as caught:
-        post(JSONClient(config(raw(talk), timeout_s=0.3, retry=once)))
+        post(reward_client(config(raw(talk), timeout_s=0.3, retry=once)))
     assert caught.value.kind == "silent" and time.monotonic() - start < 3
 
 
 def test_half_an_answer_is_a_broken_connection_and_says_nothing_about_the_samples(raw: Any) -> None:
     url = raw(lambda connection: connection.sendall(HEAD + b'Content-Length: 99\r\n\r\n{"scores": [1'))
     with pytest.raises(RemoteError, match="without sending complete message body") as caught:
-        post(JSONClient(config(url)))
+        post(reward_client(config(url)))
     assert caught.value.kind == "unreachable" and not caught.value.splits
 
 
 def test_close_ends_an_attempt_under_way(raw: Any) -> None:
-    client = JSONClient(config(raw(lambda connection: time.sleep(20)), timeout_s=20.0))
+    client = reward_client(config(raw(lambda connection: time.sleep(20)), timeout_s=20.0))
     threading.Timer(0.2, client.close).start()
     start = time.monotonic()
     with pytest.raises(RemoteError) as caught:
@@ -238,7 +240,7 @@ def test_close_ends_an_attempt_under_way(raw: Any) -> None:
 
 def test_one_connection_serves_many_requests(serve: Any) -> None:
     asked = serve(lambda body: (200, body))
-    client = JSONClient(config(asked.url))
+    client = reward_client(config(asked.url))
     assert [post(client, n) for n in range(5)] == list(range(5))
     assert len(set(asked.ports)) == 1
 
@@ -250,7 +252,7 @@ def test_a_connection_that_the_server_closed_is_no_failure(raw: Any) -> None:
         connection.sendall(HEAD + b"Content-Length: 1\r\n\r\n1")
         answered.append(connection.getpeername())
 
-    client = JSONClient(config(raw(once), retry=RetryConfig(attempts=1)))
+    client = reward_client(config(raw(once), retry=RetryConfig(attempts=1)))
     for _ in range(3):
         assert post(client) == 1
         time.sleep(0.1)  # The server has closed it, and has not said so before.
@@ -262,7 +264,7 @@ def test_nothing_of_the_surroundings_is_taken(serve: Any, monkeypatch: pytest.Mo
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     asked = serve(lambda body: (200, body, {"Set-Cookie": "who=you"}))
-    client = JSONClient(config(asked.url))
+    client = reward_client(config(asked.url))
     assert [post(client, n) for n in range(2)] == [0, 1]
     assert not any("cookie" in map(str.lower, headers) for headers in asked.headers)
 
@@ -271,8 +273,8 @@ def test_path_and_key(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = serve(lambda body: (200, 1))
     monkeypatch.setenv("REWARD_KEY", "s3cret\n")
     settings = config(asked.url + "/v1/", api_key_env="REWARD_KEY")
-    post(JSONClient(settings))
-    post(JSONClient(settings, "/chat/completions"))
+    post(reward_client(settings))
+    asyncio.run(reward_client(settings).post(None, lambda answer: answer, "/chat/completions"))
     assert asked.paths == ["/v1/", "/v1/chat/completions"]
     assert asked.headers[0]["Authorization"] == "Bearer s3cret"
     assert "s3cret" not in repr(settings) + settings.model_dump_json()
@@ -282,10 +284,10 @@ def test_a_key_that_is_not_there_is_named_and_never_shown(monkeypatch: pytest.Mo
     monkeypatch.delenv("REWARD_KEY", raising=False)
     settings = config("http://localhost", api_key_env="REWARD_KEY")
     with pytest.raises(UserError, match="REWARD_KEY is not set"):
-        JSONClient(settings)
+        reward_client(settings)
     monkeypatch.setenv("REWARD_KEY", "s3cret\nInjected: yes")
     with pytest.raises(UserError, match="not one line") as caught:
-        JSONClient(settings)
+        reward_client(settings)
     assert "s3cret" not in str(caught.value)
 
 

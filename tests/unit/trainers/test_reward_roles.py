@@ -18,7 +18,8 @@ from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import SamplingConfig
 from quartet.config.recipe import RolloutConfig
-from quartet.config.rewards import FunctionReward, GateConfig, HTTPReward, LengthReward, RegexReward, RetryConfig
+from quartet.config.remote import RetryConfig
+from quartet.config.rewards import FunctionReward, GateConfig, HTTPReward, LengthReward, RegexReward
 from quartet.data.datasets import PromptItem
 from quartet.models.packed_model import PackedScalarModel
 from quartet.observe.spans import SpanRecorder
