@@ -45,7 +45,7 @@ def measure(factor: int, args: Any) -> dict[str, Any]:
         "prompts": [tokenizer.decode(ids) for ids in prompt_ids(groups, config.vocab_size)],
         "lengths": [length for group in groups for length in group.responses],
         "train": {"token_budget": budget, "forward_token_budget": budget, "logprob_chunk": 256},
-        "rollout": {"max_running": RESPONSES},
+        "rollout": {"engine": {"type": "native", "max_running": RESPONSES}},
     }
     folder = work_folder(f"logs/memory-{args.model}-{factor}")
     side = take_turns([SideSpec("step", "native_step.py", job)], folder, repeats=1)["step"]

@@ -183,8 +183,7 @@ def judged(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         # chunks are complete at the end, and there is nothing to overlap.
         "rollout": {
             "sampling": {"max_new_tokens": LONGEST // 4},
-            "max_running": 8,
-            "steps_per_lease": args.steps_per_lease,
+            "engine": {"max_running": 8, "steps_per_lease": args.steps_per_lease},
         },
         "responses_per_prompt": 2 * RESPONSES,
     }

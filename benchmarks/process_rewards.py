@@ -29,6 +29,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from quartet.algorithms.process_rewards import CombinationRule, mean_gap, process_rewards, step_scores
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import ModelConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import (
     ActorConfig,
     CheckpointConfig,
@@ -203,7 +204,9 @@ def train_rl(path: Path, name: str, policy: Path, size: Size, seed: int) -> dict
             ),
         ),
         algorithm=PPO(kl=KLConfig(coef=0.05), missing_eos_penalty=1.0),
-        rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=recipes.MAX_NEW_TOKENS), steps_per_lease=4),
+        rollout=RolloutConfig(
+            sampling=SamplingConfig(max_new_tokens=recipes.MAX_NEW_TOKENS), engine=NativeEngineConfig(steps_per_lease=4)
+        ),
         steps=size.rl_steps,
         prompts_per_step=64,
         responses_per_prompt=4,

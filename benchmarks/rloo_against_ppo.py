@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from quartet.config.algorithms import PPO, RLOO, KLConfig, PolicyGradientConfig
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.models.loading import scalar_model_from
 from quartet.observe.trackers import read_metrics
@@ -98,7 +99,10 @@ def run(name: str, args: Any, *, watched: bool) -> dict[str, Any]:
         actor=ActorConfig(train=train),
         critic=CriticConfig(train=train),
         algorithm=ALGORITHMS[name],
-        rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=length), max_running=num_prompts * RESPONSES),
+        rollout=RolloutConfig(
+            sampling=SamplingConfig(max_new_tokens=length),
+            engine=NativeEngineConfig(max_running=num_prompts * RESPONSES),
+        ),
         steps=steps,
         prompts_per_step=num_prompts,
         responses_per_prompt=RESPONSES,

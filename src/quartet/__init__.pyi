@@ -45,6 +45,12 @@ from .config.common import (
     SourceConfig as SourceConfig,
     TrainConfig as TrainConfig,
 )
+from .config.engines import (
+    NativeEngineConfig as NativeEngineConfig,
+    SGLangEngineConfig as SGLangEngineConfig,
+    ServerEngineConfig as ServerEngineConfig,
+    VLLMEngineConfig as VLLMEngineConfig,
+)
 from .config.errors import (
     Interrupted as Interrupted,
     UserError as UserError,

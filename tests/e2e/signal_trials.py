@@ -31,7 +31,7 @@ EVALUATION = {
     "rewards": [{"type": "function", "target": "rewards.py:digits"}],
     "sampling": {"temperature": 1.0, "max_new_tokens": 100},
     "samples_per_prompt": 500,
-    "max_running": 8,
+    "engine": {"max_running": 8},
 }
 PREEMPTIONS = (
     (signal.SIGTERM,),

@@ -33,7 +33,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
         ],
         "sampling": {"temperature": 1.0, "max_new_tokens": 8},
         "samples_per_prompt": 4,
-        "max_running": 8,
+        "engine": {"max_running": 8},
         **changes,
     }
 

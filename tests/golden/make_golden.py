@@ -37,6 +37,7 @@ from quartet.config.algorithms import (
     ReMax,
 )
 from quartet.config.common import LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.preference import (
     DPOLoss,
     HingeLoss,
@@ -191,7 +192,9 @@ def _rl(
             "actor": ActorConfig(train=TRAIN),
             "critic": CriticConfig(train=TRAIN, warmup_steps=1),
             "reference": ReferenceConfig(path=str(path / "teacher") if isinstance(algorithm, Distillation) else None),
-            "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=6), max_running=8),
+            "rollout": RolloutConfig(
+                sampling=SamplingConfig(max_new_tokens=6), engine=NativeEngineConfig(max_running=8)
+            ),
             "steps": 4,
             "prompts_per_step": 4,
             "responses_per_prompt": 2,
@@ -216,7 +219,7 @@ def _process_rl(path: Path) -> None:
     """Outcome and process reward together, by a process reward model that is trained first."""
     _process_reward(path)
     source = ProcessModelReward(path=str(path / "process-reward" / "model"))
-    rollout = RolloutConfig(sampling=SamplingConfig(max_new_tokens=20), max_running=8)
+    rollout = RolloutConfig(sampling=SamplingConfig(max_new_tokens=20), engine=NativeEngineConfig(max_running=8))
     _rl("ppo_process", PPO(), rewards=(source,), rollout=rollout)(path)
 
 

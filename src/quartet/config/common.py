@@ -271,7 +271,7 @@ class DataConfig(_Rows):
 
 
 class SamplingConfig(Strict):
-    """How tokens are drawn. Limits of the choice leave the log-probabilities that are trained on as they are."""
+    """How tokens are drawn."""
 
     temperature: float = Field(1.0, ge=0, description="Divides the logits; 0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus: the likeliest tokens with this probability together.")
@@ -281,6 +281,16 @@ class SamplingConfig(Strict):
     )
     max_new_tokens: int = Field(128, ge=1, description="Longest response; a longer one is cut off.")
     stop_strings: tuple[str, ...] = Field((), description="Texts that end a response; they stay in it.")
+    truncated_logprobs: bool = Field(
+        False,
+        description="Log-probabilities, the trainer's too, are those of the tokens that top_p, top_k and min_p leave, "
+        "and not of all; engines that report such need it.",
+    )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are chosen from less than the whole distribution."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 # What every job has ---------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from quartet.config.common import DataConfig, ModelConfig, PrecisionChoice, Recipe, SamplingConfig, Strict
+from quartet.config.engines import EngineConfig, NativeEngineConfig
 from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig, compiled
-from quartet.config.units import Prompts, Samples, Sequences
+from quartet.config.units import Prompts, Samples
 
 # What counts as right --------------------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class EvalRecipe(Recipe):
     samples_per_prompt: Samples = Field(1, ge=1, description="Answers to each prompt; above 1 needs a temperature.")
     grading: GradingConfig = GradingConfig()
     compare: ComparisonConfig | None = Field(None, description="Another model to compare with; none when left out.")
-    max_running: Sequences = Field(64, ge=1, description="Sequences that decode together.")
+    engine: EngineConfig = Field(NativeEngineConfig(), description="What generates, with its own keys.")
     precision: PrecisionChoice = Field(
         "auto", description="Of the model and of reward models; auto: bf16 on a GPU that has it, fp32 on the CPU."
     )

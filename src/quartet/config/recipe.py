@@ -26,12 +26,13 @@ from quartet.config.common import (
 )
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.cross_checks import misfits
+from quartet.config.engines import EngineConfig, NativeEngineConfig
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
 from quartet.config.rewards import RewardConfig
 from quartet.config.supervised import SupervisedRecipe
-from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Samples, Sequences, Steps
+from quartet.config.units import Batches, Groups, Nats, Pairs, Prompts, Rows, Samples
 
 
 class SFTRecipe(SupervisedRecipe):
@@ -62,16 +63,10 @@ class ProcessRewardRecipe(SupervisedRecipe):
 
 
 class RolloutConfig(Strict):
-    """The native engine and its sampling."""
+    """The engine that samples, and its sampling."""
 
-    engine: Literal["native"] = Field("native", description="Quartet's own engine, the only one.")
+    engine: EngineConfig = Field(NativeEngineConfig(), description="What generates, with its own keys.")
     sampling: SamplingConfig = SamplingConfig()
-    max_running: Sequences = Field(64, ge=1, description="Sequences that decode together.")
-    max_prefill_tokens: int = Field(2048, ge=16, description="Prompt tokens computed per step, beside decoding.")
-    cache_tokens: int | None = Field(
-        None, ge=1, description="Tokens the key/value cache holds; grows with the requests when left out."
-    )
-    steps_per_lease: Steps = Field(8, ge=1, description="Decode steps between which scoring may interleave.")
 
 
 class ActorConfig(Strict):
@@ -185,7 +180,7 @@ class CollectConfig(Strict):
         "best_worst", description="The best and the worst answer of a prompt, or two drawn at random."
     )
     least_difference: float = Field(0.0, ge=0, description="Labels must differ by more than this to make a pair.")
-    max_running: Sequences = Field(64, ge=1, description="Sequences that decode together.")
+    engine: EngineConfig = Field(NativeEngineConfig(), description="What generates, with its own keys.")
 
 
 class IteratedRecipe(Recipe):

@@ -53,7 +53,10 @@ _THEIRS: dict[str, str] = {
     # Sampling
     "sampling.max_new_tokens": "max_completion_length max_tokens response_length max_response_length generate_max_len",
     "sampling.stop_strings": "stop",
-    "max_running": "max_num_seqs",
+    "engine.max_running": "max_num_seqs",
+    "engine.tensor_parallel_size": "tensor_model_parallel_size vllm_tensor_parallel_size",
+    "engine.engines": "vllm_num_engines",
+    "engine.gpu_memory_utilization": "vllm_gpu_memory_utilization",
     # Methods
     "algorithm.name": "adv_estimator advantage_estimator",
     "loss.name": "loss_type",

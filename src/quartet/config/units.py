@@ -20,6 +20,7 @@ Responses = Annotated[int, Unit("responses")]
 Samples = Annotated[int, Unit("samples")]
 Sequences = Annotated[int, Unit("sequences")]
 Processes = Annotated[int, Unit("processes")]
+Devices = Annotated[int, Unit("devices")]
 Nats = Annotated[float, Unit("nats")]
 
 IN_NAMES = {"s": "seconds", "bytes": "bytes", "kb": "kB", "mb": "MB", "tokens": "tokens", "steps": "steps"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import DataConfig, ModelConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import (
     ActorConfig,
     CheckpointConfig,
@@ -94,7 +95,8 @@ def rl_recipe(size: Size, seed: int, path: Path, prompts: Path, held_out: Path) 
             sampling=SamplingConfig(temperature=0.0, max_new_tokens=MAX_NEW_TOKENS),
         ),
         rollout=RolloutConfig(
-            sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS), max_running=64, steps_per_lease=4
+            sampling=SamplingConfig(max_new_tokens=MAX_NEW_TOKENS),
+            engine=NativeEngineConfig(max_running=64, steps_per_lease=4),
         ),
         steps=size.rl_steps,
         prompts_per_step=64,

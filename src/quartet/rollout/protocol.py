@@ -37,6 +37,8 @@ class SamplingParams:
         stop_token_ids: each of them ends the request and stays the last token of the completion.
         stop_strings: each of them ends the request as soon as it stands in the generated text.
         seed: every token is a function of (prompt, this seed, its position) and of nothing else.
+        truncated_logprobs: log-probabilities are those of the tokens that ``top_p``, ``top_k`` and ``min_p`` keep, and
+            of the sampled one.
     """
 
     temperature: float = 1.0
@@ -47,6 +49,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
+    truncated_logprobs: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -140,7 +143,8 @@ class Completion:
 
     Attributes:
         token_ids: generated tokens, without the prompt.
-        logprobs: of each token under the temperature-scaled, untruncated distribution, in nats.
+        logprobs: of each token under the temperature-scaled distribution, in nats: the untruncated one, unless its
+            request asks for ``truncated_logprobs``.
         versions: policy version that computed each token's distribution.
         text_end: with ``STOP_STRING``, the number of characters of the decoded tokens before the stop string.
         columns: further numbers of each token by name, which become token fields of the batch: int64 where all of a

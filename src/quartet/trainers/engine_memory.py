@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from quartet.config import UserError
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RLRecipe
 from quartet.models.directories import loading, read_config
 from quartet.models.weight_files import stored_tensors
@@ -20,7 +21,7 @@ _MASTER_BYTES = 4
 
 
 def check_engine_fits(recipe: RLRecipe, path: str, device: torch.device, processes: int = 1) -> None:
-    """What is counted is the least: the policy, and keys and values of ``rollout.cache_tokens``, or of one response.
+    """What is counted is the least: the policy, and keys and values of ``cache_tokens``, or of one response (native).
 
     Args:
         path: of the policy, a directory or hub name.
@@ -30,6 +31,9 @@ def check_engine_fits(recipe: RLRecipe, path: str, device: torch.device, process
     Raises:
         UserError: it is more than the device has; with the sizes, and what could hold the model.
     """
+    engine = recipe.rollout.engine
+    if not isinstance(engine, NativeEngineConfig):
+        return
     try:
         with loading(path, "causal LM"), stored_tensors(path) as stored:
             num_weights = sum(prod(tensor.shape) for tensor in stored.values())
@@ -37,7 +41,7 @@ def check_engine_fits(recipe: RLRecipe, path: str, device: torch.device, process
     except UserError:
         return  # who loads it says what is wrong with it
     is_half = precision_on(device, recipe.actor.train.precision) == "bf16"
-    num_tokens = recipe.rollout.cache_tokens or recipe.rollout.sampling.max_new_tokens
+    num_tokens = engine.cache_tokens or recipe.rollout.sampling.max_new_tokens
     cache = num_tokens * (2 if is_half else 4) * numbers_per_token(config)
     weights, room = _MASTER_BYTES * num_weights, _room(device, processes)
     if weights + cache <= room:
@@ -49,8 +53,8 @@ def check_engine_fits(recipe: RLRecipe, path: str, device: torch.device, process
         f"{cache / _GIB:.3g} GiB of keys and values for {num_tokens} tokens; {device} has {room / _GIB:.3g} GiB"
         f"{shared}",
         remedy="the native engine has the whole policy in every process of rollout, whatever actor.sharding is: place "
-        "rollout on larger devices, or lower rollout.cache_tokens. What can hold it is a served engine that divides a "
-        "model over devices (vLLM, SGLang); rollout.engine cannot name one yet",
+        "rollout on larger devices, or lower rollout.engine.cache_tokens. An engine that divides a model over devices "
+        "can hold it: set rollout.engine.type: vllm, and its tensor_parallel_size",
     )
 
 

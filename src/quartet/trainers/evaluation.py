@@ -44,6 +44,7 @@ from quartet.schedule.role_group import LocalGroup
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.devices import FrozenModels
+from quartet.trainers.engines import native_engine
 from quartet.trainers.evaluation_files import Answer, EvaluationCache, matched
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.input_sources import (
@@ -336,7 +337,7 @@ class EvaluationModel:
             bar.advance(len(completions))
 
         if missing:
-            engine = NativeEngine(self.packed, max_running=config.max_running, decode=self.codec.decode)
+            engine = native_engine(self.packed, config.engine, self.codec.decode)
             run_to_end(engine, missing, keep)
         groups = [
             answers_of(self.codec, i, item, [known[name] for name in request.request_ids])

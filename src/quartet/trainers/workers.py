@@ -27,7 +27,7 @@ from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
-from quartet.rollout.engine import NativeEngine, own_copy
+from quartet.rollout.engine import own_copy
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker, TrainWorker
@@ -40,6 +40,7 @@ from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.text.tokenizer import TextCodec
 from quartet.trainers.devices import enter_process, worker_device
 from quartet.trainers.engine_memory import check_engine_fits
+from quartet.trainers.engines import native_engine
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_sources import user_object_names
@@ -119,17 +120,9 @@ def rollout_worker(
         actor: the actor's model, or (``is_own``) one that is the engine's alone.
         shares_actor: the engine computes with ``actor`` as it is; otherwise with a copy where it is not its own.
     """
-    config = recipe.rollout
+    config = recipe.rollout.engine
     packed = actor if shares_actor or is_own else own_copy(actor)
-    engine = NativeEngine(
-        packed,
-        owns_weights=not shares_actor,
-        max_running=config.max_running,
-        max_prefill_tokens=config.max_prefill_tokens,
-        cache_tokens=config.cache_tokens,
-        decode=codec.decode,
-    )
-    return NativeRolloutWorker(engine, codec)
+    return NativeRolloutWorker(native_engine(packed, config, codec.decode, owns_weights=not shares_actor), codec)
 
 
 class PoolWorker(RolesWorker):

@@ -33,10 +33,10 @@ def test_a_fragment_joins_a_recipe(path: Path) -> None:
 
 
 def test_an_override_after_a_fragment_wins(tmp_path: Path) -> None:
-    (tmp_path / "few.yaml").write_text("steps: 7\nrollout: {max_running: 3}\n")
+    (tmp_path / "few.yaml").write_text("steps: 7\nrollout: {engine: {max_running: 3}}\n")
     recipe = load_recipe("rl", ROOT / "rl-ppo.yaml", [f"@{tmp_path / 'few.yaml'}", "steps=9"])
     assert isinstance(recipe, RLRecipe)
-    assert (recipe.steps, recipe.rollout.max_running) == (9, 3)
+    assert (recipe.steps, recipe.rollout.engine.max_running) == (9, 3)
     plain = load_recipe("rl", ROOT / "rl-ppo.yaml")
     assert isinstance(plain, RLRecipe) and recipe.rollout.sampling == plain.rollout.sampling
 

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.observe.trackers import read_metrics
 from quartet.quickstart import task
@@ -120,7 +121,9 @@ def tiny_rl(causal_lm: Any, tokenizer: Any, prompts: Any) -> Callable[..., RLTra
         common: dict[str, Any] = {
             "output_dir": str(path),
             "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
-            "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=5), max_running=8),
+            "rollout": RolloutConfig(
+                sampling=SamplingConfig(max_new_tokens=5), engine=NativeEngineConfig(max_running=8)
+            ),
             "log": LogConfig(tensorboard=False),
             "threads": 1,
         }

@@ -15,6 +15,7 @@ from breaking import fails_at, same_weights, untimed_rows
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, DynamicSamplingConfig, KLConfig
 from quartet.config.common import CheckpointConfig, SamplingConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.trainers.rl import RLTrainer
@@ -169,7 +170,7 @@ def test_variance_is_that_of_the_shaped_scores(tmp_path: Path, trainer: Callable
         missing_eos_penalty=0.5,
         dynamic_sampling=DynamicSamplingConfig(max_prompts_factor=50.0),
     )
-    sampling = RolloutConfig(sampling=SamplingConfig(max_new_tokens=12), max_running=8)
+    sampling = RolloutConfig(sampling=SamplingConfig(max_new_tokens=12), engine=NativeEngineConfig(max_running=8))
     used = trainer(
         tmp_path / "run", lambda completions: [1.0] * len(completions), algorithm=algorithm, rollout=sampling, steps=1
     )

@@ -43,8 +43,8 @@ def recipe(*overrides: str) -> RLRecipe:
     ("overrides", "cache"),
     [
         ((), 4 * TOKENS * PER_TOKEN),
-        (("rollout.cache_tokens=100",), 4 * 100 * PER_TOKEN),
-        (("rollout.cache_tokens=100", "actor.train.precision=bf16"), 2 * 100 * PER_TOKEN),
+        (("rollout.engine.cache_tokens=100",), 4 * 100 * PER_TOKEN),
+        (("rollout.engine.cache_tokens=100", "actor.train.precision=bf16"), 2 * 100 * PER_TOKEN),
     ],
 )
 def test_the_least_that_it_needs(
@@ -58,7 +58,7 @@ def test_the_least_that_it_needs(
     with pytest.raises(UserError, match="for each of 11 processes"):
         check_engine_fits(recipe(*overrides), path, CPU, processes=11)
     monkeypatch.setattr(engine_memory, "available_bytes", lambda: needed - 1)
-    with pytest.raises(UserError, match="a served engine"):
+    with pytest.raises(UserError, match="divides a model over devices"):
         check_engine_fits(recipe(*overrides), path, CPU)
 
 

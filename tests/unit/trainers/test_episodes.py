@@ -27,6 +27,7 @@ from quartet.batch.trajectory import (
 from quartet.config import UserError
 from quartet.config.algorithms import DAPO, GRPO, PPO, RLOO, KLConfig, OverlongConfig, ReMax
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvaluationConfig
 from quartet.config.recipe import (
     ActorConfig,
@@ -424,7 +425,7 @@ def recipe(path: Path, rewrites: bool, **changes: Any) -> RLRecipe:
         "actor": ActorConfig(train=TRAIN),
         "critic": CriticConfig(train=TRAIN),
         "environment": EnvironmentConfig(options={"rewrites": rewrites}, max_turns=3, max_tokens=40),
-        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=4), max_running=8),
+        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=4), engine=NativeEngineConfig(max_running=8)),
         "steps": 3,
         "prompts_per_step": 4,
         "responses_per_prompt": 2,

@@ -13,6 +13,7 @@ import torch
 
 from quartet.batch.columns import ColumnSet
 from quartet.config.common import SamplingConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import EvalRecipe
 from quartet.data.datasets import PromptData, TokenLimit
 from quartet.data.formats import prompts as as_prompts
@@ -49,7 +50,7 @@ def answered(causal_lm: Any, tokenizer: Any, prompts: list[str], tmp_path: Path)
     def run(reward: Any, *, samples: int = 1, **sampling: Any) -> list[Answer]:
         objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [reward], "prompts": prompts}
         limits = SamplingConfig(**sampling)
-        recipe = EvalRecipe(sampling=limits, samples_per_prompt=samples, max_running=5)
+        recipe = EvalRecipe(sampling=limits, samples_per_prompt=samples, engine=NativeEngineConfig(max_running=5))
         model = EvaluationModel(None, None, (), frozen=FrozenModels(), **objects)
         recorder = SpanRecorder(tmp_path / "spans.jsonl")
         with closing(recorder), closing(model), Progress().stage("answers", None) as bar:

@@ -15,6 +15,7 @@ import torch
 
 from quartet.config import UserError
 from quartet.config.common import LogConfig, SamplingConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe, GradingConfig, NumberAnswer
 from quartet.config.load import load_recipe
 from quartet.config.rewards import JudgeReward, PairwiseJudge
@@ -81,7 +82,9 @@ def test_every_sample_is_kept_with_its_scores(evaluated: Any, prompts: list[str]
 def test_samples_depend_on_seed_prompt_and_place_alone(evaluated: Any) -> None:
     """The first of several samples is the only one of a single-sample evaluation."""
     many = rows_of(evaluated("many", samples_per_prompt=3).path / "answers.jsonl")
-    one = rows_of(evaluated("one", samples_per_prompt=1, max_running=2).path / "answers.jsonl")
+    one = rows_of(
+        evaluated("one", samples_per_prompt=1, engine=NativeEngineConfig(max_running=2)).path / "answers.jsonl"
+    )
     assert [row["completion"] for row in many[::3]] == [row["completion"] for row in one]
     assert [row["completion"] for row in many[1::3]] != [row["completion"] for row in one]
     other = rows_of(evaluated("other", samples_per_prompt=1, seed=0).path / "answers.jsonl")

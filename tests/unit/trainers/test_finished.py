@@ -12,6 +12,7 @@ import pytest
 
 from quartet.config import Interrupted, UserError
 from quartet.config.common import LogConfig, SamplingConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.evaluation import ComparisonConfig, EvalRecipe
 from quartet.rollout.protocol import Completion, FinishReason
 from quartet.trainers.evaluation_files import EvaluationCache
@@ -51,7 +52,7 @@ def evaluator(tmp_path: Path, causal_lm: Any, tokenizer: Any, prompts: list[str]
             output_dir=str(tmp_path / name),
             sampling=HOT,
             samples_per_prompt=SAMPLES,
-            max_running=16,
+            engine=NativeEngineConfig(max_running=16),
             log=LogConfig(tensorboard=False),
             **changes,
         )

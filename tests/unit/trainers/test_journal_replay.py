@@ -16,6 +16,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch
 from quartet.config.algorithms import GRPO
 from quartet.config.common import OptimConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.placement import InFlight
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig, SamplingConfig
 from quartet.observe.spans import SpanRecorder
@@ -43,7 +44,9 @@ STEPS, ALGORITHM = 4, GRPO()
 RECIPE = RLRecipe(
     algorithm=ALGORITHM,
     actor=ActorConfig(train=TrainConfig(optim=OptimConfig(lr=2e-2))),
-    rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=14), max_running=8, steps_per_lease=1),
+    rollout=RolloutConfig(
+        sampling=SamplingConfig(max_new_tokens=14), engine=NativeEngineConfig(max_running=8, steps_per_lease=1)
+    ),
     steps=4,
     prompts_per_step=4,
     responses_per_prompt=2,
@@ -159,7 +162,7 @@ async def trained(run_roles: RLRoles, delays: Delays, in_flight: InFlight, journ
         worker,
         [Slow(LocalGroup(RolloutWorker(engine, run_roles.codec)), delays)],
         run_roles.requests,
-        steps_per_lease=RECIPE.rollout.steps_per_lease,
+        steps_per_lease=RECIPE.rollout.engine.steps_per_lease,
         version=0,
         canary=run_roles.canary(),
         trainer=actor,

@@ -19,6 +19,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import (
     ActorConfig,
     CriticConfig,
@@ -60,7 +61,9 @@ def rl(algorithm: Any = None, **changes: Any) -> RLRecipe:
         "algorithm": algorithm or GRPO(kl=KL),
         "actor": ActorConfig(train=TRAIN),
         "critic": CriticConfig(train=TRAIN),
-        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=6), max_running=8, steps_per_lease=1),
+        "rollout": RolloutConfig(
+            sampling=SamplingConfig(max_new_tokens=6), engine=NativeEngineConfig(max_running=8, steps_per_lease=1)
+        ),
         "steps": 2,
         "prompts_per_step": 4,
         "responses_per_prompt": 2,
@@ -150,7 +153,7 @@ def rollout_of(roles: RLRoles, worker: LeaseContext) -> Rollout:
         worker,
         workers.engines,
         roles.requests,
-        steps_per_lease=roles.recipe.rollout.steps_per_lease,
+        steps_per_lease=roles.recipe.rollout.engine.steps_per_lease,
         version=0,
         canary=roles.canary(),
         trainer=roles.train_group("actor"),

@@ -23,6 +23,7 @@ from quartet.config.algorithms import (
     ReMax,
 )
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, EvaluationConfig, PTXConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
 from quartet.observe.rollouts import read_step
@@ -65,7 +66,9 @@ def recipe(path: Path, **changes: Any) -> RLRecipe:
         "algorithm": PPO(kl=KLConfig(coef=0.05)),
         "actor": ActorConfig(train=train),
         "critic": CriticConfig(train=train),
-        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=8), max_running=6, steps_per_lease=2),
+        "rollout": RolloutConfig(
+            sampling=SamplingConfig(max_new_tokens=8), engine=NativeEngineConfig(max_running=6, steps_per_lease=2)
+        ),
         "steps": 3,
         "prompts_per_step": 4,
         "responses_per_prompt": 2,

@@ -11,6 +11,7 @@ import torch
 
 from quartet.config.algorithms import PPO, KLConfig
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.load import load_recipe
 from quartet.config.recipe import ActorConfig, CriticConfig, RLRecipe, RolloutConfig
 from quartet.observe.rollouts import read_step
@@ -32,7 +33,9 @@ def trainer(tiny_rl: Callable[..., RLTrainer], digits: Any) -> Callable[..., RLT
             "algorithm": PPO(kl=KLConfig(coef=0.0)),
             "actor": ActorConfig(train=_train(3e-3)),
             "critic": CriticConfig(train=_train(1e-2)),
-            "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=4), max_running=8),
+            "rollout": RolloutConfig(
+                sampling=SamplingConfig(max_new_tokens=4), engine=NativeEngineConfig(max_running=8)
+            ),
             "steps": 2,
             "prompts_per_step": 6,
             "responses_per_prompt": 2,

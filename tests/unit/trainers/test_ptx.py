@@ -16,6 +16,7 @@ from breaking import fails_at
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import CheckpointConfig, DataConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import (
     ActorConfig,
     CriticConfig,
@@ -38,7 +39,7 @@ VALUES: dict[str, Any] = {
     "algorithm": GRPO(),
     "ptx": PTXConfig(coef=0.5, examples_per_minibatch=SIZE),
     "critic": CriticConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
-    "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=4), max_running=8),
+    "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=4), engine=NativeEngineConfig(max_running=8)),
     "steps": 3,
     "prompts_per_step": 4,
     "responses_per_prompt": 3,

@@ -17,6 +17,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, KLConfig
 from quartet.config.common import SamplingConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RolloutConfig
 from quartet.config.remote import RetryConfig
 from quartet.config.rewards import FunctionReward, GateConfig, HTTPReward, LengthReward, RegexReward
@@ -46,7 +47,9 @@ def train(tiny_rl: Callable[..., RLTrainer], tmp_path: Path) -> Train:
 
     def run(rewards: Any = (), functions: Any = (), name: str = "run", **changes: Any) -> Any:
         values: dict[str, Any] = {
-            "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=12), max_running=2, steps_per_lease=1),
+            "rollout": RolloutConfig(
+                sampling=SamplingConfig(max_new_tokens=12), engine=NativeEngineConfig(max_running=2, steps_per_lease=1)
+            ),
             "steps": 2,
             "prompts_per_step": 4,
             "responses_per_prompt": 2,

@@ -14,6 +14,7 @@ import torch
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, PPO, RLOO, AlgorithmConfig, KLConfig
 from quartet.config.common import OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CheckpointConfig, CriticConfig, LogConfig, RLRecipe, RolloutConfig
 from quartet.config.rewards import ModelReward
 from quartet.models.loading import packed_scalar_model, save_scalar_model
@@ -32,7 +33,7 @@ def recipe(algorithm: AlgorithmConfig, **changes: Any) -> RLRecipe:
         "algorithm": algorithm,
         "actor": ActorConfig(train=TRAIN),
         "critic": CriticConfig(train=TRAIN),
-        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=4), max_running=8),
+        "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=4), engine=NativeEngineConfig(max_running=8)),
         "steps": 2,
         "prompts_per_step": 2,
         "responses_per_prompt": 2,

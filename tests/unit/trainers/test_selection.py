@@ -16,6 +16,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, OnlineDPO, Selection
 from quartet.config.common import CheckpointConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.load import load_recipe
 from quartet.config.preference import DPOLoss, IPOLoss, SimPOLoss
 from quartet.config.recipe import ActorConfig, RLRecipe, RolloutConfig
@@ -108,7 +109,9 @@ def train(tiny_rl: Callable[..., RLTrainer], causal_lm: Any, digits: Any, tmp_pa
     def make(path: str, algorithm: Any, *, seed: int = 0, **changes: Any) -> RLTrainer:
         values: dict[str, Any] = {
             "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=3e-3))),
-            "rollout": RolloutConfig(sampling=SamplingConfig(max_new_tokens=6), max_running=16),
+            "rollout": RolloutConfig(
+                sampling=SamplingConfig(max_new_tokens=6), engine=NativeEngineConfig(max_running=16)
+            ),
             "steps": 4,
             "prompts_per_step": 4,
             "responses_per_prompt": 4,

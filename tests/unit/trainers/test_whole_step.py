@@ -42,6 +42,7 @@ from quartet.config.algorithms import (
     SequenceClippedLoss,
 )
 from quartet.config.common import LogConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, CriticConfig, ReferenceConfig, RLRecipe, RolloutConfig
 from quartet.observe.rollouts import RolloutRecord, read_step
 from quartet.observe.trackers import read_metrics
@@ -354,7 +355,10 @@ def test_a_step_equals_the_slow_one(
         actor=ActorConfig(train=train),
         critic=CriticConfig(train=train) if has_critic else CriticConfig(),
         reference=ReferenceConfig(path=str(tmp_path / "other") if reads_other else None),
-        rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=LONGEST, temperature=TEMPERATURE), max_running=8),
+        rollout=RolloutConfig(
+            sampling=SamplingConfig(max_new_tokens=LONGEST, temperature=TEMPERATURE),
+            engine=NativeEngineConfig(max_running=8),
+        ),
         steps=1,
         prompts_per_step=8,
         responses_per_prompt=2,

@@ -1,0 +1,140 @@
+"""Engines that generate: one class per ``type``, each with only its own keys.
+
+========== ============================================== =========================== ==========================
+``type``   computes in                                    takes weights               restarted by
+========== ============================================== =========================== ==========================
+``native`` the process of the rollout role, or its child  yes                         the run (``process: true``)
+``vllm``   child processes in an environment of their own yes                         the run
+``sglang`` servers that are there already                 through files of a folder   who runs them
+``server`` an OpenAI-compatible server                    never: no policy's engine   who runs it
+========== ============================================== =========================== ==========================
+
+Where ``type`` is left out in a recipe the engine is native.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from quartet.config.common import Strict
+from quartet.config.rewards import HTTPAddress, RetryConfig
+from quartet.config.units import Devices, Processes, Sequences, Steps, Tokens
+
+
+class NativeEngineConfig(Strict):
+    """Quartet's own engine, with the trainer's arithmetic: exact numerics are possible."""
+
+    type: Literal["native"] = "native"
+    max_running: Sequences = Field(64, ge=1, description="Sequences that decode together.")
+    max_prefill_tokens: int = Field(2048, ge=16, description="Prompt tokens computed per step, beside decoding.")
+    cache_tokens: int | None = Field(
+        None, ge=1, description="Tokens the key/value cache holds; grows with the requests when left out."
+    )
+    steps_per_lease: Steps = Field(8, ge=1, description="Decode steps between which scoring may interleave.")
+    process: bool = Field(False, description="Compute in a process of its own, which is started anew when it dies.")
+
+    @property
+    def capacity(self) -> int:
+        """Requests that are answered at a time."""
+        return self.max_running
+
+
+class Served(Strict):
+    """What engines have that generate at their own pace."""
+
+    lease_s: float = Field(
+        0.25, gt=0, description="Longest stretch of generation before others on its devices may compute."
+    )
+    routing: Literal["least_tokens", "round_robin", "prefix"] = Field(
+        "prefix",
+        description="Which of several engines answers: that with the fewest tokens to make, each in turn, or where the "
+        "prompt's beginning was computed before.",
+    )
+    max_outstanding: Sequences = Field(256, ge=1, description="Requests that one engine is given at a time.")
+    max_restarts: int = Field(3, ge=0, description="How often engines that failed are started, or asked, anew.")
+
+    @property
+    def steps_per_lease(self) -> int:
+        """Nobody counts the steps of such an engine: a lease lasts for ``lease_s``."""
+        return 1
+
+
+class VLLMEngineConfig(Served):
+    """vLLM in processes and an environment of its own."""
+
+    type: Literal["vllm"] = "vllm"
+    python: str | None = Field(
+        None, description="Python of the environment that has vLLM; the running one when left out."
+    )
+    engines: Processes = Field(1, ge=1, description="Engines of each process of rollout, which divide its devices.")
+    tensor_parallel_size: Devices = Field(1, ge=1, description="Devices that every layer of an engine is cut over.")
+    pipeline_parallel_size: Devices = Field(1, ge=1, description="Devices that an engine's layers are dealt to.")
+    max_model_len: Tokens | None = Field(
+        None, ge=1, description="Longest prompt and answer together; the model's context when left out."
+    )
+    max_num_seqs: Sequences = Field(256, ge=1, description="Sequences that decode together.")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Share of a device's memory for weights and cache; less beside a trainer."
+    )
+    cache_bytes: int | None = Field(
+        None, ge=1, description="Bytes of the key/value cache, in place of what gpu_memory_utilization leaves for it."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Of weights and products; auto: what the actor computes in."
+    )
+    enforce_eager: bool = Field(False, description="No compilation and no CUDA graphs: starts sooner, decodes slower.")
+    sleep_level: Literal[1, 2] = Field(
+        1, description="While others use its devices: 1 moves weights to host memory, 2 drops them until they are sent."
+    )
+    start_timeout_s: float = Field(600.0, gt=0, description="Longest start of an engine.")
+    stall_timeout_s: float = Field(300.0, gt=0, description="Longest silence of an engine that has work.")
+    engine_args: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Further arguments of vLLM's EngineArgs, passed as they are."
+    )
+
+    @property
+    def capacity(self) -> int:
+        return self.engines * min(self.max_num_seqs, self.max_outstanding)
+
+
+class _Asked(Served):
+    """Servers that the run does not start itself."""
+
+    urls: tuple[HTTPAddress, ...] = Field(min_length=1, description="Addresses, http://host:port, one per engine.")
+    api_key_env: str | None = Field(
+        None, description="Environment variable whose value is sent as `Authorization: Bearer …`; never logged."
+    )
+    timeout_s: float = Field(600.0, gt=0, description="Longest wait for one answer.")
+    retry: RetryConfig = RetryConfig()
+
+    @property
+    def capacity(self) -> int:
+        return len(self.urls) * self.max_outstanding
+
+
+class SGLangEngineConfig(_Asked):
+    """SGLang servers with the policy's architecture; weights come to them as files."""
+
+    type: Literal["sglang"] = "sglang"
+    weights_directory: str | None = Field(
+        None, description="Folder that the trainer writes new weights to and the servers read; needed in training."
+    )
+
+
+class ServerEngineConfig(_Asked):
+    """An OpenAI-compatible completion server that takes and returns token ids; for policies that stay as they are."""
+
+    type: Literal["server"] = "server"
+    model: str = Field(description="Name of the model at the server.")
+
+
+EngineConfig = Annotated[
+    NativeEngineConfig | VLLMEngineConfig | SGLangEngineConfig | ServerEngineConfig, Field(discriminator="type")
+]
+
+
+def is_served(engine: EngineConfig) -> bool:
+    """Whether it generates at its own pace, apart from the process that asks."""
+    return not isinstance(engine, NativeEngineConfig) or engine.process
