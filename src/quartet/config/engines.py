@@ -18,8 +18,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
+from quartet.config.addresses import HTTPAddress
 from quartet.config.common import Strict
-from quartet.config.rewards import HTTPAddress, RetryConfig
+from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.config.units import Devices, Processes, Sequences, Steps, Tokens
 
 
@@ -108,6 +109,11 @@ class _Asked(Served):
     )
     timeout_s: float = Field(600.0, gt=0, description="Longest wait for one answer.")
     retry: RetryConfig = RetryConfig()
+
+    @property
+    def servers(self) -> tuple[RemoteServer, ...]:
+        rest = {name: getattr(self, name) for name in ("api_key_env", "timeout_s", "retry")}
+        return tuple(RemoteServer(url=url, concurrency=self.max_outstanding, **rest) for url in self.urls)
 
     @property
     def capacity(self) -> int:
