@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quartet.cli.doctor import doctor
 from quartet.cli.options import RESUME, GroupedHelp, Resume, ResumeChoice, Version, as_argument
 from quartet.cli.recipe_commands import config, init
 from quartet.config import Interrupted, UserError
@@ -148,6 +149,7 @@ def report(
 
 app.command()(config)
 app.command()(init)
+app.command()(doctor)
 
 
 def _add_job(job: str, kind: str, meaning: str) -> None:

@@ -27,6 +27,7 @@ from quartet.schedule.checkpointed import Checkpointed
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.weight_sync import WeightSenderMixin
+from quartet.train.bit_flips import ModelPart
 from quartet.train.checkpoint_old_format import model_state, training_state
 from quartet.train.engine import LossTerm, Objective, TrainEngine
 from quartet.train.forward import Needs, forward_only
@@ -40,11 +41,13 @@ _SEEN = "seen_token_ids"
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer update: which sequences of the experience, what is minimised, and its number in the run."""
+    """One optimizer update: which sequences of the experience, what is minimised, and its number in the run. Of a
+    ``rehearsal`` everything is computed, and no weight changed."""
 
     sequences: tuple[int, ...]
     objective: Objective
     number: int
+    rehearsal: bool = False
 
 
 class AddedLosses(Protocol):
@@ -210,8 +213,12 @@ class TrainWorker(WeightSenderMixin, ModelWorker):
         for update in updates:
             batch = experience.select(update.sequences)
             also = self._also.terms(update.number) if self._also is not None else ()
-            results.append(self.engine.train_step(batch, update.objective, also))
+            results.append(self.engine.train_step(batch, update.objective, also, rehearsal=update.rehearsal))
         return results
+
+    def flip_bits(self, part: ModelPart) -> int:
+        """As ``TrainEngine.flip_bits``; new weights, which the engines are to be given."""
+        return self.engine.flip_bits(part)
 
     def expect_update(self, number: int) -> None:
         """Prepares, beside what is computed meanwhile, the losses added to update ``number`` of the run."""

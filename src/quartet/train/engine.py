@@ -27,6 +27,7 @@ from quartet.cluster.structure import Structure
 from quartet.config.common import TrainConfig
 from quartet.models.memory import drop_derived
 from quartet.models.packed_model import PackedModel
+from quartet.train.bit_flips import ModelPart, flip_bits
 from quartet.train.forward import Needs, Outputs, compute, count_useful, forward_only, idle_pass, shares
 from quartet.train.metrics import MetricSums
 from quartet.train.offload import PARTS, Offload, OffloadPart, Store
@@ -34,6 +35,7 @@ from quartet.train.optim import build_optimizer, clip_gradients, learning_rate
 from quartet.train.parallel.exchange import RankExchange
 from quartet.train.parallel.fsdp import ShardedModel, clip_sharded_gradients, shard_model
 from quartet.train.parallel.mesh import Mesh
+from quartet.train.parallel.tensors import local
 from quartet.train.state import (
     OPTIMIZER,
     REST,
@@ -190,10 +192,13 @@ class TrainEngine(Generic[Model]):
 
     # Updates ---------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: RaggedBatch, objective: Objective, also: Sequence[LossTerm] = ()) -> dict[str, float]:
+    def train_step(
+        self, batch: RaggedBatch, objective: Objective, also: Sequence[LossTerm] = (), *, rehearsal: bool = False
+    ) -> dict[str, float]:
         """One optimizer update on ``batch``. A step whose gradient is not finite is skipped and counted.
 
         Args:
+            rehearsal: everything is computed, and nothing changed by it: neither weights nor the optimizer's state.
             also: losses that are added, each with its weight. Every one has micro-batches of its own under the same
                 budget, and denominators of its own.
 
@@ -211,7 +216,7 @@ class TrainEngine(Generic[Model]):
                 self.packed.adapters.check_in()
             self._require(*PARTS)
             drop_derived(self.packed.model)
-            metrics = {**self._accumulate(terms).results(), **self._optimizer_step()}
+            metrics = {**self._accumulate(terms).results(), **self._optimizer_step(rehearsal)}
         if self._root is None or self._root.mesh.data.rank == 0:  # every rank has the whole batch
             for term in terms:
                 count_useful(self.packed, term.batch, term.objective.needs, gradients=True)
@@ -221,7 +226,7 @@ class TrainEngine(Generic[Model]):
         """Around what goes before an update: a failure inside is told to the other ranks, which wait for this one."""
         return self._exchange.reporting_failures() if self._exchange is not None else nullcontext()
 
-    def _optimizer_step(self) -> dict[str, float]:
+    def _optimizer_step(self, rehearsal: bool) -> dict[str, float]:
         """Clips the gradients and updates the weights; returns ``grad_norm``, ``lr`` and ``skipped``."""
         lr = learning_rate(self.config.optim, self.num_updates, self.total_steps)
         parameters, max_norm = self.packed.model.parameters(), self.config.optim.max_grad_norm
@@ -230,12 +235,12 @@ class TrainEngine(Generic[Model]):
         else:
             grad_norm = clip_sharded_gradients(parameters, max_norm, self._exchange.total_norm)
         finite = math.isfinite(grad_norm)
-        if finite:
+        if finite and not rehearsal:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             self.num_updates += 1
-        else:
+        elif not rehearsal:
             self.num_skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         if self._exchange is not None:
@@ -290,6 +295,23 @@ class TrainEngine(Generic[Model]):
     def _idle_part(self, root: ShardedModel, needs: Needs) -> None:
         with self._compiled():
             root.backward(idle_pass(self.packed, needs, self.config.logprob_chunk).nothing())
+
+    @torch.no_grad()
+    def flip_bits(self, part: ModelPart) -> int:
+        """Changes every trained weight of ``part`` by about a hundredth, and by the same call back to the last bit.
+
+        Returns:
+            How many tensors it were; adapters have no embeddings.
+        """
+        self._require("params")
+        drop_derived(self.packed.model)
+        model = self.packed.model
+        around = [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+        embeddings = {id(parameter) for module in around for parameter in module.parameters()}
+        found = [p for p in self.trained.values() if (id(p) in embeddings) == (part == "embeddings")]
+        for parameter in found:
+            flip_bits(local(parameter))
+        return len(found)
 
     # State -----------------------------------------------------------------------------------------------
 

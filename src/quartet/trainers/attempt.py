@@ -248,12 +248,13 @@ class RunAttempt:
 
         def learner(role: str, objective: Callable[[bool], Objective], prefix: str, rests: int) -> AnyLearner:
             group = roles.train_group(role)
-            return ModelLearner(self.leases, role, group, plan, objective, prefix, rests, self._learned)
+            return ModelLearner(self.leases, role, group, plan, objective, prefix, rests, self.learned)
 
         critic = [("critic", learner("critic", self._value, "critic", 0))] if roles.critic is not None else []
-        return [*critic, ("actor", learner("actor", self._policy, "policy", roles.warmup_steps))]
+        return [*critic, ("actor", learner("actor", self.policy_objective, "policy", roles.warmup_steps))]
 
-    def _learned(self, experience: Experience) -> RaggedBatch:
+    def learned(self, experience: Experience) -> RaggedBatch:
+        """What the actor learns from."""
         algorithm = self.recipe.algorithm
         return learned_from(algorithm, experience.batch) if isinstance(algorithm, Selection) else experience.batch
 
@@ -262,7 +263,8 @@ class RunAttempt:
         assert algorithm.name == "ppo", "only PPO has a critic"
         return ValueObjective(algorithm, self.recipe.prompts_per_step * self.recipe.responses_per_prompt)
 
-    def _policy(self, is_first: bool) -> Objective:
+    def policy_objective(self, is_first: bool) -> Objective:
+        """Of a mini-batch of the actor, the first of its step or not."""
         recipe, algorithm = self.recipe, self.recipe.algorithm
         num = recipe.prompts_per_step * recipe.responses_per_prompt
         turns = recipe.environment.max_turns if recipe.environment is not None else 1

@@ -29,6 +29,7 @@ from quartet.schedule.role_group import RoleGroup
 from quartet.trainers import checkpoints
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.checkpoints import BUFFERED, hold_buffered, restored_buffered, write_rollouts
+from quartet.trainers.doctor.quick import quick_warnings
 from quartet.trainers.engine_memory import check_engine_fits
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.experience import KLCoefficient
@@ -167,7 +168,7 @@ class RLTrainer:
     async def _train(self, watch: Stopwatch) -> TrainResult:
         beginning = await self._restore()
         self.run.start(beginning.step)
-        for warning in self._warnings():
+        for warning in self._warnings() + ([] if beginning.step else quick_warnings(self.roles, self.path)):
             self.progress.print(warning)
         with self.progress.stage("rl", self.recipe.steps) as bar:
             self._bar = bar

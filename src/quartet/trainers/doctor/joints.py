@@ -1,0 +1,78 @@
+"""The run's own joints as the checks use them: engines asked, the actor's passes, each inside of its lease."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.rollout.protocol import SamplingParams
+from quartet.schedule.model_worker import ModelWorker
+from quartet.schedule.request_store import PromptRequest, SampleRequest
+from quartet.schedule.rollout_worker import RolloutWorker
+from quartet.text.examples import PromptText
+from quartet.train.forward import Needs
+from quartet.trainers.attempt import RunAttempt
+from quartet.trainers.roles import RLRoles
+from quartet.trainers.workers import RunWorkers
+
+
+@dataclass(frozen=True)
+class Joints:
+    """
+    Args:
+        max_new_tokens: most that a check samples per answer.
+    """
+
+    roles: RLRoles
+    workers: RunWorkers
+    attempt: RunAttempt
+    max_new_tokens: int
+
+    @property
+    def tolerance(self) -> float:
+        """Nats by which engine and trainer may differ about a token."""
+        return self.attempt.rollout.canary.tolerance
+
+    @property
+    def temperature(self) -> float:
+        return self.roles.recipe.rollout.sampling.temperature
+
+    async def answers(self, prompt: PromptText, params: Sequence[SamplingParams], name: str) -> list[RaggedBatch]:
+        """What each engine answers, with token ids, by each of ``params``."""
+        rollout, found = self.attempt.rollout, []
+        samples = tuple(SampleRequest(f"{name}.{n}", one) for n, one in enumerate(params))
+        async with rollout.leases.turn("rollout", "generate", name, step=0, reads=rollout.reads()):
+            for engine in self.workers.engines:
+                requests = [PromptRequest(name, prompt, samples)]
+                found.append(await engine.call(RolloutWorker.answers, requests, [0]))
+        return found
+
+    async def canaries(self) -> list[RaggedBatch]:
+        """Each engine's answer to the canary prompt."""
+        rollout, found = self.attempt.rollout, []
+        async with rollout.leases.turn("rollout", "generate", "canary", step=0, reads=rollout.reads()):
+            for engine in self.workers.engines:
+                await engine.call(RolloutWorker.run_canary, rollout.canary, "canary")
+                found.append(await engine.call(RolloutWorker.canary))
+        return found
+
+    async def logprobs(
+        self, batch: RaggedBatch, *, temperature: float | None = None, mask: str = "action_mask"
+    ) -> Tensor:
+        """``[T]`` the actor's of tokens that ``mask`` selects; at the recipe's temperature if no other is given."""
+        needs = Needs(logprobs=True, mask=mask, temperature=temperature or self.temperature)
+        async with self.attempt.leases.turn("actor", "forward", "doctor", step=0, reads={"actor": None}):
+            found = await self.roles.groups["actor"].call(ModelWorker.forward, batch.without_objects(), needs)
+        return found.token["logprobs"]
+
+    def largest(self, difference: Tensor) -> float:
+        """The largest difference; with bf16, whose tails are long, what 99 of 100 stay below."""
+        if not difference.numel():
+            return 0.0
+        if self.roles.actor.packed.precision == "fp32":
+            return float(difference.max())
+        return float(torch.quantile(difference.float(), 0.99))

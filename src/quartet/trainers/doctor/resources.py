@@ -1,0 +1,103 @@
+"""What the run will need: memory of every role, and time."""
+
+from __future__ import annotations
+
+import torch
+
+from quartet.batch.ragged import RaggedBatch
+from quartet.batch.trajectory import Trajectories
+from quartet.config.recipe import RLRecipe
+from quartet.observe.memory import available_bytes
+from quartet.trainers.doctor.findings import Finding, judged, ok
+from quartet.trainers.doctor.joints import Joints
+from quartet.trainers.engine_memory import numbers_per_token
+
+_GIB = 2**30
+_LONG_HOURS = 24 * 7
+
+
+async def check_memory(joints: Joints) -> Finding:
+    """Bytes that each role must have in its largest mode, against its pool's budget and what this machine has."""
+    name, workers, placement = "memory", joints.workers, joints.workers.placement
+    sizes = {role: max(of.values()) for role, of in (await workers.sizes()).items()}
+    figures = ", ".join(f"{role} {size / _GIB:.3g}" for role, size in sizes.items())
+    tight = [
+        f"{role} fills {size / pool.budget_bytes:.0%} of {pool.name}'s budget_bytes"
+        for role, size in sizes.items()
+        if (pool := placement.pool(placement.pool_of[role])).budget_bytes and size > 0.9 * pool.budget_bytes
+    ]
+    if joints.roles.recipe.cluster.type != "local":
+        return judged(name, f"GiB by role: {figures}{_listed(tight)}", "raise budget_bytes", warning=bool(tight))
+    coming, device = await _coming_bytes(joints), joints.roles.actor.packed.device
+    try:
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    except OSError:
+        return ok(name, f"GiB by role: {figures}; how much is free only Linux tells")
+    return judged(
+        name,
+        f"GiB by role: {figures}; beyond what is held now the run takes {coming / _GIB:.3g}, {device} has "
+        f"{free / _GIB:.3g} free{_listed(tight)}",
+        "lower token_budget, max_running or logprob_chunk, set actor.train.activation_checkpointing, or divide the "
+        "roles by a placement (docs/memory.md)",
+        failure=coming > free,
+        warning=coming > 0.8 * free or bool(tight),
+    )
+
+
+async def _coming_bytes(joints: Joints) -> float:
+    """Gradients, moments, activations and logits of a micro-batch, and the cache of the answers that run at a time."""
+    recipe, roles, sizes = joints.roles.recipe, joints.roles, await joints.workers.sizes()
+    state = sum(of["train"] - of["forward"] for of in sizes.values() if "train" in of)
+    packed, train = roles.actor.packed, recipe.actor.train
+    config = packed.model.config.get_text_config()
+    width = 2 if packed.precision == "bf16" else 4
+    longest = min(
+        roles.context, max(i.num_tokens for i in roles.prompts.items) + recipe.rollout.sampling.max_new_tokens
+    )
+    step_tokens = recipe.prompts_per_step * recipe.responses_per_prompt * longest
+    hidden = config.hidden_size
+    per_layer = width * (10 * hidden + 4 * (getattr(config, "intermediate_size", None) or 4 * hidden))
+    kept = 4 * hidden if train.activation_checkpointing is True else per_layer
+    tokens = min(train.token_budget, step_tokens)
+    activations = tokens * (kept * config.num_hidden_layers + per_layer)
+    logits = 3 * min(train.logprob_chunk, tokens) * packed.vocab_size * 4
+    return state + activations + logits + width * numbers_per_token(config) * _cache_tokens(recipe, longest)
+
+
+def _cache_tokens(recipe: RLRecipe, longest: int) -> int:
+    """Of the native engine, with as many of the longest answers as it decodes together."""
+    engine = recipe.rollout
+    running = min(engine.max_running, recipe.prompts_per_step * recipe.responses_per_prompt)
+    return engine.cache_tokens or running * longest
+
+
+def _listed(notes: list[str]) -> str:
+    return "".join(f"; {note}" for note in notes)
+
+
+def check_duration(
+    joints: Joints, batch: RaggedBatch, generate_s: float, score_s: float, update_s: float, publish_s: float
+) -> Finding:
+    """Seconds per step and hours per run, if every answer took as long as those of ``batch`` did, and nothing
+    overlapped: larger batches are faster."""
+    num = len(Trajectories.of(batch))
+    sampled = int(batch.token["action_mask"].sum())
+    recipe = joints.roles.recipe
+    answers = recipe.prompts_per_step * recipe.responses_per_prompt
+    share = answers / max(1, num)
+    parts = {
+        "generate": generate_s * share,
+        "score": score_s * share,
+        "update": update_s * share * recipe.epochs,
+        "publish": publish_s,
+    }
+    step_s = sum(parts.values())
+    hours = step_s * recipe.steps / 3600
+    shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items())
+    return judged(
+        "duration",
+        f"at most {step_s:.3g} s per step ({shown}; {sampled / max(1, num):.0f} tokens per answer), {hours:.2g} h for "
+        f"{recipe.steps} steps",
+        "lower steps, prompts_per_step or max_new_tokens, or use more devices (docs/placements.md)",
+        warning=hours > _LONG_HOURS,
+    )
