@@ -22,7 +22,7 @@ def doctor(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer that is sampled here.", min=1)] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object with all findings.")] = False,
 ) -> None:
-    """Checks an RL recipe before its run: models, engines, data, rewards."""
+    """Examines an RL recipe before its run."""
     from quartet.config.load import load_recipe
     from quartet.config.printable import printable
     from quartet.config.recipe import RLRecipe

@@ -6,6 +6,7 @@ import torch
 
 from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import Trajectories
+from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RLRecipe
 from quartet.observe.memory import available_bytes
 from quartet.trainers.doctor.findings import Finding, judged, ok
@@ -37,7 +38,7 @@ async def check_memory(joints: Joints) -> Finding:
         name,
         f"GiB by role: {figures}; beyond what is held now the run takes {coming / _GIB:.3g}, {device} has "
         f"{free / _GIB:.3g} free{_listed(tight)}",
-        "lower token_budget, max_running or logprob_chunk, set actor.train.activation_checkpointing, or divide the "
+        "lower token_budget, rollout.engine.max_running or logprob_chunk, set actor.train.activation_checkpointing, or divide the "
         "roles by a placement (docs/memory.md)",
         failure=coming > free,
         warning=coming > 0.8 * free or bool(tight),
@@ -65,8 +66,10 @@ async def _coming_bytes(joints: Joints) -> float:
 
 
 def _cache_tokens(recipe: RLRecipe, longest: int) -> int:
-    """Of the native engine, with as many of the longest answers as it decodes together."""
-    engine = recipe.rollout
+    """Of the native engine, with as many of the longest answers as it decodes together; others keep to their own."""
+    engine = recipe.rollout.engine
+    if not isinstance(engine, NativeEngineConfig):
+        return 0
     running = min(engine.max_running, recipe.prompts_per_step * recipe.responses_per_prompt)
     return engine.cache_tokens or running * longest
 
