@@ -6,9 +6,12 @@ the names; each is loaded when it is first asked for, so ``import quartet`` is c
 
 from importlib.metadata import PackageNotFoundError, version
 
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+try:
+    import lazy_loader
+except ModuleNotFoundError:  # within an engine's own environment, where only parts of the package are used
+    __all__: list[str] = []
+else:
+    __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 try:
     __version__ = version("quartet-rl")

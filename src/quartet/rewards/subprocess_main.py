@@ -60,8 +60,8 @@ def main() -> None:
     sys.argv[1:] = []
     for fd in (wire, lifeline):
         os.set_inheritable(fd, False)
-    _end_with_trainer(lifeline)
-    _leave_signals_to_the_trainer()
+    end_with_trainer(lifeline)
+    leave_signals_to_the_trainer()
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     channel = PipeChannel(socket.socket(fileno=wire))
@@ -70,7 +70,7 @@ def main() -> None:
         importlib.import_module(module).serve(settings, channel)
 
 
-def _end_with_trainer(lifeline: int) -> None:
+def end_with_trainer(lifeline: int) -> None:
     """The kernel kills this process group when the other end of ``lifeline`` closes, that is when the trainer ends,
     however it ends.
 
@@ -84,7 +84,7 @@ def _end_with_trainer(lifeline: int) -> None:
             os._exit(1)  # It was closed before the kernel was asked.
 
 
-def _leave_signals_to_the_trainer() -> None:
+def leave_signals_to_the_trainer() -> None:
     # Handlers and not SIG_IGN, which programs started from here would inherit; what is forked gets the usual ones back.
     usual = {number: signal.signal(number, lambda *_: None) for number in _FOR_THE_TRAINER}
 

@@ -214,7 +214,7 @@ class Subprocess:
         if was_killed:
             what = "it was killed"
         elif ended_itself:
-            what = _ended(status)
+            what = how_it_ended(status)
         with self._lock:
             self._lost, self._is_killed = what, was_killed
             waiting, self._waiting = [*self._waiting.values()], {}
@@ -232,7 +232,8 @@ def _result(answer: Future[Any], patience_s: float | None) -> Any:
         raise SubprocessTimeout(f"it gave no answer within {patience_s:g} s") from None
 
 
-def _ended(status: int) -> str:
+def how_it_ended(status: int) -> str:
+    """In words: by what exit status, or signal."""
     if status >= 0:
         return f"it ended with exit status {status}"
     name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"

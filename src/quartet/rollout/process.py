@@ -1,0 +1,306 @@
+"""A rollout engine in a process of its own, maybe of another Python environment.
+
+The process is started fresh, never forked, in a session of its own: it can be killed with everything that it started,
+and ends when this process ends, however that ends. The other side is ``process_main.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+from quartet.config import UserError
+from quartet.rollout.channel import ChannelTimeout
+from quartet.rollout.ledger import RequestLedger
+from quartet.rollout.process_child import EngineChild, EngineSpec
+from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, GenerationError, Request
+from quartet.rollout.staging import StagedWeights
+from quartet.weights.sink import TensorSink
+
+__all__ = ["EngineProcess", "EngineSpec"]
+_LOOK_S = 0.5
+"""Between two looks whether a silent process stands still."""
+_END_S = 2.0
+"""For an idle process to end by itself, and for the status of one that has closed its connection."""
+
+
+class EngineProcess:
+    """Starts at once; ``wait_ready`` or ``is_ready`` say when it can be used.
+
+    Args:
+        staging: where its weights come from, whenever they are new there, and again after a restart. None: it has what
+            its target loads, as version 0.
+
+    Attributes:
+        version: of the weights that it computes with; None: it has none yet.
+    """
+
+    def __init__(self, spec: EngineSpec, staging: StagedWeights | None = None) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.untruncated_logprobs = True  # until it says otherwise
+        self._staging = staging
+        self._ledger = RequestLedger(spec.name)
+        self._child: EngineChild | None = None
+        self._start()
+        if staging is not None:
+            staging.attach(self._take_commit)
+
+    # Life ------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self.version = None if self._staging is not None else 0
+        self._versions = set() if self.version is None else {self.version}
+        self._ledger.clear()
+        self._inbox: deque[list[Completion] | GenerationError] = deque()
+        self._stats = EngineStats()
+        self._then: Callable[[], object] | None = None  # of the call whose answer is awaited
+        self._answer: Any = None
+        self._failure: UserError | None = None
+        self._is_made = self._is_paused = False
+        self._heard = time.monotonic()
+        try:
+            self._child = EngineChild(self.spec)
+        except OSError as error:
+            self._failure = self._error(f"its interpreter does not start: {error}")
+            raise self._failure from error
+        self._send((self.spec.target, dict(self.spec.kwargs), self._staging is None))
+        self._deadline = self._heard + self.spec.start_timeout_s
+
+    def wait_ready(self) -> None:
+        """
+        Raises:
+            UserError: what the target raised.
+            EngineFailed: it cannot be made, or not in time.
+        """
+        while not self.is_ready():
+            self._receive(_LOOK_S)
+
+    def is_ready(self) -> bool:
+        """Whether it has been made; if so it takes what is staged.
+
+        Raises:
+            UserError, EngineFailed: as ``wait_ready``.
+        """
+        self._require()
+        if not self._is_made:
+            self._receive(0.0)
+        if not self._is_made:
+            if time.monotonic() > self._deadline:
+                raise self._fail(f"not ready after {self.spec.start_timeout_s:g} s")
+            return False
+        self.has_weights()
+        return True
+
+    def has_weights(self) -> bool:
+        """Whether it has weights to compute with; where it has none, it takes those that are staged."""
+        if self.version is None and self._staging is not None and (staged := self._staging.version) is not None:
+            self._load(staged)
+        return self.version is not None
+
+    def restart(self) -> None:
+        """Ends what is left and starts anew; does not wait. Nothing that it held is answered."""
+        self._end()
+        self._start()
+
+    def close(self) -> None:
+        if self._staging is not None:
+            self._staging.detach(self._take_commit)
+        self._end(_END_S)
+        self._failure = self._failure or self._error("it was closed")
+
+    def _end(self, patience_s: float = 0.0) -> str:
+        child, self._child = self._child, None
+        return child.end(patience_s) if child is not None else "it was ended before"
+
+    def fileno(self) -> int:
+        """Readable when something has come from it, its end included; -1: it is not there."""
+        return -1 if self._child is None else self._child.channel.fileno()
+
+    def _fail(self, found: str, patience_s: float = 0.0, cause: UserError | None = None) -> UserError:
+        """Ends it; the error, which every later call raises, too."""
+        said = self._end(patience_s)
+        self._failure = cause or self._error(f"{found}; {said}")
+        self._ledger.clear()
+        self._inbox.clear()
+        return self._failure
+
+    def _error(self, found: str) -> EngineFailed:
+        return EngineFailed(
+            f"the rollout engine {self.name!r} failed",
+            found=found,
+            remedy="see its last lines; memory and time limits are the usual reasons",
+        )
+
+    def _require(self) -> EngineChild:
+        if self._failure is not None:
+            raise self._failure
+        assert self._child is not None
+        return self._child
+
+    # Messages --------------------------------------------------------------------------------------------
+
+    def _send(self, message: object) -> None:
+        try:
+            self._require().channel.send(message, self.spec.stall_timeout_s)
+        except ChannelTimeout:
+            raise self._fail(f"it took no message within {self.spec.stall_timeout_s:g} s") from None
+        except EOFError:
+            while True:  # to its last word, which may say why, and its end
+                self._receive(_LOOK_S)
+
+    def _receive(self, timeout_s: float) -> None:
+        """Takes in what it says, waiting at most so long."""
+        child = self._require()
+        try:
+            messages = child.channel.receive(timeout_s)
+            for what, value, stats in messages:
+                self._stats = stats or self._stats
+                self._take(what, value)
+        except EOFError:
+            raise self._fail("it ended", _END_S) from None
+        except EngineFailed as error:
+            raise self._fail(error.found) from error
+        except (TypeError, ValueError) as error:
+            raise self._fail(f"it said what is no message: {error}") from error
+        if messages:
+            self._heard = time.monotonic()
+            child.trim_log()
+
+    def _take(self, what: str, value: Any) -> None:
+        if what == "completed":
+            for completion in value:
+                self._ledger.settle(completion, self._versions)
+            self._inbox.append(value)
+        elif what == "failed":
+            self._ledger.drop(value.request_ids)
+            self._inbox.append(value)
+        elif what == "made":
+            self.untruncated_logprobs, self._is_made = value, True
+        elif what == "error" and not self._is_made:
+            raise self._fail("", _END_S, cause=value)
+        elif what in ("answer", "error") and self._then is not None:
+            then, self._then = self._then, None
+            self._answer = value if what == "error" else None
+            if what == "answer":
+                then()
+        elif what != "alive":
+            raise ValueError(f"{what!r} unasked")
+
+    def _call(
+        self, what: str, *args: Any, then: Callable[[], object] = lambda: None, patience_s: float | None = None
+    ) -> None:
+        """Waits for its answer; ``then`` is called before anything else that it says is taken in."""
+        if not self._is_made:
+            self.wait_ready()
+        patience_s = patience_s or self.spec.stall_timeout_s
+        self._then, self._answer, self._heard = then, None, time.monotonic()
+        self._send((what, args))
+        while self._then is not None:
+            self._receive(_LOOK_S)
+            if self._then is not None and time.monotonic() - self._heard > patience_s:
+                raise self._fail(f"no answer to {what!r} within {patience_s:g} s")
+        if self._answer is not None:
+            raise self._answer
+
+    # Requests --------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._require()
+        self._ledger.check(requests)
+        if not self._ledger and self.version is not None:
+            self._versions = {self.version}
+        # Answers may follow at once.
+        self._ledger.add(requests)
+        try:
+            self._call("submit", tuple(requests))
+        except UserError:
+            self._ledger.drop(request.request_id for request in requests)
+            raise
+
+    def completed(self, timeout_s: float) -> list[Completion]:
+        self._require()
+        end = time.monotonic() + timeout_s
+        while True:
+            self._receive(0.0 if self._inbox else min(_LOOK_S, max(0.0, end - time.monotonic())))
+            if self._inbox:
+                return self._handed_over()
+            self._check_progress()
+            if time.monotonic() >= end:
+                return []
+
+    def _handed_over(self) -> list[Completion]:
+        """In the order in which they came, up to an error."""
+        done: list[Completion] = []
+        while self._inbox:
+            if isinstance(first := self._inbox[0], GenerationError):
+                if done:
+                    break
+                self._inbox.popleft()
+                raise first
+            done += first
+            self._inbox.popleft()
+        return done
+
+    def _check_progress(self) -> None:
+        if not self._ledger or self._is_paused:
+            return
+        if not self.has_weights() and self._staging is not None:
+            self._staging.weight_sink().require()
+        if time.monotonic() - self._heard > self.spec.stall_timeout_s:
+            raise self._fail(f"it has work and said nothing for {self.spec.stall_timeout_s:g} s")
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        held = [i for i in request_ids if i in self._ledger.held]
+        if held:
+            self._call("cancel", held, then=lambda: self._ledger.cancel(held))
+
+    # State -----------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        self._call("pause")
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._call("resume")
+        self._is_paused = False
+
+    def weight_sink(self) -> TensorSink:
+        if self._staging is None:
+            raise UserError(
+                "the rollout engine takes no weights",
+                found=f"the engine process {self.name!r} without staged weights",
+                remedy="make it with staging=StagedWeights(…)",
+            )
+        return self._staging.weight_sink()
+
+    def _take_commit(self, version: int) -> None:
+        if self._is_made and self._failure is None:
+            # Remembered: the sync goes on for the others, and this one raises at its next call.
+            with contextlib.suppress(EngineFailed):
+                self._load(version)
+
+    def _load(self, version: int) -> None:
+        assert self._staging is not None
+
+        def take() -> None:
+            self.version = version
+            self._versions.add(version)
+
+        self.version = None
+        self._call("load", self._staging.handle, version, then=take, patience_s=self.spec.start_timeout_s)
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        self._call("sleep", level, patience_s=self.spec.start_timeout_s)
+        if level == 2:
+            self.version = None
+
+    def wake(self) -> None:
+        self._call("wake", patience_s=self.spec.start_timeout_s)
+
+    def stats(self) -> EngineStats:
+        """As of its last word, which is at most half a second or a step old."""
+        return self._stats

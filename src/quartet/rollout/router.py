@@ -1,0 +1,496 @@
+"""Several rollout engines as one: spreads requests, and takes them elsewhere when an engine fails.
+
+    submit ─► queue ─► choose ─► engine's ledger ─► completed
+                ▲                     │
+                └──── engine failed ──┘
+
+Requests of one group wait and travel together. Every request has one place at a time, in the queue or in the ledger of
+one engine, so none is lost, and none is answered twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from multiprocessing.connection import wait
+from typing import Any, Literal
+
+from quartet.config import UserError
+from quartet.rollout.ledger import RequestLedger
+from quartet.rollout.protocol import (
+    Completion,
+    EngineFailed,
+    EngineStats,
+    FinishReason,
+    GenerationError,
+    Request,
+    RolloutEngine,
+)
+from quartet.weights.sink import TensorSink
+
+Policy = Literal["prefix", "least_tokens", "round_robin"]
+State = Literal["up", "starting", "asleep", "out"]
+_LOOK_S = 0.5
+"""Between two looks at engines that say nothing."""
+_SLICE_S = 0.005
+"""For each engine that cannot be waited for together with others."""
+_MAX_HOMES = 1 << 16
+
+
+class RequestsRefused(GenerationError):
+    """An engine did not take requests that had waited for it; these have ended, the others go on."""
+
+    def __init__(self, error: UserError, request_ids: Sequence[str]) -> None:
+        self.error = error
+        self.request_ids = tuple(request_ids)
+        UserError.__init__(self, error.problem, found=error.found, remedy=error.remedy)
+
+
+@dataclass(frozen=True)
+class EngineProgress:
+    """Tokens of one engine; ``expected`` counts as many as running requests may get at most."""
+
+    name: str
+    done: int
+    expected: int
+    is_out: bool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Tokens since the router last had no work, over all engines; ``waiting`` of them are of requests in the queue."""
+
+    done: int
+    expected: int
+    waiting: int
+    engines: tuple[EngineProgress, ...]
+
+
+class _Member:
+    """One engine, and what it owes."""
+
+    def __init__(self, engine: RolloutEngine, name: str) -> None:
+        self.engine = engine
+        self.name = name
+        self.ledger = RequestLedger(name)
+        self.state: State = "starting" if hasattr(engine, "is_ready") else "up"
+        self.reason = ""
+        self.restarts = 0
+        self.done = 0  # tokens of answers, since there was no work
+        self.past = EngineStats()  # of those before the last restart
+        self._settled = 0  # tokens of all answers since the last start
+
+    @property
+    def has_weights(self) -> bool:
+        return bool(getattr(self.engine, "has_weights", lambda: True)())
+
+    def settle(self, completion: Completion) -> None:
+        self.ledger.settle(completion)
+        self.done += len(completion.token_ids)
+        self._settled += len(completion.token_ids)
+
+    @property
+    def running_tokens(self) -> int:
+        """That it has made for requests which go on."""
+        return max(0, self.engine.stats().generated_tokens - self._settled) if self.ledger.held else 0
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return sum(map(_size, self.ledger.held.values())) - self.running_tokens
+
+    def begin_anew(self) -> None:
+        self.past, self._settled = _total([self.past, self.engine.stats()]), 0
+
+
+class Router:
+    """
+    Args:
+        engines: with ``restart()`` and ``is_ready()`` a failed one is started anew, else it is out; with ``fileno()``
+            it is waited for without polling; with ``has_weights()`` it gets nothing before it has some.
+        policy: ``prefix`` keeps a group and a session where it was, while there is room; others, and all under
+            ``least_tokens``, go where the fewest tokens are outstanding; ``round_robin`` takes turns.
+        max_outstanding: requests at one engine, which the last group may exceed; what is over waits here, in order.
+        max_restarts: of each engine.
+
+    Attributes:
+        restarts: of all engines so far.
+        rerouted: requests that were begun anew because their engine failed or left.
+
+    Raises:
+        UserError: an engine cannot be made; all are closed.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        *,
+        policy: Policy = "prefix",
+        max_outstanding: int = 128,
+        max_restarts: int = 3,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.restarts = self.rerouted = 0
+        self._max_outstanding = max_outstanding
+        self._max_restarts = max_restarts
+        self._threads = ThreadPoolExecutor(64, thread_name_prefix="router")
+        self._members: list[_Member] = []
+        self._queue: deque[list[Request]] = deque()
+        self._ledger = RequestLedger("router")  # all of them, wherever they are
+        self._done: list[Completion] = []
+        self._errors: deque[GenerationError] = deque()
+        self._muted: Counter[str] = Counter()  # cancelled requests of a submission that failed
+        self._homes: OrderedDict[str, _Member] = OrderedDict()
+        self._turn = 0
+        self._is_paused = self._is_asleep = False
+        for number, engine in enumerate(engines):
+            self.join(engine, names[number] if names else None)
+        try:
+            for error in self._asked(self._members, lambda m: getattr(m.engine, "wait_ready", bool)()).values():
+                raise error
+            self._look_at_starting()
+        except BaseException:
+            self.close()
+            raise
+
+    # Engines ---------------------------------------------------------------------------------------------
+
+    @property
+    def untruncated_logprobs(self) -> bool:
+        return all(member.engine.untruncated_logprobs for member in self._members)
+
+    def join(self, engine: RolloutEngine, name: str | None = None) -> None:
+        """From now on ``engine`` gets requests, once it is ready. It has none, and the weights of the others."""
+        name = name or getattr(engine, "name", None) or f"engine {len(self._members)}"
+        member = _Member(engine, name)
+        self._members.append(member)
+        if member.state == "up" and self._is_paused:
+            engine.pause()
+
+    def leave(self, engine: RolloutEngine) -> None:
+        """From now on ``engine`` gets no requests; what it held begins anew elsewhere. It is the caller's to close."""
+        member = next(member for member in self._members if member.engine is engine)
+        self._members.remove(member)
+        self._take_back(member)
+
+    def _take_back(self, member: _Member) -> None:
+        """What an engine holds goes to the head of the queue."""
+        held, cancelled = member.ledger.clear()
+        self.rerouted += len(held)
+        self._queue.extendleft(reversed(_units(held)))
+        for request in cancelled:
+            self._hand_over(_cancelled(request))
+
+    def _fail(self, member: _Member, error: EngineFailed) -> None:
+        """Its requests go elsewhere; it is started anew, where it can be and has not been too often."""
+        member.reason = error.found
+        self._take_back(member)
+        member.begin_anew()
+        if not hasattr(member.engine, "restart") or member.restarts >= self._max_restarts:
+            member.state = "out"
+            member.engine.close()
+        elif self._is_asleep:  # others have the memory now
+            member.state = "asleep"
+        else:
+            self._restart(member)
+
+    def _restart(self, member: _Member) -> None:
+        member.restarts += 1
+        self.restarts += 1
+        member.state = "starting"
+        engine: Any = member.engine
+        try:
+            engine.restart()
+        except EngineFailed as error:
+            self._fail(member, error)
+
+    def _look_at_starting(self) -> None:
+        for member in self._in_state("starting"):
+            engine: Any = member.engine
+            try:
+                if engine.is_ready():
+                    if self._is_paused:
+                        engine.pause()
+                    member.state = "up"
+            except EngineFailed as error:
+                self._fail(member, error)
+
+    def _in_state(self, *states: State) -> list[_Member]:
+        return [member for member in self._members if member.state in states]
+
+    def _each(self, members: Sequence[_Member], do: Callable[[_Member], object]) -> dict[_Member, UserError]:
+        """Asks several engines side by side; those that fail are taken care of, other errors are returned."""
+        errors = self._asked(members, do)
+        for member, error in errors.items():
+            if isinstance(error, EngineFailed):
+                self._fail(member, error)
+        return {member: error for member, error in errors.items() if not isinstance(error, EngineFailed)}
+
+    def _asked(self, members: Sequence[_Member], do: Callable[[_Member], object]) -> dict[_Member, UserError]:
+        def attempt(member: _Member) -> UserError | None:
+            try:
+                do(member)
+            except UserError as error:
+                return error
+            return None
+
+        errors = map(attempt, members) if len(members) < 2 else self._threads.map(attempt, members)
+        return {member: error for member, error in zip(members, list(errors), strict=True) if error is not None}
+
+    def _require_engines(self) -> None:
+        if not self._in_state("up", "starting", "asleep"):
+            raise EngineFailed(
+                "no rollout engine is left",
+                found="; ".join(f"{member.name}: {member.reason}" for member in self._members) or "no engine at all",
+                remedy="mend what these say, or raise max_restarts if they fail seldom",
+            )
+
+    # Requests --------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._require_engines()
+        self._ledger.check(requests)
+        if not self._ledger.held:
+            for member in self._members:
+                member.done = 0
+        self._ledger.add(requests)
+        self._queue.extend(_units(requests))
+        self._dispatch()
+        ids = {request.request_id for request in requests}
+        for error in self._errors:
+            if isinstance(error, RequestsRefused) and ids.issuperset(error.request_ids):
+                self._withdraw(ids)
+                raise error.error
+
+    def _withdraw(self, ids: set[str]) -> None:
+        """Nothing more is heard of these."""
+        self._errors = deque(error for error in self._errors if ids.isdisjoint(error.request_ids))
+        taken = [i for i in ids if i in self._ledger.held]
+        self._muted.update(taken)
+        self.cancel(taken)
+
+    def _dispatch(self) -> None:
+        """Sends what waits to engines that have room for it."""
+        if not self._queue:
+            return
+        loads = {member: member.outstanding_tokens for member in self._usable()}
+        sent: dict[_Member, list[list[Request]]] = {}
+        while self._queue and (member := self._choose(self._queue[0], loads)) is not None:
+            unit = self._queue.popleft()
+            member.ledger.add(unit)
+            loads[member] += sum(map(_size, unit))
+            sent.setdefault(member, []).append(unit)
+        errors = self._each([*sent], lambda member: member.engine.submit([r for unit in sent[member] for r in unit]))
+        for member, error in errors.items():
+            self._send_singly(member, sent[member], error)
+
+    def _usable(self) -> list[_Member]:
+        usable = []
+        for member in self._in_state("up"):
+            try:
+                if member.has_weights:
+                    usable.append(member)
+            except EngineFailed as error:
+                self._fail(member, error)
+        return usable
+
+    def _send_singly(self, member: _Member, units: list[list[Request]], error: UserError) -> None:
+        """An engine takes all or none, so whom ``error`` means is not known yet."""
+        for unit in units:
+            try:
+                if len(units) == 1:
+                    raise error
+                member.engine.submit(unit)
+            except EngineFailed as failed:
+                self._fail(member, failed)
+                return
+            except UserError as refused:
+                ids = [request.request_id for request in unit]
+                member.ledger.drop(ids)
+                self._ledger.drop(ids)
+                self._errors.append(RequestsRefused(refused, ids))
+
+    def _choose(self, unit: Sequence[Request], loads: Mapping[_Member, int]) -> _Member | None:
+        free = [member for member in loads if len(member.ledger) < self._max_outstanding]
+        if not free:
+            return None
+        if self.policy == "round_robin":
+            places = {member: (self._members.index(member) - self._turn) % len(self._members) for member in free}
+            chosen = min(free, key=lambda member: places[member])
+            self._turn = self._members.index(chosen) + 1
+            return chosen
+        # Of equals the first: the order in which engines joined.
+        chosen = min(free, key=lambda member: loads[member])
+        if self.policy == "prefix":
+            keys = [f"group {unit[0].group}", *(f"session {r.session}" for r in unit if r.session is not None)]
+            homes = [home for key in reversed(keys) if (home := self._homes.get(key)) in free and home is not None]
+            chosen = homes[0] if homes else chosen
+            for key in keys:
+                self._homes[key] = chosen
+                self._homes.move_to_end(key)
+            while len(self._homes) > _MAX_HOMES:
+                self._homes.popitem(last=False)
+        return chosen
+
+    def completed(self, timeout_s: float) -> list[Completion]:
+        end = time.monotonic() + timeout_s
+        while True:
+            self._require_engines()
+            self._look_at_starting()
+            for member in self._in_state("up"):
+                self._collect(member)
+            self._dispatch()
+            if self._done:
+                done, self._done = self._done, []
+                return done
+            if self._errors:
+                raise self._errors.popleft()
+            left = end - time.monotonic()
+            if left <= 0:
+                return []
+            self._wait(min(left, _LOOK_S))
+
+    def _wait(self, seconds: float) -> None:
+        """Until an engine has something to say, at most so long."""
+        up = self._in_state("up")
+        if self._queue and up and not self._in_state("starting") and not any(m.has_weights for m in up):
+            self.weight_sink().require()
+        polled = [member for member in up if not hasattr(member.engine, "fileno") and len(member.ledger)]
+        watched: list[Any] = [m.engine for m in self._in_state("up", "starting") if hasattr(m.engine, "fileno")]
+        for member in polled:
+            self._collect(member, min(seconds, _SLICE_S))
+        if watched and not polled:
+            wait(watched, seconds)
+        elif not polled:
+            time.sleep(min(seconds, _SLICE_S))
+
+    def _collect(self, member: _Member, timeout_s: float = 0.0, cancelled: Sequence[str] = ()) -> None:
+        """Takes in what has ended.
+
+        Args:
+            cancelled: just now, at the engine. What has not ended is still to come, as cancelled.
+        """
+        try:
+            done = member.engine.completed(timeout_s)
+            ended = {made.request_id for made in done if made.finish_reason is not FinishReason.CANCELLED}
+            member.ledger.cancel(i for i in cancelled if i not in ended)
+            for completion in done:
+                member.settle(completion)
+                self._hand_over(completion)
+        except GenerationError as error:
+            member.ledger.drop(error.request_ids)
+            self._ledger.drop(error.request_ids)
+            for request_id in error.request_ids:
+                del self._muted[request_id]
+            self._errors.append(error)
+            if cancelled:
+                self._collect(member, cancelled=cancelled)
+        except EngineFailed as error:
+            self._fail(member, error)
+
+    def _hand_over(self, completion: Completion) -> None:
+        request_id = completion.request_id
+        if completion.finish_reason is not FinishReason.CANCELLED:
+            self._ledger.drop([request_id])
+        if self._muted[request_id]:
+            self._muted[request_id] -= 1
+        else:
+            self._done.append(completion)
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        ids = {i for i in request_ids if i in self._ledger.held}
+        held = {member: [i for i in member.ledger.held if i in ids] for member in self._in_state("up")}
+        held = {member: own for member, own in held.items() if own}
+        self._each([*held], lambda member: member.engine.cancel(held[member]))
+        for member, own in held.items():
+            if member.state == "up":
+                self._collect(member, cancelled=own)
+        waiting = [request for unit in self._queue for request in unit if request.request_id in ids]
+        left = ([request for request in unit if request.request_id not in ids] for unit in self._queue)
+        self._queue = deque(unit for unit in left if unit)
+        self._ledger.drop(ids)
+        for request in waiting:
+            self._hand_over(_cancelled(request))
+
+    # All of them -----------------------------------------------------------------------------------------
+
+    def _all(self, do: Callable[[_Member], object]) -> None:
+        for error in self._each(self._in_state("up"), do).values():
+            raise error
+
+    def pause(self) -> None:
+        self._is_paused = True
+        self._all(lambda member: member.engine.pause())
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._all(lambda member: member.engine.resume())
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """Waits for engines that are being started; what fails from now on is started when the others wake."""
+        while self._in_state("starting"):
+            self._look_at_starting()
+            time.sleep(_SLICE_S)
+        self._is_asleep = True
+        self._all(lambda member: member.engine.sleep(level))
+
+    def wake(self) -> None:
+        self._is_asleep = False
+        self._all(lambda member: member.engine.wake())
+        for member in self._in_state("asleep"):
+            self._restart(member)
+
+    def weight_sink(self) -> TensorSink:
+        sinks = {id(sink): sink for member in self._members if (sink := member.engine.weight_sink())}
+        if len(sinks) != 1:
+            raise UserError(
+                "the engines of a router take their weights from different places",
+                found=f"{len(sinks)} weight sinks of {len(self._members)} engines",
+                remedy="make all of them with the same staged weights",
+            )
+        return next(iter(sinks.values()))
+
+    def stats(self) -> EngineStats:
+        """Sums over all engines since they were first made; the oldest of their policy versions."""
+        now = [member.engine.stats() for member in self._in_state("up")]
+        version = min((stats.policy_version for stats in now), default=0)
+        total = _total([*now, *(member.past for member in self._members)])
+        return replace(total, policy_version=version, num_waiting=total.num_waiting + sum(map(len, self._queue)))
+
+    def progress(self) -> Progress:
+        engines = []
+        for member in self._members:
+            done = member.done + member.running_tokens
+            expected = member.done + sum(request.sampling.max_new_tokens for request in member.ledger.held.values())
+            engines.append(EngineProgress(member.name, done, expected, member.state != "up"))
+        waiting = sum(request.sampling.max_new_tokens for unit in self._queue for request in unit)
+        done, expected = (sum(getattr(engine, what) for engine in engines) for what in ("done", "expected"))
+        return Progress(done, expected + waiting, waiting, tuple(engines))
+
+    def close(self) -> None:
+        self._asked(self._members, lambda member: member.engine.close())
+        self._threads.shutdown()
+
+
+def _units(requests: Iterable[Request]) -> list[list[Request]]:
+    """Requests of one group together, in the order of their first."""
+    units: dict[str, list[Request]] = {}
+    for request in requests:
+        units.setdefault(request.group, []).append(request)
+    return list(units.values())
+
+
+def _size(request: Request) -> int:
+    """Tokens that it may come to."""
+    return len(request.prompt_ids) + request.sampling.max_new_tokens
+
+
+def _cancelled(request: Request) -> Completion:
+    return Completion(request.request_id, request.group, (), (), (), FinishReason.CANCELLED)
+
+
+def _total(stats: Sequence[EngineStats]) -> EngineStats:
+    return EngineStats(*(sum(getattr(each, f.name) for each in stats) for f in fields(EngineStats)))
