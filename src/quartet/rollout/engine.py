@@ -23,7 +23,7 @@ from quartet.models.packing_probe import check_decoding, model_context_length
 from quartet.rollout.admission import Admission
 from quartet.rollout.compute_dtype_weights import ComputeWeights
 from quartet.rollout.kv_cache import KVCache, slot_shape
-from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, Request
+from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Generated, GenerationError, Request
 from quartet.rollout.rows import DecodeRows, DraftRows
 from quartet.rollout.runner import ModelRunner, choose_contexts
 from quartet.rollout.sampler import SamplingRows, sample
@@ -129,6 +129,10 @@ class NativeEngine:
         responses = [held[i] for i in dict.fromkeys(request_ids) if i in held]
         self._retire(responses)
         self._finished += [response.completion(FinishReason.CANCELLED) for response in responses]
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        held = self._scheduler.held
+        return {i: held[i].generated() for i in request_ids if i in held}
 
     def _retire(self, responses: Sequence[Response]) -> None:
         self._scheduler.retire(responses)

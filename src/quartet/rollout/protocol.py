@@ -170,6 +170,15 @@ class Completion:
             )
 
 
+@dataclass(frozen=True)
+class Generated:
+    """What a request has so far; its columns are equally long."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
 @dataclass
 class EngineStats:
     """Counters since the engine was made (``num_*`` of requests: now).
@@ -183,6 +192,7 @@ class EngineStats:
             cache was given back.
         generated_tokens: tokens sampled.
         cached_tokens: places for keys and values that are allocated now, in slots and prompts.
+        num_retries: requests to a server that were sent once more.
         cache_bytes: held now by the KV cache: slots, prompts, and the logits that follow prompts.
     """
 
@@ -199,6 +209,7 @@ class EngineStats:
     peak_cached_tokens: int = 0
     cache_bytes: int = 0
     peak_cache_bytes: int = 0
+    num_retries: int = 0
 
 
 class GenerationError(UserError):
@@ -246,6 +257,9 @@ class StepEngine(Protocol):
     def cancel(self, request_ids: Iterable[str]) -> None:
         """Ends requests; they are handed over as ``CANCELLED`` with the tokens they have. Unknown ids are
         ignored, since a request may finish before its cancellation arrives."""
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        """What requests have so far, by id, for those who watch; unknown and ended ones are left out."""
 
     def update_weights(self, source: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         """Takes new weights; tokens sampled from now on carry ``version``.
@@ -305,6 +319,9 @@ class RolloutEngine(Protocol):
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         """As ``StepEngine.cancel``."""
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        """What requests have so far, by id, for those who watch; empty where an engine does not say."""
 
     def pause(self) -> None:
         """Returns when no more tokens are made. What runs stays as it is, and goes on after ``resume``."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from quartet.config import UserError
 from quartet.rollout.prefix_cache import Block
-from quartet.rollout.protocol import Completion, FinishReason, PromptKey, Request
+from quartet.rollout.protocol import Completion, FinishReason, Generated, PromptKey, Request
 from quartet.rollout.stop_strings import StopStringMatcher
 
 R = TypeVar("R")
@@ -92,6 +92,9 @@ class Response:
             if self.text_end is not None:
                 return FinishReason.STOP_STRING
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_tokens else None
+
+    def generated(self) -> Generated:
+        return Generated(tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions))
 
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(
