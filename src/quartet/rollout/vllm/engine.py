@@ -1,0 +1,291 @@
+"""vLLM's engine core, driven step by step in the engine's own process. Imported only where vLLM is installed.
+
+The core's outputs are read here, without vLLM's output processor, which would make several Python objects of every
+token: log-probabilities are taken from the arrays as they come.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.engine import FinishReason as VLLMFinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+
+from quartet.config import UserError
+from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, Request, SamplingParams
+from quartet.rollout.scheduler import check_request
+from quartet.rollout.stop_strings import Decode, StopStringMatcher
+from quartet.rollout.vllm.head_padding import HeadPadding
+from quartet.rollout.vllm.weights import save_adapter
+from quartet.weights.errors import WeightsUnusable
+
+_LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
+"""vLLM raises lower ones to this without a word, and refuses higher ones."""
+
+
+@dataclass
+class _Response:
+    """What a request has so far."""
+
+    request: Request
+    matcher: StopStringMatcher | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def completion(self, reason: FinishReason, text_end: int | None = None) -> Completion:
+        columns = tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions)
+        return Completion(self.request.request_id, self.request.group, *columns, reason, text_end)
+
+
+class VLLMEngine:
+    """A ``StepEngine`` over vLLM's engine core.
+
+    Args:
+        engine_args: as ``start.make`` chooses them.
+        decode: token ids → text, needed for stop strings.
+        version: policy version of the weights that it loaded; None: it computes only once weights were sent.
+        lora: ``rank`` and ``alpha`` of adapters, which alone are sent then.
+        padding: of the model's heads; the model is then read here, through it.
+    """
+
+    untruncated_logprobs = False
+
+    def __init__(
+        self,
+        engine_args: Mapping[str, Any],
+        *,
+        decode: Decode | None = None,
+        version: int | None = 0,
+        lora: Mapping[str, Any] | None = None,
+        padding: HeadPadding | None = None,
+    ) -> None:
+        config = EngineArgs(**engine_args).create_engine_config()
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        if padding is not None:
+            self._core.collective_rpc("quartet_update_weights", args=(None, padding))
+        self._model = config.model_config
+        self._block_size = config.cache_config.block_size
+        self._num_blocks = config.cache_config.num_gpu_blocks or 0
+        self._decode = decode
+        self._lora, self._padding = lora, padding
+        self._adapter: LoRARequest | None = None
+        self._version = version
+        self._held: dict[str, _Response] = {}
+        self._ended: list[Completion] = []
+        self._failed: list[str] = []
+        self._groups: set[str] = set()
+        self._stats = EngineStats(policy_version=version or 0)
+
+    # ---- requests ----
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        given: set[str] = set()
+        for request in requests:
+            check_request(
+                request,
+                context=self._model.max_model_len,
+                vocab_size=self._model.get_vocab_size(),
+                decodes=self._decode is not None,
+            )
+            _check_sampling(request)
+            if request.request_id in self._held or request.request_id in given:
+                raise UserError(
+                    "a request id is held already", found=repr(request.request_id), remedy="give each request its own"
+                )
+            given.add(request.request_id)
+        for request in requests:
+            self._add(request)
+
+    def _add(self, request: Request) -> None:
+        strings = request.sampling.stop_strings
+        matcher = StopStringMatcher(strings, self._decode) if strings and self._decode is not None else None
+        self._held[request.request_id] = _Response(request, matcher)
+        wanted = EngineCoreRequest(
+            request_id=request.request_id,
+            prompt_token_ids=list(request.prompt_ids),
+            mm_features=None,
+            sampling_params=_sampling(request.sampling),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=self._adapter,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        self._core.add_request(self._core.preprocess_add_request(wanted)[0])
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if (response := self._held.pop(request_id, None)) is not None:
+                self._core.abort_requests([request_id])
+                self._ended.append(response.completion(FinishReason.CANCELLED))
+
+    # ---- driving ----
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._held or self._ended or self._failed)
+
+    def step(self) -> list[Completion]:
+        if self._version is None:
+            raise WeightsUnusable(
+                "the vLLM engine has no weights to compute with",
+                found="none since it was started or woken",
+                remedy="send the policy's weights before requests are answered",
+            )
+        if self._held:
+            self._advance()
+        if self._failed:
+            failed, self._failed = self._failed, []
+            raise GenerationError(f"logits of request {failed[0]!r} ({len(failed)} in all)", failed)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _advance(self) -> None:
+        outputs, executed = self._core.step_fn()
+        self._core.post_step(executed)
+        self._stats.num_steps += 1
+        for output in outputs[0].outputs if outputs else ():
+            response = self._held.get(output.request_id)
+            if response is not None:
+                self._take(response, output)
+        cached = round(self._core.scheduler.get_kv_cache_usage() * self._num_blocks) * self._block_size
+        self._stats.cached_tokens = cached
+        self._stats.peak_cached_tokens = max(self._stats.peak_cached_tokens, cached)
+
+    def _take(self, response: _Response, output: EngineCoreOutput) -> None:
+        """Adds a step's tokens to a response, and ends it where it has its stop string or vLLM says so."""
+        self._count(response, output)
+        assert output.new_logprobs is not None and self._version is not None
+        for token, logprob in zip(output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist(), strict=True):
+            if not math.isfinite(logprob):
+                self._end(response, output)
+                self._failed.append(response.request.request_id)
+                return
+            response.token_ids.append(token)
+            response.logprobs.append(logprob)
+            response.versions.append(self._version)
+            self._stats.generated_tokens += 1
+            stopped = token in response.request.sampling.stop_token_ids
+            if response.matcher is not None and not stopped:
+                text_end = response.matcher.find(response.token_ids)
+                if text_end is not None:
+                    self._end(response, output)
+                    self._ended.append(response.completion(FinishReason.STOP_STRING, text_end))
+                    return
+        if output.finish_reason is None:
+            return
+        reasons = {VLLMFinishReason.STOP: FinishReason.STOP, VLLMFinishReason.LENGTH: FinishReason.LENGTH}
+        if output.finish_reason not in reasons:
+            raise RuntimeError(f"vLLM ended request {output.request_id!r} by {output.finish_reason}")
+        self._end(response, output)
+        self._ended.append(response.completion(reasons[output.finish_reason]))
+
+    def _end(self, response: _Response, output: EngineCoreOutput) -> None:
+        del self._held[output.request_id]
+        if output.finish_reason is None:
+            self._core.abort_requests([output.request_id])
+
+    def _count(self, response: _Response, output: EngineCoreOutput) -> None:
+        """A request's prompt, at its first token."""
+        prefill = output.prefill_stats
+        if prefill is None or response.token_ids:
+            return
+        self._stats.prompt_tokens_prefilled += prefill.num_computed_tokens
+        self._stats.prefix_hit_tokens += prefill.num_cached_tokens
+        if response.request.group not in self._groups:
+            self._groups.add(response.request.group)
+            self._stats.distinct_prompt_tokens += len(response.request.prompt_ids)
+
+    # ---- weights and memory ----
+
+    def update_weights(self, source: Any, version: int) -> None:
+        """As the protocol has it.
+
+        Args:
+            source: a ``StagedHandle``, or other plain data that workers can iterate: each of them reads its part.
+        """
+        self._drain()
+        self._version = None
+        if self._lora is None:
+            self._core.collective_rpc("quartet_update_weights", args=(source, self._padding))
+        else:
+            self._load_adapter(source, self._lora)
+        self._stats.recomputed_tokens += sum(r.num_computed_tokens for r in self._core.scheduler.running)
+        # Keys and values of the old weights are wrong under the new ones; requests go on from the tokens they have.
+        self._core.reset_prefix_cache(reset_running_requests=True)
+        self._version = self._stats.policy_version = version
+
+    def _load_adapter(self, source: Iterable[tuple[str, Tensor]], lora: Mapping[str, Any]) -> None:
+        """vLLM reads adapters from a directory alone."""
+        with tempfile.TemporaryDirectory(prefix="quartet-adapter-") as folder:
+            save_adapter(source, Path(folder), lora)
+            self._core.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
+        self._adapter = LoRARequest("policy", 1, "(loaded)")
+
+    def _drain(self) -> None:
+        """Steps under way (pipeline stages, asynchronous scheduling) come to their ends; no new ones begin."""
+        scheduler = self._core.scheduler
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while self._core.batch_queue:
+            self._advance()
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def sleep(self, level: int) -> None:
+        """Gives up the cache, and moves the weights to host memory (1) or forgets them (2)."""
+        self._drain()
+        if level == 2:
+            self._version = None
+        self._core.sleep(level, mode="keep")
+
+    def wake(self) -> None:
+        self._core.wake_up()
+
+    def stats(self) -> EngineStats:
+        running, waiting = self._core.scheduler.get_request_counts()
+        return replace(self._stats, num_running=running, num_waiting=waiting)
+
+
+def _check_sampling(request: Request) -> None:
+    temperature = request.sampling.temperature
+    if temperature and not _LOWEST_TEMPERATURE <= temperature <= _HIGHEST_TEMPERATURE:
+        raise UserError(
+            "vLLM has no such temperature",
+            found=f"temperature {temperature} of request {request.request_id!r}",
+            remedy=f"use 0, or one from {_LOWEST_TEMPERATURE} to {_HIGHEST_TEMPERATURE}",
+        )
+    if request.content_digests:
+        raise UserError(
+            "the vLLM engine takes token ids alone",
+            found=f"request {request.request_id!r} with contents that its tokens do not say",
+            remedy="use the native engine for it",
+        )
+
+
+def _sampling(sampling: SamplingParams) -> VLLMSamplingParams:
+    return VLLMSamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,
+        # Generators on CPUs read 32 bits of it.
+        seed=(sampling.seed ^ (sampling.seed >> 32)) & 0xFFFFFFFF,
+        logprobs=0,
+        detokenize=False,
+    )

