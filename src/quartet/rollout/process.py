@@ -23,7 +23,7 @@ from quartet.weights.sink import TensorSink
 __all__ = ["EngineProcess", "EngineSpec"]
 _LOOK_S = 0.5
 """Between two looks whether a silent process stands still."""
-_END_S = 2.0
+_END_S = 5.0
 """For an idle process to end by itself, and for the status of one that has closed its connection."""
 
 

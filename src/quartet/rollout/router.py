@@ -471,7 +471,8 @@ class Router:
         return Progress(done, expected + waiting, waiting, tuple(engines))
 
     def close(self) -> None:
-        self._asked(self._members, lambda member: member.engine.close())
+        members, self._members = self._members, []
+        self._asked(members, lambda member: member.engine.close())
         self._threads.shutdown()
 
 
