@@ -16,7 +16,7 @@ from quartet.config import UserError
 from quartet.rollout.channel import ChannelTimeout
 from quartet.rollout.ledger import RequestLedger
 from quartet.rollout.process_child import EngineChild, EngineSpec
-from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, GenerationError, Request
+from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, Generated, GenerationError, Request
 from quartet.rollout.staging import StagedWeights
 from quartet.weights.sink import TensorSink
 
@@ -184,7 +184,7 @@ class EngineProcess:
             raise self._fail("", _END_S, cause=value)
         elif what in ("answer", "error") and self._then is not None:
             then, self._then = self._then, None
-            self._answer = value if what == "error" else None
+            self._answer = value
             if what == "answer":
                 then()
         elif what != "alive":
@@ -192,8 +192,8 @@ class EngineProcess:
 
     def _call(
         self, what: str, *args: Any, then: Callable[[], object] = lambda: None, patience_s: float | None = None
-    ) -> None:
-        """Waits for its answer; ``then`` is called before anything else that it says is taken in."""
+    ) -> Any:
+        """Its answer, once it is there; ``then`` is called before anything else that it says is taken in."""
         if not self._is_made:
             self.wait_ready()
         patience_s = patience_s or self.spec.stall_timeout_s
@@ -203,8 +203,9 @@ class EngineProcess:
             self._receive(_LOOK_S)
             if self._then is not None and time.monotonic() - self._heard > patience_s:
                 raise self._fail(f"no answer to {what!r} within {patience_s:g} s")
-        if self._answer is not None:
+        if isinstance(self._answer, UserError):
             raise self._answer
+        return self._answer
 
     # Requests --------------------------------------------------------------------------------------------
 
@@ -257,6 +258,11 @@ class EngineProcess:
         held = [i for i in request_ids if i in self._ledger.held]
         if held:
             self._call("cancel", held, then=lambda: self._ledger.cancel(held))
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        held = [i for i in request_ids if i in self._ledger.held]
+        found: dict[str, Generated] = self._call("generated", held) if held else {}
+        return found
 
     # State -----------------------------------------------------------------------------------------------
 

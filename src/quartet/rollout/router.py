@@ -14,17 +14,19 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from quartet.config import UserError
 from quartet.rollout.ledger import RequestLedger
+from quartet.rollout.progress import EngineProgress, Progress
 from quartet.rollout.protocol import (
     Completion,
     EngineFailed,
     EngineStats,
     FinishReason,
+    Generated,
     GenerationError,
     Request,
     RolloutEngine,
@@ -47,26 +49,6 @@ class RequestsRefused(GenerationError):
         self.error = error
         self.request_ids = tuple(request_ids)
         UserError.__init__(self, error.problem, found=error.found, remedy=error.remedy)
-
-
-@dataclass(frozen=True)
-class EngineProgress:
-    """Tokens of one engine; ``expected`` counts as many as running requests may get at most."""
-
-    name: str
-    done: int
-    expected: int
-    is_out: bool
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Tokens since the router last had no work, over all engines; ``waiting`` of them are of requests in the queue."""
-
-    done: int
-    expected: int
-    waiting: int
-    engines: tuple[EngineProgress, ...]
 
 
 class _Member:
@@ -414,6 +396,15 @@ class Router:
         self._ledger.drop(ids)
         for request in waiting:
             self._hand_over(_cancelled(request))
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        ids, found = set(request_ids), dict[str, Generated]()
+
+        def ask(member: _Member) -> None:
+            found.update(member.engine.generated(ids & member.ledger.held.keys()))
+
+        self._each([m for m in self._in_state("up") if not ids.isdisjoint(m.ledger.held)], ask)
+        return found
 
     # All of them -----------------------------------------------------------------------------------------
 

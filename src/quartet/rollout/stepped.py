@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from quartet.config import UserError
-from quartet.rollout.protocol import Completion, EngineStats, Request, StepEngine
+from quartet.rollout.protocol import Completion, EngineStats, Generated, Request, StepEngine
 from quartet.weights.sink import TensorSink
 
 
@@ -48,6 +48,9 @@ class SteppedEngine:
 
     def cancel(self, request_ids: Iterable[str]) -> None:
         self.engine.cancel(request_ids)
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        return self.engine.generated(request_ids)
 
     def pause(self) -> None:
         self._is_paused = True

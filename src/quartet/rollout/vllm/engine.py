@@ -25,7 +25,15 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
 
 from quartet.config import UserError
-from quartet.rollout.protocol import Completion, EngineStats, FinishReason, GenerationError, Request, SamplingParams
+from quartet.rollout.protocol import (
+    Completion,
+    EngineStats,
+    FinishReason,
+    Generated,
+    GenerationError,
+    Request,
+    SamplingParams,
+)
 from quartet.rollout.scheduler import check_request
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.rollout.vllm.head_padding import HeadPadding
@@ -132,6 +140,10 @@ class VLLMEngine:
             if (response := self._held.pop(request_id, None)) is not None:
                 self._core.abort_requests([request_id])
                 self._ended.append(response.completion(FinishReason.CANCELLED))
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        held = {i: self._held[i] for i in request_ids if i in self._held}
+        return {i: Generated(tuple(r.token_ids), tuple(r.logprobs), tuple(r.versions)) for i, r in held.items()}
 
     # ---- driving ----
 
