@@ -298,7 +298,7 @@ class TrainEngine(Generic[Model]):
 
     @torch.no_grad()
     def flip_bits(self, part: ModelPart) -> int:
-        """Changes every trained weight of ``part`` by about a hundredth, and by the same call back to the last bit.
+        """Changes every trained weight of ``part`` by about a tenth, and by the same call back to the last bit.
 
         Returns:
             How many tensors it were; adapters have no embeddings.

@@ -48,10 +48,7 @@ def examine(
         objects: in the place of what the recipe names, as ``RLTrainer`` takes them.
     """
     findings = Findings(tell)
-    with findings.errors_of("output_dir"):
-        path = output_path(recipe.output_dir, "rl", False)
-        RunDirectory(path, recipe)
-        findings.add(ok("output_dir", f"{path} is free"))
+    findings.add(_output_dir(recipe))
     with tempfile.TemporaryDirectory(prefix="quartet-doctor-") as scratch, findings.errors_of("start"):
         trainer = RLTrainer(_scratch_recipe(recipe, Path(scratch)), **objects)
         examination = _Examination(trainer, findings, max_new_tokens)
@@ -61,6 +58,16 @@ def examine(
             with trainer.run:
                 run_async(examination.run())
     return findings.all
+
+
+def _output_dir(recipe: RLRecipe) -> Finding:
+    """Whether a run may begin there."""
+    path = output_path(recipe.output_dir, "rl", False)
+    try:
+        RunDirectory(path, recipe)
+    except UserError as error:
+        return replace(of_error("output_dir", error), status="warning")
+    return ok("output_dir", f"{path} is free")
 
 
 def _scratch_recipe(recipe: RLRecipe, directory: Path) -> RLRecipe:
@@ -113,7 +120,9 @@ class _Examination:
             chunk = await self._sample(joints)
             generate_s = watch.seconds
         learned = await self._check_sample(joints, chunk) if chunk is not None else None
-        publish_s = await check_weights(joints, findings)
+        publish_s = 0.0
+        with findings.errors_of("weight_update"):
+            publish_s = await check_weights(joints, findings)
         if chunk is not None and learned is not None:
             findings.add(
                 resources.check_duration(joints, chunk.data, generate_s, learned.scoring_s, learned.update_s, publish_s)

@@ -38,8 +38,8 @@ async def check_memory(joints: Joints) -> Finding:
         name,
         f"GiB by role: {figures}; beyond what is held now the run takes {coming / _GIB:.3g}, {device} has "
         f"{free / _GIB:.3g} free{_listed(tight)}",
-        "lower token_budget, rollout.engine.max_running or logprob_chunk, set actor.train.activation_checkpointing, or divide the "
-        "roles by a placement (docs/memory.md)",
+        "lower token_budget, logprob_chunk or rollout.engine.max_running, set actor.train.activation_checkpointing, or "
+        "divide the roles by a placement (docs/memory.md)",
         failure=coming > free,
         warning=coming > 0.8 * free or bool(tight),
     )

@@ -29,7 +29,9 @@ async def check_stop_tokens(joints: Joints) -> list[Finding]:
     plain = SamplingParams(temperature=0.0, max_new_tokens=room)
     (free, *_) = await joints.answers(item.prompt, [plain], "free")
     ids = _leaf(free, 0)
-    at = len(ids) // 2
+    # Special tokens have no text.
+    spoken = [n for n, token in enumerate(ids) if joints.roles.codec.decode([token]).strip()] or range(len(ids))
+    at = spoken[len(spoken) // 2]
     piece = joints.roles.codec.decode([ids[at]])
     stopped = replace(plain, stop_token_ids=(ids[at],))
     strings = [replace(plain, stop_strings=(piece,))] if piece.strip() else []
@@ -136,7 +138,8 @@ async def check_agreement(joints: Joints, batch: RaggedBatch) -> list[Finding]:
     trained = (await joints.logprobs(batch))[mask]
     gap = (sampled - trained).abs()
     largest = joints.largest(gap)
-    wrong = not largest <= joints.tolerance
+    # A mean has no tails: with bf16, where single tokens may differ much, it tells more.
+    wrong = not (largest <= joints.tolerance and float(gap.mean()) <= joints.tolerance / 4)
     found = [
         judged(
             "sampler_agreement",
