@@ -1,0 +1,176 @@
+"""What the server is asked: OpenAI's completions and chat completions with vLLM's further keys. Unknown keys, and known
+ones with values that would change what comes out and are not supported, are errors.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from quartet.config import UserError
+from quartet.config.common import Strict
+from quartet.rollout.protocol import Request, SamplingParams
+from quartet.text.tokenizer import TextCodec
+
+MAX_SEED = (1 << 63) - 1
+_MAX_CHOICES = 256
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class _Body(Strict):
+    model: str
+    n: int = Field(1, ge=1, le=_MAX_CHOICES)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = Field(0, ge=-1)
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    session_id: str | None = None
+    user: str | None = None
+    # Only as good as left out.
+    presence_penalty: float = Field(0, ge=0, le=0)
+    frequency_penalty: float = Field(0, ge=0, le=0)
+    repetition_penalty: float = Field(1, ge=1, le=1)
+    logit_bias: dict[str, float] = Field({}, max_length=0)
+    skip_special_tokens: Literal[True] = True
+    include_stop_str_in_output: Literal[False] = False
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    @property
+    def wants_logprobs(self) -> bool:
+        raise NotImplementedError
+
+    def prompts(self, codec: TextCodec) -> list[list[int]]:
+        """Token ids of each prompt."""
+        raise NotImplementedError
+
+    def most_tokens(self) -> int | None:
+        """Of one answer; None: up to the end of the context."""
+        raise NotImplementedError
+
+
+class CompletionBody(_Body):
+    prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=1)
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def prompts(self, codec: TextCodec) -> list[list[int]]:
+        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        prompts: Sequence[Any] = [self.prompt] if is_one else self.prompt
+        return [codec.encode_prompt(each) if isinstance(each, str) else list(each) for each in prompts]
+
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    role: str
+    content: str | tuple[TextPart, ...]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(_Body):
+    messages: tuple[Message, ...] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: Literal[0] = 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
+
+    def prompts(self, codec: TextCodec) -> list[list[int]]:
+        return [codec.encode_prompt([{"role": each.role, "content": each.text} for each in self.messages])]
+
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+AnyBody = CompletionBody | ChatBody
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """``context``: tokens of prompt and answer together; None: no end."""
+
+    context: int | None
+    vocab_size: int
+
+
+def requests_of(body: AnyBody, name: str, codec: TextCodec, limits: ModelLimits) -> list[Request]:
+    """One request per prompt and choice; choice k of a prompt has the seed of its first one plus k, as in vLLM.
+
+    Raises:
+        UserError: what is asked cannot be.
+    """
+    prompts = body.prompts(codec)
+    if not 1 <= len(prompts) * body.n <= _MAX_CHOICES:
+        raise UserError(
+            "a request asks for too much or for nothing",
+            found=f"{len(prompts)} prompts, {body.n} answers each",
+            remedy=f"ask for 1 to {_MAX_CHOICES} answers in all",
+        )
+    return [request for i, ids in enumerate(prompts) for request in _group(body, f"{name}-{i}", ids, codec, limits)]
+
+
+def _group(body: AnyBody, group: str, ids: list[int], codec: TextCodec, limits: ModelLimits) -> Iterator[Request]:
+    if limits.context is not None and len(ids) >= limits.context:
+        raise UserError(
+            "the prompt leaves no room in the model's context",
+            found=f"{len(ids)} tokens, a context of {limits.context}",
+            remedy="shorten the prompt",
+        )
+    wrong = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
+    if wrong is not None or not ids:
+        raise UserError(
+            "the prompt is empty or has tokens that the model does not have",
+            found=f"{'no tokens' if wrong is None else wrong}; the model has {limits.vocab_size}",
+            remedy="use the tokenizer that belongs to the model",
+        )
+    left = limits.context - len(ids) if limits.context is not None else None
+    most = min(each for each in (body.most_tokens(), left, 1 << 20) if each is not None)
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    for k in range(body.n):
+        sampling = SamplingParams(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=max(0, body.top_k),
+            min_p=body.min_p,
+            max_new_tokens=most,
+            stop_token_ids=tuple(sorted({*body.stop_token_ids, *(() if body.ignore_eos else codec.eos_ids)})),
+            stop_strings=body.stops,
+            seed=(seed + k) & MAX_SEED,
+        )
+        yield Request(f"{group}-{k}", group, tuple(ids), sampling, session=body.session_id)

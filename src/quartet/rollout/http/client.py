@@ -1,0 +1,420 @@
+"""A rollout engine that is a server: requests go out over HTTP, each is answered once, wrong answers are found.
+
+::
+
+    submit ──► waiting ──► flying (at most ``concurrency``) ──► ended ──► completed
+                  ▲            │
+                  └── broken off in a pause, with the tokens it has
+
+Connections, retries and time limits are ``JSONClient``'s, whose thread puts finished answers into a queue. Everything
+else happens in the caller's thread. What a server's requests and answers look like is a subclass's.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import queue
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+from quartet.config import UserError
+from quartet.config.remote import RemoteServer
+from quartet.remote.json_client import JSONClient, RemoteError
+from quartet.rollout.ledger import RequestLedger
+from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, FinishReason, Generated, Request
+from quartet.rollout.router import RequestsRefused
+from quartet.rollout.scheduler import check_request
+from quartet.rollout.stop_strings import Decode
+from quartet.weights.sink import TensorSink
+
+_REFUSED = (400, 413, 422)
+"""Of HTTP: what was asked is at fault."""
+T = TypeVar("T")
+_ASK_AGAIN_S = 0.5
+"""Between two questions whether a server is back."""
+LARGEST_SEED = (1 << 63) - 1
+"""Servers keep seeds in signed 64 bits."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a server generated for a request. ``ended``: why; None where it broke off and can go on from here."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ended: Literal["stop", "length"] | None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    part: Part
+    reason: FinishReason | None
+    text_end: int | None
+
+
+@dataclass(eq=False)
+class _Held:
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    answer: Future[_Answer] = field(default_factory=Future)
+
+    def take(self, part: Part, version: int) -> None:
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += [version] * len(part.token_ids)
+
+    def completion(self, reason: FinishReason, text_end: int | None = None) -> Completion:
+        columns = tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions)
+        return Completion(self.request.request_id, self.request.group, *columns, reason, text_end)
+
+
+class HTTPEngine(abc.ABC):
+    """A ``RolloutEngine``.
+
+    Args:
+        server: where it is, how patiently and how often it is asked, how many requests are under way at a time.
+        vocab_size: of the model that is served.
+        decode: token ids → text, needed for stop strings.
+        version: policy version of the weights that it has.
+        restart_timeout_s: most seconds that a server which went away may take to come back.
+    """
+
+    untruncated_logprobs: bool
+    path: str
+    models_path: str
+    break_off_s: float | None = None
+    """Most seconds that a pause waits for the next answer; later ones are not taken. None: as long as it takes."""
+
+    def __init__(
+        self,
+        server: RemoteServer,
+        *,
+        vocab_size: int,
+        decode: Decode | None = None,
+        version: int | None = 0,
+        restart_timeout_s: float = 300.0,
+    ) -> None:
+        self.server, self.version = server, version
+        self._vocab_size, self._decode, self._restart_timeout_s = vocab_size, decode, restart_timeout_s
+        self._client = JSONClient(server)
+        self._ledger = RequestLedger(server.url)
+        self._context: int | None = None
+        self._is_paused = False
+        self._patient_until_s = self._ask_again_s = -math.inf
+        self._answers: queue.SimpleQueue[_Held] = queue.SimpleQueue()
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ring.setblocking(False)
+        self._forget()
+        self._probe: Future[int | None] | None = self._ask_models()
+
+    def _forget(self) -> None:
+        self._stats, self._client.num_retries = EngineStats(), 0
+        self._waiting: deque[_Held] = deque()
+        self._flying: dict[str, _Held] = {}
+        self._ended: list[Completion] = []
+        self._refused: list[RequestsRefused] = []
+        self._failure: EngineFailed | None = None
+
+    # The dialect ------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def body(self, request: Request, token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """What is asked for the next ``max_tokens`` of a request that has ``token_ids``."""
+
+    @abc.abstractmethod
+    def part(self, answer: Any, request: Request) -> Part:
+        """What the answer says; raises ValueError, KeyError, IndexError or TypeError where it is none."""
+
+    def check_models(self, models: dict[str, int | None]) -> int | None:
+        """The context's length, of the served models' by name. Raises ValueError where it is not among them."""
+        return next(iter(models.values()), None)
+
+    def break_off(self) -> None:  # noqa: B027 - there is nothing to tell the server
+        """In a pause: has what is flying end soon. By default it ends when it is complete."""
+
+    # Whether it is there ----------------------------------------------------------------------------------
+
+    def _ask_models(self) -> Future[int | None]:
+        def read(answer: Any) -> int | None:
+            return self.check_models({model["id"]: model.get("max_model_len") for model in answer["data"]})
+
+        probe: Future[int | None] = self.control(self.models_path, None, read, method="GET")
+        probe.add_done_callback(self._rings)
+        return probe
+
+    def control(self, path: str, body: Any, read: Any = lambda answer: answer, *, method: str = "POST") -> Future[Any]:
+        """Asks the server beside the requests that are under way."""
+        return self._client.start(body, partial(_agreed, read), path, method=method, has_slot=False)
+
+    def is_ready(self) -> bool:
+        """Whether the server answers.
+
+        Raises:
+            EngineFailed: it did not in time, or serves another model.
+        """
+        return self._is_ready(0.0)
+
+    def wait_ready(self) -> None:
+        """As ``is_ready``, and waits."""
+        while not self._is_ready(None):
+            pass
+
+    def _is_ready(self, timeout_s: float | None) -> bool:
+        if self._probe is None:
+            return True
+        if timeout_s is not None and not self._probe.done():
+            return False
+        self._drain()
+        try:
+            self._context = self._probe.result(timeout_s)
+        except RemoteError as error:
+            now = time.monotonic()
+            if not error.again or now > self._patient_until_s:
+                raise self._failed(error) from error
+            if now >= self._ask_again_s:
+                self._ask_again_s = now + _ASK_AGAIN_S
+                self._probe = self._ask_models()
+            elif timeout_s is None:
+                time.sleep(_ASK_AGAIN_S / 10)
+            return False
+        self._probe = None
+        return True
+
+    def has_weights(self) -> bool:
+        return self.version is not None
+
+    def restart(self) -> None:
+        """Forgets what it held and waits for the server, which whoever runs it starts anew."""
+        for held in self._flying.values():
+            held.answer.cancel()
+        self._ledger.clear()
+        self._forget()
+        self._patient_until_s = time.monotonic() + self._restart_timeout_s
+        self._probe = self._ask_models()
+
+    def _failed(self, error: UserError) -> EngineFailed:
+        return EngineFailed(f"the engine at {self.server.url} failed", found=error.found, remedy=error.remedy)
+
+    # Requests ---------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.wait_ready()
+        self._raise_failure()
+        for request in requests:
+            check_request(request, context=self._context, vocab_size=self._vocab_size, decodes=self._decode is not None)
+            if request.content_digests:
+                raise UserError(
+                    "a server takes text alone",
+                    found=f"request {request.request_id!r} with images",
+                    remedy="use the native engine for them",
+                )
+        self._ledger.check(requests)
+        self._ledger.add(requests)
+        self._waiting.extend(_Held(request) for request in requests)
+        self._dispatch()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def _may_ask(self) -> bool:
+        return not self._is_paused and self.version is not None
+
+    def _dispatch(self) -> None:
+        while self._waiting and self._may_ask and len(self._flying) < self.server.concurrency:
+            held = self._waiting.popleft()
+            self._flying[held.request.request_id] = held
+            room = held.request.sampling.max_new_tokens
+            if self._context is not None:
+                room = min(room, self._context - len(held.request.prompt_ids))
+            body = self.body(held.request, held.token_ids, room - len(held.token_ids))
+            held.answer = self._client.start(body, partial(self._read, held, room), self.path)
+            held.answer.add_done_callback(partial(self._arrived, held))
+
+    def _arrived(self, held: _Held, _: Future[_Answer]) -> None:
+        self._answers.put(held)
+        self._rings()
+
+    def _rings(self, *_: object) -> None:
+        with suppress(OSError):  # It rings already, or nobody listens any more.
+            self._ring.send(b".")
+
+    def _drain(self) -> None:
+        with suppress(BlockingIOError):
+            while self._bell.recv(4096):
+                pass
+
+    def _read(self, held: _Held, room: int, answer: Any) -> _Answer:
+        """Raises ValueError where this cannot be the answer; the server is asked again then."""
+        part = _agreed(partial(self.part, request=held.request), answer)
+        _check_columns(part, self._vocab_size)
+        if part.ended is None:
+            if not self._is_paused:
+                raise ValueError("the server broke it off")
+            return _Answer(part, None, None)
+        token_ids, sampling = [*held.token_ids, *part.token_ids], held.request.sampling
+        stop = next((n for n, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)
+        if stop is not None:
+            if stop < len(token_ids) - 1:
+                raise ValueError(f"it goes on after the stop token at place {stop} of {len(token_ids)}")
+            return _Answer(part, FinishReason.STOP, None)
+        if sampling.stop_strings and self._decode is not None:
+            text = self._decode(token_ids)
+            places = [place for string in sampling.stop_strings if (place := text.find(string)) >= 0]
+            if places:
+                return _Answer(part, FinishReason.STOP_STRING, min(places))
+        if part.ended == "stop":
+            raise ValueError(f"it stopped after {len(token_ids)} tokens, where nothing stops it")
+        if len(token_ids) > room or (len(token_ids) < room and self._context is not None):
+            raise ValueError(f"{len(token_ids)} tokens, and it ended by length; {room} were asked for")
+        return _Answer(part, FinishReason.LENGTH, None)
+
+    def completed(self, timeout_s: float) -> list[Completion]:
+        if self._flying and not (self._ended or self._refused or self._failure):
+            select.select([self._bell], [], [], timeout_s)
+        self._collect()
+        self._dispatch()
+        if self._ended:
+            ended, self._ended = self._ended, []
+            return ended
+        if self._refused:
+            raise self._refused.pop(0)
+        self._raise_failure()
+        if self._waiting and self.version is None and not self._is_paused:
+            self.weight_sink().require()
+        return []
+
+    def _collect(self) -> None:
+        """Takes the answers that have come."""
+        self._drain()
+        with suppress(queue.Empty):
+            while True:
+                held = self._answers.get_nowait()
+                request_id = held.request.request_id
+                # Else it was cancelled, or is on its way again.
+                if self._flying.get(request_id) is held and held.answer.done():
+                    del self._flying[request_id]
+                    self._settle(held)
+
+    def _settle(self, held: _Held) -> None:
+        try:
+            answer = held.answer.result()
+        except RemoteError as error:
+            if error.status in _REFUSED:
+                self._refused.append(RequestsRefused(error, [held.request.request_id]))
+                self._ledger.drop([held.request.request_id])
+            else:
+                self._failure = self._failed(error)
+            return
+        held.take(answer.part, self.version or 0)
+        self._stats.generated_tokens += len(answer.part.token_ids)
+        if answer.reason is None:
+            self._waiting.appendleft(held)
+        else:
+            self._end(held, answer.reason, answer.text_end)
+
+    def _end(self, held: _Held, reason: FinishReason, text_end: int | None = None) -> None:
+        completion = held.completion(reason, text_end)
+        self._ledger.settle(completion)
+        self._ended.append(completion)
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        self._collect()
+        for request_id in self._ledger.cancel(request_ids):
+            held = self._flying.pop(request_id, None)
+            if held is None:
+                held = next(each for each in self._waiting if each.request.request_id == request_id)
+                self._waiting.remove(held)
+            held.answer.cancel()  # closes the connection
+            self._end(held, FinishReason.CANCELLED)
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        """Nothing: answers come whole."""
+        return {}
+
+    # Pauses -----------------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        if self._is_paused:
+            return
+        self._is_paused = True
+        self.break_off()
+        while self._flying:
+            flying = [held.answer for held in self._flying.values()]
+            came, _ = wait(flying, self.break_off_s, FIRST_COMPLETED)
+            self._collect()
+            if not came:
+                break
+        late = list(self._flying.values())
+        for held in late:
+            held.answer.cancel()
+        self._flying.clear()
+        self._waiting.extendleft(reversed(late))
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._dispatch()
+
+    def weight_sink(self) -> TensorSink:
+        raise UserError(
+            "this engine takes no weights",
+            found=f"the server {self.server.url}",
+            remedy="use rollout.engine.type native, vllm or sglang for a policy that is trained",
+        )
+
+    def sleep(self, level: Literal[1, 2]) -> None:  # noqa: B027
+        """Its memory is not this run's affair."""
+
+    def wake(self) -> None:  # noqa: B027
+        """As ``sleep``."""
+
+    def stats(self) -> EngineStats:
+        return replace(
+            self._stats,
+            policy_version=self.version or 0,
+            num_running=len(self._flying),
+            num_waiting=len(self._waiting),
+            num_retries=self._client.num_retries,
+        )
+
+    def fileno(self) -> int:
+        """Readable where ``completed(0)`` may have something."""
+        return self._bell.fileno()
+
+    def close(self) -> None:
+        self._client.close()
+        self._bell.close()
+        self._ring.close()
+
+
+def _agreed(read: Callable[[Any], T], answer: Any) -> T:
+    try:
+        return read(answer)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"it lacks what was asked for ({type(error).__name__}: {error})") from None
+
+
+def _check_columns(part: Part, vocab_size: int) -> None:
+    if len(part.token_ids) != len(part.logprobs):
+        raise ValueError(f"{len(part.logprobs)} log-probabilities of {len(part.token_ids)} tokens")
+    if part.ended is not None and not part.token_ids:
+        raise ValueError("no tokens")
+    wrong = next((t for t in part.token_ids if type(t) is not int or not 0 <= t < vocab_size), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong!r} among the token ids of a model of {vocab_size}")
+    odd = next((p for p in part.logprobs if not isinstance(p, float | int) or not -math.inf < p <= 1e-3), None)
+    if odd is not None:
+        raise ValueError(f"{odd!r} among the log-probabilities")

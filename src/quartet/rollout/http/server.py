@@ -1,0 +1,325 @@
+"""An OpenAI-compatible server over any rollout engine: ``/v1/completions``, ``/v1/chat/completions``, ``/v1/models``,
+``/health``, ``/metrics``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import signal
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from quartet.config import UserError
+from quartet.rollout.http.answers import Answers
+from quartet.rollout.http.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, requests_of
+from quartet.rollout.http.driver import EngineThread, Event
+from quartet.rollout.protocol import Completion, EngineFailed, GenerationError, Request, RolloutEngine
+from quartet.text.tokenizer import TextCodec
+
+_KEEP_ALIVE_S = 75
+MAX_BODY_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """
+    Attributes:
+        name: under which the model is served.
+        max_requests: answers under way and waiting, beyond which requests are turned away (HTTP 429).
+        api_key: that a client must send; None: nobody is asked for one.
+        grace_s: for what is under way when the server is to end.
+    """
+
+    name: str
+    limits: ModelLimits
+    max_requests: int = 1024
+    api_key: str | None = None
+    grace_s: float = 5.0
+
+
+class Refused(Exception):
+    """An answer in OpenAI's form that says no."""
+
+    def __init__(self, status: int, message: str, kind: str, code: str | None = None) -> None:
+        self.status = status
+        self.error = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def _refusal(error: UserError) -> Refused:
+    if isinstance(error, EngineFailed):
+        return Refused(503, str(error), "service_unavailable_error", "engine_failed")
+    if isinstance(error, GenerationError):
+        return Refused(500, str(error), "server_error", "generation_failed")
+    return Refused(400, str(error), "invalid_request_error")
+
+
+class Server:
+    """The application, within an event loop. ``engine`` is used by a thread of its own from now on."""
+
+    def __init__(self, engine: RolloutEngine, codec: TextCodec, settings: ServerSettings) -> None:
+        self._codec, self._settings = codec, settings
+        self._counts: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._created = int(time.time())
+        self.failed = asyncio.Event()
+        self.engine = EngineThread(engine, self.failed.set)
+        routes = [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+        ]
+        handlers: Any = {Refused: _as_response, HTTPException: _as_response}
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
+
+    # What is there ----------------------------------------------------------------------------------------
+
+    async def _models(self, http: HTTPRequest) -> Response:
+        self._authorize(http)
+        settings = self._settings
+        model = {"id": settings.name, "object": "model", "created": self._created, "owned_by": "quartet"}
+        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": settings.limits.context}]})
+
+    async def _health(self, http: HTTPRequest) -> Response:
+        if self.engine.failure is not None:
+            raise _refusal(self.engine.failure)
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics(self, http: HTTPRequest) -> Response:
+        try:
+            stats = asdict(await self.engine.call(lambda engine: engine.stats()))
+        except EngineFailed as error:
+            raise _refusal(error) from None
+        lines = [f'quartet_requests_total{{status="{status}"}} {n}' for status, n in sorted(self._counts.items())]
+        lines += [f"quartet_{kind}_tokens_total {n}" for kind, n in sorted(self._tokens.items())]
+        lines += [f"quartet_requests_held {self.engine.held}"]
+        lines += [f"quartet_engine_{name} {value}" for name, value in stats.items()]
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    # Completions ------------------------------------------------------------------------------------------
+
+    async def _completions(self, http: HTTPRequest) -> Response:
+        return await self._answered(http, CompletionBody, "cmpl")
+
+    async def _chat(self, http: HTTPRequest) -> Response:
+        return await self._answered(http, ChatBody, "chatcmpl")
+
+    async def _answered(self, http: HTTPRequest, kind: type[AnyBody], prefix: str) -> Response:
+        try:
+            return await self._answer(http, kind, f"{prefix}-{uuid.uuid4().hex}")
+        except UserError as error:
+            refused = _refusal(error)
+        except Refused as error:
+            refused = error
+        self._counts[str(refused.status)] += 1
+        raise refused
+
+    async def _answer(self, http: HTTPRequest, kind: type[AnyBody], name: str) -> Response:
+        self._authorize(http)
+        body = kind(**await _json_of(http))
+        if body.model != self._settings.name:
+            problem = f"the model {body.model!r} is not served here; {self._settings.name!r} is"
+            raise Refused(404, problem, "invalid_request_error", "model_not_found")
+        requests = requests_of(body, name, self._codec, self._settings.limits)
+        if self.engine.failure is not None:
+            raise self.engine.failure
+        if self.engine.held + len(requests) > self._settings.max_requests:
+            problem = f"{self.engine.held} answers are under way; at most {self._settings.max_requests} are"
+            raise Refused(429, problem, "rate_limit_error", "too_many_requests")
+        answers = Answers(name, body, self._codec, requests)
+        events = self.engine.ask(requests, stream=body.stream)
+        if body.stream:
+            return StreamingResponse(self._stream(body, answers, requests, events), media_type="text/event-stream")
+        completions = await self._all(http, requests, events)
+        self._count(answers, completions)
+        return JSONResponse(answers.whole(completions))
+
+    async def _all(
+        self, http: HTTPRequest, requests: Sequence[Request], events: asyncio.Queue[Event]
+    ) -> list[Completion]:
+        """Raises Refused where the client has gone; nobody reads that."""
+
+        async def ends() -> list[Completion]:
+            found = [(await events.get())[1] for _ in requests]
+            for each in found:
+                if isinstance(each, UserError):
+                    raise each
+            return [each for each in found if isinstance(each, Completion)]
+
+        ended, gone = asyncio.create_task(ends()), asyncio.create_task(_gone(http))
+        try:
+            await asyncio.wait({ended, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                return ended.result()
+            raise Refused(499, "the client has gone", "client_closed_request")
+        finally:
+            ended.cancel()
+            gone.cancel()
+            self.engine.cancel([request.request_id for request in requests])
+
+    async def _stream(
+        self, body: AnyBody, answers: Answers, requests: Sequence[Request], events: asyncio.Queue[Event]
+    ) -> AsyncIterator[str]:
+        completions: list[Completion] = []
+        status = "499"
+        try:
+            while len(completions) < len(requests):
+                request_id, event = await events.get()
+                if isinstance(event, UserError):
+                    refused = _refusal(event)
+                    status = str(refused.status)
+                    yield _event(refused.error)
+                    return
+                if isinstance(event, Completion):
+                    completions.append(event)
+                if (chunk := answers.chunk(request_id, event)) is not None:
+                    yield _event(chunk)
+            if body.stream_options.include_usage:
+                yield _event(answers.usage_chunk(completions))
+            status = "200"
+            yield "data: [DONE]\n\n"
+        finally:
+            # Also when the client has gone.
+            self.engine.cancel([request.request_id for request in requests])
+            if status == "200":
+                self._count(answers, completions)
+            else:
+                self._counts[status] += 1
+
+    def _count(self, answers: Answers, completions: Sequence[Completion]) -> None:
+        usage = answers.usage(completions)
+        self._counts["200"] += 1
+        self._tokens.update(prompt=usage["prompt_tokens"], generated=usage["completion_tokens"])
+
+    def _authorize(self, http: HTTPRequest) -> None:
+        key = self._settings.api_key
+        if key is not None and not hmac.compare_digest(http.headers.get("Authorization", ""), f"Bearer {key}"):
+            raise Refused(
+                401, "the key in Authorization is missing, or wrong", "authentication_error", "invalid_api_key"
+            )
+
+
+async def _json_of(http: HTTPRequest) -> dict[str, Any]:
+    data = bytearray()
+    async for part in http.stream():
+        data += part
+        if len(data) > MAX_BODY_BYTES:
+            raise Refused(413, f"a request of more than {MAX_BODY_BYTES} bytes", "invalid_request_error")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the request is not JSON: {error}", "invalid_request_error") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "the request is not a JSON object", "invalid_request_error")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+async def _gone(http: HTTPRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(said: dict[str, Any]) -> str:
+    return f"data: {json.dumps(said, ensure_ascii=False)}\n\n"
+
+
+async def _as_response(http: HTTPRequest, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        error = Refused(error.status_code, str(error.detail), "invalid_request_error")
+    assert isinstance(error, Refused)
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.error, error.status, headers)
+
+
+# The process -------------------------------------------------------------------------------------------------
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As the original, which raises the signals once more when it has ended by them."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound; port 0 takes any that is free.
+
+    Raises:
+        UserError: it is in use, or not this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from None
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise _cannot_listen(host, port, error) from None
+    return bound
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> UserError:
+    return UserError(
+        "the server cannot listen there",
+        found=f"{host}:{port}: {error}",
+        remedy="name another --port (0 takes any that is free) or --host, or end what listens there",
+    )
+
+
+def run(engine: RolloutEngine, codec: TextCodec, settings: ServerSettings, bound: socket.socket) -> None:
+    """Serves until SIGTERM or SIGINT; what is under way then has ``grace_s``. In the main thread.
+
+    Raises:
+        EngineFailed: the engine cannot go on.
+    """
+    asyncio.run(_serve(engine, codec, settings, bound))
+
+
+async def _serve(engine: RolloutEngine, codec: TextCodec, settings: ServerSettings, bound: socket.socket) -> None:
+    server = Server(engine, codec, settings)
+    config = uvicorn.Config(
+        server.app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(settings.grace_s)),
+    )
+    uvicorns = _Uvicorn(config)
+
+    async def end_with_engine() -> None:
+        await server.failed.wait()
+        uvicorns.should_exit = True
+
+    watch = asyncio.create_task(end_with_engine())
+    try:
+        await uvicorns.serve(sockets=[bound])
+    finally:
+        watch.cancel()
+        server.engine.close()
+    if server.engine.failure is not None:
+        raise server.engine.failure
