@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quartet.config import UserError
 from quartet.config.placement import AsynchronousPlacement
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptItem
@@ -17,7 +18,7 @@ from quartet.schedule.groups import Chunk, chunk_of
 from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.doctor import learning, resources, rewards, sampling
-from quartet.trainers.doctor.findings import Finding, Findings, ok
+from quartet.trainers.doctor.findings import Finding, Findings, of_error, ok
 from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.doctor.quick import quick_findings
 from quartet.trainers.doctor.weights import check_weights
