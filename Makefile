@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 WORKERS ?= 2
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-.PHONY: quickstart test test-all beside test-avx2 processor test-fast test-slow test-gpu fuzz lint format types reference wheel clean
+.PHONY: quickstart test test-all beside test-avx2 processor test-fast test-slow test-gpu test-vllm fuzz lint format types reference wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/quartet quickstart
@@ -19,7 +19,7 @@ test: $(VENV)/.installed-test lint processor
 	$(MAKE) --no-print-directory -j2 test-all beside
 
 test-all: $(VENV)/.installed-test
-	$(PYTEST) $(TOGETHER) -m "not slow and not gpu"
+	$(PYTEST) $(TOGETHER) -m "not slow and not gpu and not vllm"
 
 # One process beside those two: the longest files come first, and wait for Ray and for signals a good part of their time.
 BESIDE := $(VENV)/beside.log
@@ -46,13 +46,13 @@ BITS := tests/unit/models/test_aligned_memory.py tests/unit/models/test_exact.py
 	tests/e2e/test_resume.py::test_an_rl_run_survives_one_kill_after_another
 test-avx2: $(VENV)/.installed-test
 	@if grep -qw avx512f /proc/cpuinfo 2>/dev/null; then \
-		echo "with AVX2 alone:"; $(AVX2) $(PYTEST) $(TOGETHER) -m "not slow and not gpu" $(BITS); \
+		echo "with AVX2 alone:"; $(AVX2) $(PYTEST) $(TOGETHER) -m "not slow and not gpu and not vllm" $(BITS); \
 	else \
 		echo "test-avx2 is skipped: this processor has nothing above AVX2, so all tests ran without it"; \
 	fi
 
 test-fast: $(VENV)/.installed-test
-	$(PYTEST) $(TOGETHER) tests/unit -m "not slow and not gpu"
+	$(PYTEST) $(TOGETHER) tests/unit -m "not slow and not gpu and not vllm"
 
 # Random damage to recipes, rows, models and runs, SECONDS for each kind.
 SECONDS ?= 300
@@ -60,11 +60,20 @@ fuzz: $(VENV)/.installed-test
 	QUARTET_FUZZ_S=$(SECONDS) $(PYTEST) --timeout=0 tests/e2e/test_fuzz.py
 
 test-slow: $(VENV)/.installed-test
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu and not vllm"
 
 # Needs one GPU; runs with whatever python has torch, without the virtual environment.
 test-gpu:
 	$(PYTHON) -m pytest -q tests/gpu -m gpu
+
+# vLLM's CPU build in an environment of its own, which is made once (some minutes, 3 GB).
+VLLM := .venv-vllm
+test-vllm: $(VENV)/.installed-test
+	@if $(BIN)/python benchmarks/peers/environments.py vllm --folder $(VLLM); then \
+		$(PYTEST) tests -m vllm; \
+	else \
+		echo "test-vllm is skipped: its environment $(VLLM) could not be made, see above"; \
+	fi
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

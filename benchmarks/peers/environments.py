@@ -60,9 +60,9 @@ def versions_of(name: str, root: Path = DEFAULT_ROOT) -> dict[str, str]:
     return {package: _version(python_of(name, root), package) for package in ENVIRONMENTS[name].reported}
 
 
-def make(name: str, root: Path = DEFAULT_ROOT) -> None:
-    """Makes environment ``name``, or goes on with one that was left half-made."""
-    folder, environment = root / name, ENVIRONMENTS[name]
+def make(name: str, root: Path = DEFAULT_ROOT, folder: Path | None = None) -> None:
+    """Makes environment ``name``, or goes on with one that was left half-made; in ``folder`` if not below ``root``."""
+    folder, environment = folder or root / name, ENVIRONMENTS[name]
     if (folder / ".complete").exists():
         return
     python = folder / "bin" / "python"
@@ -93,7 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; all when left out")
     parser.add_argument("--root", type=Path, default=DEFAULT_ROOT)
+    parser.add_argument("--folder", type=Path, help="the environment's own, of a single name")
     chosen = parser.parse_args(arguments)
+    if chosen.folder is not None:
+        (name,) = chosen.names
+        make(name, folder=chosen.folder)
+        return
     for name in chosen.names or ENVIRONMENTS:
         make(name, chosen.root)
         print(name, versions_of(name, chosen.root))

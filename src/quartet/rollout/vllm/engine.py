@@ -55,8 +55,10 @@ class _Response:
     versions: list[int] = field(default_factory=list)
 
     def completion(self, reason: FinishReason, text_end: int | None = None) -> Completion:
-        columns = tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions)
-        return Completion(self.request.request_id, self.request.group, *columns, reason, text_end)
+        return Completion(self.request.request_id, self.request.group, *self.columns(), reason, text_end)
+
+    def columns(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
+        return tuple(self.token_ids), tuple(self.logprobs), tuple(self.versions)
 
 
 class VLLMEngine:
@@ -142,8 +144,8 @@ class VLLMEngine:
                 self._ended.append(response.completion(FinishReason.CANCELLED))
 
     def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
-        held = {i: self._held[i] for i in request_ids if i in self._held}
-        return {i: Generated(tuple(r.token_ids), tuple(r.logprobs), tuple(r.versions)) for i, r in held.items()}
+        held = (self._held[i] for i in request_ids if i in self._held)
+        return {r.request.request_id: Generated(*r.columns()) for r in held}
 
     # ---- driving ----
 

@@ -34,7 +34,7 @@ class WeightUpdates:
         if source is None:
             named = {name: tensor.to(self.model_config.dtype) for name, tensor in _checkpoint(folder)}
         else:
-            named = _checked(dict(source), getattr(source, "ties", {}), folder, self.model_config.dtype)
+            named = _checked(dict(source), dict(getattr(source, "ties", ())), folder, self.model_config.dtype)
         load(self.model_runner.get_model(), dict(padding(named.items())) if padding else named, self.model_config)
 
 
