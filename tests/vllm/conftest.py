@@ -35,11 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             if not PYTHON.exists():
-                item.add_marker(pytest.mark.skip(reason=f"no environment {PYTHON.parents[1].name}: make test-vllm makes it"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"no environment {PYTHON.parents[1].name}: make test-vllm makes it")
+                )
 
 
-def saved_model(folder: Path, *, tied: bool = True, head_size: int = 8) -> Path:
-    torch.manual_seed(0)
+def saved_model(folder: Path, *, tied: bool = True, head_size: int = 8, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, head_dim=head_size, max_position_embeddings=512, initializer_range=0.15,
@@ -62,6 +64,8 @@ class Sides:
     staging: StagedWeights
     engines: list[EngineProcess]
     router: Router
+    sent: dict[str, torch.Tensor]
+    changed: Callable[[], object] = lambda: None
     version: int = 0
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
@@ -69,7 +73,8 @@ class Sides:
         group = f"g{next(self._numbers)}"
         wanted = {"max_new_tokens": 16, **sampling}
         return [
-            Request(f"{group}-{i}", group, tuple(prompt), SamplingParams(**{"seed": i, **wanted})) for i in range(number)
+            Request(f"{group}-{i}", group, tuple(prompt), SamplingParams(**{"seed": i, **wanted}))
+            for i in range(number)
         ]
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -78,17 +83,17 @@ class Sides:
 
     @torch.no_grad()
     def change(self, size: float = 0.02) -> None:
-        """Moves every weight, and sends them."""
-        for parameter in self.model.parameters():
+        """Moves every weight that is sent, and sends them."""
+        for parameter in self.sent.values():
             parameter.add_(size * torch.randn_like(parameter))
+        self.changed()
         self.send()
 
     def send(self) -> None:
         self.version += 1
         sink = self.router.weight_sink()
-        named = [(name, p.detach()) for name, p in self.model.named_parameters()]
         self.router.pause()
-        sync_in_process(NamedSource(lambda: named, like=sink.dtypes()), [sink], self.version)
+        sync_in_process(NamedSource(lambda: self.sent.items(), like=sink.dtypes()), [sink], self.version)
         self.router.resume()
 
     @torch.no_grad()
@@ -127,18 +132,35 @@ def spec(path: Path, name: str = "vllm-0", **kwargs: Any) -> EngineSpec:
 
 
 @pytest.fixture(scope="session")
+def save_model() -> Callable[..., Path]:
+    return saved_model
+
+
+@pytest.fixture(scope="session")
+def engine_spec() -> Callable[..., EngineSpec]:
+    return spec
+
+
+@pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Sides]]:
     """Engines over a model, with its weights sent once; they end with the session."""
     started: list[Sides] = []
 
-    def start(number: int = 1, *, path: Path | None = None, tied: bool = True, **kwargs: Any) -> Sides:
+    def start(
+        number: int = 1,
+        *,
+        path: Path | None = None,
+        tied: bool = True,
+        sent: dict[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Sides:
         path = path or saved_model(tmp_path_factory.mktemp("model"), tied=tied)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        staging = StagedWeights(model.named_parameters(remove_duplicate=False), torch.float32)
-        engines = [
-            EngineProcess(spec(path, f"vllm-{i}", version=None, max_num_seqs=8, **kwargs), staging) for i in range(number)
-        ]
-        started.append(Sides(path, model, staging, engines, Router(engines)))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+        staging = StagedWeights((sent or dict(model.named_parameters(remove_duplicate=False))).items())
+        made = [spec(path, f"vllm-{i}", version=None, max_num_seqs=8, **kwargs) for i in range(number)]
+        engines = [EngineProcess(each, staging) for each in made]
+        named = sent or dict(model.named_parameters())
+        started.append(Sides(path, model, staging, engines, Router(engines), named))
         started[-1].send()
         return started[-1]
 

@@ -37,7 +37,7 @@ from quartet.rollout.protocol import (
 from quartet.rollout.scheduler import check_request
 from quartet.rollout.stop_strings import Decode, StopStringMatcher
 from quartet.rollout.vllm.head_padding import HeadPadding
-from quartet.rollout.vllm.weights import save_adapter
+from quartet.rollout.vllm.weights import checkpoint_shapes, save_adapter
 from quartet.weights.errors import WeightsUnusable
 
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
@@ -69,7 +69,7 @@ class VLLMEngine:
         decode: token ids → text, needed for stop strings.
         version: policy version of the weights that it loaded; None: it computes only once weights were sent.
         lora: ``rank`` and ``alpha`` of adapters, which alone are sent then.
-        padding: of the model's heads; the model is then read here, through it.
+        padding: that the model's heads have.
     """
 
     untruncated_logprobs = False
@@ -85,13 +85,12 @@ class VLLMEngine:
     ) -> None:
         config = EngineArgs(**engine_args).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        if padding is not None:
-            self._core.collective_rpc("quartet_update_weights", args=(None, padding))
         self._model = config.model_config
         self._block_size = config.cache_config.block_size
         self._num_blocks = config.cache_config.num_gpu_blocks or 0
         self._decode = decode
         self._lora, self._padding = lora, padding
+        self._shapes = checkpoint_shapes(Path(config.model_config.model))
         self._adapter: LoRARequest | None = None
         self._version = version
         self._held: dict[str, _Response] = {}
@@ -235,7 +234,7 @@ class VLLMEngine:
         self._drain()
         self._version = None
         if self._lora is None:
-            self._core.collective_rpc("quartet_update_weights", args=(source, self._padding))
+            self._core.collective_rpc("quartet_update_weights", args=(source, self._shapes, self._padding))
         else:
             self._load_adapter(source, self._lora)
         self._stats.recomputed_tokens += sum(r.num_computed_tokens for r in self._core.scheduler.running)
@@ -246,7 +245,7 @@ class VLLMEngine:
     def _load_adapter(self, source: Iterable[tuple[str, Tensor]], lora: Mapping[str, Any]) -> None:
         """vLLM reads adapters from a directory alone."""
         with tempfile.TemporaryDirectory(prefix="quartet-adapter-") as folder:
-            save_adapter(source, Path(folder), lora)
+            save_adapter(source if self._padding is None else self._padding(source), Path(folder), lora)
             self._core.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
         self._adapter = LoRARequest("policy", 1, "(loaded)")
 

@@ -7,10 +7,13 @@ same products. vLLM divides these by the root of the larger size, so queries are
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _PLAIN = ("llama", "mistral", "qwen2")
@@ -19,19 +22,32 @@ _PLAIN = ("llama", "mistral", "qwen2")
 
 @dataclass(frozen=True)
 class HeadPadding:
-    """Of weights under a checkpoint's names."""
+    """
+    Attributes:
+        size: of a head as it is.
+        stride: times which it is larger then.
+    """
 
     size: int
     stride: int
 
     def __call__(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Of weights, and of adapters' factors, by the names that the model has for them."""
         for name, tensor in named:
-            module = name.split(".")[-2]
-            if module in ("q_proj", "k_proj", "v_proj"):
-                tensor = self._spread(tensor * self.stride**0.5 if module == "q_proj" else tensor)
-            elif module == "o_proj" and name.endswith(".weight"):
+            parts = set(name.split("."))
+            if parts & {"q_proj", "k_proj", "v_proj"} and "lora_A" not in parts:
+                tensor = self._spread(tensor * self.stride**0.5 if "q_proj" in parts else tensor)
+            elif "o_proj" in parts and not parts & {"bias", "lora_B"}:
                 tensor = self._spread(tensor.T).T
             yield name, tensor.contiguous()
+
+    def save(self, path: Path, folder: Path) -> None:
+        """Writes the model in ``path`` with heads of the larger size."""
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config["head_dim"] = self.size * self.stride
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        for file in path.glob("*.safetensors"):
+            save_file(dict(self(load_file(file).items())), folder / file.name)
 
     def _spread(self, tensor: Tensor) -> Tensor:
         """``[heads · size, …]`` → ``[heads · size · stride, …]``."""

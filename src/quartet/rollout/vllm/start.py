@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
@@ -74,22 +75,22 @@ def make(
         "pipeline_parallel_size": pipeline_parallel_size,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
+        "kv_cache_memory_bytes": cache_bytes,
         "enforce_eager": enforce_eager,
         "seed": seed,
-        "kv_cache_memory_bytes": cache_bytes,
-        "disable_log_stats": True,
-        **_CHOSEN,
+        **({} if gpu_memory_utilization is None else {"gpu_memory_utilization": gpu_memory_utilization}),
+        **({} if lora is None else _lora_arguments(lora)),
         **_sleep_mode(sleep),
+        **_CHOSEN,
     }
-    if gpu_memory_utilization is not None:
-        given["gpu_memory_utilization"] = gpu_memory_utilization
-    if lora is not None:
-        given |= _lora_arguments(lora)
-    padding = _cpu_arguments(folder, given, lora is not None)
-    _check_further(engine_args or {})
-    decode = _decode(folder)
+    padding = _cpu_arguments(folder, given)
+    given |= _further(engine_args or {})
     try:
-        return VLLMEngine({**given, **(engine_args or {})}, decode=decode, version=version, lora=lora, padding=padding)
+        with tempfile.TemporaryDirectory(prefix="quartet-padded-") as padded:
+            if padding is not None:
+                padding.save(folder, Path(padded))
+                given["model"] = padded
+            return VLLMEngine(given, decode=_decode(folder), version=version, lora=lora, padding=padding)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise UserError(
             "vLLM cannot serve this model so",
@@ -99,6 +100,7 @@ def make(
 
 
 _CHOSEN: dict[str, Any] = {
+    "disable_log_stats": True,
     "skip_tokenizer_init": True,
     "async_scheduling": False,
     "enable_prefix_caching": True,
@@ -108,7 +110,7 @@ _CHOSEN: dict[str, Any] = {
 """Settings that this engine rests on; ``async_scheduling`` may be set."""
 
 
-def _check_further(engine_args: Mapping[str, Any]) -> None:
+def _further(engine_args: Mapping[str, Any]) -> Mapping[str, Any]:
     taken = sorted(engine_args.keys() & (_CHOSEN.keys() - {"async_scheduling"}))
     if taken:
         raise UserError(
@@ -116,6 +118,7 @@ def _check_further(engine_args: Mapping[str, Any]) -> None:
             found=f"engine_args has {', '.join(taken)}",
             remedy="leave it out: token ids, log-probabilities and weights rest on its value",
         )
+    return engine_args
 
 
 def _check_version() -> None:
@@ -155,7 +158,7 @@ def _lora_arguments(lora: Mapping[str, Any]) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
 
-def _cpu_arguments(folder: Path, given: dict[str, Any], has_adapters: bool) -> HeadPadding | None:
+def _cpu_arguments(folder: Path, given: dict[str, Any]) -> HeadPadding | None:
     """Adds what vLLM needs on CPUs; how heads are padded there, if they are."""
     from vllm.platforms import current_platform
 
@@ -168,12 +171,7 @@ def _cpu_arguments(folder: Path, given: dict[str, Any], has_adapters: bool) -> H
     # Its own choice there, 128, leaves shorter prompts of a group uncached.
     given["block_size"] = 32
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    padding = head_padding(config, CPUAttentionBackend.get_supported_head_sizes())
-    if padding is not None and not has_adapters:
-        # The engine starts without weights, and reads them through the padding.
-        given |= {"hf_overrides": {"head_dim": padding.size * padding.stride}, "load_format": "dummy"}
-        return padding
-    return None
+    return head_padding(config, CPUAttentionBackend.get_supported_head_sizes())
 
 
 def _decode(folder: Path) -> Decode | None:

@@ -17,6 +17,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from quartet.rollout.vllm.head_padding import HeadPadding
 from quartet.weights.errors import WeightsRefused
 
+Shapes = dict[str, tuple[int, ...]]
+
 
 class WeightUpdates:
     """What vLLM's worker class can do besides (its ``worker_extension_cls``); methods are called on every rank."""
@@ -24,18 +26,21 @@ class WeightUpdates:
     model_runner: Any
     model_config: Any
 
-    def quartet_update_weights(self, source: Iterable[tuple[str, Tensor]] | None, padding: HeadPadding | None) -> None:
-        """Replaces every weight by those of ``source``, under the names of the checkpoint; None: by the checkpoint's.
+    def quartet_update_weights(
+        self, source: Iterable[tuple[str, Tensor]], shapes: Shapes, padding: HeadPadding | None
+    ) -> None:
+        """Replaces every weight.
+
+        Args:
+            source: under the checkpoint's names; maybe with ``ties``, pairs of another name and the one that it has.
+            shapes: of the checkpoint.
 
         Raises:
             WeightsRefused: names, shapes or dtypes are not the checkpoint's; nothing has changed.
         """
-        folder = Path(self.model_config.model)
-        if source is None:
-            named = {name: tensor.to(self.model_config.dtype) for name, tensor in _checkpoint(folder)}
-        else:
-            named = _checked(dict(source), dict(getattr(source, "ties", ())), folder, self.model_config.dtype)
-        load(self.model_runner.get_model(), dict(padding(named.items())) if padding else named, self.model_config)
+        tensors = dict(source if padding is None else padding(source))
+        named = _checked(tensors, dict(getattr(source, "ties", ())), shapes, self.model_config.dtype)
+        load(self.model_runner.get_model(), named, self.model_config)
 
 
 @torch.no_grad()
@@ -55,16 +60,9 @@ def load(model: Any, tensors: Mapping[str, Tensor], model_config: Any) -> None:
         raise RuntimeError(f"vLLM put no weights into {empty[0]!r} ({len(empty)} in all)")
 
 
-def _checkpoint(path: Path) -> Iterable[tuple[str, Tensor]]:
-    """Every tensor of the safetensors files in ``path``."""
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                yield name, tensors.get_tensor(name)
-
-
-def _checkpoint_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
+def checkpoint_shapes(path: Path) -> Shapes:
+    """Of every tensor of the safetensors files in ``path``."""
+    shapes: Shapes = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
@@ -72,7 +70,7 @@ def _checkpoint_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _checked(
-    tensors: Mapping[str, Tensor], ties: Mapping[str, str], folder: Path, dtype: torch.dtype
+    tensors: Mapping[str, Tensor], ties: Mapping[str, str], shapes: Shapes, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The tensors in the checkpoint's order, a tied one under each name that the checkpoint has of it.
 
@@ -80,7 +78,7 @@ def _checked(
         WeightsRefused: one is missing, unknown, or has another shape or dtype.
     """
     found: dict[str, Tensor] = {}
-    for name, shape in _checkpoint_shapes(folder).items():
+    for name, shape in shapes.items():
         tensor = tensors.get(name, tensors.get(ties.get(name, name)))
         if tensor is None:
             raise _refused(f"nothing for {name!r}", name)
