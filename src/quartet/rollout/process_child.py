@@ -18,7 +18,7 @@ from quartet.rewards.subprocesses import how_it_ended
 from quartet.rollout.channel import Channel
 
 _PACKAGE = Path(__file__).parents[1]
-_SHOWN_LINES, _SHOWN_BYTES = 30, 1 << 14
+_SHOWN_LINES, _SHOWN_BYTES = 30, 3000
 _MAX_LOG_BYTES = 16 << 20
 
 

@@ -1,14 +1,16 @@
-"""A step engine as a rollout engine: it computes in the thread that waits for completions."""
+"""A step engine as a rollout engine: it computes in the thread that waits for completions. Without torch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from quartet.config import UserError
 from quartet.rollout.protocol import Completion, EngineStats, Generated, Request, StepEngine
-from quartet.weights.sink import TensorSink
+
+if TYPE_CHECKING:
+    from quartet.weights.sink import TensorSink
 
 
 @runtime_checkable

@@ -1,0 +1,213 @@
+"""Weights in shared memory: equal bits in every engine, update after update; never half of one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quartet.config.common import LoRAConfig
+from quartet.models.loading import load_causal_lm, packed_causal_lm
+from quartet.rollout.engine import NativeEngine, own_copy
+from quartet.rollout.process import EngineProcess
+from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, Request, SamplingParams
+from quartet.rollout.staging import StagedWeights
+from quartet.weights.errors import WeightMismatch, WeightsRefused, WeightsUnusable
+from quartet.weights.in_process import sync_in_process
+from quartet.weights.manifest import WeightManifest
+from quartet.weights.sink import TensorSink
+from quartet.weights.source import NamedSource
+
+targets: Any = importlib.import_module("engine_targets")
+LORA = {"rank": 4, "alpha": 8}
+
+
+def named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+@torch.no_grad()
+def train(tensors: list[Tensor], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors:
+        tensor.add_(0.02 * torch.randn(tensor.shape, generator=generator))
+
+
+def send(pairs: list[tuple[str, Tensor]], sinks: list[TensorSink], version: int) -> None:
+    sync_in_process(NamedSource(lambda: pairs, like=sinks[0].dtypes()), sinks, version)
+
+
+def requests(number: int) -> list[Request]:
+    return [
+        Request(f"{number}-{i}", f"{number}", (5, 9, 2), SamplingParams(max_new_tokens=9, seed=i)) for i in range(3)
+    ]
+
+
+def answers(engine: Any, asked: list[Request]) -> dict[str, Completion]:
+    engine.submit(asked)
+    done: dict[str, Completion] = {}
+    while len(done) < len(asked):
+        made = engine.step() if isinstance(engine, NativeEngine) else engine.completed(5.0)
+        done |= {completion.request_id: completion for completion in made}
+    return done
+
+
+# The memory ------------------------------------------------------------------------------------------------
+
+
+def test_another_reader_sees_what_was_committed_each_tensor_once(tmp_path: Path) -> None:
+    targets.build_model(is_tied=True).save_pretrained(tmp_path)
+    staging = StagedWeights(named(load_causal_lm(str(tmp_path), empty=True)))
+    source = targets.build_model(3, is_tied=True)
+    send(list(source.named_parameters()), [staging.weight_sink()], 5)
+    assert staging.version == 5
+    handle = pickle.loads(pickle.dumps(staging.handle))
+    read = dict(handle)
+    assert handle.ties == (("lm_head.weight", "model.embed_tokens.weight"),)
+    assert list(read) == [name for name, _ in source.named_parameters()]
+    assert all(torch.equal(read[name], parameter) for name, parameter in source.named_parameters())
+    staging.close()
+    staging.close()
+
+
+def test_a_reader_that_writes_changes_nothing_for_others() -> None:
+    model = targets.build_model()
+    staging = StagedWeights(named(model))
+    send(named(model), [staging.weight_sink()], 0)
+    for _, tensor in staging.handle:
+        tensor.fill_(9.0)
+    assert all(
+        torch.equal(tensor, parameter) for (_, tensor), (_, parameter) in zip(staging.handle, named(model), strict=True)
+    )
+
+
+def test_it_holds_the_engines_dtype_and_refuses_another_model() -> None:
+    model = targets.build_model()
+    staging = StagedWeights(named(model), torch.bfloat16)
+    send(named(model), [staging.weight_sink()], 1)
+    read = dict(staging.handle)
+    assert all(torch.equal(read[name], parameter.bfloat16()) for name, parameter in named(model))
+    wrong = [(name, tensor[:1] if name == "lm_head.weight" else tensor) for name, tensor in named(model)]
+    with pytest.raises(WeightsRefused, match=r"lm_head\.weight"):
+        send(wrong, [staging.weight_sink()], 2)
+    assert staging.version == 1
+
+
+def test_temporary_tensors_are_not_taken_for_tied_ones() -> None:
+    staging = StagedWeights((f"t{i}", torch.empty(4)) for i in range(50))
+    assert (len(staging.handle.specs), staging.handle.ties) == (50, ())
+
+
+# Engines ---------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A trainer, and two engines for its weights: in this process, and in one of its own that begins with others."""
+
+    def __init__(self, kind: str) -> None:
+        lora, is_tied = (LORA, False) if kind == "adapters" else (None, kind == "tied")
+        config = LoRAConfig(**LORA) if lora is not None else None
+        self.trainer = packed_causal_lm(targets.build_model(1, is_tied=is_tied), lora=config)
+        # Adapters come without their base, which is the engines' own.
+        begins = {"seed": 1 if lora is not None else 3, "is_tied": is_tied, "lora": lora}
+        model = self.trainer.model
+        self.sent = list(model.named_parameters()) if lora is None else list(self.trainer.adapters.trained.items())
+        self.staging = StagedWeights(named(model) if lora is None else self.sent)
+        self.here = NativeEngine(own_copy(self.trainer), owns_weights=True, max_running=8)
+        self.apart = EngineProcess(targets.spec(kwargs=begins, name=kind), self.staging)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[dict[str, Pair]]:
+    """Of all kinds: their processes start side by side."""
+    before = set(os.listdir("/dev/shm"))
+    made = {kind: Pair(kind) for kind in ("untied", "tied", "adapters")}
+    yield made
+    for pair in made.values():
+        pair.apart.close()
+        pair.staging.close()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied", "adapters"])
+def test_twenty_updates_give_the_bits_of_the_engine_in_this_process(kind: str, pairs: dict[str, Pair]) -> None:
+    """Tokens, log-probabilities and versions."""
+    pair = pairs[kind]
+    early = requests(99)
+    pair.apart.submit(early)
+    with pytest.raises(WeightsUnusable, match="no weights yet"):
+        pair.apart.completed(0.1)
+    pair.apart.cancel([request.request_id for request in early])
+    seen = set()
+    for version in range(20):
+        train([tensor for _, tensor in pair.sent], version)
+        send(pair.sent, [pair.here.weight_sink(), pair.apart.weight_sink()], version)
+        if version == 0:
+            assert {made.finish_reason for made in pair.apart.completed(5.0)} == {FinishReason.CANCELLED}
+        expected, found = answers(pair.here, requests(version)), answers(pair.apart, requests(version))
+        assert found == expected
+        assert all(set(made.versions) == {version} for made in found.values())
+        seen.add(found[f"{version}-0"].logprobs)
+    assert len(seen) == 20, "the weights did change"
+    assert pair.staging.handle.num_bytes < (20_000 if kind == "adapters" else 200_000)
+
+
+def test_after_a_broken_sync_the_engine_computes_with_the_old_weights_and_takes_the_next(
+    pairs: dict[str, Pair],
+) -> None:
+    """It has its own copy, so the mixture that stands in the shared memory reaches nobody, a restarted one neither."""
+    staging, engine = pairs["untied"].staging, pairs["untied"].apart
+    sink = staging.weight_sink()
+    send(named(targets.build_model(1)), [sink], 30)
+    expected = answers(engine, requests(0))
+
+    source = NamedSource(lambda: named(targets.build_model(2)))
+    specs = source.specs()
+    sink.begin(specs, 31)
+    for spec, tensor in zip(specs, source.tensors(), strict=True):
+        sink.write(spec.name, 0, tensor.view(-1))
+    with pytest.raises(WeightMismatch):
+        sink.verify(WeightManifest(31, specs, ("0" * 16,) * len(specs)))
+    sink.abort("digests differ")
+    assert staging.version is None
+    assert answers(engine, requests(0)) == expected
+
+    engine.restart()
+    engine.wait_ready()
+    assert engine.version is None
+    with pytest.raises(WeightsUnusable, match="broke off halfway"):
+        answers(engine, requests(1))
+    send(named(targets.build_model(3)), [sink], 32)
+    done: dict[str, Completion] = {}
+    while len(done) < 3:
+        done |= {made.request_id: made for made in engine.completed(5.0)}
+    assert all(set(made.versions) == {32} for made in done.values())
+
+
+def test_an_engine_that_fails_to_take_weights_never_answers_with_them() -> None:
+    staging = StagedWeights([("weight", torch.ones(4))])
+    engines = [
+        EngineProcess(targets.spec("engine_faults:scripted", kwargs=kwargs, name=name), staging)
+        for name, kwargs in (("bad", {"fault": "fails to load", "after": 2}), ("good", {}))
+    ]
+    for engine in engines:
+        engine.wait_ready()
+    bad, good = engines
+    for version in range(3):
+        send([("weight", torch.full((4,), float(version)))], [staging.weight_sink()], version)
+    assert all(set(made.versions) == {2} for made in answers(good, requests(0)).values())
+    for _ in range(2):
+        with pytest.raises(EngineFailed, match="the planted error of an update"):
+            bad.submit(requests(0))
+    bad.restart()
+    with pytest.raises(EngineFailed, match="the planted error of an update"):
+        bad.wait_ready()
+    for engine in engines:
+        engine.close()
