@@ -10,15 +10,17 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quartet.config import UserError
 from quartet.rollout.channel import ChannelTimeout
 from quartet.rollout.ledger import RequestLedger
 from quartet.rollout.process_child import EngineChild, EngineSpec
 from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, Generated, GenerationError, Request
-from quartet.rollout.staging import StagedWeights
-from quartet.weights.sink import TensorSink
+
+if TYPE_CHECKING:
+    from quartet.rollout.staging import StagedWeights
+    from quartet.weights.sink import TensorSink
 
 __all__ = ["EngineProcess", "EngineSpec"]
 _LOOK_S = 0.5

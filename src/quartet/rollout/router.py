@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from multiprocessing.connection import wait
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quartet.config import UserError
 from quartet.rollout.ledger import RequestLedger
@@ -31,7 +31,9 @@ from quartet.rollout.protocol import (
     Request,
     RolloutEngine,
 )
-from quartet.weights.sink import TensorSink
+
+if TYPE_CHECKING:
+    from quartet.weights.sink import TensorSink
 
 Policy = Literal["prefix", "least_tokens", "round_robin"]
 State = Literal["up", "starting", "asleep", "out"]

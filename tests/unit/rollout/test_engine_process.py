@@ -1,0 +1,334 @@
+"""An engine in a process of its own: whatever becomes of that, there is an error that says so, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import UserError
+from quartet.rollout.channel import Channel, ChannelTimeout
+from quartet.rollout.process import EngineProcess
+from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
+
+targets: Any = importlib.import_module("engine_targets")
+SOON_S = 20.0
+
+
+@contextlib.contextmanager
+def process(fault: str = "", *, target: str = "scripted", **options: Any) -> Iterator[EngineProcess]:
+    kwargs = options.pop("kwargs", {"fault": fault})
+    engine = EngineProcess(targets.spec(f"engine_faults:{target}", kwargs=kwargs, **options))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def ask(name: str = "r", max_new_tokens: int = 5) -> Request:
+    return Request(name, name, (5, 9, 2), SamplingParams(max_new_tokens=max_new_tokens))
+
+
+def wait_for(engine: EngineProcess, number: int = 1) -> list[Completion]:
+    done: list[Completion] = []
+    end = time.monotonic() + SOON_S
+    while len(done) < number and time.monotonic() < end:
+        done += engine.completed(0.2)
+    return done
+
+
+def pid_of(engine: EngineProcess) -> int:
+    assert engine._child is not None
+    return engine._child.pid
+
+
+def is_gone(pid: int) -> bool:
+    """Also not waiting to be asked for its status."""
+    end = time.monotonic() + SOON_S
+    while Path(f"/proc/{pid}").exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# Answers that cannot be ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("twice", "not asked for, or answered already"),
+        ("unknown", "'never heard of', which is not held"),
+        ("few logprobs", "5 tokens, 4 log-probabilities, 5 versions"),
+        ("many versions", "5 tokens, 5 log-probabilities, 6 versions"),
+        ("foreign version", "version 99, which it was not given"),
+        ("too many", "6 tokens where 5 were the most"),
+        ("other group", "group 'another' instead of 'r'"),
+        ("cancels", "as cancelled, which nobody asked for"),
+        ("raises", "the planted error of a step"),
+    ],
+)
+def test_an_engine_that_answers_nonsense_has_failed(fault: str, found: str) -> None:
+    with process(fault, kwargs={"fault": fault, "after": 1}) as engine:
+        engine.submit([ask("fine", 3)])
+        assert wait_for(engine) == [Completion("fine", "fine", (7,) * 3, (-1.0,) * 3, (0,) * 3, FinishReason.LENGTH)]
+        pid = pid_of(engine)
+        engine.submit([ask()])
+        with pytest.raises(EngineFailed, match=found):
+            wait_for(engine)
+        assert is_gone(pid)
+        for call in (lambda: engine.submit([ask("s")]), lambda: engine.completed(0), engine.pause):
+            with pytest.raises(EngineFailed, match=found):
+                call()
+        engine.restart()
+        engine.submit([ask("again", 3)])
+        assert [made.request_id for made in wait_for(engine)] == ["again"]
+
+
+def test_an_error_about_some_requests_leaves_the_others() -> None:
+    with process("not finite", kwargs={"fault": "not finite", "after": 1}) as engine:
+        engine.submit([ask("short", 3), ask("bad", 20), ask("bad too", 20)])
+        assert [made.request_id for made in wait_for(engine)] == ["short"]
+        for name in ("bad", "bad too"):
+            with pytest.raises(GenerationError) as caught:
+                wait_for(engine)
+            assert caught.value.request_ids == (name,)
+        engine.submit([ask("bad", 2)])  # its id is free
+
+
+# Processes that end or stand still -------------------------------------------------------------------------
+
+
+def test_killed_in_mid_generation_it_fails_at_once_and_answers_again_after_a_restart() -> None:
+    with process(kwargs={"step_s": 0.01}) as engine:
+        engine.submit([ask("r", 10_000)])
+        assert engine.completed(0.1) == []
+        pid = pid_of(engine)
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineFailed, match="SIGKILL"):
+            wait_for(engine)
+        assert time.monotonic() - start < 2.0
+        assert is_gone(pid)
+        engine.restart()
+        engine.wait_ready()
+        engine.submit([ask("r", 4)])
+        assert len(wait_for(engine)[0].token_ids) == 4
+
+
+@pytest.mark.parametrize("fault", ["stops", "is late"])
+def test_one_that_stands_still_is_ended(fault: str) -> None:
+    with process(fault, stall_timeout_s=1.0) as engine:
+        engine.submit([ask()])
+        pid = pid_of(engine)
+        with pytest.raises(EngineFailed, match="said nothing for 1 s"):
+            wait_for(engine)
+        assert is_gone(pid)
+
+
+def test_one_that_is_stopped_does_not_hold_up_a_submission_or_a_call() -> None:
+    """Neither one that it could take no more of, nor one that it does not answer."""
+    many = [replace(ask(f"r{i}"), prompt_ids=tuple(range(i, i + 500))) for i in range(1000)]
+    for call in (lambda engine: engine.submit(many), lambda engine: engine.pause()):
+        with process(stall_timeout_s=1.0) as engine:
+            engine.wait_ready()
+            os.kill(pid_of(engine), signal.SIGSTOP)
+            start = time.monotonic()
+            with pytest.raises(EngineFailed, match="within 1 s"):
+                call(engine)
+            assert time.monotonic() - start < 5.0
+
+
+def test_it_lives_while_it_computes_or_rests_for_longer_than_the_limit() -> None:
+    with process(kwargs={"step_s": 0.05}, stall_timeout_s=0.9) as engine:
+        engine.submit([ask("r", 30)])
+        assert len(wait_for(engine)[0].token_ids) == 30
+        engine.submit([ask("s", 10)])
+        engine.pause()
+        time.sleep(1.0)
+        assert engine.completed(0.1) == []
+        engine.resume()
+        assert len(wait_for(engine)[0].token_ids) == 10
+
+
+def test_answers_wait_for_one_who_does_other_things() -> None:
+    """More of them than the connection holds."""
+    with process(stall_timeout_s=1.0, kwargs={"step_s": 0.0}) as engine:
+        engine.submit([ask(f"r{i}", 200 + i % 7) for i in range(400)])
+        time.sleep(1.5)
+        assert len({made.request_id for made in wait_for(engine, 400)}) == 400
+
+
+# Starts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("exit", "exit status 3; its last lines:\nthe planted last words"),
+        ("raise", "RuntimeError: the planted error of a start"),
+        ("hang", r"not ready after 1 s(.|\n)*the planted last words"),
+    ],
+)
+def test_a_failed_start_says_why(how: str, found: str) -> None:
+    seconds = 1.0 if how == "hang" else SOON_S
+    options: dict[str, Any] = {"kwargs": {"how": how}, "start_timeout_s": seconds}
+    with process(target="fails_at_start", **options) as engine, pytest.raises(EngineFailed, match=found):
+        engine.wait_ready()
+
+
+def test_an_error_for_the_user_is_raised_as_it_is() -> None:
+    with process(target="fails_at_start", kwargs={"how": "user error"}) as engine:
+        with pytest.raises(UserError, match="this engine cannot be had") as caught:
+            engine.submit([ask()])
+        assert not isinstance(caught.value, EngineFailed)
+
+
+def test_what_cannot_be_found_is_named() -> None:
+    with pytest.raises(EngineFailed, match="no/such/python"):
+        EngineProcess(replace(targets.spec(), python="/no/such/python"))
+    with process(target="nothing") as engine, pytest.raises(EngineFailed, match="no attribute 'nothing'"):
+        engine.wait_ready()
+
+
+def test_of_what_it_prints_the_end_is_shown() -> None:
+    with process(target="talks", kwargs={}) as engine:
+        engine.submit([ask()])
+        with pytest.raises(EngineFailed) as caught:
+            wait_for(engine)
+        assert "the planted error of a step" in str(caught.value)
+        assert "line 1990 " in str(caught.value)
+        assert len(str(caught.value)) < 5000
+
+
+# Nothing is left -------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor, file, thread or process, whether it was closed, failed, or was started anew."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    note = tmp_path / "numbers"
+
+    def cycle() -> None:
+        with process(target="has_a_child", kwargs={"file": str(note)}) as engine:
+            for way in (engine.restart, engine.close):
+                engine.wait_ready()
+                pids = [int(text) for text in note.read_text(encoding="utf-8").split()]
+                way()
+                assert is_gone(pids[0])
+                assert _ends(pids[1])
+
+    cycle()
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    cycle()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (before, threads)
+    assert os.listdir(tmp_path) == ["numbers"]
+
+
+def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Killed, with no time to say anything, while the engine computes; and so does what the engine started."""
+    note = tmp_path / "numbers"
+    program = (
+        "import os, signal, sys\n"
+        "from quartet.rollout.process import EngineProcess, EngineSpec\n"
+        "from quartet.rollout.protocol import Request, SamplingParams\n"
+        "engine = EngineProcess(EngineSpec('engine_faults:has_a_child', {'file': sys.argv[1]}))\n"
+        "engine.submit([Request('r', 'r', (1,), SamplingParams(max_new_tokens=10**6))])\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    path = os.pathsep.join([str(Path(targets.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run([sys.executable, "-c", program, str(note)], env={**os.environ, "PYTHONPATH": path})
+    assert ended.returncode == -signal.SIGKILL
+    assert all(_ends(int(pid)) for pid in note.read_text(encoding="utf-8").split())
+
+
+def _ends(pid: int) -> bool:
+    """A process of which nothing runs any more; whoever adopted it may not have asked for its status."""
+    end = time.monotonic() + SOON_S
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# The connection --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Connection]]:
+    ours, theirs = socket.socketpair()
+    channel, connection = Channel(ours), Connection(theirs.detach())
+    yield channel, connection
+    channel.close()
+    connection.close()
+
+
+def test_messages_come_whole_and_in_order(ends: tuple[Channel, Connection]) -> None:
+    channel, connection = ends
+    assert channel.receive(0.0) == []
+    connection.send(1)
+    connection.send("two")
+    assert channel.receive(1.0) == [1, "two"]
+    large = bytes(100_000)
+    os.write(connection.fileno(), len(large).to_bytes(4, "big")[:2])
+    assert channel.receive(0.05) == []
+    channel.send(("back", 3), 1.0)
+    assert connection.recv() == ("back", 3)
+
+
+def test_two_ends_that_both_send_much_do_not_wait_for_each_other(ends: tuple[Channel, Connection]) -> None:
+    channel, connection = ends
+    data = bytes(3_000_000)
+
+    def child() -> None:
+        connection.send(data)
+        connection.send(len(connection.recv()))
+
+    thread = threading.Thread(target=child)
+    thread.start()
+    channel.send(data, 5.0)
+    found: list[Any] = []
+    while len(found) < 2:
+        found += channel.receive(5.0)
+    thread.join()
+    assert found == [data, len(data)]
+
+
+def test_one_who_takes_nothing_is_not_waited_for(ends: tuple[Channel, Connection]) -> None:
+    with pytest.raises(ChannelTimeout):
+        ends[0].send(bytes(3_000_000), 0.2)
+
+
+def test_what_is_no_message_is_an_error(ends: tuple[Channel, Connection]) -> None:
+    channel, connection = ends
+    os.write(connection.fileno(), (5).to_bytes(4, "big") + b"hello")
+    with pytest.raises(ValueError, match="cannot be read"):
+        channel.receive(1.0)
+
+
+def test_the_last_words_are_heard_before_the_end(ends: tuple[Channel, Connection]) -> None:
+    channel, connection = ends
+    connection.send("last")
+    connection.close()
+    assert channel.receive(1.0) == ["last"]
+    with pytest.raises(EOFError):
+        channel.receive(1.0)
