@@ -29,16 +29,21 @@ Serve = Callable[[Callable[[Any], Answer]], Asked]
 
 
 @contextmanager
-def served(answer: Callable[[Any], Answer]) -> Iterator[Asked]:
-    """Answers every POST with ``answer(body)``."""
+def served(answer: Callable[[Any], Answer], port: int = 0) -> Iterator[Asked]:
+    """Answers every POST with ``answer(body)``, and every GET with ``answer(None)``."""
     asked = Asked()
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
+        def do_GET(self) -> None:
+            self._answer(None)
+
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _answer(self, body: Any) -> None:
             with lock:
                 asked.bodies.append(body)
                 asked.headers.append(dict(self.headers))
@@ -63,7 +68,7 @@ def served(answer: Callable[[Any], Answer]) -> Iterator[Asked]:
         def handle_error(self, request: Any, client_address: Any) -> None:
             """A client that hung up is part of some tests."""
 
-    with Server(("127.0.0.1", 0), Handler) as server:
+    with Server(("127.0.0.1", port), Handler) as server:
         asked.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()

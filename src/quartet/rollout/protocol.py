@@ -299,7 +299,8 @@ class RolloutEngine(Protocol):
             whatever the sampling is. Where not, top-p, top-k and min-p renormalise them.
     """
 
-    untruncated_logprobs: bool
+    @property
+    def untruncated_logprobs(self) -> bool: ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests; all of them or, on an error, none.

@@ -205,7 +205,7 @@ class HTTPEngine(abc.ABC):
         self._probe = self._ask_models()
 
     def _failed(self, error: UserError) -> EngineFailed:
-        return EngineFailed(f"the engine at {self.server.url} failed", found=error.found, remedy=error.remedy)
+        return EngineFailed(error.problem, found=error.found, remedy=error.remedy)
 
     # Requests ---------------------------------------------------------------------------------------------
 
@@ -412,9 +412,10 @@ def _check_columns(part: Part, vocab_size: int) -> None:
         raise ValueError(f"{len(part.logprobs)} log-probabilities of {len(part.token_ids)} tokens")
     if part.ended is not None and not part.token_ids:
         raise ValueError("no tokens")
-    wrong = next((t for t in part.token_ids if type(t) is not int or not 0 <= t < vocab_size), None)
-    if wrong is not None:
-        raise ValueError(f"{wrong!r} among the token ids of a model of {vocab_size}")
-    odd = next((p for p in part.logprobs if not isinstance(p, float | int) or not -math.inf < p <= 1e-3), None)
-    if odd is not None:
-        raise ValueError(f"{odd!r} among the log-probabilities")
+    wrong = [token for token in part.token_ids if type(token) is not int or not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} among the token ids of a model of {vocab_size}")
+    # Rounding may leave a little above 0 of a certain token.
+    odd = [p for p in part.logprobs if not (isinstance(p, float | int) and -math.inf < p <= 1e-3)]
+    if odd:
+        raise ValueError(f"{odd[0]!r} among the log-probabilities")
