@@ -24,6 +24,7 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
+from quartet.rollout.router import Progress
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import model_bytes
@@ -46,6 +47,7 @@ class EngineOutputs:
         sampled: tokens.
         stats: as it ended.
         failed: requests that were not taken, or whose logits were not finite, which ends it early, and the error.
+        progress: tokens of each of several engines.
     """
 
     ended: tuple[FinishedRequest, ...]
@@ -53,6 +55,7 @@ class EngineOutputs:
     stats: EngineStats
     steps_left: int = 0
     failed: tuple[tuple[tuple[str, ...], UserError], ...] = ()
+    progress: Progress | None = None
 
 
 class RolloutWorker(WeightReceiverMixin):
@@ -62,14 +65,17 @@ class RolloutWorker(WeightReceiverMixin):
         self.engine = engine
         self._codec = codec
         self._requests = RequestStore(codec)
-        self._groups: dict[str, str] = {}  # submitted, not ended: request id → group
+        self._running: dict[str, Request] = {}  # submitted, not ended, by their ids
+        self._again: list[Request] = []  # stopped, to be begun anew
+        self._stats = engine.stats()  # at the end of the last call
 
     def begin(self) -> EngineStats:
         """The counts so far, for a new driver; what a former one left is given up."""
-        self.engine.cancel(tuple(self._groups))
-        self._groups.clear()
+        self.engine.cancel(tuple(self._running))
+        self._running.clear()
+        self._again.clear()
         self._requests = RequestStore(self._codec)
-        return self.engine.stats()
+        return self.stats()
 
     def run_steps(self, submit: Sequence[AnyRequest], cancel: Sequence[str], num_steps: int) -> EngineOutputs:
         """Cancels, submits, then at most ``num_steps`` engine steps, as long as there is work.
@@ -84,15 +90,16 @@ class RolloutWorker(WeightReceiverMixin):
         self._drop(cancel)
         ended: list[FinishedRequest] = []
         failed: list[tuple[tuple[str, ...], UserError]] = []
+        again, self._again = self._again, []
+        self._begin(again)
         for asked in submit:
             try:
                 ended += self._submit(asked)
             except UserError as error:
                 self._drop(asked.request_ids)
                 failed.append((asked.request_ids, error))
-        before = self.engine.stats().generated_tokens
-        steps_left = num_steps
-        while steps_left and self.engine.has_work:
+        before, steps_left = self._stats.generated_tokens, num_steps
+        while steps_left and self._may_step():
             try:
                 made = self._ended(self.engine.step())
             except GenerationError as error:
@@ -104,31 +111,56 @@ class RolloutWorker(WeightReceiverMixin):
             steps_left -= 1
             if self._completes_a_group(made):
                 break
-        stats = self.engine.stats()
+        stats = self.stats()
         steps_left = steps_left if self.engine.has_work else 0
-        return EngineOutputs(tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(failed))
+        return EngineOutputs(
+            tuple(ended), stats.generated_tokens - before, stats, steps_left, tuple(failed), self.progress()
+        )
+
+    def _may_step(self) -> bool:
+        return self.engine.has_work
 
     def _submit(self, asked: AnyRequest) -> list[FinishedRequest]:
         """Returns what has ended at once: an action that its episode leaves no room for."""
         requests = self._requests.engine_requests(asked)
         if isinstance(requests, FinishedRequest):
             return [requests]
-        self.engine.submit(requests)
-        self._groups.update((request.request_id, request.group) for request in requests)
+        self._begin(requests)
         return []
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        if requests:
+            self.engine.submit(requests)
+            self._running.update((request.request_id, request) for request in requests)
+
+    def stop_running(self) -> EngineOutputs:
+        """Ends what runs, and returns what ended by itself meanwhile; ``run_steps`` begins the others anew."""
+        stopped, ended = dict(self._running), list[FinishedRequest]()
+        self.engine.cancel(tuple(stopped))
+        while stopped:
+            for made in self.engine.step():
+                request = stopped.pop(made.request_id, None)
+                self._running.pop(made.request_id, None)
+                if made.finish_reason is not FinishReason.CANCELLED:
+                    ended.append(self._requests.ended(made))
+                elif request is not None:
+                    self._again.append(request)
+        before, after = self._stats.generated_tokens, self.stats()
+        return EngineOutputs(tuple(ended), after.generated_tokens - before, after)
 
     def _ended(self, completions: Sequence[Completion]) -> list[Completion]:
         # A request that was cancelled may have been asked for again under its name.
         return [made for made in completions if made.finish_reason is not FinishReason.CANCELLED]
 
     def _completes_a_group(self, ended: Sequence[Completion]) -> bool:
-        groups = {group for made in ended if (group := self._groups.pop(made.request_id, None)) is not None}
-        return bool(groups.difference(self._groups.values()))
+        groups = {made.group for made in ended if self._running.pop(made.request_id, None) is not None}
+        return bool(groups.difference(request.group for request in self._running.values()))
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         self._requests.forget(request_ids)
         for request_id in request_ids:
-            self._groups.pop(request_id, None)
+            self._running.pop(request_id, None)
+        self._again = [request for request in self._again if request.request_id not in request_ids]
 
     def responses(self, index: int, request_ids: Sequence[str], greedy: str | None = None) -> RaggedBatch:
         """The batch of a group whose requests have all ended: see ``group_batch``; ``greedy`` is the baseline's."""
@@ -162,38 +194,53 @@ class RolloutWorker(WeightReceiverMixin):
         pairs = zip(indices, requests, strict=True)
         return RaggedBatch.concat([self._requests.responses(index, asked.request_ids) for index, asked in pairs])
 
+    def progress(self) -> Progress | None:
+        """Tokens of each of several engines; None of one whose requests say enough."""
+        return None
+
     def share(self, version: int) -> None:
         """The trainer's tensors, which this engine computes with, have become those of ``version``."""
         self.engine.update_weights(None, version)
 
     def run_canary(self, probe: CanaryProbe, name: str) -> EngineOutputs:
         """Generates the greedy continuation of the probe, for ``canary``; returns what else ended meanwhile."""
-        before = self.engine.stats().generated_tokens
+        before = self._stats.generated_tokens
         ids = tuple(self._codec.encode_prompt(probe.prompt))
         sampling = SamplingParams(temperature=0.0, max_new_tokens=probe.num_tokens)
-        self.engine.submit([Request(CANARY, CANARY, ids, sampling)])
-        others: list[FinishedRequest] = []
-        own: Completion | None = None
-        while own is None:
-            for made in self._ended(self.engine.step()):
-                if made.request_id == CANARY:
-                    own = made
-                else:
-                    self._groups.pop(made.request_id, None)
-                    others.append(self._requests.ended(made))
-        batch = RaggedBatch.from_groups([ids], [[own.token_ids]], [name])
+        answers, others = self._answers_of_engines(Request(CANARY, CANARY, ids, sampling), probe)
+        batch = RaggedBatch.from_groups([ids], [[answer.token_ids for answer in answers]], [name])
         mask, logprobs = batch.sequence_index() >= 0, torch.zeros(batch.num_tokens, dtype=torch.float64)
-        logprobs[mask] = torch.tensor(own.logprobs, dtype=torch.float64)
+        logprobs[mask] = torch.tensor([x for answer in answers for x in answer.logprobs], dtype=torch.float64)
         self._canary = batch.with_token(loss_mask=mask, rollout_logprobs=logprobs)
-        stats = self.engine.stats()
+        stats = self.stats()
         return EngineOutputs(tuple(others), stats.generated_tokens - before, stats)
+
+    def _answers_of_engines(
+        self, request: Request, probe: CanaryProbe | None = None
+    ) -> tuple[list[Completion], list[FinishedRequest]]:
+        """What each engine behind this one answers, and what else ended meanwhile."""
+        asked, answers, others = self._ask_engines(request), dict[str, Completion](), list[FinishedRequest]()
+        while len(answers) < len(asked):
+            for made in self._ended(self.engine.step()):
+                if made.request_id in asked:
+                    answers[made.request_id] = made
+                else:
+                    self._running.pop(made.request_id, None)
+                    others.append(self._requests.ended(made))
+        return [answers[request_id] for request_id in asked], others
+
+    def _ask_engines(self, request: Request) -> Sequence[str]:
+        """Submits the request to every engine behind this one; returns the ids of the answers."""
+        self.engine.submit([request])
+        return [request.request_id]
 
     def canary(self) -> RaggedBatch:
         """What ``run_canary`` made of its probe: ``loss_mask`` and ``rollout_logprobs`` (fp64) of its tokens."""
         return self._canary
 
     def stats(self) -> EngineStats:
-        return self.engine.stats()
+        self._stats = self.engine.stats()
+        return self._stats
 
 
 class NativeRolloutWorker(RolloutWorker, Offloadable):
