@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quartet.config import UserError
 from quartet.config.placement import AsynchronousPlacement
 from quartet.config.recipe import RLRecipe
 from quartet.data.datasets import PromptItem
@@ -18,7 +17,7 @@ from quartet.schedule.groups import Chunk, chunk_of
 from quartet.schedule.request_store import PromptRequest, SampleRequest
 from quartet.trainers.attempt import RunAttempt, RunContext
 from quartet.trainers.doctor import learning, resources, rewards, sampling
-from quartet.trainers.doctor.findings import Finding, Findings, of_error, ok
+from quartet.trainers.doctor.findings import Finding, Findings, judged
 from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.doctor.quick import quick_findings
 from quartet.trainers.doctor.weights import check_weights
@@ -49,7 +48,10 @@ def examine(
         objects: in the place of what the recipe names, as ``RLTrainer`` takes them.
     """
     findings = Findings(tell)
-    findings.add(_output_dir(recipe))
+    with findings.errors_of("output_dir", "warning"):
+        path = output_path(recipe.output_dir, "rl", False)
+        RunDirectory(path, recipe)
+        findings.add(judged("output_dir", f"{path} is free"))
     with tempfile.TemporaryDirectory(prefix="quartet-doctor-") as scratch, findings.errors_of("start"):
         trainer = RLTrainer(_scratch_recipe(recipe, Path(scratch)), **objects)
         examination = _Examination(trainer, findings, max_new_tokens)
@@ -59,16 +61,6 @@ def examine(
             with trainer.run:
                 run_async(examination.run())
     return findings.all
-
-
-def _output_dir(recipe: RLRecipe) -> Finding:
-    """Whether a run may begin there."""
-    path = output_path(recipe.output_dir, "rl", False)
-    try:
-        RunDirectory(path, recipe)
-    except UserError as error:
-        return replace(of_error("output_dir", error), status="warning")
-    return ok("output_dir", f"{path} is free")
 
 
 def _scratch_recipe(recipe: RLRecipe, directory: Path) -> RLRecipe:
@@ -102,9 +94,8 @@ class _Examination:
         trainer.run.start(0)
         context = RunContext(trainer.roles, trainer.workers, trainer.run, trainer.kl, lambda finished: None)
         attempt = await RunAttempt.begin(context, 0)
-        self._findings.add(
-            ok("start", f"{', '.join(trainer.workers.models)} and {len(trainer.workers.engines)} engines")
-        )
+        started = ", ".join(trainer.workers.models)
+        self._findings.add(judged("start", f"{started} and {len(trainer.workers.engines)} engines"))
         async with contextlib.aclosing(attempt):
             await self._check(Joints(trainer.roles, trainer.workers, attempt, self._max_new_tokens))
 
@@ -112,7 +103,7 @@ class _Examination:
         findings = self._findings
         findings.add(await resources.check_memory(joints))
         with findings.errors_of("stop_tokens"):
-            findings.add(*await sampling.check_stop_tokens(joints))
+            findings.add(*await sampling.check_stops(joints))
         with findings.errors_of("pad_by_mask"):
             findings.add(await sampling.check_pad_token(joints))
         chunk: Chunk | None = None
@@ -121,33 +112,31 @@ class _Examination:
             chunk = await self._sample(joints)
             generate_s = watch.seconds
         learned = await self._check_sample(joints, chunk) if chunk is not None else None
-        publish_s = 0.0
         with findings.errors_of("weight_update"):
             publish_s = await check_weights(joints, findings)
-        if chunk is not None and learned is not None:
-            findings.add(
-                resources.check_duration(joints, chunk.data, generate_s, learned.scoring_s, learned.update_s, publish_s)
-            )
+            if chunk is not None and learned is not None:
+                seconds = (generate_s, learned.scoring_s, learned.update_s, publish_s)
+                findings.add(resources.check_duration(joints, chunk.data, *seconds))
 
     async def _check_sample(self, joints: Joints, chunk: Chunk) -> learning.Learned | None:
         """Checks that read sampled answers, with the weights that sampled them; None where no update is possible."""
         findings, batch = self._findings, chunk.data
-        findings.add(sampling.check_versions(joints, batch), sampling.check_diversity(joints, batch))
+        findings.add(sampling.check_versions(joints, batch), sampling.check_diversity(batch))
         findings.add(*await sampling.check_agreement(joints, batch), await sampling.check_packing(joints, batch))
         with findings.errors_of("reward_answers"):
             findings.add(await rewards.check_known_answers(joints))
         learned: learning.Learned | None = None
         with findings.errors_of("reward_values"):
             scored = await rewards.score(joints, chunk)
-            findings.add(rewards.check_values(scored), rewards.check_spread(joints, scored))
-            findings.add(rewards.check_time(joints, scored), await rewards.check_repeats(joints, chunk, scored))
+            findings.add(*rewards.check_values(scored), rewards.check_time(joints, scored))
+            findings.add(await rewards.check_repeats(joints, chunk, scored))
             with findings.errors_of("first_ratio"):
                 learned = await learning.rehearse(joints, chunk, scored.columns)
         if learned is not None:
             learned = replace(learned, scoring_s=learned.scoring_s + scored.seconds)
             findings.add(*sampling.check_ends(joints, batch, learned.experience.batch), learning.check_signal(learned))
             findings.add(learning.check_first_ratio(joints, learned), learning.check_gradient(learned))
-            findings.add(learning.check_reference(joints, learned), learning.check_critic(joints, learned))
+            findings.add(learning.check_reference(joints, learned), learning.check_critic(learned))
         return learned
 
     async def _sample(self, joints: Joints) -> Chunk:

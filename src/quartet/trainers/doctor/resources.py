@@ -9,9 +9,10 @@ from quartet.batch.trajectory import Trajectories
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import RLRecipe
 from quartet.observe.memory import available_bytes
-from quartet.trainers.doctor.findings import Finding, judged, ok
+from quartet.trainers.doctor.findings import Finding, judged
 from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.engine_memory import numbers_per_token
+from quartet.trainers.workers import Sizes
 
 _GIB = 2**30
 _LONG_HOURS = 24 * 7
@@ -19,35 +20,28 @@ _LONG_HOURS = 24 * 7
 
 async def check_memory(joints: Joints) -> Finding:
     """Bytes that each role must have in its largest mode, against its pool's budget and what this machine has."""
-    name, workers, placement = "memory", joints.workers, joints.workers.placement
-    sizes = {role: max(of.values()) for role, of in (await workers.sizes()).items()}
-    figures = ", ".join(f"{role} {size / _GIB:.3g}" for role, size in sizes.items())
-    tight = [
-        f"{role} fills {size / pool.budget_bytes:.0%} of {pool.name}'s budget_bytes"
-        for role, size in sizes.items()
-        if (pool := placement.pool(placement.pool_of[role])).budget_bytes and size > 0.9 * pool.budget_bytes
-    ]
+    name, placement, device = "memory", joints.workers.placement, joints.roles.actor.packed.device
+    sizes = await joints.workers.sizes()
+    found, is_tight = "GiB by role: ", False
+    for role, of in sizes.items():
+        size, pool = max(of.values()), placement.pool(placement.pool_of[role])
+        is_tight |= pool.budget_bytes is not None and size > 0.95 * pool.budget_bytes
+        share = f" ({size / pool.budget_bytes:.0%} of {pool.name}'s budget)" if pool.budget_bytes else ""
+        found += f"{role} {size / _GIB:.3g}{share}, "
     if joints.roles.recipe.cluster.type != "local":
-        return judged(name, f"GiB by role: {figures}{_listed(tight)}", "raise budget_bytes", warning=bool(tight))
-    coming, device = await _coming_bytes(joints), joints.roles.actor.packed.device
+        return judged(name, f"{found}in processes elsewhere", warning=is_tight)
+    coming = _coming_bytes(joints, sizes)
     try:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
     except OSError:
-        return ok(name, f"GiB by role: {figures}; how much is free only Linux tells")
-    return judged(
-        name,
-        f"GiB by role: {figures}; beyond what is held now the run takes {coming / _GIB:.3g}, {device} has "
-        f"{free / _GIB:.3g} free{_listed(tight)}",
-        "lower token_budget, logprob_chunk or rollout.engine.max_running, set actor.train.activation_checkpointing, or "
-        "divide the roles by a placement (docs/memory.md)",
-        failure=coming > free,
-        warning=coming > 0.8 * free or bool(tight),
-    )
+        return judged(name, f"{found}what is free only Linux tells", warning=is_tight)
+    found += f"beyond what is held now the run takes {coming / _GIB:.3g}, {device} has {free / _GIB:.3g} free"
+    return judged(name, found, failure=coming > free, warning=is_tight or coming > 0.8 * free)
 
 
-async def _coming_bytes(joints: Joints) -> float:
+def _coming_bytes(joints: Joints, sizes: Sizes) -> float:
     """Gradients, moments, activations and logits of a micro-batch, and the cache of the answers that run at a time."""
-    recipe, roles, sizes = joints.roles.recipe, joints.roles, await joints.workers.sizes()
+    recipe, roles = joints.roles.recipe, joints.roles
     state = sum(of["train"] - of["forward"] for of in sizes.values() if "train" in of)
     packed, train = roles.actor.packed, recipe.actor.train
     config = packed.model.config.get_text_config()
@@ -74,10 +68,6 @@ def _cache_tokens(recipe: RLRecipe, longest: int) -> int:
     return engine.cache_tokens or running * longest
 
 
-def _listed(notes: list[str]) -> str:
-    return "".join(f"; {note}" for note in notes)
-
-
 def check_duration(
     joints: Joints, batch: RaggedBatch, generate_s: float, score_s: float, update_s: float, publish_s: float
 ) -> Finding:
@@ -88,19 +78,9 @@ def check_duration(
     recipe = joints.roles.recipe
     answers = recipe.prompts_per_step * recipe.responses_per_prompt
     share = answers / max(1, num)
-    parts = {
-        "generate": generate_s * share,
-        "score": score_s * share,
-        "update": update_s * share * recipe.epochs,
-        "publish": publish_s,
-    }
+    parts = {"generate": generate_s * share, "score": score_s * share, "update": update_s * share * recipe.epochs}
+    parts["publish"] = publish_s
     step_s = sum(parts.values())
-    hours = step_s * recipe.steps / 3600
-    shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items())
-    return judged(
-        "duration",
-        f"at most {step_s:.3g} s per step ({shown}; {sampled / max(1, num):.0f} tokens per answer), {hours:.2g} h for "
-        f"{recipe.steps} steps",
-        "lower steps, prompts_per_step or max_new_tokens, or use more devices (docs/placements.md)",
-        warning=hours > _LONG_HOURS,
-    )
+    hours, shown = step_s * recipe.steps / 3600, ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items())
+    found = f"at most {step_s:.3g} s per step ({shown}; {sampled / max(1, num):.0f} tokens per answer), "
+    return judged("duration", f"{found}{hours:.2g} h for {recipe.steps} steps", warning=hours > _LONG_HOURS)

@@ -16,7 +16,7 @@ from quartet.schedule.groups import GREEDY, Chunk, chunk_of
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.scorers import PartScorer
 from quartet.trainers.doctor.answers import known_answers
-from quartet.trainers.doctor.findings import Finding, judged, ok
+from quartet.trainers.doctor.findings import Finding, judged
 from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.evaluation import answers_of, as_completion
 from quartet.trainers.evaluation_files import Answer
@@ -34,18 +34,15 @@ class Scored:
     """
     Args:
         rewards: ``[N]`` of each source by name, NaN where it does not apply.
+        total_N: the sum that is trained on; NaN where no source applies.
         columns: as the scorers gave them.
         seconds: of them all, side by side.
     """
 
     rewards: Mapping[str, Tensor]
+    total_N: Tensor
     columns: Sequence[ColumnSet]
     seconds: float
-
-    def total(self, weights: Mapping[str, float]) -> Tensor:
-        """``[N]`` the sum that is trained on; NaN where no source applies."""
-        scores, applies = combine(self.rewards, weights)
-        return scores.masked_fill(~applies, float("nan"))
 
 
 async def score(joints: Joints, chunk: Chunk) -> Scored:
@@ -54,74 +51,54 @@ async def score(joints: Joints, chunk: Chunk) -> Scored:
     Raises:
         UserError: a source failed.
     """
-    batch, watch = chunk.data, Stopwatch()
+    batch, weights, watch = chunk.data, joints.roles.rewards.weights, Stopwatch()
     scorers: list[Scorer] = list(joints.roles.reward_scorers(joints.attempt.leases))
     if GREEDY in batch.sequence:
         scorers = [PartScorer(scorer, sampled_and_greedy) for scorer in scorers]
     columns = list(await asyncio.gather(*(scorer.score(chunk) for scorer in scorers)))
-    final = Trajectories.of(batch).final_N
-    own = {name: values for name, values in batch.sequence.items() if name.startswith(REWARD_PREFIX)}
-    found = own | {name: values for one in columns for name, values in one.sequence.items()}
-    rewards = {
-        name.removeprefix(REWARD_PREFIX): values[final].double()
-        for name, values in found.items()
-        if name.startswith(REWARD_PREFIX)
-    }
-    return Scored(rewards, columns, watch.seconds)
+    final_N = Trajectories.of(batch).final_N
+    found = dict(batch.sequence) | {name: values for one in columns for name, values in one.sequence.items()}
+    rewards = {name: found[REWARD_PREFIX + name][final_N].double() for name in weights}
+    total_N = torch.full((len(final_N),), torch.nan, dtype=torch.float64)
+    if weights:
+        scores_N, applies_N = combine(rewards, weights)
+        total_N = scores_N.masked_fill(~applies_N, torch.nan)
+    return Scored(rewards, total_N, columns, watch.seconds)
 
 
-def check_values(scored: Scored) -> Finding:
-    """Every source gives numbers, at least for some answers."""
-    silent = [name for name, values in scored.rewards.items() if bool(values.isnan().all())]
-    endless = [name for name, values in scored.rewards.items() if bool(values.isinf().any())]
-    figures = "; ".join(
-        f"{name}: {float(values.nanmean()):.3g} on average, {int((~values.isnan()).sum())} of {len(values)} answers"
-        for name, values in scored.rewards.items()
-    )
-    if silent or endless:
-        what = f"{', '.join(silent)} scores no answer" if silent else f"{', '.join(endless)} is not finite"
-        return Finding("reward_values", "failure", f"{what} ({figures})", "mend the reward, or leave it out")
-    return ok("reward_values", figures or "no reward: a teacher's answers are learned")
-
-
-def check_spread(joints: Joints, scored: Scored) -> Finding:
-    """Answers differ in their score: where all are alike nothing is learned."""
-    name = "reward_spread"
+def check_values(scored: Scored) -> list[Finding]:
+    """Every source gives numbers, at least for some answers, and answers differ in their score."""
     if not scored.rewards:
-        return ok(name, "no reward")
-    total = scored.total(joints.roles.rewards.weights)
-    total = total[~total.isnan()]
-    constant = [source for source, values in scored.rewards.items() if len(set(values[~values.isnan()].tolist())) == 1]
-    found = f"scores from {float(total.min()):.3g} to {float(total.max()):.3g}" if len(total) else "no score"
-    found += f"; always the same: {', '.join(constant)}" if constant else ""
-    return judged(
-        name,
-        f"{found}, {len(total)} answers",
-        "begin with a model that succeeds at times, easier prompts, or a reward with more grades",
-        warning=len(total) > 1 and bool((total == total[0]).all()),
-    )
+        return [judged(name, "no reward") for name in ("reward_values", "reward_spread")]
+    found, wrong, constant = [], False, []
+    for name, values in scored.rewards.items():
+        given = values[~values.isnan()]
+        wrong |= not len(given) or bool(given.isinf().any())
+        constant += [name] if len(given) > 1 and bool((given == given[0]).all()) else []
+        found.append(f"{name}: {float(given.mean()):.3g} on average, {len(given)} of {len(values)} answers")
+    total = scored.total_N[~scored.total_N.isnan()]
+    spread = f"the total has {len(set(total.tolist()))} values in {len(total)} answers"
+    spread += f"; always the same: {', '.join(constant)}" if constant else ""
+    is_constant = len(total) > 1 and bool((total == total[0]).all())
+    return [
+        judged("reward_values", "; ".join(found), failure=wrong),
+        judged("reward_spread", spread, warning=is_constant),
+    ]
 
 
 async def check_repeats(joints: Joints, chunk: Chunk, scored: Scored) -> Finding:
     """A score belongs to its answer: the same in another order, and once more."""
     name, batch = "reward_repeats", chunk.data
     if joints.roles.environment is not None or GREEDY in batch.sequence or not scored.rewards:
-        return ok(name, "not asked twice")
-    turned = batch.select(list(reversed(range(len(batch)))))
-    again = await score(joints, Chunk(0, 0, turned))
+        return judged(name, "not asked twice")
+    again = await score(joints, Chunk(0, 0, batch.select(list(reversed(range(len(batch)))))))
     apart = [
         source
         for source, values in again.rewards.items()
         if not torch.allclose(values.flip(0), scored.rewards[source], atol=1e-4, rtol=1e-4, equal_nan=True)
     ]
-    return judged(
-        name,
-        f"asked in another order, {', '.join(apart)} gives answers other scores"
-        if apart
-        else "answers keep their scores in another order",
-        "scores must be in the order of the completions; a random judge wants several votes",
-        warning=bool(apart),
-    )
+    found = f"{len(apart)} of {len(again.rewards)} sources give other scores in another order {apart or ''}"
+    return judged(name, found, warning=bool(apart))
 
 
 async def check_known_answers(joints: Joints) -> Finding:
@@ -129,7 +106,7 @@ async def check_known_answers(joints: Joints) -> Finding:
     name, roles = "reward_answers", joints.roles
     known = known_answers(roles.recipe, roles.prompts.items, _KNOWN)
     if not known or roles.environment is not None or not roles.rewards.weights:
-        return ok(name, "the data have no answers to compare")
+        return judged(name, "the data have no answers to compare")
     groups = []
     for place, answer in enumerate(known):
         texts = (answer.right, answer.wrong)
@@ -137,35 +114,22 @@ async def check_known_answers(joints: Joints) -> Finding:
         made = [as_completion(roles.codec, one) for one in stored]
         groups.append(answers_of(roles.codec, place, answer.item, made, texts))
     scored = await score(joints, chunk_of(0, 0, groups))
-    total = scored.total(roles.rewards.weights)
-    gaps = {source: values[0::2] - values[1::2] for source, values in scored.rewards.items()}
-    turned = [source for source, gap in gaps.items() if _is_turned(gap)]
-    learned = {model.name for model in roles.reward_models}
-    right, wrong = float(total[0::2].nanmean()), float(total[1::2].nanmean())
-    worse = _is_turned(total[0::2] - total[1::2])
-    return judged(
-        name,
-        f"known answers score {right:.3g}, wrong ones {wrong:.3g}, {len(known)} rows"
-        + (f"; the other way round: {', '.join(turned)}" if turned else ""),
-        "see that the reward reads the column that it means (data.columns), and the sign of its weight",
-        failure=worse and not learned.issuperset(turned),
-        warning=worse or bool(turned),
-    )
+    right, wrong = scored.total_N[0::2], scored.total_N[1::2]
+    turned = [source for source, values in scored.rewards.items() if _is_turned(values[0::2], values[1::2])]
+    learned, is_worse = {model.name for model in roles.reward_models}, _is_turned(right, wrong)
+    found = f"known answers score {float(right.nanmean()):.3g}, wrong ones {float(wrong.nanmean()):.3g}, "
+    found += f"{len(known)} rows; the other way round: {', '.join(turned) or 'none'}"
+    return judged(name, found, failure=is_worse and not learned.issuperset(turned), warning=is_worse or bool(turned))
 
 
-def _is_turned(gap: Tensor) -> bool:
+def _is_turned(right: Tensor, wrong: Tensor) -> bool:
     """Whether what is right scores less, row after row: sources that do not read the answer's contents vary."""
-    return int((gap < 0).sum()) >= max(2, 0.75 * len(gap))
+    return int((right < wrong).sum()) >= max(2, 0.75 * len(right))
 
 
 def check_time(joints: Joints, scored: Scored) -> Finding:
     """Seconds of the rewards in a step, if they take as long for every answer as for those sampled here."""
-    recipe = joints.roles.recipe
-    num = len(next(iter(scored.rewards.values()), ()))
-    whole = scored.seconds * recipe.prompts_per_step * recipe.responses_per_prompt / max(1, num)
-    return judged(
-        "reward_time",
-        f"{scored.seconds:.2g} s for {num} answers, at most {whole:.3g} s per step",
-        "raise the reward's concurrency or batch_size, or give its server more room",
-        warning=whole > _SLOW_S and whole > num and scored.seconds > 1.0,
-    )
+    recipe, num = joints.roles.recipe, len(scored.total_N)
+    whole = scored.seconds * recipe.prompts_per_step * recipe.responses_per_prompt / num
+    found = f"{scored.seconds:.2g} s for {num} answers, at most {whole:.3g} s per step"
+    return judged("reward_time", found, warning=whole > _SLOW_S and scored.seconds > 1.0)

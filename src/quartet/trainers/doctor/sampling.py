@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,7 +11,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import GREEDY
 from quartet.text.examples import PromptText
-from quartet.trainers.doctor.findings import Finding, judged, ok
+from quartet.trainers.doctor.findings import Finding, judged
 from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.experience import sampled_only
 
@@ -22,33 +22,27 @@ _PROBED = 6
 # Ends ----------------------------------------------------------------------------------------------------
 
 
-async def check_stop_tokens(joints: Joints) -> list[Finding]:
+async def check_stops(joints: Joints) -> list[Finding]:
     """A stop token ends an answer where it comes, and a stop string does; by every engine."""
-    item = joints.roles.prompts.items[0]
+    item, codec = joints.roles.prompts.items[0], joints.roles.codec
     room = max(1, min(_PROBED, joints.roles.context - item.num_tokens))
     plain = SamplingParams(temperature=0.0, max_new_tokens=room)
     (free, *_) = await joints.answers(item.prompt, [plain], "free")
     ids = _leaf(free, 0)
     # Special tokens have no text.
-    spoken = [n for n, token in enumerate(ids) if joints.roles.codec.decode([token]).strip()] or range(len(ids))
-    at = spoken[len(spoken) // 2]
-    piece = joints.roles.codec.decode([ids[at]])
-    stopped = replace(plain, stop_token_ids=(ids[at],))
-    strings = [replace(plain, stop_strings=(piece,))] if piece.strip() else []
+    spoken = [n for n, token in enumerate(ids) if codec.decode([token]).strip()] or range(len(ids))
+    stop = ids[spoken[len(spoken) // 2]]
+    piece = codec.decode([stop])
+    ways = [replace(plain, stop_token_ids=(stop,)), replace(plain, stop_strings=(piece or "\n",))]
     through, goes_on = 0, 0
-    for batch in await joints.answers(item.prompt, [stopped, *strings], "stops"):
-        through += _leaf(batch, 0) != ids[: ids.index(ids[at]) + 1] or not bool(batch.sequence["ended"][0])
-        if strings:
-            text = joints.roles.codec.decode(_leaf(batch, 1))
-            goes_on += piece not in text or not bool(batch.sequence["ended"][1])
+    for batch in await joints.answers(item.prompt, ways, "stops"):
+        by_token, by_string = batch.sequence["ended"].tolist()
+        through += _leaf(batch, 0) != ids[: ids.index(stop) + 1] or not by_token
+        goes_on += bool(piece.strip()) and not by_string
     num = len(joints.workers.engines)
-    remedy = "the engine must get stop_token_ids and stop_strings with every request, and stop there"
-    found = f"{through} of {num} engines do not end at a stop token" if through else f"{num} engines end at stop tokens"
-    tokens = judged("stop_tokens", found, remedy, failure=through > 0)
-    if not strings:
-        return [tokens, ok("stop_strings", "the probe's token has no text")]
-    found = f"{goes_on} of {num} engines do not end at a stop string" if goes_on else f"{num} engines end at {piece!r}"
-    return [tokens, judged("stop_strings", found, remedy, failure=goes_on > 0)]
+    tokens = judged("stop_tokens", f"{through} of {num} engines do not end at a stop token", failure=through > 0)
+    found = f"{goes_on} of {num} engines do not end at the stop string {piece!r}"
+    return [tokens, judged("stop_strings", found, failure=goes_on > 0)]
 
 
 def check_ends(joints: Joints, batch: RaggedBatch, trained: RaggedBatch) -> list[Finding]:
@@ -58,74 +52,44 @@ def check_ends(joints: Joints, batch: RaggedBatch, trained: RaggedBatch) -> list
         batch: as sampled.
         trained: the step's experience.
     """
-    stops, recipe = joints.roles.codec.eos_ids, joints.roles.recipe
-    ended = batch.sequence["ended"].tolist()
+    recipe, num = joints.roles.recipe, len(batch)
+    one_turn = recipe.environment is None
     inside = 0
-    if batch.has_ids and recipe.environment is None:
-        inside = sum(not stops.isdisjoint(_leaf(batch, s)[:-1]) for s in range(len(batch)))
-    where = {name: s for s, name in enumerate(batch.ids)}
-    by_token = [s for s, done in enumerate(ended) if done and batch.objects["finish_reason"][s] == "stop"]
-    masks = {name: trained.token["loss_mask"] for name in trained.ids}
-    unlearned = 0
-    for s, name in enumerate(trained.ids):
-        start, stop = trained.leaf_span(s)
-        takes_part = bool(masks[name][start:stop].any())
-        unlearned += where[name] in by_token and takes_part and not bool(masks[name][stop - 1])
-    share, limit = 1 - sum(ended) / len(ended), recipe.rollout.sampling.max_new_tokens
-    is_limited = joints.max_new_tokens < limit and recipe.environment is None
-    what = f"{share:.0%} of {len(ended)} answers are cut off at {min(limit, joints.max_new_tokens)} tokens"
+    if batch.has_ids and one_turn:
+        inside = sum(not joints.roles.codec.eos_ids.isdisjoint(_leaf(batch, s)[:-1]) for s in range(num))
+    ended = {name for name, why in zip(batch.ids, batch.objects["finish_reason"], strict=True) if why == "stop"}
+    masks = [trained.token["loss_mask"][slice(*trained.leaf_span(s))].tolist() for s in range(len(trained))]
+    pairs = zip(trained.ids, masks, strict=True)
+    unlearned = sum(name in ended and any(mask) and not mask[-1] for name, mask in pairs)
+    share, limit = 1 - float(batch.sequence["ended"].float().mean()), recipe.rollout.sampling.max_new_tokens
+    is_limited = joints.max_new_tokens < limit and one_turn
+    cut = f"{share:.0%} of {num} answers are cut off at {min(limit, joints.max_new_tokens)} tokens"
+    cut += f", where this check stops; the recipe allows {limit}" if is_limited else ""
+    learned = f"of {len(ended)} answers that ended, {unlearned} are trained on without their last token"
     return [
-        judged(
-            "end_of_text",
-            f"{inside} of {len(batch)} answers go on behind an end-of-text token"
-            if inside
-            else f"no answer of {len(batch)} goes on behind an end-of-text token",
-            "the engine must stop at every id of eos_token_id",
-            failure=inside > 0,
-        ),
-        judged(
-            "end_is_learned",
-            f"of {len(by_token)} answers that ended, {unlearned} are trained on without their last token",
-            "a mask must not recognise padding by its id: the end-of-text token may have the same",
-            failure=unlearned > 0,
-        ),
-        ok("truncation", f"{what}, where this check stops; the recipe allows {limit}")
-        if is_limited
-        else judged(
-            "truncation",
-            what,
-            "raise rollout.sampling.max_new_tokens, or begin with a model that ends its answers",
-            warning=share > 0.9,
-        ),
+        judged("end_of_text", f"{inside} of {num} answers go on behind an end-of-text token", failure=inside > 0),
+        judged("end_is_learned", learned, failure=unlearned > 0),
+        judged("truncation", cut, warning=share > 0.9 and not is_limited),
     ]
 
 
-def check_diversity(joints: Joints, batch: RaggedBatch) -> Finding:
+def check_diversity(batch: RaggedBatch) -> Finding:
     """Answers to one prompt differ."""
-    name, texts = "diversity", dict[int, list[str]]()
+    texts = dict[int, list[str]]()
     picked = batch.select(sampled_only(batch)[0]) if GREEDY in batch.sequence else batch
     for group, text in zip(picked.sequence["group"].tolist(), picked.objects["completion"], strict=True):
         texts.setdefault(group, []).append(text)
     several = [found for found in texts.values() if len(found) > 1]
     same = sum(len(set(found)) == 1 for found in several)
-    return judged(
-        name,
-        f"all answers are alike in {same} of {len(several)} groups",
-        "raise rollout.sampling.temperature; if answers are alike at 1, the engine may not use each request's seed",
-        warning=0 < len(several) == same,
-    )
+    found = f"all answers are alike in {same} of {len(several)} groups"
+    return judged("diversity", found, warning=0 < len(several) == same)
 
 
 def check_versions(joints: Joints, batch: RaggedBatch) -> Finding:
     """Tokens carry the version of the weights that sampled them."""
-    versions = batch.token["policy_version"][batch.token["action_mask"]]
-    wrong = int((versions != joints.attempt.rollout.version).sum())
-    return judged(
-        "versions",
-        f"{wrong} of {len(versions)} tokens do not carry version {joints.attempt.rollout.version}",
-        "the engine must note for every token which weights computed it",
-        failure=wrong > 0,
-    )
+    versions, version = batch.token["policy_version"][batch.token["action_mask"]], joints.attempt.rollout.version
+    wrong = int((versions != version).sum())
+    return judged("versions", f"{wrong} of {len(versions)} tokens do not carry version {version}", failure=wrong > 0)
 
 
 # Log-probabilities ---------------------------------------------------------------------------------------
@@ -137,89 +101,65 @@ async def check_agreement(joints: Joints, batch: RaggedBatch) -> list[Finding]:
     sampled = batch.token["rollout_logprobs"][mask]
     trained = (await joints.logprobs(batch))[mask]
     gap = (sampled - trained).abs()
-    largest = joints.largest(gap)
+    largest, mean = joints.largest(gap), float(gap.mean())
     # A mean has no tails: with bf16, where single tokens may differ much, it tells more.
-    wrong = not (largest <= joints.tolerance and float(gap.mean()) <= joints.tolerance / 4)
-    found = [
-        judged(
-            "sampler_agreement",
-            f"sampler and trainer differ by {largest:.2g} nats (mean {float(gap.mean()):.2g}, {len(gap)} tokens, "
-            f"allowed {joints.tolerance:.2g})",
-            "see docs/numerics.md: same weights, precision, positions and temperature on both sides; "
-            "numerics: exact finds rounding, canary_tolerance allows for another precision",
-            failure=wrong,
-        )
-    ]
+    wrong = not (largest <= joints.tolerance and mean <= joints.tolerance / 4)
+    found = f"sampler and trainer differ by {largest:.2g} nats (mean {mean:.2g}, {len(gap)} tokens, "
+    agreement = judged("sampler_agreement", f"{found}allowed {joints.tolerance:.2g})", failure=wrong)
     if temperature == 1.0:
-        return [*found, ok("temperature", "1: logits are as they are")]
+        return [agreement, judged("temperature", "1: logits are as they are")]
     plain = (await joints.logprobs(batch, temperature=1.0))[mask]
     ignored = torch.equal(plain, trained)
-    unscaled = wrong and float((sampled - plain).abs().mean()) < float(gap.mean())
+    unscaled = wrong and float((sampled - plain).abs().mean()) < mean
     text = f"log-probabilities are those at temperature {temperature:g} on both sides"
-    if ignored:
-        text = f"the trainer's log-probabilities do not depend on the temperature, which is {temperature:g}"
-    elif unscaled:
-        text = f"the engine's log-probabilities are those at temperature 1, not {temperature:g}"
-    remedy = "divide the logits by rollout.sampling.temperature before the log-softmax, in sampler and trainer"
-    return [*found, judged("temperature", text, remedy, failure=ignored or unscaled)]
+    if ignored or unscaled:
+        text = f"the {'trainer' if ignored else 'engine'} leaves the temperature out, which is {temperature:g}"
+    return [agreement, judged("temperature", text, failure=ignored or unscaled)]
 
 
 async def check_packing(joints: Joints, batch: RaggedBatch) -> Finding:
     """A sequence alone has the log-probabilities that it has among others, behind a shared prompt."""
-    together = await joints.logprobs(batch)
-    differences: list[float] = []
+    together, apart = await joints.logprobs(batch), 0.0
     for s in {0, len(batch) - 1}:
-        alone = batch.select([s])
-        found = await joints.logprobs(alone)
-        own, (start, stop) = alone.leaf_span(0), batch.leaf_span(s)
-        gap = (found[slice(*own)] - together[start:stop]).abs()
-        differences.append(joints.largest(gap[batch.token["action_mask"][start:stop]]))
-    return judged(
-        "packing",
-        f"a sequence alone and among others differ by {max(differences):.2g} nats",
-        "set actor.train.share_prefixes=false to see whether shared prompts cause it; report the architecture",
-        failure=not max(differences) <= joints.tolerance,
-    )
+        alone, leaf = batch.select([s]), slice(*batch.leaf_span(s))
+        found = (await joints.logprobs(alone))[slice(*alone.leaf_span(0))]
+        apart = max(apart, joints.largest((found - together[leaf]).abs()[batch.token["action_mask"][leaf]]))
+    found_text = f"a sequence alone and among others differ by {apart:.2g} nats"
+    return judged("packing", found_text, failure=not apart <= joints.tolerance)
 
 
 async def check_pad_token(joints: Joints) -> Finding:
     """A token that happens to be the pad token's counts where it stands in a text."""
     name, codec = "pad_by_mask", joints.roles.codec
-    pad = codec.tokenizer.pad_token or codec.tokenizer.eos_token
+    pad = codec.tokenizer.pad_token or codec.tokenizer.eos_token or ""
     prompt = joints.roles.prompts.items[0].prompt
-    with_pad, without = (_ending(prompt, text) for text in (pad or "", ""))
-    pad_id = codec.tokenizer.convert_tokens_to_ids(pad) if pad else None
+    with_pad, bare = _with_inside(prompt, pad), codec.encode_prompt(_with_inside(prompt, ""))
     ids = codec.encode_prompt(with_pad)
-    if pad_id is None or pad_id not in ids or len(ids) + 2 > joints.roles.context:
-        return ok(name, "no pad token can stand in a prompt")
+    if not pad or codec.tokenizer.convert_tokens_to_ids(pad) not in ids or len(ids) >= joints.roles.context:
+        return judged(name, "no pad token can stand in a prompt")
     greedy = SamplingParams(temperature=0.0, max_new_tokens=min(_PROBED, joints.roles.context - len(ids)))
-    differences, ignored = [0.0], False
-    # The same tokens behind the prompt that lacks the pad token.
-    bare = codec.encode_prompt(without)
+    apart, ignored = 0.0, False
     for batch in await joints.answers(with_pad, [greedy], "pad"):
         mask = batch.token["action_mask"]
         trained = (await joints.logprobs(batch, temperature=1.0))[mask]
-        differences.append(joints.largest((batch.token["rollout_logprobs"][mask] - trained).abs()))
+        apart = max(apart, joints.largest((batch.token["rollout_logprobs"][mask] - trained).abs()))
+        # The same tokens behind the prompt that lacks the pad token.
         other = RaggedBatch.from_groups([bare], [[_leaf(batch, 0)]], ["bare"])
         other = other.with_token(action_mask=other.sequence_index() >= 0)
         removed = (await joints.logprobs(other, temperature=1.0))[other.token["action_mask"]]
         ignored |= bool((removed - trained).abs().max() < 1e-6)
-    apart = not max(differences) <= joints.tolerance
-    found = f"behind {pad!r} in a prompt sampler and trainer differ by {max(differences):.2g} nats"
-    if ignored:
-        found = f"{pad!r} in a prompt has no effect on what follows it"
-    remedy = "attention must be masked by where padding is, never by the pad token's id"
-    return judged(name, found, remedy, failure=apart or ignored)
+    found = f"behind {pad!r} in a prompt sampler and trainer differ by {apart:.2g} nats"
+    found = f"{pad!r} in a prompt has no effect on what follows it" if ignored else found
+    return judged(name, found, failure=ignored or not apart <= joints.tolerance)
 
 
-def _ending(prompt: PromptText, text: str) -> PromptText:
-    """The prompt whose last text has ``text`` in its middle."""
+def _with_inside(prompt: PromptText, text: str) -> PromptText:
+    """The prompt with ``text`` in the middle of its last text."""
     if isinstance(prompt, str):
         middle = len(prompt) // 2
         return prompt[:middle] + text + prompt[middle:]
-    *others, last = prompt
-    changed: Mapping[str, str] = {**last, "content": str(_ending(str(last["content"]), text))}
-    return [*others, dict(changed)]
+    last: dict[str, Any] = dict(prompt[-1])
+    return [*prompt[:-1], {**last, "content": _with_inside(str(last["content"]), text)}]
 
 
 def _leaf(batch: RaggedBatch, s: int) -> list[int]:
