@@ -142,8 +142,8 @@ def check_prompt_lengths(roles: RLRoles) -> Finding:
     total, longest = left_out + len(items), max(item.num_tokens for item in items)
     found = f"{left_out / total:.1%} of {total:,} prompts are over the limit, {short / total:.1%} leave fewer than "
     found += f"max_new_tokens={new} of the context; the longest used has {longest} tokens"
-    wrong = (left_out + short) / total
-    return judged("prompt_lengths", found, failure=wrong > 0.5, warning=wrong > 0.05)
+    wrong = 20 * (left_out + short) > total
+    return judged("prompt_lengths", found, failure=2 * left_out > total, warning=wrong)
 
 
 def check_answers(recipe: RLRecipe, codec: TextCodec, items: Sequence[PromptItem]) -> list[Finding]:
