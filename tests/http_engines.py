@@ -103,12 +103,14 @@ class SGLangServer:
     """What SGLang's documentation says of its server, with the native engine inside.
 
     Attributes:
+        answers: what answers each path.
         asked: paths and bodies, in order.
         spoil: changes an answer of ``/generate`` before it is sent.
     """
 
     engine: NativeEngine
     context: int
+    answers: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
     asked: list[tuple[str, Any]] = field(default_factory=list)
     spoil: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
     weight_version: str = "default"
@@ -121,7 +123,7 @@ class SGLangServer:
         self._go_on = asyncio.Event()
         self._go_on.set()
         self.thread = EngineThread(SteppedEngine(self.engine), lambda: None)
-        handlers = {
+        self.answers = {
             "/generate": self.generate,
             "/pause_generation": self.pause,
             "/continue_generation": self.continue_,
@@ -129,20 +131,17 @@ class SGLangServer:
             "/release_memory_occupation": self.release,
             "/resume_memory_occupation": self.resume,
         }
-        routes = [Route(path, self._noted(handler), methods=["POST"]) for path, handler in handlers.items()]
+        routes = [Route(path, self._noted, methods=["POST"]) for path in self.answers]
         try:
             yield Starlette(routes=[*routes, Route("/v1/models", self.models)])
         finally:
             self.thread.close()
 
-    def _noted(self, handler: Callable[[Any], Any]) -> Callable[[HTTPRequest], Any]:
-        async def endpoint(http: HTTPRequest) -> Response:
-            body = await http.json()
-            self.asked.append((http.url.path, body))
-            answer = await handler(body)
-            return answer if isinstance(answer, Response) else JSONResponse(answer)
-
-        return endpoint
+    async def _noted(self, http: HTTPRequest) -> Response:
+        body = await http.json()
+        self.asked.append((http.url.path, body))
+        answer = await self.answers[http.url.path](body)
+        return answer if isinstance(answer, Response) else JSONResponse(answer)
 
     async def models(self, http: HTTPRequest) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": self.context}]})

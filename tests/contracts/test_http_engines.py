@@ -46,7 +46,6 @@ def sglang(folder: Path, *, num: int = 1) -> Iterator[Any]:
     staging = StagedWeights(targets.build_model().named_parameters(remove_duplicate=False))
     weights = PublishedWeights(staging, folder)
     with contextlib.ExitStack() as opened:
-        opened.callback(weights.close)
         engines = []
         for _ in range(num):
             url = opened.enter_context(

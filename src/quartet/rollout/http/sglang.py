@@ -18,7 +18,7 @@ from quartet.config.remote import RemoteServer
 from quartet.remote.json_client import RemoteError
 from quartet.rollout.http.client import LARGEST_SEED, HTTPEngine, Part
 from quartet.rollout.protocol import Request
-from quartet.rollout.staging import StagedWeights
+from quartet.rollout.staging import Load, StagedWeights
 from quartet.rollout.stop_strings import Decode
 from quartet.weights.disk import DiskSend
 from quartet.weights.sink import TensorSink
@@ -41,6 +41,7 @@ class PublishedWeights:
         self._disk = DiskSend(self._folder, template=template)
         self._written: tuple[int, str] | None = None
         self._lock = threading.Lock()
+        self._users: set[Load] = set()
 
     def path(self, version: int) -> str:
         """Of the directory with the version that is staged."""
@@ -52,9 +53,17 @@ class PublishedWeights:
                 self._written = version, str(offer["path"])
             return self._written[1]
 
-    def close(self) -> None:
-        """Deletes what was written."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def attach(self, load: Load) -> None:
+        """As ``StagedWeights.attach``."""
+        self._users.add(load)
+        self.staging.attach(load)
+
+    def detach(self, load: Load) -> None:
+        """The last one deletes what was written."""
+        self.staging.detach(load)
+        self._users.discard(load)
+        if not self._users:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class SGLangEngine(HTTPEngine):
@@ -82,7 +91,17 @@ class SGLangEngine(HTTPEngine):
         self._asleep: Literal[1, 2] | None = None
         super().__init__(server, vocab_size=vocab_size, decode=decode, version=0 if weights is None else None)
         if weights is not None:
-            weights.staging.attach(self._take_commit)
+            weights.attach(self._take_commit)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        cut = next((r for r in requests if r.sampling.truncates and r.sampling.truncated_logprobs), None)
+        if cut is not None:
+            raise UserError(
+                "SGLang gives the log-probabilities of the untruncated distribution alone",
+                found=f"request {cut.request_id!r} with truncated_logprobs",
+                remedy="set rollout.sampling.truncated_logprobs: false",
+            )
+        super().submit(requests)
 
     def body(self, request: Request, token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
         sampling = request.sampling
@@ -200,5 +219,5 @@ class SGLangEngine(HTTPEngine):
 
     def close(self) -> None:
         if self._weights is not None:
-            self._weights.staging.detach(self._take_commit)
+            self._weights.detach(self._take_commit)
         super().close()

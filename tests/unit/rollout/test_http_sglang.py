@@ -1,0 +1,304 @@
+"""SGLang's HTTP interface: weights that really arrive, pauses that lose no token, servers that forget their weights."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quartet.config import UserError
+from quartet.config.remote import RemoteServer, RetryConfig
+from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
+from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, Request, SamplingParams
+from quartet.rollout.router import Router
+from quartet.rollout.staging import StagedWeights
+from quartet.weights.errors import WeightsUnusable
+from quartet.weights.in_process import sync_in_process
+from quartet.weights.source import NamedSource
+
+targets: Any = importlib.import_module("engine_targets")
+servers: Any = importlib.import_module("http_engines")
+
+CODEC = servers.letter_codec(targets.VOCAB)
+
+
+@dataclass
+class Side:
+    """A policy, its staging, and the server with its engine; ``engine`` has been sent version 1."""
+
+    model: Any
+    staging: StagedWeights
+    server: Any
+    engine: SGLangEngine
+    folder: Path
+
+    def send(self, version: int, engine: Any = None) -> None:
+        sink = self.staging.weight_sink()
+        (engine or self.engine).pause()
+        source = NamedSource(lambda: self.model.named_parameters(), like=sink.dtypes())
+        sync_in_process(source, [sink], version)
+        (engine or self.engine).resume()
+
+
+@contextmanager
+def side(folder: Path, *, is_tied: bool = False, seed: int = 5, **options: Any) -> Iterator[Side]:
+    model = targets.build_model(0, is_tied=is_tied)
+    staging = StagedWeights(model.named_parameters(remove_duplicate=False))
+    server = servers.SGLangServer(targets.native(seed=seed, is_tied=is_tied, version=0), targets.CONTEXT)
+    with ExitStack() as opened:
+        url = opened.enter_context(servers.sglang_server(server))
+        weights = PublishedWeights(staging, folder)
+        retry = RetryConfig(attempts=2, first_wait_s=0.01)
+        remote = RemoteServer(url=url, **{"retry": retry, "timeout_s": 20.0, "concurrency": 8, **options})
+        engine = SGLangEngine(remote, vocab_size=targets.VOCAB, decode=CODEC.decode, weights=weights)
+        opened.enter_context(closing(engine))
+        engine.wait_ready()
+        yield Side(model, staging, server, engine, folder)
+
+
+def ask(name: str = "r", **sampling: Any) -> Request:
+    return Request(name, name, (5, 9, 2), SamplingParams(**{"max_new_tokens": 12, "temperature": 0.0, **sampling}))
+
+
+def collect(engine: Any, number: int = 1) -> list[Completion]:
+    done: list[Completion] = []
+    end = time.monotonic() + 20
+    while len(done) < number:
+        assert time.monotonic() < end
+        done += engine.completed(0.2)
+    return sorted(done, key=lambda made: made.request_id)
+
+
+@torch.no_grad()
+def expected(model: Any, request: Request, made: Completion) -> torch.Tensor:
+    logits = model(torch.tensor([[*request.prompt_ids, *made.token_ids]])).logits[0, len(request.prompt_ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(made.token_ids)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def move(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.add_(0.02 * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_every_update_arrives_and_only_the_newest_files_stay(tmp_path: Path, is_tied: bool) -> None:
+    with side(tmp_path, is_tied=is_tied) as made_of:
+        for version in range(1, 6):
+            made_of.send(version)
+            made_of.engine.submit([ask(f"r{version}")])
+            (made,) = collect(made_of.engine)
+            assert set(made.versions) == {version}
+            torch.testing.assert_close(
+                torch.tensor(made.logprobs), expected(made_of.model, ask(), made), atol=1e-5, rtol=0
+            )
+            move(made_of.model)
+        (own,) = tmp_path.iterdir()
+        assert sorted(path.name for path in own.iterdir()) == ["version_00000004", "version_00000005"]
+        updates = [body for path, body in made_of.server.asked if path == "/update_weights_from_disk"]
+        assert [body["weight_version"] for body in updates] == ["1", "2", "3", "4", "5"]
+        assert all(body["flush_cache"] is True for body in updates)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_documented_names_are_used(tmp_path: Path) -> None:
+    with side(tmp_path) as made_of:
+        made_of.send(1)
+        sampling = SamplingParams(0.5, 0.9, 0, 0.1, 7, (60,), ("zz",), seed=(1 << 64) - 1)
+        made_of.engine.submit([Request("r", "g", (5, 9, 2), sampling)])
+        collect(made_of.engine)
+        path, body = made_of.server.asked[-1]
+        assert path == "/generate"
+        params = {
+            "max_new_tokens": 7,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": -1,
+            "min_p": 0.1,
+            "stop": ["zz"],
+            "stop_token_ids": [60],
+            "ignore_eos": True,
+            "sampling_seed": (1 << 63) - 1,
+        }
+        assert body == {
+            "input_ids": [5, 9, 2],
+            "sampling_params": params,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+
+
+def test_nothing_is_asked_before_weights_were_sent(tmp_path: Path) -> None:
+    with side(tmp_path) as made_of:
+        made_of.engine.submit([ask()])
+        with pytest.raises(WeightsUnusable, match="no weights yet"):
+            made_of.engine.completed(0.1)
+        made_of.send(1)
+        assert set(collect(made_of.engine)[0].versions) == {1}
+        assert made_of.server.asked[0][0] == "/pause_generation"
+
+
+def test_requests_go_on_from_what_they_have(tmp_path: Path) -> None:
+    with side(tmp_path) as made_of:
+        made_of.send(1)
+        made_of.engine.submit([ask("all", max_new_tokens=80)])
+        (whole,) = collect(made_of.engine)
+        made_of.engine.submit([ask(f"r{n}", max_new_tokens=80) for n in range(3)])
+        for _ in range(4):
+            time.sleep(0.05)
+            made_of.engine.pause()
+            made_of.engine.resume()
+        assert [made.token_ids for made in collect(made_of.engine, 3)] == [whole.token_ids] * 3
+        prompts = [len(body["input_ids"]) for path, body in made_of.server.asked if path == "/generate"]
+        assert max(prompts) > 3, "none went on"
+
+
+def test_a_server_that_started_anew_has_not_the_weights(tmp_path: Path) -> None:
+    """Its own were taken for those of the policy otherwise, and no error would tell."""
+    with side(tmp_path) as made_of:
+        router = Router([made_of.engine])
+        made_of.send(3, router)
+        made_of.server.engine.update_weights(targets.build_model(5).named_parameters(), 3)
+        made_of.server.weight_version = "default"
+        request = ask()
+        router.submit([request])
+        (made,) = collect(router)
+        assert router.restarts == 1 and set(made.versions) == {3}
+        torch.testing.assert_close(
+            torch.tensor(made.logprobs), expected(made_of.model, request, made), atol=1e-5, rtol=0
+        )
+
+
+def test_an_update_that_fails_leaves_an_engine_that_answers_nothing(tmp_path: Path) -> None:
+    with side(tmp_path) as made_of:
+        made_of.send(1)
+        broken = made_of.server.update
+
+        async def refuse(body: Any) -> Any:
+            return {"success": False, "message": "planted", "num_paused_requests": 0}
+
+        made_of.server.answers["/update_weights_from_disk"] = refuse
+        made_of.send(2)
+        with pytest.raises(EngineFailed, match="planted"):
+            made_of.engine.submit([ask()])
+        assert not made_of.engine.has_weights()
+        made_of.server.answers["/update_weights_from_disk"] = broken
+        made_of.engine.restart()
+        made_of.engine.wait_ready()
+        made_of.engine.submit([ask()])
+        assert set(collect(made_of.engine)[0].versions) == {2}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda meta: meta["output_token_logprobs"].pop(), "11 log-probabilities of 12 tokens"),
+        (lambda meta: meta.pop("output_token_logprobs"), "lacks what was asked for"),
+        (lambda meta: meta.update(finish_reason={"type": "abort"}), "the server broke it off"),
+        (lambda meta: meta.update(finish_reason={"type": "odd"}), "it ended by 'odd'"),
+        (lambda meta: meta.update(finish_reason={"type": "stop", "matched": 7}), "where nothing stops it"),
+        (lambda meta: meta["output_token_logprobs"].append([-1.0, 7, None]), "13 log-probabilities of 12"),
+    ],
+    ids=["short", "none", "aborted", "odd", "stopped", "long"],
+)
+def test_wrong_answers(tmp_path: Path, spoil: Any, said: str) -> None:
+    with side(tmp_path) as made_of:
+        made_of.send(1)
+
+        def spoiled(answer: dict[str, Any]) -> dict[str, Any]:
+            spoil(answer["meta_info"])
+            return answer
+
+        made_of.server.spoil = spoiled
+        made_of.engine.submit([ask()])
+        with pytest.raises(EngineFailed, match=said):
+            collect(made_of.engine)
+
+
+def test_sleep_gives_up_what_its_level_says_and_waking_brings_the_weights_back(tmp_path: Path) -> None:
+    with side(tmp_path) as made_of:
+        made_of.send(1)
+        for level, regions in ((1, {"kv_cache"}), (2, {"kv_cache", "weights"})):
+            made_of.engine.pause()
+            made_of.engine.sleep(level)
+            assert made_of.server.released == regions
+            made_of.engine.wake()
+            made_of.engine.resume()
+            assert made_of.server.released == set()
+            made_of.engine.submit([ask()])
+            assert set(collect(made_of.engine)[0].versions) == {1}
+        loads = [body for path, body in made_of.server.asked if path == "/update_weights_from_disk"]
+        assert [body["weight_version"] for body in loads] == ["1", "1"]
+
+
+def test_an_update_while_it_sleeps_is_taken_when_it_wakes(tmp_path: Path) -> None:
+    with side(tmp_path) as made_of:
+        made_of.send(1)
+        made_of.engine.pause()
+        made_of.engine.sleep(2)
+        move(made_of.model)
+        sink = made_of.staging.weight_sink()
+        source = NamedSource(lambda: made_of.model.named_parameters(), like=sink.dtypes())
+        sync_in_process(source, [sink], 2)
+        assert made_of.server.weight_version == "1"
+        made_of.engine.wake()
+        made_of.engine.resume()
+        request = ask()
+        made_of.engine.submit([request])
+        (made,) = collect(made_of.engine)
+        assert set(made.versions) == {2}
+        torch.testing.assert_close(
+            torch.tensor(made.logprobs), expected(made_of.model, request, made), atol=1e-5, rtol=0
+        )
+
+
+def test_seeds_alone_decide(tmp_path: Path) -> None:
+    with side(tmp_path) as made_of:
+        made_of.send(1)
+        made_of.engine.submit([ask(f"r{n:02}", seed=n % 5, temperature=1.0) for n in range(20)])
+        tokens = [made.token_ids for made in collect(made_of.engine, 20)]
+        assert tokens[:5] == tokens[5:10] == tokens[15:] and len(set(tokens)) == 5
+
+
+def test_truncated_logprobs_cannot_be_had(tmp_path: Path) -> None:
+    with side(tmp_path) as made_of:
+        made_of.send(1)
+        assert made_of.engine.untruncated_logprobs
+        with pytest.raises(UserError, match="untruncated"):
+            made_of.engine.submit([ask(temperature=1.0, top_p=0.5, truncated_logprobs=True)])
+
+
+def test_frozen_weights_are_those_the_server_has(tmp_path: Path) -> None:
+    server = servers.SGLangServer(targets.native(version=0), targets.CONTEXT)
+    with servers.sglang_server(server) as url:
+        engine = SGLangEngine(RemoteServer(url=url), vocab_size=targets.VOCAB)
+        with closing(engine):
+            with pytest.raises(UserError, match="takes no weights"):
+                engine.weight_sink()
+            with pytest.raises(UserError, match="decode"):
+                engine.submit([ask(stop_strings=("a",))])
+            engine.submit([ask()])
+            (made,) = collect(engine)
+            assert (set(made.versions), made.finish_reason) == ({0}, FinishReason.LENGTH)
+
+
+def test_versions_of_earlier_runs_are_never_taken(tmp_path: Path) -> None:
+    """The folder may hold newer numbers of an earlier run."""
+    left = tmp_path / "weights_of_before" / "version_00000009"
+    left.mkdir(parents=True)
+    with side(tmp_path) as made_of:
+        made_of.send(1)
+        path = Path(made_of.server.asked[-2][1]["model_path"])
+        assert path.parent.parent == tmp_path and path.parent != left.parent
+        assert json.loads((path / "manifest.json").read_text())["version"] == 1
+        assert load_file(path / "model.safetensors").keys() == dict(made_of.model.named_parameters()).keys()
+    assert left.exists()
