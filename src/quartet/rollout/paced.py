@@ -1,4 +1,4 @@
-"""A rollout engine as a step engine, for who drives either: a step waits, at most so long, until something has ended."""
+"""A rollout engine as a step engine, for who drives either: a step waits until something has ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from quartet.rollout.protocol import Completion, EngineStats, GenerationError, Request, RolloutEngine
+from quartet.rollout.protocol import Completion, EngineStats, Generated, GenerationError, Request, RolloutEngine
 from quartet.weights.in_process import sync_in_process
 from quartet.weights.sink import TensorSink
 from quartet.weights.source import NamedSource
@@ -57,3 +57,6 @@ class PacedEngine:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
+        return self.engine.generated(request_ids)

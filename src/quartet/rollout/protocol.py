@@ -192,8 +192,10 @@ class EngineStats:
             cache was given back.
         generated_tokens: tokens sampled.
         cached_tokens: places for keys and values that are allocated now, in slots and prompts.
-        num_retries: requests to a server that were sent once more.
         cache_bytes: held now by the KV cache: slots, prompts, and the logits that follow prompts.
+        num_retries: requests to a server that were sent once more.
+        num_restarts: engines that were started anew.
+        num_rerouted: requests that were begun anew because their engine failed or left.
     """
 
     policy_version: int = 0
@@ -210,6 +212,8 @@ class EngineStats:
     cache_bytes: int = 0
     peak_cache_bytes: int = 0
     num_retries: int = 0
+    num_restarts: int = 0
+    num_rerouted: int = 0
 
 
 class GenerationError(UserError):

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,12 +31,12 @@ from quartet.rollout.protocol import (
     Request,
     RolloutEngine,
 )
+from quartet.rollout.router_member import Member, State, size, total
 
 if TYPE_CHECKING:
     from quartet.weights.sink import TensorSink
 
 Policy = Literal["prefix", "least_tokens", "round_robin"]
-State = Literal["up", "starting", "asleep", "out"]
 _LOOK_S = 0.5
 """Between two looks at engines that say nothing."""
 _SLICE_S = 0.005
@@ -51,42 +51,6 @@ class RequestsRefused(GenerationError):
         self.error = error
         self.request_ids = tuple(request_ids)
         UserError.__init__(self, error.problem, found=error.found, remedy=error.remedy)
-
-
-class _Member:
-    """One engine, and what it owes."""
-
-    def __init__(self, engine: RolloutEngine, name: str) -> None:
-        self.engine = engine
-        self.name = name
-        self.ledger = RequestLedger(name)
-        self.state: State = "starting" if hasattr(engine, "is_ready") else "up"
-        self.reason = ""
-        self.restarts = 0
-        self.done = 0  # tokens of answers, since there was no work
-        self.past = EngineStats()  # of those before the last restart
-        self._settled = 0  # tokens of all answers since the last start
-
-    @property
-    def has_weights(self) -> bool:
-        return bool(getattr(self.engine, "has_weights", lambda: True)())
-
-    def settle(self, completion: Completion) -> None:
-        self.ledger.settle(completion)
-        self.done += len(completion.token_ids)
-        self._settled += len(completion.token_ids)
-
-    @property
-    def running_tokens(self) -> int:
-        """That it has made for requests which go on."""
-        return max(0, self.engine.stats().generated_tokens - self._settled) if self.ledger.held else 0
-
-    @property
-    def outstanding_tokens(self) -> int:
-        return sum(map(_size, self.ledger.held.values())) - self.running_tokens
-
-    def begin_anew(self) -> None:
-        self.past, self._settled = _total([self.past, self.engine.stats()]), 0
 
 
 class Router:
@@ -121,13 +85,14 @@ class Router:
         self._max_outstanding = max_outstanding
         self._max_restarts = max_restarts
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="router")
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         self._queue: deque[list[Request]] = deque()
         self._ledger = RequestLedger("router")  # all of them, wherever they are
         self._done: list[Completion] = []
         self._errors: deque[GenerationError] = deque()
         self._muted: Counter[str] = Counter()  # cancelled requests of a submission that failed
-        self._homes: OrderedDict[str, _Member] = OrderedDict()
+        self._homes: OrderedDict[str, Member] = OrderedDict()
+        self._pins: dict[str, Member] = {}  # copies of a probe, by their ids
         self._turn = 0
         self._is_paused = self._is_asleep = False
         for number, engine in enumerate(engines):
@@ -149,7 +114,7 @@ class Router:
     def join(self, engine: RolloutEngine, name: str | None = None) -> None:
         """From now on ``engine`` gets requests, once it is ready. It has none, and the weights of the others."""
         name = name or getattr(engine, "name", None) or f"engine {len(self._members)}"
-        member = _Member(engine, name)
+        member = Member(engine, name)
         self._members.append(member)
         if member.state == "up" and self._is_paused:
             engine.pause()
@@ -160,7 +125,7 @@ class Router:
         self._members.remove(member)
         self._take_back(member)
 
-    def _take_back(self, member: _Member) -> None:
+    def _take_back(self, member: Member) -> None:
         """What an engine holds goes to the head of the queue."""
         held, cancelled = member.ledger.clear()
         self.rerouted += len(held)
@@ -168,7 +133,7 @@ class Router:
         for request in cancelled:
             self._hand_over(_cancelled(request))
 
-    def _fail(self, member: _Member, error: EngineFailed) -> None:
+    def _fail(self, member: Member, error: EngineFailed) -> None:
         """Its requests go elsewhere; it is started anew, where it can be and has not been too often."""
         member.reason = error.found
         self._take_back(member)
@@ -181,7 +146,7 @@ class Router:
         else:
             self._restart(member)
 
-    def _restart(self, member: _Member) -> None:
+    def _restart(self, member: Member) -> None:
         member.restarts += 1
         self.restarts += 1
         member.state = "starting"
@@ -202,10 +167,10 @@ class Router:
             except EngineFailed as error:
                 self._fail(member, error)
 
-    def _in_state(self, *states: State) -> list[_Member]:
+    def _in_state(self, *states: State) -> list[Member]:
         return [member for member in self._members if member.state in states]
 
-    def _each(self, members: Sequence[_Member], do: Callable[[_Member], object]) -> dict[_Member, UserError]:
+    def _each(self, members: Sequence[Member], do: Callable[[Member], object]) -> dict[Member, UserError]:
         """Asks several engines side by side; those that fail are taken care of, other errors are returned."""
         errors = self._asked(members, do)
         for member, error in errors.items():
@@ -213,8 +178,8 @@ class Router:
                 self._fail(member, error)
         return {member: error for member, error in errors.items() if not isinstance(error, EngineFailed)}
 
-    def _asked(self, members: Sequence[_Member], do: Callable[[_Member], object]) -> dict[_Member, UserError]:
-        def attempt(member: _Member) -> UserError | None:
+    def _asked(self, members: Sequence[Member], do: Callable[[Member], object]) -> dict[Member, UserError]:
+        def attempt(member: Member) -> UserError | None:
             try:
                 do(member)
             except UserError as error:
@@ -249,6 +214,22 @@ class Router:
                 self._withdraw(ids)
                 raise error.error
 
+    def probe(self, request: Request) -> list[str]:
+        """Asks every engine that is there the same, before all that waits; returns the ids of the answers, which
+        ``completed`` gives. Where one fails, another answers in its place."""
+        members = self._usable()
+        copies = [
+            replace(request, request_id=f"{request.request_id}@{n}", group=f"{request.group}@{n}")
+            for n in range(max(1, len(members)))
+        ]
+        self._require_engines()
+        self._ledger.check(copies)
+        self._ledger.add(copies)
+        self._pins.update((copy.request_id, member) for copy, member in zip(copies, members, strict=False))
+        self._queue.extendleft([copy] for copy in reversed(copies))
+        self._dispatch()
+        return [copy.request_id for copy in copies]
+
     def _withdraw(self, ids: set[str]) -> None:
         """Nothing more is heard of these."""
         self._errors = deque(error for error in self._errors if ids.isdisjoint(error.request_ids))
@@ -261,17 +242,17 @@ class Router:
         if not self._queue:
             return
         loads = {member: member.outstanding_tokens for member in self._usable()}
-        sent: dict[_Member, list[list[Request]]] = {}
+        sent: dict[Member, list[list[Request]]] = {}
         while self._queue and (member := self._choose(self._queue[0], loads)) is not None:
             unit = self._queue.popleft()
             member.ledger.add(unit)
-            loads[member] += sum(map(_size, unit))
+            loads[member] += sum(map(size, unit))
             sent.setdefault(member, []).append(unit)
         errors = self._each([*sent], lambda member: member.engine.submit([r for unit in sent[member] for r in unit]))
         for member, error in errors.items():
             self._send_singly(member, sent[member], error)
 
-    def _usable(self) -> list[_Member]:
+    def _usable(self) -> list[Member]:
         usable = []
         for member in self._in_state("up"):
             try:
@@ -281,7 +262,7 @@ class Router:
                 self._fail(member, error)
         return usable
 
-    def _send_singly(self, member: _Member, units: list[list[Request]], error: UserError) -> None:
+    def _send_singly(self, member: Member, units: list[list[Request]], error: UserError) -> None:
         """An engine takes all or none, so whom ``error`` means is not known yet."""
         for unit in units:
             try:
@@ -297,7 +278,9 @@ class Router:
                 self._ledger.drop(ids)
                 self._errors.append(RequestsRefused(refused, ids))
 
-    def _choose(self, unit: Sequence[Request], loads: Mapping[_Member, int]) -> _Member | None:
+    def _choose(self, unit: Sequence[Request], loads: Mapping[Member, int]) -> Member | None:
+        if (pinned := self._pins.pop(unit[0].request_id, None)) in loads:
+            return pinned
         free = [member for member in loads if len(member.ledger) < self._max_outstanding]
         if not free:
             return None
@@ -351,7 +334,7 @@ class Router:
         elif not polled:
             time.sleep(min(seconds, _SLICE_S))
 
-    def _collect(self, member: _Member, timeout_s: float = 0.0, cancelled: Sequence[str] = ()) -> None:
+    def _collect(self, member: Member, timeout_s: float = 0.0, cancelled: Sequence[str] = ()) -> None:
         """Takes in what has ended.
 
         Args:
@@ -402,7 +385,7 @@ class Router:
     def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
         ids, found = set(request_ids), dict[str, Generated]()
 
-        def ask(member: _Member) -> None:
+        def ask(member: Member) -> None:
             found.update(member.engine.generated(ids & member.ledger.held.keys()))
 
         self._each([m for m in self._in_state("up") if not ids.isdisjoint(m.ledger.held)], ask)
@@ -410,7 +393,7 @@ class Router:
 
     # All of them -----------------------------------------------------------------------------------------
 
-    def _all(self, do: Callable[[_Member], object]) -> None:
+    def _all(self, do: Callable[[Member], object]) -> None:
         for error in self._each(self._in_state("up"), do).values():
             raise error
 
@@ -450,8 +433,11 @@ class Router:
         """Sums over all engines since they were first made; the oldest of their policy versions."""
         now = [member.engine.stats() for member in self._in_state("up")]
         version = min((stats.policy_version for stats in now), default=0)
-        total = _total([*now, *(member.past for member in self._members)])
-        return replace(total, policy_version=version, num_waiting=total.num_waiting + sum(map(len, self._queue)))
+        summed = total([*now, *(member.past for member in self._members)])
+        counts = {"num_restarts": self.restarts, "num_rerouted": self.rerouted}
+        return replace(
+            total, policy_version=version, **counts, num_waiting=summed.num_waiting + sum(map(len, self._queue))
+        )
 
     def progress(self) -> Progress:
         engines = []
@@ -477,14 +463,5 @@ def _units(requests: Iterable[Request]) -> list[list[Request]]:
     return list(units.values())
 
 
-def _size(request: Request) -> int:
-    """Tokens that it may come to."""
-    return len(request.prompt_ids) + request.sampling.max_new_tokens
-
-
 def _cancelled(request: Request) -> Completion:
     return Completion(request.request_id, request.group, (), (), (), FinishReason.CANCELLED)
-
-
-def _total(stats: Sequence[EngineStats]) -> EngineStats:
-    return EngineStats(*(sum(getattr(each, f.name) for each in stats) for f in fields(EngineStats)))

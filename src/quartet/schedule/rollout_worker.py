@@ -15,6 +15,7 @@ from quartet.config import UserError
 from quartet.envs.episode import FinishedEpisode
 from quartet.observe.memory import held_bytes
 from quartet.rollout.engine import NativeEngine
+from quartet.rollout.progress import Progress
 from quartet.rollout.protocol import (
     Completion,
     EngineStats,
@@ -24,7 +25,6 @@ from quartet.rollout.protocol import (
     SamplingParams,
     StepEngine,
 )
-from quartet.rollout.router import Progress
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import model_bytes

@@ -15,8 +15,9 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.config import UserError
 from quartet.config.cluster import OffloadConfig
 from quartet.rollout.paced import PacedEngine
-from quartet.rollout.protocol import Completion, EngineStats, Request
-from quartet.rollout.router import Progress, Router
+from quartet.rollout.progress import Progress
+from quartet.rollout.protocol import Completion, Request
+from quartet.rollout.router import Router
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.offloadable import Offloadable
@@ -105,12 +106,6 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
     def _yield_devices(self) -> None:
         if self._shares_devices:
             self._pause()
-
-    def stats(self) -> EngineStats:
-        self._stats = replace(
-            self._router.stats(), num_restarts=self._router.restarts, num_rerouted=self._router.rerouted
-        )
-        return self._stats
 
     def progress(self) -> Progress:
         return self._router.progress()

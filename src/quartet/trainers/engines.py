@@ -1,11 +1,43 @@
-"""From what a recipe says of an engine to the engine."""
+"""From what a recipe says of an engine to the engine: ``open_engine`` for all kinds, behind a router where they are
+served."""
 
 from __future__ import annotations
 
-from quartet.config.engines import EngineConfig, NativeEngineConfig
-from quartet.models.packed_model import PackedCausalLM
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from quartet.config import UserError
+from quartet.config.common import LoRAConfig, ModelConfig, SamplingConfig
+from quartet.config.engines import (
+    EngineConfig,
+    NativeEngineConfig,
+    Served,
+    SGLangEngineConfig,
+    VLLMEngineConfig,
+    is_served,
+)
+from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
+from quartet.rollout import process_native
 from quartet.rollout.engine import NativeEngine
+from quartet.rollout.paced import PacedEngine
+from quartet.rollout.process import EngineProcess, EngineSpec
+from quartet.rollout.protocol import RolloutEngine, StepEngine
+from quartet.rollout.router import Router
+from quartet.rollout.staging import StagedWeights
+from quartet.rollout.stepped import SteppedEngine
 from quartet.rollout.stop_strings import Decode
+from quartet.text.tokenizer import TextCodec
+
+_DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
+_NATIVE = Served()
+"""What a native engine in a process has of the others' keys."""
 
 
 def native_engine(
@@ -15,11 +47,189 @@ def native_engine(
     come.
     """
     assert isinstance(config, NativeEngineConfig)
-    return NativeEngine(
-        packed,
-        owns_weights=owns_weights,
-        max_running=config.max_running,
-        max_prefill_tokens=config.max_prefill_tokens,
-        cache_tokens=config.cache_tokens,
-        decode=decode,
+    return NativeEngine(packed, owns_weights=owns_weights, decode=decode, **_native_options(config))
+
+
+def _native_options(config: NativeEngineConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in ("max_running", "max_prefill_tokens", "cache_tokens")}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What an engine is to generate with.
+
+    Args:
+        path: directory of the model and its tokenizer.
+        vocab_size, decode: of the tokenizer.
+        lora, seed: of the trainer's adapters, which alone are sent.
+        device: of a native engine.
+        staging: where new weights come from; None: the model stays as it is at ``path``.
+        sleeps: its memory is others' at times.
+    """
+
+    path: str
+    vocab_size: int
+    decode: Decode
+    precision: Precision = "fp32"
+    numerics: Numerics = "fast"
+    lora: LoRAConfig | None = None
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    staging: StagedWeights | None = None
+    sleeps: bool = False
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that an engine loads: none that count, where others are sent."""
+        return None if self.staging is not None else 0
+
+
+def open_engine(config: EngineConfig, policy: Policy) -> Router:
+    """The engines of a recipe, ready, or ready once weights were staged. The caller closes it.
+
+    Raises:
+        UserError: an engine cannot be had, in its own words.
+        EngineFailed: it did not start; with its last lines.
+    """
+    served = config if isinstance(config, Served) else _NATIVE
+    options: dict[str, Any] = {"policy": served.routing, "max_restarts": served.max_restarts}
+    return Router(_engines(config, policy), max_outstanding=served.max_outstanding, **options)
+
+
+def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
+    if isinstance(config, NativeEngineConfig):
+        arguments = _native_arguments(config, policy)
+        if not config.process:
+            return [SteppedEngine(process_native.make(**arguments))]
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        spec = EngineSpec("quartet.rollout.process_native:make", arguments, environment=threads, name="native engine")
+        return [EngineProcess(spec, policy.staging)]
+    if isinstance(config, VLLMEngineConfig):
+        return [EngineProcess(spec, policy.staging) for spec in _vllm_specs(config, policy)]
+    from quartet.rollout.http.openai import OpenAIEngine
+    from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
+
+    text = {"vocab_size": policy.vocab_size, "decode": policy.decode}
+    if isinstance(config, SGLangEngineConfig):
+        weights = None
+        if policy.staging is not None:
+            assert config.weights_directory is not None, "training needs one, see cross_checks"
+            weights = PublishedWeights(policy.staging, Path(config.weights_directory), Path(policy.path))
+        return [SGLangEngine(server, weights=weights, **text) for server in config.servers]
+    return [OpenAIEngine(server, model=config.model, **text) for server in config.servers]
+
+
+def _native_arguments(config: NativeEngineConfig, policy: Policy) -> dict[str, Any]:
+    return {
+        "path": policy.path,
+        "device": str(policy.device),
+        "precision": policy.precision,
+        "numerics": policy.numerics,
+        "lora": None if policy.lora is None else policy.lora.model_dump(),
+        "seed": policy.seed,
+        "version": policy.version,
+        **_native_options(config),
+    }
+
+
+def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec]:
+    keys = ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs", "gpu_memory_utilization")
+    arguments = {name: getattr(config, name) for name in (*keys, "cache_bytes", "enforce_eager", "engine_args")}
+    arguments |= {
+        "path": policy.path,
+        "dtype": vllm_dtype(config, policy.precision),
+        "version": policy.version,
+        "lora": None if policy.lora is None else policy.lora.model_dump(),
+        "sleep": policy.sleeps,
+        "seed": policy.seed,
+    }
+    visible = visible_devices()
+    for number in range(config.engines):
+        yield EngineSpec(
+            "quartet.rollout.vllm.start:make",
+            arguments,
+            python=config.python,
+            environment=_devices_of(number, config, visible),
+            start_timeout_s=config.start_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
+            name=f"vllm engine {number}",
+        )
+
+
+def vllm_dtype(config: VLLMEngineConfig, precision: Precision) -> str:
+    return _DTYPES[precision] if config.dtype == "auto" else config.dtype
+
+
+def visible_devices() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _devices_of(number: int, config: VLLMEngineConfig, visible: Sequence[str]) -> dict[str, str]:
+    """Variables that give one of several engines its devices: the next ones, from the first again at the end."""
+    if not visible:
+        return {}
+    size = config.tensor_parallel_size * config.pipeline_parallel_size
+    if size > len(visible):
+        raise UserError(
+            "a vLLM engine is cut over more devices than its process has",
+            found=f"tensor_parallel_size × pipeline_parallel_size = {size}; {len(visible)} devices",
+            remedy="lower rollout.engine.tensor_parallel_size, or give each process of rollout more devices "
+            "(cluster.gpus_per_process)",
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[(number * size + n) % len(visible)] for n in range(size))}
+
+
+def check_logprobs(engine: RolloutEngine, config: EngineConfig, sampling: SamplingConfig) -> None:
+    """
+    Raises:
+        UserError: the engine reports other log-probabilities than the trainer computes.
+    """
+    if not sampling.truncates or engine.untruncated_logprobs != sampling.truncated_logprobs:
+        return
+    if sampling.truncated_logprobs and isinstance(config, NativeEngineConfig):
+        return
+    reports, do = ("all tokens", "false") if sampling.truncated_logprobs else ("the tokens kept", "true")
+    raise UserError(
+        f"log-probabilities of engine {config.type} and trainer would be of different distributions",
+        found=f"top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}; the engine normalises over "
+        f"{reports}",
+        remedy=f"set rollout.sampling.truncated_logprobs: {do}, or leave top_p, top_k and min_p out",
     )
+
+
+@contextmanager
+def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: TextCodec) -> Iterator[str]:
+    """A directory with the model as it started and its tokenizer: the recipe's, or one that is gone afterwards."""
+    if config is not None and config.tokenizer is None and os.path.isdir(config.path):
+        yield config.path
+        return
+    with tempfile.TemporaryDirectory(prefix="quartet-policy-") as folder, packed.without_adapters():
+        packed.model.save_pretrained(folder)
+        codec.tokenizer.save_pretrained(folder)
+        yield folder
+
+
+@contextmanager
+def step_engine(
+    config: EngineConfig, packed: PackedCausalLM, codec: TextCodec, model: ModelConfig | None
+) -> Iterator[StepEngine]:
+    """An engine for a model that stays as it is, until the block ends; ``packed`` itself where it is native."""
+    if not is_served(config):
+        yield native_engine(packed, config, codec.decode)
+        return
+    with ExitStack() as made:
+        policy = Policy(
+            made.enter_context(model_folder(model, packed, codec)),
+            packed.vocab_size,
+            codec.decode,
+            packed.precision,
+            packed.numerics,
+            device=packed.device,
+        )
+        router = open_engine(config, policy)
+        made.callback(router.close)
+        yield PacedEngine(router)

@@ -1,0 +1,57 @@
+"""An engine behind a router: what it owes, what it has made, whether it can be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Literal
+
+from quartet.rollout.ledger import RequestLedger
+from quartet.rollout.protocol import Completion, EngineStats, Request, RolloutEngine
+
+State = Literal["up", "starting", "asleep", "out"]
+
+
+class Member:
+    """One engine, and what it owes."""
+
+    def __init__(self, engine: RolloutEngine, name: str) -> None:
+        self.engine = engine
+        self.name = name
+        self.ledger = RequestLedger(name)
+        self.state: State = "starting" if hasattr(engine, "is_ready") else "up"
+        self.reason = ""
+        self.restarts = 0
+        self.done = 0  # tokens of answers, since there was no work
+        self.past = EngineStats()  # of those before the last restart
+        self._settled = 0  # tokens of all answers since the last start
+
+    @property
+    def has_weights(self) -> bool:
+        return bool(getattr(self.engine, "has_weights", lambda: True)())
+
+    def settle(self, completion: Completion) -> None:
+        self.ledger.settle(completion)
+        self.done += len(completion.token_ids)
+        self._settled += len(completion.token_ids)
+
+    @property
+    def running_tokens(self) -> int:
+        """That it has made for requests which go on."""
+        return max(0, self.engine.stats().generated_tokens - self._settled) if self.ledger.held else 0
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return sum(map(size, self.ledger.held.values())) - self.running_tokens
+
+    def begin_anew(self) -> None:
+        self.past, self._settled = total([self.past, self.engine.stats()]), 0
+
+
+def size(request: Request) -> int:
+    """Tokens that it may come to."""
+    return len(request.prompt_ids) + request.sampling.max_new_tokens
+
+
+def total(stats: Sequence[EngineStats]) -> EngineStats:
+    return EngineStats(*(sum(getattr(each, f.name) for each in stats) for f in fields(EngineStats)))
