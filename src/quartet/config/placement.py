@@ -31,7 +31,7 @@ from quartet.config.units import Processes
 
 Role = Literal["actor", "critic", "reference", "reward", "rollout"]
 Stage = Literal["generate", "reward", "ref_logprobs", "old_logprobs", "values", "train_actor", "train_critic"]
-InFlight = Literal["pick_up", "finish_old"]
+InFlight = Literal["pick_up", "finish_old", "start_over"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
 ROLE_OF: dict[Stage, Role] = {
@@ -160,7 +160,8 @@ class AsynchronousPlacement(_Pools):
     type: Literal["asynchronous"] = "asynchronous"
     max_staleness: int = Field(1, ge=0, description="Versions that weights may have moved on since a group began.")
     in_flight: InFlight = Field(
-        "pick_up", description="When weights arrive: responses go on with the new ones, or finish on the old ones."
+        "pick_up",
+        description="When weights arrive, responses go on with them, finish on the old ones first, or begin anew.",
     )
     follow: str | None = Field(
         None, description="The journal.jsonl of another run, whose order of events this one then has to the bit."

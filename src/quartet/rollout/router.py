@@ -435,9 +435,8 @@ class Router:
         version = min((stats.policy_version for stats in now), default=0)
         summed = total([*now, *(member.past for member in self._members)])
         counts = {"num_restarts": self.restarts, "num_rerouted": self.rerouted}
-        return replace(
-            total, policy_version=version, **counts, num_waiting=summed.num_waiting + sum(map(len, self._queue))
-        )
+        num_waiting = summed.num_waiting + sum(map(len, self._queue))
+        return replace(summed, policy_version=version, num_waiting=num_waiting, **counts)
 
     def progress(self) -> Progress:
         engines = []

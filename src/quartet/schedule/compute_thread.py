@@ -32,9 +32,11 @@ class ComputeThread:
     Args:
         num_threads: of OpenMP and MKL, which count per calling thread, so they are set in this one; by default as many
             as the thread has that makes this.
+        is_exclusive: user code does not run meanwhile. Not for calls that only wait.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(self, num_threads: int | None = None, *, is_exclusive: bool = True) -> None:
+        self._lock: contextlib.AbstractContextManager[Any] = EXCLUSIVE if is_exclusive else contextlib.nullcontext()
         self._num_threads = num_threads or torch.get_num_threads()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._state = threading.Lock()
@@ -68,7 +70,7 @@ class ComputeThread:
             try:
                 self._is_busy = True
                 try:
-                    with EXCLUSIVE:
+                    with self._lock:
                         outcome = work()
                 except BaseException as raised:
                     error = raised

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from quartet.batch.ragged import RaggedBatch
+from quartet.rollout.progress import Progress
 from quartet.rollout.protocol import EngineStats
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.clock import drained
@@ -39,13 +40,20 @@ class EngineClient:
         self._to_send: dict[tuple[str, ...], AnyRequest] = {}  # admitted, not sent; both by request ids
         self._running: set[str] = set()  # admitted, not ended
         self._cancelled: list[str] = []  # sent, not waited for any more: the engine does not know yet
+        self._lengths: dict[str, int] = {}  # of those waited for, the most tokens that each may get
         self._task: asyncio.Task[None] | None = None
         self.stats = EngineStats(policy_version=rollout.version)
+        self.progress: Progress | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether requests were admitted that have not ended."""
         return bool(self._running)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """That may still be made for what is waited for; those that are made already are not known."""
+        return sum(self._lengths.values())
 
     async def begin(self) -> None:
         """Takes the engine over, which may have worked for another driver before."""
@@ -67,6 +75,7 @@ class EngineClient:
             raise ValueError(f"requests {ids} are waited for already, or named alike")
         futures: list[asyncio.Future[FinishedRequest]] = [loop.create_future() for _ in ids]
         self._waiting.update(zip(ids, futures, strict=True))
+        self._lengths.update(asked.lengths)
         self._queue[ids] = asked, index
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._run(), name="engine")
@@ -91,6 +100,12 @@ class EngineClient:
         await self._forget_cancelled()
         self._take(await self.engine.call(RolloutWorker.run_canary, probe, name))
         return await self.engine.leave(RolloutWorker.canary)
+
+    async def stop_running(self) -> int:
+        """What runs begins anew with the next steps; inside a lease. Returns how many requests did."""
+        await self._forget_cancelled()
+        self._take(await self.engine.call(RolloutWorker.stop_running))
+        return len(self._running) - sum(map(len, self._to_send))
 
     async def close(self) -> None:
         """Stops and waits until the engine has stopped; waits for completions are cancelled."""
@@ -171,7 +186,7 @@ class EngineClient:
                 return sampled
 
     def _take(self, outputs: EngineOutputs) -> None:
-        self.stats = outputs.stats
+        self.stats, self.progress = outputs.stats, outputs.progress or self.progress
         for ended in outputs.ended:
             future = self._pop(ended.request_id)
             if future is not None:
@@ -191,6 +206,7 @@ class EngineClient:
     def _pop(self, request_id: str) -> asyncio.Future[FinishedRequest] | None:
         """What waits for the request, which has ended."""
         self._running.discard(request_id)
+        self._lengths.pop(request_id, None)
         future = self._waiting.pop(request_id, None)
         return None if future is None or future.done() else future
 
@@ -198,6 +214,7 @@ class EngineClient:
         """These are not waited for any more."""
         for request_id in ids:
             self._waiting.pop(request_id, None)
+            self._lengths.pop(request_id, None)
             self._running.discard(request_id)
         if self._queue.pop(ids, None) is None and self._to_send.pop(ids, None) is None:
             self._cancelled += ids

@@ -39,6 +39,11 @@ class PromptRequest:
     def request_ids(self) -> tuple[str, ...]:
         return tuple(sample.request_id for sample in self.samples)
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Most tokens of each."""
+        return {sample.request_id: sample.sampling.max_new_tokens for sample in self.samples}
+
 
 @dataclass(frozen=True)
 class TurnRequest:
@@ -53,6 +58,10 @@ class TurnRequest:
     @property
     def request_ids(self) -> tuple[str, ...]:
         return (self.request_id,)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return {self.request_id: self.sampling.max_new_tokens}
 
 
 AnyRequest = PromptRequest | TurnRequest

@@ -38,7 +38,7 @@ class Rollout:
     """Drives the engines for the group stream.
 
     Args:
-        engines: one worker each. A group goes to that of its index modulo their number.
+        engines: one worker each.
         requests: ``(stream index) → (prompt item, request)``; the same index gives the same request. Responses that are
             trained on are sampled, so a greedy one among them is the group's baseline.
         steps_per_lease: decode steps per lease.
@@ -48,15 +48,19 @@ class Rollout:
             inside the lease that writes the engines' weights and reads the actor's.
         shares_actor: the engines compute with the actor's own tensors.
         in_flight: new weights come between two leases (``pick_up``), or once what runs has ended, with nothing new
-            begun meanwhile (``finish_old``): each response then has one version.
+            begun meanwhile (``finish_old``), or what runs is given up and begins anew (``start_over``); with these two
+            each response has one version.
         max_running: requests that an engine is given at a time, less one that is left for the canary; None for all at
             once, of which those that wait in it go before the canary, and with ``finish_old`` are waited for.
+        balances: a group goes to the engine with the fewest tokens to make; else to that of its index modulo their
+            number, which no clock decides.
         journal: notes what the clock decides, or is followed. With one engine, and prompts answered in one turn.
         on_finished: called with the number of responses that each engine call ended.
 
     Attributes:
         num_pauses: while above 0 nothing is admitted.
         num_publishing: calls that bring weights, waiting ones included.
+        num_started_over: requests given up for new weights, and begun anew.
 
     Raises:
         UserError: a journal with several engines.
@@ -74,16 +78,19 @@ class Rollout:
     shares_actor: bool
     in_flight: InFlight = "pick_up"
     max_running: int | None = None
+    balances: bool = False
     journal: Journal | None = None
     on_finished: Callable[[int], None] | None = None
     num_pauses: int = field(default=0, init=False)
     num_publishing: int = field(default=0, init=False)
+    num_started_over: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if self.journal is not None and len(self.engines) != 1:
             raise _no_journal(f"{len(self.engines)} rollout engines", "give the rollout role one process")
         self._news = News()
         self._clients = [EngineClient(engine, self) for engine in self.engines]
+        self._homes: dict[int, EngineClient] = {}  # of groups that are being made
         self._weights_stay = asyncio.Lock()
 
     def reads(self) -> dict[str, int | None]:
@@ -123,7 +130,9 @@ class Rollout:
         await client.complete(request, index)
         sampled = [sample.request_id for sample in request.samples if not sample.sampling.greedy]
         greedy = next((sample.request_id for sample in request.samples if sample.sampling.greedy), None)
-        return Group.of(index, prompt, await client.engine.leave(RolloutWorker.responses, index, sampled, greedy))
+        batch = await client.engine.leave(RolloutWorker.responses, index, sampled, greedy)
+        self._homes.pop(index, None)
+        return Group.of(index, prompt, batch)
 
     async def act(self, index: int, request: TurnRequest) -> FinishedRequest:
         """The next action of an episode of the group ``index``.
@@ -138,10 +147,25 @@ class Rollout:
     async def episodes(self, index: int, prompt: Any, endings: Sequence[FinishedEpisode]) -> Group:
         """The group ``index`` of episodes that have ended."""
         batch = await self._client_of(index).engine.leave(RolloutWorker.episodes, index, endings)
+        self._homes.pop(index, None)
         return Group.of(index, prompt, batch)
 
     def _client_of(self, index: int) -> EngineClient:
-        return self._clients[index % len(self._clients)]
+        if not self.balances:
+            return self._clients[index % len(self._clients)]
+        if index not in self._homes:
+            self._homes[index] = min(self._clients, key=lambda client: client.outstanding_tokens)
+        return self._homes[index]
+
+    def progress(self) -> dict[str, str]:
+        """Tokens made of those expected, by engine, where there are several or they are elsewhere."""
+        of = [(i, client.progress) for i, client in enumerate(self._clients) if client.progress is not None]
+        several = len(self._clients) > 1
+        return {
+            f"{i}/{each.name}" if several else each.name: "out" if each.is_out else f"{each.done}/{each.expected}"
+            for i, progress in of
+            for each in progress.engines
+        }
 
     async def close(self) -> None:
         """Stops generation and waits until it has stopped."""
@@ -207,6 +231,8 @@ class Rollout:
             "rollout", "generate", "publish", step=version - 1, reads={"actor": version}, writes="rollout"
         )
         async with turn as (_, span):
+            if self.in_flight == "start_over":
+                self.num_started_over += sum(await _each([client.stop_running() for client in self._clients]))
             span.nbytes = await self.update_engine_weights(version)
             if journal is not None:
                 journal.note("swap", version)

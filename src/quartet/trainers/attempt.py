@@ -16,6 +16,7 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.batch.trajectory import CUT_OFF, Trajectories, num_emitted
 from quartet.config import UserError
 from quartet.config.algorithms import BestOfN, GroupAlgorithm, OnlineDPO, Selection
+from quartet.config.engines import is_served
 from quartet.config.placement import AsynchronousPlacement
 from quartet.observe.spans import Span, overlap_seconds, seconds_by_name
 from quartet.schedule.barriers import Barriers
@@ -146,6 +147,7 @@ class RunAttempt:
             **(self._sampling.take_metrics() if self._sampling is not None else {}),
             **(self.roles.ptx.metrics(trained * minibatches) if self.roles.ptx is not None and trained > 0 else {}),
             **await self.roles.refresh_reference(done),
+            **self._engine_metrics(),
             "rollout/prefill_tokens": float(after.prompt_tokens_prefilled - before.prompt_tokens_prefilled),
             "memory/rss_bytes": resident_bytes(),
             "optim/skipped_steps": float(sum(of.num_skipped for of in stats)),
@@ -153,6 +155,15 @@ class RunAttempt:
             "train/num_oom": float(sum(of.num_oom for of in stats)),
             **self._offloader.take_metrics(),
         }
+
+    def _engine_metrics(self) -> dict[str, float]:
+        """What happened to engines and running responses since the run, or its last attempt, began."""
+        found, stats = {}, self.rollout.stats()
+        if self._workers.placement.in_flight == "start_over":
+            found["rollout/started_over"] = float(self.rollout.num_started_over)
+        if is_served(self.recipe.rollout.engine):
+            found |= {"engine/restarts": float(stats.num_restarts), "engine/rerouted": float(stats.num_rerouted)}
+        return found
 
     def _rollout(self, step: int, on_finished: Callable[[int], None]) -> Rollout:
         roles, workers, config = self.roles, self._workers, self.recipe.rollout
@@ -168,6 +179,7 @@ class RunAttempt:
             shares_actor=workers.shares_actor,
             in_flight=workers.placement.in_flight,
             max_running=config.engine.capacity if self._runs_ahead else None,
+            balances=is_served(config.engine),
             journal=self._journal,
             on_finished=on_finished if roles.environment is None else None,
         )
@@ -179,9 +191,16 @@ class RunAttempt:
         placement = self.recipe.placement
         if not isinstance(placement, AsynchronousPlacement):
             return None
-        can_be_kept = len(self._workers.engines) == 1 and self.roles.environment is None
+        served = is_served(self.recipe.rollout.engine)
+        can_be_kept = len(self._workers.engines) == 1 and self.roles.environment is None and not served
         if placement.follow is None and not can_be_kept:
             return None
+        if placement.follow is not None and served:
+            raise UserError(
+                "a journal counts decode steps, and this engine generates at its own pace",
+                found=f"placement.follow, and rollout.engine {self.recipe.rollout.engine.type}",
+                remedy="leave placement.follow out, or use the native engine without process",
+            )
         if placement.follow is not None and step:
             raise UserError(
                 "a journal is followed from a run's first step only",

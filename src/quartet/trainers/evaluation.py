@@ -44,7 +44,7 @@ from quartet.schedule.role_group import LocalGroup
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec, check_vocabulary
 from quartet.trainers.devices import FrozenModels
-from quartet.trainers.engines import native_engine
+from quartet.trainers.engines import step_engine
 from quartet.trainers.evaluation_files import Answer, EvaluationCache, matched
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.input_sources import (
@@ -288,6 +288,7 @@ class EvaluationModel:
         models = reward_models(reward_configs, rewards, self.codec, TrainConfig(), frozen)
         self.rewards = RewardSources(models, functions)
         self.packed = frozen.causal(causal, is_user_object=model is not None)
+        self._config = config
 
     def close(self) -> None:
         """Gives the models back their own attention and closes the rewards."""
@@ -337,8 +338,8 @@ class EvaluationModel:
             bar.advance(len(completions))
 
         if missing:
-            engine = native_engine(self.packed, config.engine, self.codec.decode)
-            run_to_end(engine, missing, keep)
+            with step_engine(config.engine, self.packed, self.codec, self._config) as engine:
+                run_to_end(engine, missing, keep)
         groups = [
             answers_of(self.codec, i, item, [known[name] for name in request.request_ids])
             for i, (item, request) in enumerate(asked)

@@ -293,7 +293,8 @@ class RLTrainer:
 
     def _on_finished(self, finished: int) -> None:
         if self._rollout_bar is not None:
-            self._rollout_bar.advance(finished)
+            engines = self._attempt.rollout.progress() if self._attempt is not None else {}
+            self._rollout_bar.advance(finished, **engines)
 
     # Checkpoints -----------------------------------------------------------------------------------------
 

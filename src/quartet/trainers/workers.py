@@ -7,16 +7,18 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import cast
 
+import torch
 from transformers import PreTrainedModel
 
 from quartet.cluster import Death, ResourcePool, WorkerGroup, connect
 from quartet.config import UserError
 from quartet.config.algorithms import reads_reference
 from quartet.config.cluster import RayCluster
+from quartet.config.engines import is_served
 from quartet.config.placement import (
-    AsynchronousPlacement,
     ResolvedPlacement,
     ResolvedPool,
     Role,
@@ -27,24 +29,27 @@ from quartet.config.recipe import EvaluationConfig, RLRecipe
 from quartet.config.rewards import ModelReward, ProcessModelReward
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.spans import SpanRecorder
-from quartet.rollout.engine import own_copy
 from quartet.schedule.compute_thread import ComputeThread
 from quartet.schedule.leases import LeaseMode
 from quartet.schedule.model_worker import ModelWorker, ScoreWorker, TrainWorker
 from quartet.schedule.offloadable import Offloadable
 from quartet.schedule.placement import local_placement
 from quartet.schedule.role_group import LocalGroup, RemoteGroup, RoleGroup, RolesWorker
-from quartet.schedule.rollout_worker import NativeRolloutWorker
+from quartet.schedule.rollout_worker import NativeRolloutWorker, RolloutWorker
 from quartet.schedule.rollout_writer import Writer
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
-from quartet.text.tokenizer import TextCodec
-from quartet.trainers.devices import enter_process, worker_device
+from quartet.trainers.devices import META, enter_process, worker_device
 from quartet.trainers.engine_memory import check_engine_fits
-from quartet.trainers.engines import native_engine
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_sources import user_object_names
 from quartet.trainers.roles import RLRoles, refresh_steps
+from quartet.trainers.rollout_workers import (
+    AnyRolloutWorker,
+    native_rollout_worker,
+    served_rollout_worker,
+    shares_actor,
+)
 from quartet.trainers.sharded_models import TRAINED_ROLES, Meshes, ShardedModels, shardings
 
 WRITER_ROLE = "writer of rollouts"
@@ -92,14 +97,6 @@ def roles_in(placement: ResolvedPlacement, pool: str) -> list[str]:
     return [role for role, home in placement.pool_of.items() if home == pool]
 
 
-def shares_actor(recipe: RLRecipe, placement: ResolvedPlacement) -> bool:
-    """Whether the engine computes with the actor's own tensors: they are not trained meanwhile, and nothing moves."""
-    pool = placement.pool(placement.pool_of["rollout"])
-    is_alone = pool.slots == 1 and pool.budget_bytes is None and pool.num_processes == 1
-    ahead = isinstance(recipe.placement, AsynchronousPlacement)
-    return placement.pool_of["actor"] == pool.name and is_alone and not ahead
-
-
 def shares_reference(placement: ResolvedPlacement) -> bool:
     """Whether a LoRA actor's reference may be that actor without its adapters: where both lie, and nothing moves."""
     if "reference" not in placement.pool_of:
@@ -109,20 +106,6 @@ def shares_reference(placement: ResolvedPlacement) -> bool:
 
 
 # Workers -------------------------------------------------------------------------------------------------
-
-
-def rollout_worker(
-    recipe: RLRecipe, actor: PackedCausalLM, codec: TextCodec, *, shares_actor: bool, is_own: bool
-) -> NativeRolloutWorker:
-    """The rollout role's worker in this process.
-
-    Args:
-        actor: the actor's model, or (``is_own``) one that is the engine's alone.
-        shares_actor: the engine computes with ``actor`` as it is; otherwise with a copy where it is not its own.
-    """
-    config = recipe.rollout.engine
-    packed = actor if shares_actor or is_own else own_copy(actor)
-    return NativeRolloutWorker(native_engine(packed, config, codec.decode, owns_weights=not shares_actor), codec)
 
 
 class PoolWorker(RolesWorker):
@@ -156,17 +139,20 @@ class PoolWorker(RolesWorker):
             recipe, objects, device=device, moves_user_models=True, shares_reference=shares, meshes=meshes
         )
         cut = ShardedModels(recipe, objects, device, meshes, shares_reference=shares)
-        self.roles: dict[str, ModelWorker | NativeRolloutWorker | Writer] = {}
+        self.roles: dict[str, ModelWorker | AnyRolloutWorker | Writer] = {}
 
         # Each leaves before the next one comes; those that others start from come last: a critic may start as a copy
         # of a reward model, everything else as one of the actor.
         order = {"critic": 0, "reference": 1, "rollout": 3, "actor": 4}  # reward models are in the middle
         for role in sorted(names, key=lambda name: order.get(name, 2)):
-            worker: ModelWorker | NativeRolloutWorker
-            if role == "rollout":
+            worker: ModelWorker | AnyRolloutWorker
+            if role == "rollout" and is_served(recipe.rollout.engine):
+                names_only = self._names_only(recipe, objects, device)
+                worker = served_rollout_worker(recipe, placement, names_only, loader.codec, device)
+            elif role == "rollout":
                 is_own = "actor" not in names or "actor" in cut_roles
                 shared = shares_actor(recipe, placement) and not is_own
-                worker = rollout_worker(recipe, loader.actor, loader.codec, shares_actor=shared, is_own=is_own)
+                worker = native_rollout_worker(recipe, loader.actor, loader.codec, shares_actor=shared, is_own=is_own)
             else:
                 worker = (cut if role in cut_roles else loader).worker(role, ptx)
             if isinstance(worker, TrainWorker) and "rollout" in names:
@@ -177,6 +163,14 @@ class PoolWorker(RolesWorker):
             self.roles[role] = worker
         if "actor" in names:
             self.roles[WRITER_ROLE] = Writer(loader.codec)
+
+    @staticmethod
+    def _names_only(recipe: RLRecipe, objects: UserObjects, device: torch.device) -> PackedCausalLM:
+        """The actor without contents, where a directory has them for the engines."""
+        config = recipe.actor.model
+        if config is None or config.tokenizer is not None or not os.path.isdir(config.path):
+            return ModelLoader(recipe, objects).actor
+        return ModelLoader(recipe, objects, device=META, computes=device).actor
 
 
 class RunWorkers:
@@ -194,10 +188,10 @@ class RunWorkers:
         self.shares_actor = shares_actor(recipe, placement)
         self.compute = ComputeThread()
         self.models: dict[str, RoleGroup[ModelWorker]] = {}
-        self.engines: list[RoleGroup[NativeRolloutWorker]] = []
+        self.engines: list[RoleGroup[AnyRolloutWorker]] = []
         self.writer: RoleGroup[Writer]
 
-    def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[NativeRolloutWorker]]]]:
+    def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[AnyRolloutWorker]]]]:
         """Whose weights come to which engines."""
         return [(cast(RoleGroup[TrainWorker], self.models["actor"]), self.engines)]
 
@@ -211,7 +205,7 @@ class RunWorkers:
         """The actor's weights of ``version`` into all engines; returns the bytes that these received together."""
         if self.shares_actor:
             for engine in self.engines:
-                await engine.call(NativeRolloutWorker.share, version)
+                await engine.call(RolloutWorker.share, version)
             return 0
         timeout_s = self.recipe.weight_sync.timeout_s
         senders = self.senders()
@@ -274,17 +268,28 @@ class LocalRunWorkers(RunWorkers):
 
     def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, roles: RLRoles) -> None:
         super().__init__(recipe, placement)
-        engine = rollout_worker(recipe, roles.actor.packed, roles.codec, shares_actor=self.shares_actor, is_own=False)
+        self.closing = ExitStack()
+        actor, engine_thread = roles.actor.packed, self.compute
+        engine: AnyRolloutWorker
+        if is_served(recipe.rollout.engine):
+            engine = served_rollout_worker(recipe, placement, actor, roles.codec, actor.device)
+            self.closing.callback(engine.close)
+            # It waits for engines while others compute.
+            engine_thread = ComputeThread(1, is_exclusive=False)
+            self.closing.callback(engine_thread.close)
+        else:
+            engine = native_rollout_worker(recipe, actor, roles.codec, shares_actor=self.shares_actor, is_own=False)
         workers: dict[str, Offloadable] = {**roles.workers, "rollout": engine}
         for role in self.offloaded_roles():
             workers[role].make_offloadable(recipe.offload)
         self.models = {name: LocalGroup(worker, self.compute) for name, worker in roles.workers.items()}
-        self.engines = [LocalGroup(engine, self.compute)]
+        self.engines = [LocalGroup(engine, engine_thread)]
         self.writer = LocalGroup(Writer(roles.codec), self.compute)
         self._workers = list(roles.workers.values())
 
     def close(self) -> None:
         """Models that a run was given are as usable after it as before."""
+        self.closing.close()
         self.compute.close()
         for worker in self._workers:
             worker.stop_offloading()
@@ -363,7 +368,7 @@ class RayRunWorkers(RunWorkers):
         self.compute.close()
         self._backend.close()
 
-    def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[NativeRolloutWorker]]]]:
+    def senders(self) -> list[tuple[RoleGroup[TrainWorker], Sequence[RoleGroup[AnyRolloutWorker]]]]:
         # Replicas of the actor are equal: the first copy sends, or in a common pool each worker to the engine beside.
         home = self.placement.pool_of
         if home["actor"] != home["rollout"]:
