@@ -25,6 +25,7 @@ from quartet.config.algorithms import (
 )
 from quartet.config.cluster import device_misfit
 from quartet.config.common import ShardingConfig
+from quartet.config.engines import NativeEngineConfig, ServerEngineConfig, SGLangEngineConfig, VLLMEngineConfig
 from quartet.config.placement import ROLES, AsynchronousPlacement, Role, has_budget, processes_of
 from quartet.config.rewards import ModelReward, ProcessModelReward
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 def misfits(recipe: RLRecipe) -> list[str]:
     """Every reason why the recipe's parts do not fit together."""
-    groups = (_sizes, _numerics, _losses, _kl_and_reference, _environments, _rewards, _placements)
+    groups = (_sizes, _numerics, _engines, _losses, _kl_and_reference, _environments, _rewards, _placements)
     return list(chain.from_iterable(group(recipe) for group in groups))
 
 
@@ -83,6 +84,36 @@ def _numerics(recipe: RLRecipe) -> Iterator[str]:
             yield "numerics: exact needs the model's own layers, whose sums were examined: leave out train.compile"
     if recipe.rollout.sampling.temperature == 0:
         yield "rollout.sampling.temperature is 0: greedy rollouts cannot be trained on; use e.g. 1.0"
+
+
+def _engines(recipe: RLRecipe) -> Iterator[str]:
+    engine, sampling = recipe.rollout.engine, recipe.rollout.sampling
+    is_native = isinstance(engine, NativeEngineConfig)
+    if isinstance(engine, ServerEngineConfig):
+        yield (
+            "rollout.engine server takes no weights, so it cannot be the engine of a policy that is trained: use "
+            "native, vllm or sglang; a server serves evaluation, judges and frozen policies"
+        )
+    if isinstance(engine, SGLangEngineConfig) and engine.weights_directory is None:
+        yield "rollout.engine sglang needs weights_directory, a folder that trainer and servers see under one path"
+    if recipe.numerics == "exact" and not is_native:
+        yield f"numerics: exact is the native engine's; found rollout.engine {engine.type}"
+    if sampling.truncated_logprobs and not isinstance(recipe.algorithm, PolicyGradient):
+        yield (
+            f"rollout.sampling.truncated_logprobs is for methods that compare with the sampler; "
+            f"{recipe.algorithm.name} learns the whole distribution: leave it out"
+        )
+    if sampling.truncates and isinstance(engine, VLLMEngineConfig):
+        if not sampling.truncated_logprobs:
+            yield (
+                "vllm's log-probabilities are those of the tokens that top_p, top_k and min_p leave, the trainer's "
+                "those of all tokens: set rollout.sampling.truncated_logprobs: true, or leave these out"
+            )
+        elif sampling.min_p > 0 and sampling.top_p < 1:
+            yield (
+                "vllm applies min_p before top_p, the trainer after it: with truncated_logprobs set one of "
+                "rollout.sampling.min_p and top_p"
+            )
 
 
 def _losses(recipe: RLRecipe) -> Iterator[str]:

@@ -26,6 +26,8 @@ from quartet.config.engines import (
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.rollout import process_native
 from quartet.rollout.engine import NativeEngine
+from quartet.rollout.http.openai import OpenAIEngine
+from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
 from quartet.rollout.paced import PacedEngine
 from quartet.rollout.process import EngineProcess, EngineSpec
 from quartet.rollout.protocol import RolloutEngine, StepEngine
@@ -106,10 +108,7 @@ def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
         return [EngineProcess(spec, policy.staging)]
     if isinstance(config, VLLMEngineConfig):
         return [EngineProcess(spec, policy.staging) for spec in _vllm_specs(config, policy)]
-    from quartet.rollout.http.openai import OpenAIEngine
-    from quartet.rollout.http.sglang import PublishedWeights, SGLangEngine
-
-    text = {"vocab_size": policy.vocab_size, "decode": policy.decode}
+    text: dict[str, Any] = {"vocab_size": policy.vocab_size, "decode": policy.decode}
     if isinstance(config, SGLangEngineConfig):
         weights = None
         if policy.staging is not None:

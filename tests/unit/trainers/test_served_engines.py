@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
+from quartet.config.algorithms import GRPO, KLConfig
 from quartet.config.common import CheckpointConfig, LogConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import NativeEngineConfig
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
 from quartet.observe.trackers import read_metrics
-from quartet.schedule.served_rollout_worker import ServedRolloutWorker
 from quartet.trainers.rl import RLTrainer
 
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "rollout/", "overlap/", "handover/", "time_s", "engine/")
