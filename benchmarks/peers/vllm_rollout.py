@@ -1,6 +1,7 @@
 """vLLM's offline engine: prompts as token ids, no text, prefixes cached within a turn and forgotten between turns.
 
-``job["in_process"]`` runs scheduler and model in this process, without copies between processes.
+``job["in_process"]`` runs scheduler and model in this process, without copies between processes; ``job["asked"]`` asks
+for a seed of each request and the log-probability of each token.
 """
 
 from __future__ import annotations
@@ -45,16 +46,20 @@ def main(turns: Turns) -> None:
         kv_cache_memory_bytes=2 * job["cache_tokens"] * job["cache_bytes_per_token"],
         enable_prefix_caching=True,
         disable_log_stats=True,
+        logprobs_mode="processed_logprobs",
         seed=0,
     )
+
+    def asked(i: int) -> dict[str, int]:
+        return {"seed": 7919 * i, "logprobs": 0} if job.get("asked") else {}
 
     def generate(requests: list[tuple[list[int], int]]) -> int:
         llm.reset_prefix_cache()
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt, _ in requests],
             [
-                SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False)
-                for _, length in requests
+                SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, detokenize=False, **asked(i))
+                for i, (_, length) in enumerate(requests)
             ],
             use_tqdm=False,
         )

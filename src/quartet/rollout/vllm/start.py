@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -57,6 +58,8 @@ def make(
         UserError: vLLM is missing, or has not the version; it cannot serve the model, or not so.
     """
     _check_version()
+    # Registered first, so called last: what bindings report of their own leaks would bury why an engine ended.
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno()))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     # One process computes where one device is enough: vLLM would else start another on CPUs, and wait for it busily.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
