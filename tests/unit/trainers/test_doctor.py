@@ -458,8 +458,8 @@ def slow(completions: list[str], **_: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("reward", "changes", "expected"),
     [
-        (constant, {}, {"reward_spread", "learning_signal"}),
-        (silent, {}, {"reward_values", "learning_signal"}),
+        (constant, {}, {"reward_spread"}),
+        (silent, {}, {"reward_values"}),
         (fails, {}, {"reward_values"}),
         (slow, {"prompts_per_step": 4096, "chunk_size": 64}, {"reward_time"}),
     ],

@@ -123,13 +123,11 @@ class _Examination:
         findings, batch = self._findings, chunk.data
         findings.add(sampling.check_versions(joints, batch), sampling.check_diversity(batch))
         findings.add(*await sampling.check_agreement(joints, batch), await sampling.check_packing(joints, batch))
-        with findings.errors_of("reward_answers"):
-            findings.add(await rewards.check_known_answers(joints))
         learned: learning.Learned | None = None
         with findings.errors_of("reward_values"):
-            scored = await rewards.score(joints, chunk)
-            findings.add(*rewards.check_values(scored), rewards.check_time(joints, scored))
-            findings.add(await rewards.check_repeats(joints, chunk, scored))
+            known, scored = await rewards.score_known_answers(joints), await rewards.score(joints, chunk)
+            findings.add(rewards.check_known_answers(joints, known), *rewards.check_values(scored, known))
+            findings.add(rewards.check_time(joints, scored), await rewards.check_repeats(joints, chunk, scored))
             with findings.errors_of("first_ratio"):
                 learned = await learning.rehearse(joints, chunk, scored.columns)
         if learned is not None:

@@ -22,7 +22,7 @@ _REMEDIES = {
     "duplicates": "leave repeated rows out: they are trained on more often than others",
     "held_out": "take them out of either: the evaluation says nothing about new prompts",
     "disk": "free some, lower checkpoint.keep, or choose another output_dir",
-    "memory": "lower token_budget, logprob_chunk, max_running; checkpoint activations; place roles apart (docs/memory.md)",
+    "memory": "lower token_budget, logprob_chunk or max_running; checkpoint activations; see docs/memory.md",
     "stop_tokens": "the engine must get stop_token_ids with every request, and stop there",
     "stop_strings": "the engine must get stop_strings with every request, and stop there",
     "pad_by_mask": "attention is masked by where padding is, never by the pad token's id",

@@ -76,12 +76,14 @@ async def _update(joints: Joints, batch: RaggedBatch) -> dict[str, float]:
 
 
 def check_signal(learned: Learned) -> Finding:
-    """Advantages are numbers, and not all 0."""
+    """Advantages are numbers, and not all 0 where scores of a group differ."""
     batch = learned.experience.batch
+    groups, scores = batch.sequence["group"].tolist(), batch.sequence["score"].nan_to_num().tolist()
+    differ = len({*zip(groups, scores, strict=True)}) > len(set(groups))
     advantages = batch.token["advantages"][batch.token["loss_mask"]]
     broken, alive = int((~torch.isfinite(advantages)).sum()), int((advantages != 0).sum())
     found = f"{alive} of {len(advantages)} trained tokens have an advantage, {broken} one that is not finite"
-    return judged("learning_signal", found, failure=broken > 0, warning=alive == 0)
+    return judged("learning_signal", found, failure=broken > 0, warning=alive == 0 and differ)
 
 
 def check_first_ratio(joints: Joints, learned: Learned) -> Finding:

@@ -12,7 +12,7 @@ from torch import Tensor
 from quartet.batch.columns import ColumnSet
 from quartet.batch.trajectory import REWARD_PREFIX, Trajectories
 from quartet.rewards.combine import combine
-from quartet.schedule.groups import GREEDY, Chunk, chunk_of
+from quartet.schedule.groups import GREEDY, Chunk, Group, chunk_of
 from quartet.schedule.iteration import Scorer
 from quartet.schedule.scorers import PartScorer
 from quartet.trainers.doctor.answers import known_answers
@@ -66,8 +66,12 @@ async def score(joints: Joints, chunk: Chunk) -> Scored:
     return Scored(rewards, total_N, columns, watch.seconds)
 
 
-def check_values(scored: Scored) -> list[Finding]:
-    """Every source gives numbers, at least for some answers, and answers differ in their score."""
+def check_values(scored: Scored, known: Scored | None) -> list[Finding]:
+    """Every source gives numbers, at least for some answers, and answers differ in their score.
+
+    Args:
+        known: of answers that the data know; where their scores differ, sampled ones may be alike by chance.
+    """
     if not scored.rewards:
         return [judged(name, "no reward") for name in ("reward_values", "reward_spread")]
     found, wrong, constant = [], False, []
@@ -79,7 +83,8 @@ def check_values(scored: Scored) -> list[Finding]:
     total = scored.total_N[~scored.total_N.isnan()]
     spread = f"the total has {len(set(total.tolist()))} values in {len(total)} answers"
     spread += f"; always the same: {', '.join(constant)}" if constant else ""
-    is_constant = len(total) > 1 and bool((total == total[0]).all())
+    is_constant = known is None or len(set(known.total_N.tolist())) == 1
+    is_constant &= len(total) > 1 and bool((total == total[0]).all())
     return [
         judged("reward_values", "; ".join(found), failure=wrong),
         judged("reward_spread", spread, warning=is_constant),
@@ -101,24 +106,34 @@ async def check_repeats(joints: Joints, chunk: Chunk, scored: Scored) -> Finding
     return judged(name, found, warning=bool(apart))
 
 
-async def check_known_answers(joints: Joints) -> Finding:
-    """What the data call right scores no less than what is wrong."""
-    name, roles = "reward_answers", joints.roles
+async def score_known_answers(joints: Joints) -> Scored | None:
+    """Of right answers and wrong ones, in turn; None where the data have none.
+
+    Raises:
+        UserError: a source failed.
+    """
+    roles, groups = joints.roles, list[Group]()
     known = known_answers(roles.recipe, roles.prompts.items, _KNOWN)
     if not known or roles.environment is not None or not roles.rewards.weights:
-        return judged(name, "the data have no answers to compare")
-    groups = []
+        return None
     for place, answer in enumerate(known):
         texts = (answer.right, answer.wrong)
         stored = [Answer(answer.item.prompt_id, 0, answer.item.prompt, text, "stop", 0, {}) for text in texts]
         made = [as_completion(roles.codec, one) for one in stored]
         groups.append(answers_of(roles.codec, place, answer.item, made, texts))
-    scored = await score(joints, chunk_of(0, 0, groups))
+    return await score(joints, chunk_of(0, 0, groups))
+
+
+def check_known_answers(joints: Joints, scored: Scored | None) -> Finding:
+    """What the data call right scores no less than what is wrong."""
+    name, roles = "reward_answers", joints.roles
+    if scored is None:
+        return judged(name, "the data have no answers to compare")
     right, wrong = scored.total_N[0::2], scored.total_N[1::2]
     turned = [source for source, values in scored.rewards.items() if _is_turned(values[0::2], values[1::2])]
     learned, is_worse = {model.name for model in roles.reward_models}, _is_turned(right, wrong)
     found = f"known answers score {float(right.nanmean()):.3g}, wrong ones {float(wrong.nanmean()):.3g}, "
-    found += f"{len(known)} rows; the other way round: {', '.join(turned) or 'none'}"
+    found += f"{len(right)} rows; the other way round: {', '.join(turned) or 'none'}"
     return judged(name, found, failure=is_worse and not learned.issuperset(turned), warning=is_worse or bool(turned))
 
 
