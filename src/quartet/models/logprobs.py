@@ -9,6 +9,9 @@ With raw logits ``r = h Wᵀ + b``, capped ones ``c = cap · tanh(scale · r / c
     ∂ logprob / ∂z_v = [v = label] − p_v                  ∂H / ∂z_v = −p_v (log p_v + H)
     ∂z / ∂r = (1 − (c / cap)²) · scale / temperature      ∂h = ∂r W     ∂W = ∂rᵀ h     ∂b = Σ ∂r
 
+With ``limits`` all of this is of the tokens that top-k, top-p and min-p keep, which are taken as given: logits of the
+others have no gradient.
+
 Only hidden rows, weights, labels and ``[M]`` numbers are kept for the backward, which computes each chunk's logits
 again: no ``[M, V]`` array exists in either direction.
 
@@ -22,6 +25,7 @@ by memory, so it takes as many rows at a time as stay in the cache (a *block*). 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +34,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from quartet.models.truncation import Limits, left_out
 
 _CHUNK_BYTES = {"cpu": 1 << 28, "other": 1 << 30}
 """Most bytes of a chunk's logits, by kind of device."""
@@ -48,6 +54,7 @@ class LogprobRule:
         temperature: logits are divided by it, last.
         scale: logits are multiplied by it (Cohere, Granite), before the cap.
         softcap: logits are kept in ``(-softcap, softcap)`` by a tanh (Gemma-2); None for no cap.
+        limits: tokens that these leave out have no probability; the labels always have one.
         chunk: most rows whose logits exist at a time; a large vocabulary lowers it.
         entropy: compute entropies too; with ``entropy_grad`` they carry gradient.
     """
@@ -59,6 +66,7 @@ class LogprobRule:
     chunk: int = 1024
     entropy: bool = False
     entropy_grad: bool = True
+    limits: Limits | None = None
 
 
 def token_logprobs(
@@ -80,6 +88,8 @@ def checkpointed_token_logprobs(
 
     def rows(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         scaled = logits(h) / rule.temperature
+        if rule.limits is not None:
+            scaled = scaled.masked_fill(left_out(scaled, y, rule.limits), -math.inf)
         log_p = scaled - scaled.logsumexp(-1, keepdim=True)
         picked = log_p.gather(-1, y.unsqueeze(-1)).squeeze(-1)
         if not rule.entropy:
@@ -95,6 +105,11 @@ def checkpointed_token_logprobs(
     return logprobs, torch.cat([part[1] for part in parts]) if rule.entropy else None
 
 
+def _kept(z: Tensor, labels: Tensor, rule: LogprobRule) -> Tensor:
+    """``z [B, V]`` with -inf in place where tokens are left out."""
+    return z if rule.limits is None else z.masked_fill_(left_out(z, labels, rule.limits), -math.inf)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -108,7 +123,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for _, _, logits, blocks in head.chunks(hidden):
             for here, there in blocks:
                 _reduce(
-                    head.tempered(logits[there]),
+                    _kept(head.tempered(logits[there]), labels[here], rule),
                     labels[here],
                     logprobs[here],
                     normaliser[here],
@@ -230,7 +245,7 @@ def _logit_gradient(
     z = head.tempered(raw)
     slope = None if rule.softcap is None else z.mul(rule.temperature / rule.softcap).square_().neg_().add_(1.0)
     grad = (grad_logprobs * factor).unsqueeze(-1)
-    log_p = z.sub_(normaliser.unsqueeze(-1))
+    log_p = _kept(z, labels, rule).sub_(normaliser.unsqueeze(-1))
     if entropy is None:
         result = log_p.exp_().mul_(-grad)
     else:

@@ -33,6 +33,7 @@ from quartet.models.logprobs import LogprobRule, checkpointed_token_logprobs, to
 from quartet.models.lora import Adapters, attach, refuse_wrapped
 from quartet.models.memory import align_storages
 from quartet.models.saving import WHOLE
+from quartet.models.truncation import Limits
 from quartet.models.work import ModelFlops, WorkCounter
 
 Precision = Literal["fp32", "bf16"]
@@ -311,8 +312,9 @@ class PackedCausalLM(PackedModel):
         chunk: int = 1024,
         entropy: bool = False,
         entropy_grad: bool = True,
+        limits: Limits | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities (and entropies) of the temperature-scaled, untruncated distribution.
+        """Log-probabilities (and entropies) of the temperature-scaled distribution, or of what ``limits`` leave of it.
 
         Args:
             hidden: ``[M, D]`` rows that predict ``labels``.
@@ -324,7 +326,7 @@ class PackedCausalLM(PackedModel):
             ``logprobs [M]``, and ``entropies [M]`` in nats or None.
         """
         if type(self.head) is not nn.Linear:
-            rule = LogprobRule(hidden.dtype, temperature, chunk=chunk, entropy=entropy, entropy_grad=entropy_grad)
+            rule = LogprobRule(hidden.dtype, temperature, 1.0, None, chunk, entropy, entropy_grad, limits)
             return checkpointed_token_logprobs(self.logits, hidden, labels, rule)
         weight, num_rows = self.head.weight, hidden.shape[0]
         if self.numerics == "exact":
@@ -333,7 +335,8 @@ class PackedCausalLM(PackedModel):
         # Autocast leaves fp64 alone.
         halved = self.precision == "bf16" and weight.dtype != torch.float64
         compute_dtype = torch.bfloat16 if halved else weight.dtype
-        rule = LogprobRule(compute_dtype, temperature, self.logit_scale, self._softcap, chunk, entropy, entropy_grad)
+        shape = self.logit_scale, self._softcap, chunk
+        rule = LogprobRule(compute_dtype, temperature, *shape, entropy, entropy_grad, limits)
         rows = self._enough_rows(hidden)
         targets = F.pad(labels, (0, rows.shape[0] - num_rows))
         logprobs, entropies = token_logprobs(rows, weight, self.head.bias, targets, rule)

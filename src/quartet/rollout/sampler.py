@@ -1,6 +1,6 @@
 """Tokens and log-probabilities from logits.
 
-Shapes: B requests, V vocabulary, N blocks of 128 tokens, R rows that truncate, C candidates of a row.
+Shapes: B requests, V vocabulary, N blocks of 128 tokens, R rows that truncate.
 
 A token is a function of its row's logits, its request's seed and its position, whatever else is in the batch.
 It is found by inverting the distribution function with one uniform number: weights ``exp(scaled - max)`` are
@@ -14,7 +14,7 @@ fp64 numbers. ``benchmarks/sampler.py`` compares them.
 
 Log-probabilities are those of the temperature-scaled, untruncated distribution in fp32, to the bit what
 ``scaled - scaled.logsumexp(-1)`` gives with ``scaled = logits / temperature``; top-k, top-p and min-p only
-decide which tokens may be picked.
+decide which tokens may be picked, unless a request asks for ``truncated_logprobs``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from quartet.models.memory import to_device
+from quartet.models.truncation import Truncation, left_out, truncate
 from quartet.rollout.protocol import SamplingParams
 from quartet.rollout.seeds import seed_keys, uniforms
 
@@ -38,8 +38,6 @@ _FLAT = 1024
 _BELOW_ONE = 1 - 2.0**-53
 # Numbers that stay in a core's second-level cache while several passes go over them.
 _CACHED_NUMEL = 128 * 1024
-# Candidates looked at before a whole vocabulary is sorted for top-p.
-_CANDIDATES = 256
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,7 @@ class SamplingRows:
         keys: ``[B]`` hashed seeds.
         places: ``[128]`` numbers of the tokens in a block.
         truncation: of the rows that ask for it, or None.
+        reported: of those whose log-probabilities are to be of what it keeps.
     """
 
     temperature: Tensor | None
@@ -61,66 +60,23 @@ class SamplingRows:
     keys: NDArray[np.uint64]
     places: Tensor
     truncation: Truncation | None
+    reported: Truncation | None = None
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> SamplingRows:
         temperature = [p.temperature or 1.0 for p in params]
         greedy = [i for i, p in enumerate(params) if p.greedy]
         scales = any(t != 1 for t in temperature)
+        truncating = {i: p for i, p in enumerate(params) if p.truncates}
+        reported = {i: p for i, p in truncating.items() if p.truncated_logprobs}
         return cls(
             temperature=to_device(torch.tensor(temperature), device).unsqueeze(1) if scales else None,
             greedy=to_device(torch.tensor(greedy, dtype=torch.int64), device),
             all_greedy=len(greedy) == len(params),
             keys=seed_keys(np.array([p.seed for p in params], dtype=np.uint64)),
             places=torch.arange(_BLOCK, device=device),
-            truncation=Truncation.build(params, vocab_size, device),
-        )
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """Which tokens may be picked: top-k, then top-p of the rest, then min-p, as in transformers.
-
-    (vLLM applies min-p first; the two differ where both top-p and min-p are asked for, because top-p then
-    counts less mass.)
-
-    Attributes:
-        rows: ``[R]`` indices into the batch.
-        top_k: ``[R]`` int64, V where all are kept.
-        top_p: ``[R]`` fp64, 1 where all are kept.
-        min_p: ``[R, 1]`` fp32, 0 where all are kept; None where no row has one.
-        ranks: some row has top-k or top-p.
-        num_candidates: most likely tokens of a row to look at first.
-        open_ended: some row may need more: it has top-p without top-k, or keeps all while others rank.
-    """
-
-    rows: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor | None
-    ranks: bool
-    num_candidates: int
-    open_ended: bool
-
-    @classmethod
-    def build(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Truncation | None:
-        rows = [i for i, p in enumerate(params) if p.truncates]
-        if not rows:
-            return None
-        asked = [params[i] for i in rows]
-        top_k = [min(p.top_k or vocab_size, vocab_size) for p in asked]
-        min_p = [p.min_p for p in asked]
-        limits = [k for k in top_k if k < vocab_size]
-        ranks = bool(limits) or any(p.top_p < 1 for p in asked)
-        open_ended = ranks and len(limits) < len(asked)
-        return cls(
-            rows=to_device(torch.tensor(rows), device),
-            top_k=to_device(torch.tensor(top_k), device),
-            top_p=to_device(torch.tensor([p.top_p for p in asked], dtype=torch.float64), device),
-            min_p=to_device(torch.tensor(min_p), device).unsqueeze(1) if any(min_p) else None,
-            ranks=ranks,
-            num_candidates=min(max([*limits, _CANDIDATES if open_ended else 1]), vocab_size),
-            open_ended=open_ended,
+            truncation=Truncation.build(truncating, vocab_size, device),
+            reported=Truncation.build(reported, vocab_size, device),
         )
 
 
@@ -148,6 +104,12 @@ def sample(logits: Tensor, rows: SamplingRows, positions: NDArray[np.uint64]) ->
         picked = picked / rows.temperature
     # The last difference is 0, or NaN where the normaliser is infinite.
     logprobs = (picked - sums.normaliser).add_(sums.normaliser - sums.normaliser)
+    if (reported := rows.reported) is not None:
+        which = reported.rows
+        scaled = logits[which] if rows.temperature is None else logits[which] / rows.temperature[which]
+        kept = scaled.masked_fill(left_out(scaled, tokens[which].squeeze(1), reported), -torch.inf)
+        found = kept.gather(1, tokens[which]) - kept.logsumexp(-1, keepdim=True)
+        logprobs[which] = found + (logprobs[which] - logprobs[which])
     return tokens.squeeze(1), logprobs.squeeze(1)
 
 
@@ -252,87 +214,6 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     fp64; where the row is NaN or without any weight the place is the last.
     """
     return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
-
-
-def truncate(weights: Tensor, truncation: Truncation) -> Tensor:
-    """Zeroes what top-k, then top-p of the rest, then min-p leave out, in place; at least one token stays.
-
-    The last token kept by top-p is the one whose probability makes the sum reach ``top_p`` (Holtzman et al.,
-    The Curious Case of Neural Text Degeneration, 2020). min-p keeps what is at least that share of the most
-    likely token (Nguyen et al., Turning Up the Heat: Min-p Sampling, 2024). Equal weights rank by token id.
-
-    Args:
-        weights: ``[R, V]``, in proportion to the probabilities and at most 1.
-    """
-    if truncation.ranks:
-        threshold, count = _last_kept(weights, truncation)
-        _keep_first(weights, threshold, count)
-    if truncation.min_p is not None:
-        weights.masked_fill_(weights < truncation.min_p * weights.amax(-1, keepdim=True), 0.0)
-    return weights
-
-
-def _last_kept(weights: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
-    """The smallest weight that top-k and top-p keep ``[R, 1]``, and how many tokens they keep ``[R, 1]``."""
-    top_k, top_p, size, vocab_size = truncation.top_k, truncation.top_p, truncation.num_candidates, weights.shape[1]
-    total = weights.sum(-1, dtype=torch.float64)
-    if weights.device.type != "cpu" and truncation.open_ended:
-        # Asking which rows need more would wait for the device.
-        size = vocab_size
-    if not truncation.open_ended or size == vocab_size:
-        return _ranked_limits(largest(weights, size), top_k, top_p, total)
-    threshold = weights.new_zeros(len(weights), 1)
-    count = torch.full_like(threshold, vocab_size, dtype=torch.int64)
-
-    def settle(which: Tensor, num: int) -> Tensor:
-        """Takes the limits from the ``num`` most likely tokens; the rows for which those are too few."""
-        ranked = largest(weights[which], num)
-        threshold[which], count[which] = _ranked_limits(ranked, top_k[which], top_p[which], total[which])
-        enough = (top_k[which] <= num) | (ranked.sum(-1, dtype=torch.float64) >= top_p[which] * total[which])
-        return which[~enough]
-
-    ranking = (top_k < vocab_size) | (top_p < 1)
-    # No weight is above 1, so ``size`` tokens reach no larger sum.
-    few = (top_k <= size) | (top_p * total <= size)
-    wide = torch.cat([settle((ranking & few).nonzero().squeeze(1), size), (ranking & ~few).nonzero().squeeze(1)])
-    if len(wide):
-        settle(wide, vocab_size)
-    return threshold, count
-
-
-def _ranked_limits(ranked: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """``_last_kept`` from weights in falling order ``[R, C]`` and the sums of whole rows ``[R]``."""
-    rank = torch.arange(ranked.shape[1], device=ranked.device)
-    inside = ranked.double().masked_fill_(rank >= top_k.unsqueeze(1), 0.0)
-    cumulative = inside.cumsum(-1)
-    before = F.pad(cumulative[:, :-1], (1, 0))
-    mass = torch.where(top_k <= ranked.shape[1], cumulative[:, -1], total)
-    # A row with top_p = 1 keeps everything; its rounded sums must not decide otherwise.
-    limit = torch.where(top_p < 1, top_p * mass, torch.inf)
-    count = ((before < limit.unsqueeze(1)) & (inside > 0)).sum(-1, keepdim=True)
-    return ranked.gather(1, (count - 1).clamp_(min=0)), count
-
-
-def _keep_first(weights: Tensor, threshold: Tensor, count: Tensor) -> None:
-    """Zeroes all but the ``count`` largest, the smallest of which is ``threshold``; equal ones by token id."""
-    above = weights >= threshold
-    if weights.device.type == "cpu" and bool((above.sum(-1, keepdim=True) <= count).all()):
-        weights.masked_fill_(~above, 0.0)
-        return
-    equal = weights == threshold
-    num_equal = count - (above & ~equal).sum(-1, keepdim=True)
-    weights.masked_fill_(~above | (equal & (equal.cumsum(-1) > num_equal)), 0.0)
-
-
-def largest(weights: Tensor, count: int) -> Tensor:
-    """``[R, V] → [R, count]``, the largest in falling order."""
-    if weights.device.type != "cpu":
-        return weights.topk(count, dim=-1).values
-    # numpy's vectorised selection and sort of bare values take a twentieth of torch's, which carry indices along.
-    values = weights.numpy()
-    if count < values.shape[1]:
-        values = np.partition(values, -count, axis=-1)[:, -count:]
-    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())
 
 
 def argmax(logits: Tensor) -> Tensor:

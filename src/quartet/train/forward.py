@@ -17,6 +17,7 @@ from quartet.batch.columns import ColumnSet
 from quartet.batch.ragged import RaggedBatch, sent
 from quartet.models.packed_model import PackedCausalLM, PackedModel, PackedScalarModel
 from quartet.models.packing import pack
+from quartet.models.truncation import Limits
 from quartet.models.work import attended_pairs
 from quartet.train.parallel.exchange import RankExchange
 from quartet.train.parallel.fsdp import sharded
@@ -54,6 +55,7 @@ class Needs:
         entropy_gradient: entropies carry gradient where gradients are enabled.
         mask: name of the boolean token field that selects tokens for log-probabilities, values or step scores.
         temperature: the sampling temperature by which logits are divided.
+        limits: of sampling, where log-probabilities are those of what they keep.
     """
 
     logprobs: bool = False
@@ -64,6 +66,7 @@ class Needs:
     entropy_gradient: bool = False
     mask: str = "loss_mask"
     temperature: float = 1.0
+    limits: Limits | None = None
 
 
 def forward_only(
@@ -222,6 +225,7 @@ def compute(
                     selected,
                     labels,
                     temperature=needs.temperature,
+                    limits=needs.limits,
                     chunk=logprob_chunk,
                     entropy=needs.entropies,
                     entropy_grad=needs.entropy_gradient,

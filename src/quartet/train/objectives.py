@@ -43,6 +43,7 @@ from quartet.config.algorithms import (
     keeps_trajectories_whole,
     kl_term,
 )
+from quartet.models.truncation import Limits
 from quartet.train.engine import Objective
 from quartet.train.forward import Needs, Outputs
 from quartet.train.metrics import MetricSums
@@ -113,6 +114,7 @@ class PolicyObjective(Objective):
         kl_coef: coefficient of a KL term in the loss; 0 for none.
         is_first: the first mini-batch of a step. Its ``old`` is its own forward pass, so its ratio is exactly 1.
         max_new_tokens: norm of ``sequence_mean_token_sum_norm``.
+        limits: of sampling, where log-probabilities are those of what they keep.
     """
 
     config: PolicyGradient
@@ -121,6 +123,7 @@ class PolicyObjective(Objective):
     kl_coef: float
     is_first: bool
     max_new_tokens: int
+    limits: Limits | None = None
 
     @property
     def needs(self) -> Needs:
@@ -129,6 +132,7 @@ class PolicyObjective(Objective):
             entropies=True,
             entropy_gradient=self.config.entropy_coef > 0,
             temperature=self.temperature,
+            limits=self.limits,
         )
 
     def atoms(self, batch: RaggedBatch) -> Sequence[Sequence[int]]:

@@ -38,7 +38,7 @@ from quartet.train.preference_objectives import BestOfNObjective, PreferenceObje
 from quartet.trainers.dynamic_sampling import DynamicSampling
 from quartet.trainers.estimators import BASELINE, learned_from
 from quartet.trainers.experience import Assembler, Experience, KLCoefficient, sampled_and_greedy, sampled_only
-from quartet.trainers.roles import RLRoles, needs_greedy
+from quartet.trainers.roles import RLRoles, limits_of, needs_greedy
 from quartet.trainers.run import RunDirectory, Stopwatch, resident_bytes
 from quartet.trainers.run_files import writing
 from quartet.trainers.throughput import throughput
@@ -293,7 +293,7 @@ class RunAttempt:
         if isinstance(algorithm, OnlineDPO):
             return PreferenceObjective(algorithm.loss, temperature, compare_sampler=is_first)
         kl_coef = self._kl.value if self._kl.term.place == "loss" else 0.0
-        return PolicyObjective(algorithm, num, temperature, kl_coef, is_first, longest)
+        return PolicyObjective(algorithm, num, temperature, kl_coef, is_first, longest, limits_of(recipe))
 
     async def aclose(self) -> None:
         """Stops the score prefetcher and the engine clients."""

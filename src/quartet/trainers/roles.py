@@ -28,6 +28,7 @@ from quartet.envs.episode import EpisodeLimits
 from quartet.envs.protocol import Environment, EnvironmentFactory, environment_factory
 from quartet.envs.transcript import SOURCE
 from quartet.models.packed_model import PackedModel
+from quartet.models.truncation import Limits
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.groups import Group
 from quartet.schedule.iteration import Scorer
@@ -280,7 +281,8 @@ class RLRoles:
             reads: dict[str, int | None] = {"actor": None} if self.shares_reference else {}
             found.append(ModelScorer(leases, "reference", groups["reference"], policy, "ref_logprobs", reads=reads))
         if needs_old_logprobs(recipe):
-            found.append(ModelScorer(leases, "actor", groups["actor"], policy, "old_logprobs", trains=True))
+            own = replace(policy, limits=limits_of(recipe))
+            found.append(ModelScorer(leases, "actor", groups["actor"], own, "old_logprobs", trains=True))
         if self.critic is not None:
             # The values of the states behind tokens are read, too.
             after = isinstance(recipe.algorithm, PPO) and recipe.algorithm.bootstrap_truncated
@@ -351,6 +353,16 @@ def needs_old_logprobs(recipe: RLRecipe) -> bool:
         return False
     kl = kl_term(recipe.algorithm)
     return recipe.minibatches * recipe.epochs > 1 or (kl.coef > 0 and kl.place == "reward")
+
+
+def limits_of(recipe: RLRecipe) -> Limits | None:
+    """What the policy's log-probabilities leave out, as its sampling does. The reference's are always of all tokens:
+    their difference is the KL divergence of what is sampled from the reference.
+    """
+    sampling = recipe.rollout.sampling
+    if not (sampling.truncates and sampling.truncated_logprobs):
+        return None
+    return Limits(sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def needs_greedy(recipe: RLRecipe) -> bool:

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quartet.models import truncation as truncation_module
+from quartet.models.truncation import Truncation, truncate
 from quartet.rollout import sampler
 from quartet.rollout.protocol import SamplingParams
-from quartet.rollout.sampler import SamplingRows, Truncation, argmax, sample, truncate
+from quartet.rollout.sampler import SamplingRows, argmax, sample
 
 LOGITS = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
 V = len(LOGITS)
@@ -238,8 +240,8 @@ def test_truncation_equals_the_slow_rule(
     others = [SamplingParams(min_p=0.001), SamplingParams(top_k=1), SamplingParams(top_p=0.2)]
     params = [SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p), *others]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "_CANDIDATES", candidates)
-        truncation = Truncation.build(params, len(weights), CPU)
+        patch.setattr(truncation_module, "_CANDIDATES", candidates)
+        truncation = Truncation.build({i: p for i, p in enumerate(params) if p.truncates}, len(weights), CPU)
     assert truncation is not None
     kept = truncate(row.repeat(len(truncation.rows), 1), truncation)
     for place, i in enumerate(truncation.rows.tolist()):
@@ -255,7 +257,7 @@ def test_truncation_of_a_wide_row(options: dict[str, float], temperature: float)
     """Peaked rows need few candidates, flat ones more than are looked at first."""
     logits = torch.randn(6, 1500, generator=torch.Generator().manual_seed(4)) / temperature
     weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    truncation = Truncation.build([SamplingParams(**options)] * 6, 1500, CPU)
+    truncation = Truncation.build(dict.fromkeys(range(6), SamplingParams(**options)), 1500, CPU)
     assert truncation is not None
     kept = truncate(weights.clone(), truncation)
     for row, original in zip(kept, weights, strict=True):

@@ -1,0 +1,91 @@
+"""``rollout.engine`` and its like: a choice by ``type``, each with its own keys, native where nothing is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet.config import UserError
+from quartet.config.engines import (
+    NativeEngineConfig,
+    ServerEngineConfig,
+    SGLangEngineConfig,
+    VLLMEngineConfig,
+    is_served,
+)
+from quartet.config.load import dump_recipe, load_recipe
+from quartet.config.recipe import RLRecipe
+
+SERVER = "rollout.engine={type: sglang, urls: ['http://localhost:30000'], weights_directory: /w}"
+
+
+def engine(*overrides: str, job: str = "rl") -> Any:
+    recipe: Any = load_recipe(job, None, overrides)
+    return recipe.rollout.engine if job == "rl" else recipe.engine
+
+
+def test_native_is_the_engine_of_whom_says_nothing() -> None:
+    assert engine() == NativeEngineConfig()
+    assert engine("rollout.engine.max_running=3") == NativeEngineConfig(max_running=3)
+    assert engine("rollout.engine={process: true, cache_tokens: 99}") == NativeEngineConfig(
+        process=True, cache_tokens=99
+    )
+    assert engine("engine.max_running=3", job="eval") == NativeEngineConfig(max_running=3)
+
+
+def test_each_kind_has_its_own_keys_and_survives_a_file(tmp_path: Path) -> None:
+    expected = {
+        "rollout.engine={type: vllm, engines: 2, engine_args: {seed: 1}}": VLLMEngineConfig(
+            engines=2, engine_args={"seed": 1}
+        ),
+        SERVER: SGLangEngineConfig(urls=("http://localhost:30000",), weights_directory="/w"),
+    }
+    for override, config in expected.items():
+        recipe = load_recipe("rl", None, [override])
+        assert isinstance(recipe, RLRecipe)
+        assert recipe.rollout.engine == config
+        (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+        assert load_recipe("rl", tmp_path / "recipe.yaml") == recipe
+
+
+def test_which_engines_compute_apart_from_the_process() -> None:
+    assert not is_served(NativeEngineConfig())
+    assert is_served(NativeEngineConfig(process=True))
+    assert is_served(VLLMEngineConfig())
+    server = ServerEngineConfig(urls=("http://h:1", "https://g:2/v1"), model="m", max_outstanding=7, timeout_s=3)
+    assert is_served(server)
+    assert [(one.url, one.concurrency, one.timeout_s) for one in server.servers] == [
+        ("http://h:1", 7, 3),
+        ("https://g:2/v1", 7, 3),
+    ]
+    assert server.capacity == 14
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.max_running=8"], "did you mean rollout.engine.max_running?"),
+        (["rollout.steps_per_lease=8"], "did you mean rollout.engine.steps_per_lease?"),
+        (["rollout.engine=native"], "write rollout.engine.type=native"),
+        (["rollout.engine.type=vlm"], "did you mean 'vllm'?"),
+        (["rollout.engine={type: vllm, max_running: 3}"], "another choice of rollout.engine"),
+        (["rollout.engine.max_num_seqs=8"], "another choice of rollout.engine"),
+        (["rollout.tensor_model_parallel_size=2"], "rollout.engine.tensor_parallel_size"),
+        (["rollout.engine={type: server, urls: ['ftp://h'], model: m}"], "http://host:port"),
+        (["rollout.engine={type: server, urls: [], model: m}"], "rollout.engine.urls"),
+        (["rollout.engine={type: server, urls: ['http://h:1'], model: m}"], "takes no weights"),
+        (["rollout.engine={type: sglang, urls: ['http://h:1']}"], "needs weights_directory"),
+        (["rollout.engine.type=vllm", "numerics=exact"], "exact is the native engine's"),
+    ],
+)
+def test_mistakes_are_told_with_the_place_that_is_meant(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe("rl", None, overrides)
+    assert said in f"{caught.value.found} {caught.value.remedy}"
+
+
+def test_the_old_key_of_an_evaluation_is_told_where_it_is_now() -> None:
+    with pytest.raises(UserError, match=r"did you mean engine\.max_running"):
+        load_recipe("eval", None, ["max_running=8"])
