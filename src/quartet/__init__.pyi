@@ -134,6 +134,8 @@ from .envs.protocol import (
 )
 from .observe.progress import Progress as Progress
 from .observe.report import build_report as build_report
+from .trainers.doctor.examine import examine as examine
+from .trainers.doctor.findings import Finding as Finding
 from .trainers.evaluation_job import Evaluator as Evaluator
 from .trainers.iterated import IteratedTrainer as IteratedTrainer
 from .trainers.preference import PreferenceTrainer as PreferenceTrainer
