@@ -122,7 +122,7 @@ class SGLangServer:
     async def app(self) -> AsyncIterator[Starlette]:
         self._go_on = asyncio.Event()
         self._go_on.set()
-        self.thread = EngineThread(SteppedEngine(self.engine), lambda: None)
+        self.thread = EngineThread(SteppedEngine(self.engine))
         self.answers = {
             "/generate": self.generate,
             "/pause_generation": self.pause,

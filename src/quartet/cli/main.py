@@ -10,15 +10,15 @@ import os
 import shlex
 import sys
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quartet.cli.doctor import doctor
-from quartet.cli.options import RESUME, GroupedHelp, Resume, ResumeChoice, Version, as_argument
+from quartet.cli.options import RESUME, GroupedHelp, PrecisionOption, Resume, ResumeChoice, Version, as_argument
 from quartet.cli.recipe_commands import config, init
+from quartet.cli.serve import serve
 from quartet.config import Interrupted, UserError
 from quartet.config.printable import printable
 from quartet.trainers.signals import stop_signals
@@ -46,12 +46,6 @@ JOBS = {
 SUPERVISED = ("sft", "reward-model", "process-reward", "preference")
 ON_THE_CLUSTER = ("cluster.type=ray", "cluster.address=null")
 """Overrides inside an allocation: roles go to the Ray that was started there."""
-
-
-class PrecisionOption(StrEnum):
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
 
 
 @app.callback()
@@ -149,6 +143,7 @@ def report(
 
 app.command()(config)
 app.command()(init)
+app.command()(serve)
 app.command()(doctor)
 
 

@@ -14,7 +14,7 @@ RESUME = "--resume"
 GROUPS = {
     "Begin": ("quickstart", "init", "config"),
     "Train": ("sft", "reward-model", "process-reward", "preference", "rl", "iterated-reward-model"),
-    "Look at a model or a run": ("doctor", "eval", "generate", "report"),
+    "Look at a model or a run": ("doctor", "eval", "generate", "serve", "report"),
 }
 """Commands in the order of the help; each of them is in one group."""
 
@@ -74,6 +74,12 @@ Version = Annotated[
         "--version", help="Versions of quartet, torch and transformers.", callback=_show_versions, is_eager=True
     ),
 ]
+
+
+class PrecisionOption(enum.StrEnum):
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
 
 
 class ResumeChoice(enum.StrEnum):

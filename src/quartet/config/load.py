@@ -15,6 +15,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from quartet.config.common import Strict
+from quartet.config.engines import EngineConfig, NativeEngineConfig
 from quartet.config.errors import UserError
 from quartet.config.nearest import missing_file
 from quartet.config.recipe import RECIPES, Recipe
@@ -55,6 +57,25 @@ def load_recipe(job: str, path: str | Path | None, overrides: Sequence[str] = ()
         return model.model_validate_json(json.dumps(_with_defaults(model, data)), strict=True)
     except ValidationError as error:
         raise explain(error, model, label) from None
+
+
+class _Served(Strict):
+    engine: EngineConfig = NativeEngineConfig(process=True)
+
+
+def load_engine(overrides: Sequence[str]) -> EngineConfig:
+    """The engine of a server, of ``key=value`` as under ``rollout.engine`` of a recipe; native in a process by itself.
+
+    Raises:
+        UserError: anything wrong with keys or values.
+    """
+    data: dict[str, Any] = {}
+    for override in overrides:
+        _apply(data, f"engine.{override}")
+    try:
+        return _Served.model_validate_json(json.dumps(_with_defaults(_Served, data)), strict=True).engine
+    except ValidationError as error:
+        raise explain(error, _Served, "the engine") from None
 
 
 def _overridden(job: str, path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:

@@ -27,15 +27,14 @@ class EngineThread:
     """
     Args:
         engine: used by this thread alone from now on.
-        on_failure: called in the event loop when the engine has failed for good.
 
     Attributes:
         failure: why it answers nothing any more.
         held: requests without an end.
     """
 
-    def __init__(self, engine: RolloutEngine, on_failure: Callable[[], None]) -> None:
-        self._engine, self._on_failure = engine, on_failure
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[str, asyncio.Queue[Event]] = {}
@@ -72,6 +71,12 @@ class EngineThread:
         left = [each for each in request_ids if self._listeners.pop(each, None) is not None]
         if left:
             self._do(lambda: self._drop(left))
+
+    def give_up(self, error: UserError) -> None:
+        """All that is under way ends with ``error``."""
+        ids = [*self._listeners]
+        self._hand_over(ids, error)
+        self._do(lambda: self._drop(ids))
 
     async def call(self, function: Callable[[RolloutEngine], T]) -> T:
         """``function`` of the engine, in its thread."""
@@ -112,8 +117,6 @@ class EngineThread:
         """Nobody waits for an end that does not come."""
         self.failure = error
         self._tell([*self._listeners.copy()], error)
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._on_failure)
 
     def _obey(self) -> bool:
         """Whether it goes on."""
@@ -149,7 +152,7 @@ class EngineThread:
 
     def _tell(self, request_ids: Sequence[str], event: Any) -> None:
         self._streams.difference_update(request_ids)
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._hand_over, request_ids, event)
 
     def _hand_over(self, request_ids: Sequence[str], event: Any) -> None:

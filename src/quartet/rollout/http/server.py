@@ -32,6 +32,10 @@ from quartet.rollout.protocol import Completion, EngineFailed, GenerationError, 
 from quartet.text.tokenizer import TextCodec
 
 _KEEP_ALIVE_S = 75
+_LOOK_S = 0.1
+_END_S = 5
+"""For answers that say that the server ends."""
+_ENDS = EngineFailed("the server ends", found="a signal", remedy="ask another one, or this one once it is back")
 MAX_BODY_BYTES = 16 << 20
 
 
@@ -76,8 +80,7 @@ class Server:
         self._counts: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._created = int(time.time())
-        self.failed = asyncio.Event()
-        self.engine = EngineThread(engine, self.failed.set)
+        self.engine = EngineThread(engine)
         routes = [
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -307,15 +310,18 @@ async def _serve(engine: RolloutEngine, codec: TextCodec, settings: ServerSettin
         access_log=False,
         lifespan="off",
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(settings.grace_s)),
+        timeout_graceful_shutdown=round(settings.grace_s) + _END_S,
     )
     uvicorns = _Uvicorn(config)
 
-    async def end_with_engine() -> None:
-        await server.failed.wait()
-        uvicorns.should_exit = True
+    async def end_in_time() -> None:
+        while not uvicorns.should_exit:
+            uvicorns.should_exit = server.engine.failure is not None
+            await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(settings.grace_s)
+        server.engine.give_up(_ENDS)
 
-    watch = asyncio.create_task(end_with_engine())
+    watch = asyncio.create_task(end_in_time())
     try:
         await uvicorns.serve(sockets=[bound])
     finally:
