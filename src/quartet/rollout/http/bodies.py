@@ -93,7 +93,6 @@ class TextPart(Strict):
 class Message(Strict):
     role: str
     content: str | tuple[TextPart, ...]
-    name: str | None = None
 
     @property
     def text(self) -> str:
