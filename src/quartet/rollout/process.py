@@ -62,7 +62,7 @@ class EngineProcess:
         self._then: Callable[[], object] | None = None  # of the call whose answer is awaited
         self._answer: Any = None
         self._failure: UserError | None = None
-        self._is_made = self._is_paused = False
+        self._is_made = self._is_paused = self._is_asleep = False
         self._heard = time.monotonic()
         try:
             self._child = EngineChild(self.spec)
@@ -98,8 +98,9 @@ class EngineProcess:
         return True
 
     def has_weights(self) -> bool:
-        """Whether it has weights to compute with; where it has none, it takes those that are staged."""
-        if self.version is None and self._staging is not None and (staged := self._staging.version) is not None:
+        """Whether it has weights to compute with; awake and without any, it takes those that are staged."""
+        staged = self._staging.version if self._staging is not None else None
+        if self.version is None and staged is not None and not self._is_asleep:
             self._load(staged)
         return self.version is not None
 
@@ -273,6 +274,7 @@ class EngineProcess:
         self._is_paused = True
 
     def resume(self) -> None:
+        self.has_weights()
         self._call("resume")
         self._is_paused = False
 
@@ -286,7 +288,9 @@ class EngineProcess:
         return self._staging.weight_sink()
 
     def _take_commit(self, version: int) -> None:
-        if self._is_made and self._failure is None:
+        if self._is_asleep:  # it has no room now, and takes them before it goes on
+            self.version = None
+        elif self._is_made and self._failure is None:
             # Remembered: the sync goes on for the others, and this one raises at its next call.
             with contextlib.suppress(EngineFailed):
                 self._load(version)
@@ -302,12 +306,16 @@ class EngineProcess:
         self._call("load", self._staging.handle, version, then=take, patience_s=self.spec.start_timeout_s)
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        self._call("sleep", level, patience_s=self.spec.start_timeout_s)
+        if not self._is_asleep:
+            self._call("sleep", level, patience_s=self.spec.start_timeout_s)
+            self._is_asleep = True
         if level == 2:
             self.version = None
 
     def wake(self) -> None:
-        self._call("wake", patience_s=self.spec.start_timeout_s)
+        if self._is_asleep:
+            self._call("wake", patience_s=self.spec.start_timeout_s)
+            self._is_asleep = False
 
     def stats(self) -> EngineStats:
         """As of its last word, which is at most half a second or a step old."""

@@ -159,49 +159,47 @@ def test_twenty_updates_give_the_bits_of_the_engine_in_this_process(kind: str, p
     assert pair.staging.handle.num_bytes < (20_000 if kind == "adapters" else 200_000)
 
 
-def test_after_a_broken_sync_the_engine_computes_with_the_old_weights_and_takes_the_next(
-    pairs: dict[str, Pair],
-) -> None:
-    """It has its own copy, so the mixture that stands in the shared memory reaches nobody, a restarted one neither."""
-    staging, engine = pairs["untied"].staging, pairs["untied"].apart
-    sink = staging.weight_sink()
-    send(named(targets.build_model(1)), [sink], 30)
-    expected = answers(engine, requests(0))
-
-    source = NamedSource(lambda: named(targets.build_model(2)))
+def break_off(sink: TensorSink, source: NamedSource, version: int) -> None:
+    """A sync whose digests are wrong."""
     specs = source.specs()
-    sink.begin(specs, 31)
+    sink.begin(specs, version)
     for spec, tensor in zip(specs, source.tensors(), strict=True):
         sink.write(spec.name, 0, tensor.view(-1))
     with pytest.raises(WeightMismatch):
-        sink.verify(WeightManifest(31, specs, ("0" * 16,) * len(specs)))
+        sink.verify(WeightManifest(version, specs, ("0" * 16,) * len(specs)))
     sink.abort("digests differ")
+
+
+def test_after_a_broken_sync_the_engine_computes_with_the_old_weights(pairs: dict[str, Pair]) -> None:
+    """It has its own copy, so the mixture that stands in the shared memory reaches nobody."""
+    staging, engine = pairs["untied"].staging, pairs["untied"].apart
+    send(named(targets.build_model(1)), [staging.weight_sink()], 30)
+    expected = answers(engine, requests(0))
+    break_off(staging.weight_sink(), NamedSource(lambda: named(targets.build_model(2))), 31)
     assert staging.version is None
     assert answers(engine, requests(0)) == expected
-
-    engine.restart()
-    engine.wait_ready()
-    assert engine.version is None
-    with pytest.raises(WeightsUnusable, match="broke off halfway"):
-        answers(engine, requests(1))
-    send(named(targets.build_model(3)), [sink], 32)
-    done: dict[str, Completion] = {}
-    while len(done) < 3:
-        done |= {made.request_id: made for made in engine.completed(5.0)}
-    assert all(set(made.versions) == {32} for made in done.values())
+    send(named(targets.build_model(2)), [staging.weight_sink()], 32)
+    found = answers(engine, requests(0))
+    assert all(set(made.versions) == {32} for made in found.values())
+    assert found["0-0"].logprobs != expected["0-0"].logprobs
 
 
-def test_an_engine_that_fails_to_take_weights_never_answers_with_them() -> None:
+def test_an_engine_without_whole_weights_never_answers() -> None:
+    """One fails to take version 2, and again after it was started anew; one is started after a sync broke off."""
     staging = StagedWeights([("weight", torch.ones(4))])
-    engines = [
+    sink = staging.weight_sink()
+
+    def pairs_of(value: float) -> list[tuple[str, Tensor]]:
+        return [("weight", torch.full((4,), value))]
+
+    bad, good = (
         EngineProcess(targets.spec("engine_faults:scripted", kwargs=kwargs, name=name), staging)
         for name, kwargs in (("bad", {"fault": "fails to load", "after": 2}), ("good", {}))
-    ]
-    for engine in engines:
+    )
+    for engine in (bad, good):
         engine.wait_ready()
-    bad, good = engines
     for version in range(3):
-        send([("weight", torch.full((4,), float(version)))], [staging.weight_sink()], version)
+        send(pairs_of(version), [sink], version)
     assert all(set(made.versions) == {2} for made in answers(good, requests(0)).values())
     for _ in range(2):
         with pytest.raises(EngineFailed, match="the planted error of an update"):
@@ -209,5 +207,39 @@ def test_an_engine_that_fails_to_take_weights_never_answers_with_them() -> None:
     bad.restart()
     with pytest.raises(EngineFailed, match="the planted error of an update"):
         bad.wait_ready()
-    for engine in engines:
-        engine.close()
+    bad.close()
+
+    break_off(sink, NamedSource(lambda: pairs_of(3.0)), 3)
+    good.restart()
+    good.wait_ready()
+    good.submit(requests(1))
+    with pytest.raises(WeightsUnusable, match="broke off halfway"):
+        good.completed(1.0)
+    send(pairs_of(4.0), [sink], 4)
+    done: list[Completion] = []
+    while len(done) < 3:
+        done += good.completed(5.0)
+    assert all(set(made.versions) == {4} for made in done)
+    good.close()
+
+
+def test_weights_that_come_in_its_sleep_are_taken_before_it_goes_on(pairs: dict[str, Pair]) -> None:
+    """It has no room for them then; asked to sleep or wake twice it does so once."""
+    pair = pairs["tied"]
+    pair.apart.pause()
+    asked = requests(0)
+    pair.apart.submit(asked)
+    for level in (1, 2):
+        pair.apart.sleep(level)
+    version = (pair.staging.version or 0) + 1
+    train([tensor for _, tensor in pair.sent], version)
+    send(pair.sent, [pair.here.weight_sink(), pair.apart.weight_sink()], version)
+    assert not pair.apart.has_weights()
+    for _ in range(2):
+        pair.apart.wake()
+    pair.apart.resume()
+    found: dict[str, Completion] = {}
+    while len(found) < len(asked):
+        found |= {made.request_id: made for made in pair.apart.completed(5.0)}
+    assert found == answers(pair.here, asked)
+    assert all(set(made.versions) == {version} for made in found.values())
