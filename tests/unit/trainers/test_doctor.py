@@ -42,7 +42,7 @@ from quartet.text.tokenizer import TextCodec
 from quartet.train.engine import TrainEngine
 from quartet.train.forward import Needs
 from quartet.train.objectives import PolicyObjective
-from quartet.trainers import workers
+from quartet.trainers import rollout_workers
 from quartet.trainers.attempt import RunAttempt
 from quartet.trainers.doctor import quick, resources
 from quartet.trainers.doctor.examine import examine
@@ -53,6 +53,7 @@ from quartet.trainers.workers import LocalRunWorkers
 
 BIG = 10**9
 TRAIN = TrainConfig(token_budget=512, forward_token_budget=512)
+ENGINE = NativeEngineConfig(max_running=6)
 Examined = Callable[..., dict[str, Finding]]
 SEPARATED = {"type": "separated", **{role: {} for role in ("actor", "critic", "reference", "reward", "rollout")}}
 WITHOUT_CRITIC = {name: pool for name, pool in SEPARATED.items() if name != "critic"}
@@ -60,14 +61,20 @@ FULL_OFFLOAD = {"type": "full_offload", "pool": {"budget_bytes": BIG}}
 OWN_ENGINE = {"algorithm": PPO(kl=KLConfig(coef=0.05)), "placement": FULL_OFFLOAD}
 
 
-def recipe(path: Path, *, sampling: dict[str, Any] | None = None, **changes: Any) -> RLRecipe:
+def recipe(
+    path: Path,
+    *,
+    sampling: dict[str, Any] | None = None,
+    engine: Any = ENGINE,
+    **changes: Any,
+) -> RLRecipe:
     values: dict[str, Any] = {
         "algorithm": GRPO(kl=KLConfig(coef=0.05)),
         "actor": ActorConfig(train=TRAIN),
         "critic": CriticConfig(train=TRAIN),
         "rollout": RolloutConfig(
             sampling=SamplingConfig(**{"max_new_tokens": 8, **(sampling or {})}),
-            engine=NativeEngineConfig(max_running=6, steps_per_lease=2),
+            engine=engine,
         ),
         "steps": 3,
         "prompts_per_step": 4,
@@ -123,6 +130,8 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "gspo": {"algorithm": GSPO()},
     "rloo": {"algorithm": RLOO(), "minibatches": 1},
     "temperature": {"sampling": {"temperature": 0.7, "top_p": 0.9}},
+    "truncated": {"sampling": {"temperature": 0.7, "top_k": 5, "truncated_logprobs": True}},
+    "in a process": {**OWN_ENGINE, "engine": NativeEngineConfig(process=True)},
     "bf16": {"actor": ActorConfig(train=TrainConfig(precision="bf16"))},
     "lora": {"actor": ActorConfig(train=TrainConfig(lora=LoRAConfig(rank=4)))},
     "lora, own engine": {"actor": ActorConfig(train=TrainConfig(lora=LoRAConfig(rank=4))), "placement": WITHOUT_CRITIC},
@@ -324,16 +333,19 @@ def test_stale_weights(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> N
     assert unwell(found) == {"weight_update", "tied_head"}, "and the old ones are right again at the end"
 
 
-def test_a_tied_head_that_is_not_synced(examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = workers.own_copy
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tied_head_that_is_not_synced(precision: Any, examined: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = rollout_workers.own_copy
 
     def with_own_head(packed: Any) -> Any:
         copied = made(packed)
         copied.head = copy.deepcopy(copied.head)
         return copied
 
-    monkeypatch.setattr(workers, "own_copy", with_own_head)
-    found = examined(**OWN_ENGINE, model={"tie_word_embeddings": True})
+    monkeypatch.setattr(rollout_workers, "own_copy", with_own_head)
+    actor = ActorConfig(train=TrainConfig(precision=precision))
+    changes = {"tie_word_embeddings": True, "initializer_range": 0.3}
+    found = examined(**OWN_ENGINE, actor=actor, model=changes)
     assert found["tied_head"].status == "failure" and found["sampler_agreement"].status == "ok"
 
 

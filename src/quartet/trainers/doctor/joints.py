@@ -16,7 +16,7 @@ from quartet.schedule.rollout_worker import RolloutWorker
 from quartet.text.examples import PromptText
 from quartet.train.forward import Needs
 from quartet.trainers.attempt import RunAttempt
-from quartet.trainers.roles import RLRoles
+from quartet.trainers.roles import RLRoles, limits_of
 from quartet.trainers.workers import RunWorkers
 
 
@@ -60,11 +60,13 @@ class Joints:
                 found.append(await engine.call(RolloutWorker.canary))
         return found
 
-    async def logprobs(
-        self, batch: RaggedBatch, *, temperature: float | None = None, mask: str = "action_mask"
-    ) -> Tensor:
-        """``[T]`` the actor's of tokens that ``mask`` selects; at the recipe's temperature if no other is given."""
-        needs = Needs(logprobs=True, mask=mask, temperature=temperature or self.temperature)
+    def needs(self, *, temperature: float | None = None) -> Needs:
+        """Log-probabilities of what was sampled, at the recipe's temperature if no other is given."""
+        limits = limits_of(self.roles.recipe)
+        return Needs(logprobs=True, mask="action_mask", temperature=temperature or self.temperature, limits=limits)
+
+    async def logprobs(self, batch: RaggedBatch, needs: Needs) -> Tensor:
+        """``[T]`` the actor's."""
         async with self.attempt.leases.turn("actor", "forward", "doctor", step=0, reads={"actor": None}):
             found = await self.roles.groups["actor"].call(ModelWorker.forward, batch.without_objects(), needs)
         return found.token["logprobs"]

@@ -15,7 +15,6 @@ from quartet.schedule.iteration import Scorer, score_all
 from quartet.schedule.learners import UpdatePlan
 from quartet.schedule.model_worker import TrainWorker, Update
 from quartet.schedule.scorers import ModelScorer, PartScorer
-from quartet.train.forward import Needs
 from quartet.trainers.doctor.findings import Finding, judged
 from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.experience import Experience, sampled_only
@@ -47,8 +46,7 @@ async def rehearse(joints: Joints, chunk: Chunk, rewards: Sequence[ColumnSet]) -
     roles, attempt, watch = joints.roles, joints.attempt, Stopwatch()
     scorers = list(roles.column_scorers(attempt.leases))
     if all(scorer.column != OLD for scorer in scorers):
-        needs = Needs(logprobs=True, mask="action_mask", temperature=joints.temperature)
-        scorers.append(ModelScorer(attempt.leases, "actor", roles.groups["actor"], needs, OLD, trains=True))
+        scorers.append(ModelScorer(attempt.leases, "actor", roles.groups["actor"], joints.needs(), OLD, trains=True))
     parts: list[Scorer] = list(scorers)
     if GREEDY in chunk.data.sequence:
         parts = [PartScorer(scorer, sampled_only) for scorer in scorers]
@@ -116,8 +114,9 @@ def check_reference(joints: Joints, learned: Learned) -> Finding:
     gap = (batch.token[OLD] - batch.token["ref_logprobs"])[batch.token["action_mask"]]
     largest, kl = joints.largest(gap.abs()), float(gap.mean()) if len(gap) else 0.0
     found = f"KL to the reference is {kl:.2g} nats per token at the start (at most {largest:.2g})"
-    if joints.roles.recipe.reference.path is not None:
-        return judged(name, f"{found}; it is another model", failure=not math.isfinite(kl), warning=kl > 5)
+    # The reference's log-probabilities are those of all tokens, whatever sampling leaves out.
+    if joints.roles.recipe.reference.path is not None or joints.needs().limits is not None:
+        return judged(name, f"{found}; the two are meant to differ", failure=not math.isfinite(kl), warning=kl > 5)
     return judged(name, found, failure=not largest <= joints.tolerance)
 
 

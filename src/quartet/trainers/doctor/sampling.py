@@ -11,12 +11,14 @@ from quartet.batch.ragged import RaggedBatch
 from quartet.rollout.protocol import SamplingParams
 from quartet.schedule.groups import GREEDY
 from quartet.text.examples import PromptText
+from quartet.train.forward import Needs
 from quartet.trainers.doctor.findings import Finding, judged
 from quartet.trainers.doctor.joints import Joints
 from quartet.trainers.experience import sampled_only
 
 _PROBED = 6
 """Tokens of a probe's answer."""
+_GREEDY = Needs(logprobs=True, mask="action_mask")
 
 
 # Ends ----------------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ async def check_agreement(joints: Joints, batch: RaggedBatch) -> list[Finding]:
     """Sampler and trainer give every sampled token the same log-probability, both at the recipe's temperature."""
     mask, temperature = batch.token["action_mask"], joints.temperature
     sampled = batch.token["rollout_logprobs"][mask]
-    trained = (await joints.logprobs(batch))[mask]
+    trained = (await joints.logprobs(batch, joints.needs()))[mask]
     gap = (sampled - trained).abs()
     largest, mean = joints.largest(gap), float(gap.mean())
     # A mean has no tails: with bf16, where single tokens may differ much, it tells more.
@@ -108,7 +110,7 @@ async def check_agreement(joints: Joints, batch: RaggedBatch) -> list[Finding]:
     agreement = judged("sampler_agreement", f"{found}allowed {joints.tolerance:.2g})", failure=wrong)
     if temperature == 1.0:
         return [agreement, judged("temperature", "1: logits are as they are")]
-    plain = (await joints.logprobs(batch, temperature=1.0))[mask]
+    plain = (await joints.logprobs(batch, joints.needs(temperature=1.0)))[mask]
     ignored = torch.equal(plain, trained)
     unscaled = wrong and float((sampled - plain).abs().mean()) < mean
     text = f"log-probabilities are those at temperature {temperature:g} on both sides"
@@ -119,10 +121,10 @@ async def check_agreement(joints: Joints, batch: RaggedBatch) -> list[Finding]:
 
 async def check_packing(joints: Joints, batch: RaggedBatch) -> Finding:
     """A sequence alone has the log-probabilities that it has among others, behind a shared prompt."""
-    together, apart = await joints.logprobs(batch), 0.0
+    together, apart = await joints.logprobs(batch, joints.needs()), 0.0
     for s in {0, len(batch) - 1}:
         alone, leaf = batch.select([s]), slice(*batch.leaf_span(s))
-        found = (await joints.logprobs(alone))[slice(*alone.leaf_span(0))]
+        found = (await joints.logprobs(alone, joints.needs()))[slice(*alone.leaf_span(0))]
         apart = max(apart, joints.largest((found - together[leaf]).abs()[batch.token["action_mask"][leaf]]))
     found_text = f"a sequence alone and among others differ by {apart:.2g} nats"
     return judged("packing", found_text, failure=not apart <= joints.tolerance)
@@ -141,12 +143,12 @@ async def check_pad_token(joints: Joints) -> Finding:
     apart, ignored = 0.0, False
     for batch in await joints.answers(with_pad, [greedy], "pad"):
         mask = batch.token["action_mask"]
-        trained = (await joints.logprobs(batch, temperature=1.0))[mask]
+        trained = (await joints.logprobs(batch, _GREEDY))[mask]
         apart = max(apart, joints.largest((batch.token["rollout_logprobs"][mask] - trained).abs()))
         # The same tokens behind the prompt that lacks the pad token.
         other = RaggedBatch.from_groups([bare], [[_leaf(batch, 0)]], ["bare"])
         other = other.with_token(action_mask=other.sequence_index() >= 0)
-        removed = (await joints.logprobs(other, temperature=1.0))[other.token["action_mask"]]
+        removed = (await joints.logprobs(other, _GREEDY))[other.token["action_mask"]]
         ignored |= bool((removed - trained).abs().max() < 1e-6)
     found = f"behind {pad!r} in a prompt sampler and trainer differ by {apart:.2g} nats"
     found = f"{pad!r} in a prompt has no effect on what follows it" if ignored else found
