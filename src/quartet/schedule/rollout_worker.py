@@ -208,7 +208,8 @@ class RolloutWorker(WeightReceiverMixin):
         ids = tuple(self._codec.encode_prompt(probe.prompt))
         sampling = SamplingParams(temperature=0.0, max_new_tokens=probe.num_tokens)
         answers, others = self._answers_of_engines(Request(CANARY, CANARY, ids, sampling), probe)
-        batch = RaggedBatch.from_groups([ids], [[answer.token_ids for answer in answers]], [name])
+        names = [name, *(f"{name}.{number}" for number in range(1, len(answers)))]
+        batch = RaggedBatch.from_groups([ids], [[answer.token_ids for answer in answers]], names)
         mask, logprobs = batch.sequence_index() >= 0, torch.zeros(batch.num_tokens, dtype=torch.float64)
         logprobs[mask] = torch.tensor([x for answer in answers for x in answer.logprobs], dtype=torch.float64)
         self._canary = batch.with_token(loss_mask=mask, rollout_logprobs=logprobs)

@@ -23,6 +23,8 @@ from quartet.config.engines import (
     VLLMEngineConfig,
     is_served,
 )
+from quartet.config.evaluation import EvalRecipe
+from quartet.config.load import load_recipe
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.rollout import process_native
 from quartet.rollout.engine import NativeEngine
@@ -200,14 +202,26 @@ def check_logprobs(engine: RolloutEngine, config: EngineConfig, sampling: Sampli
     )
 
 
+def engine_of(text: str) -> EngineConfig:
+    """What a command's ``--engine`` says: a type, ``vllm``, or YAML with its keys, ``{type: vllm, engines: 2}``.
+
+    Raises:
+        UserError: there is no such engine, or it has no such key.
+    """
+    recipe = load_recipe("eval", None, [f"engine={text}" if text.lstrip().startswith("{") else f"engine.type={text}"])
+    assert isinstance(recipe, EvalRecipe)
+    return recipe.engine
+
+
 @contextmanager
 def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: TextCodec) -> Iterator[str]:
     """A directory with the model as it started and its tokenizer: the recipe's, or one that is gone afterwards."""
     if config is not None and config.tokenizer is None and os.path.isdir(config.path):
         yield config.path
         return
-    with tempfile.TemporaryDirectory(prefix="quartet-policy-") as folder, packed.without_adapters():
-        packed.model.save_pretrained(folder)
+    with tempfile.TemporaryDirectory(prefix="quartet-policy-") as folder:
+        with packed.without_adapters():
+            packed.model.save_pretrained(folder)
         codec.tokenizer.save_pretrained(folder)
         yield folder
 

@@ -183,15 +183,17 @@ def generate(
     num_responses: int = 1,
     seed: int = 0,
     max_running: int = 64,
+    engine: StepEngine | None = None,
     on_done: Callable[[int], None] | None = None,
 ) -> list[list[Generated]]:
     """Completions of every prompt, ``num_responses`` each, in order.
 
     Args:
         sampling: applies to all; every response gets its own seed, derived from ``seed``, prompt place and place.
+        engine: what generates; None: the native engine, with ``max_running``.
         on_done: called with the number of completions finished by each engine step.
     """
-    engine = NativeEngine(packed, max_running=max_running, decode=codec.decode)
+    engine = engine or NativeEngine(packed, max_running=max_running, decode=codec.decode)
     stops = tuple(sorted({*sampling.stop_token_ids, *codec.eos_ids}))
     encoded = [tuple(codec.encode_prompt(prompt)) for prompt in prompts]
     requests = [

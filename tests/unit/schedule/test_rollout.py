@@ -513,6 +513,47 @@ def test_finishing_on_old_weights_waits_for_no_more_than_what_runs(max_running: 
     assert versions == ([{0}] * 4 if max_running is None else [{0}, {0}, {1}, {1}])
 
 
+def test_starting_over_gives_every_response_the_new_weights_alone() -> None:
+    async def main() -> tuple[World, list[set[int]]]:
+        world = World(in_flight="start_over", lengths=lambda i: 12 if i[0] in "01" else 2)
+        groups = [asyncio.create_task(world.rollout.generate(index)) for index in range(3)]
+        await asyncio.sleep(1.5)
+        await _Learner(world, "actor").train(None, 0)
+        await world.rollout.publish(1)
+        done = await asyncio.gather(*groups)
+        return world, [{v for versions in versions_of(g) for v in versions} for g in done]
+
+    world, versions = run_virtual(main())
+    log = world.engines[0].log
+    stopped = next(ids for what, ids in log if what == "cancel")
+    assert stopped, "something ran when the weights came"
+    begun = [request_id for what, ids in log if what == "submit" for request_id in ids]
+    assert sorted(begun) == sorted([*(f"{g}.{r}" for g in range(3) for r in range(2)), *stopped, "canary"])
+    assert world.rollout.num_started_over == len(stopped)
+    assert all(len(of) == 1 for of in versions)
+    assert {1} in versions
+    assert log.index(("weights", 1)) > log.index(("cancel", stopped))
+
+
+def test_groups_go_to_the_engine_with_the_fewest_tokens_to_make() -> None:
+    async def main() -> list[list[str]]:
+        world = World(num_engines=2)
+        world.rollout.balances = True
+        lengths = {0: 9, 1: 2, 2: 2, 3: 2, 4: 2, 5: 2}
+
+        def requests(index: int) -> tuple[Asked, PromptRequest]:
+            prompt, request = world.requests(index)
+            sampling = replace(request.samples[0].sampling, max_new_tokens=lengths[index])
+            samples = tuple(replace(sample, sampling=sampling) for sample in request.samples)
+            return prompt, replace(request, samples=samples)
+
+        world.rollout.requests = requests
+        await asyncio.gather(*(world.rollout.generate(index) for index in lengths))
+        return [[i for what, ids in e.log if what == "submit" for i in ids if i.endswith("0")] for e in world.engines]
+
+    assert run_virtual(main()) == [["0.0"], ["1.0", "2.0", "3.0", "4.0", "5.0"]]
+
+
 def test_a_canary_that_sings_otherwise_stops_the_run() -> None:
     async def main() -> None:
         world = World(num_engines=2)

@@ -2,39 +2,73 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quartet.config.algorithms import GRPO, KLConfig
-from quartet.config.common import CheckpointConfig, LogConfig, SamplingConfig, TrainConfig
-from quartet.config.engines import NativeEngineConfig
+from quartet.config import UserError
+from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
+from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import EngineConfig, NativeEngineConfig
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
+from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
+from quartet.rollout import process_native
+from quartet.rollout.process import EngineProcess
+from quartet.rollout.protocol import Request
+from quartet.rollout.stepped import SteppedEngine
+from quartet.trainers import engines
+from quartet.trainers.engines import Policy
 from quartet.trainers.rl import RLTrainer
 
-NOT_NUMBERS = ("throughput/", "time/", "memory/", "rollout/", "overlap/", "handover/", "time_s", "engine/")
-BIG = 10**9
+NOT_NUMBERS = ("throughput/", "time/", "memory/", "overlap/", "handover/", "time_s", "engine/")
+NOT_OF_ENGINES = (*NOT_NUMBERS, "rollout/tokens", "rollout/prefill")  # what an engine does twice counts twice
 ROLES = ["actor", "reference", "rollout"]
+APART = {"engine": {"roles": ["rollout"]}, "models": {"roles": ["actor", "reference"]}}
 PLACEMENTS: dict[str, Any] = {
     "shared": None,
     "separated": {"type": "separated", **{role: {} for role in ROLES}},
-    "full_offload": {"type": "full_offload", "pool": {"budget_bytes": BIG}},
-    "pipelined": {
-        "type": "pipelined",
-        "pools": {"engine": {"roles": ["rollout"]}, "models": {"roles": ["actor", "reference"]}},
-    },
+    "full_offload": {"type": "full_offload", "pool": {"budget_bytes": 10**9}},
+    "pipelined": {"type": "pipelined", "pools": APART},
+    "one pool pipelined": {"type": "pipelined", "pools": {"all": {"roles": ROLES, "slots": 2}}},
+    "nothing stale": {"type": "asynchronous", "max_staleness": 0, "pools": APART},
 }
+
+
+class Beside(SteppedEngine):
+    """An engine that takes staged weights as a process does, and computes in the thread that waits for it."""
+
+    def __init__(self, policy: Policy, **options: Any) -> None:
+        lora = None if policy.lora is None else policy.lora.model_dump()
+        native = process_native.make(policy.path, numerics=policy.numerics, lora=lora, seed=policy.seed, **options)
+        super().__init__(native)
+        assert policy.staging is not None
+        self._staging = policy.staging
+        self._staging.attach(lambda version: native.update_weights(self._staging.handle, version))
+
+    def weight_sink(self) -> Any:
+        return self._staging.weight_sink()
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines, which start at once."""
+
+    def two(config: EngineConfig, policy: Policy) -> list[Beside]:
+        return [Beside(policy, max_running=6) for _ in range(2)]
+
+    monkeypatch.setattr(engines, "_engines", two)
 
 
 def recipe(path: Path, *, process: bool, **changes: Any) -> RLRecipe:
     values: dict[str, Any] = {
         "algorithm": GRPO(kl=KLConfig(coef=0.05)),
-        "actor": ActorConfig(train=TrainConfig(token_budget=512, forward_token_budget=512)),
+        "actor": ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2))),
         "rollout": RolloutConfig(
             sampling=SamplingConfig(max_new_tokens=8), engine=NativeEngineConfig(max_running=6, process=process)
         ),
@@ -51,28 +85,22 @@ def recipe(path: Path, *, process: bool, **changes: Any) -> RLRecipe:
     return RLRecipe(**{**values, **changes})
 
 
-def numbers(path: Path) -> list[dict[str, Any]]:
-    rows = read_metrics(path / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_NUMBERS)} for row in rows]
-
-
 @pytest.fixture
 def trainer(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path) -> Callable[..., RLTrainer]:
     def make(name: str, *, process: bool = True, resume: bool = False, **changes: Any) -> RLTrainer:
         objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
-        return RLTrainer(
-            recipe(tmp_path / name, process=process, **changes),
-            evaluation_prompts=prompts[:2],
-            resume=resume,
-            **objects,
-        )
+        made = recipe(tmp_path / name, process=process, **changes)
+        return RLTrainer(made, evaluation_prompts=prompts[:2], resume=resume, **objects)
 
     return make
 
 
 def trained(trainer: RLTrainer) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+    """Figures of all steps that no clock and no engine decides, and the weights."""
     result = trainer.train()
-    return numbers(trainer.path), [tensor.clone() for tensor in result.model.state_dict().values()]
+    rows = read_metrics(trainer.path / "metrics.jsonl")
+    kept = [{k: v for k, v in row.items() if not k.startswith(NOT_OF_ENGINES)} for row in rows]
+    return kept, [tensor.clone() for tensor in result.model.state_dict().values()]
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -80,9 +108,89 @@ def assert_equal(one: Any, other: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
 
 
+# In this process -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("beside")
 def test_every_placement_trains_as_with_the_engine_in_the_process(trainer: Callable[..., RLTrainer]) -> None:
+    correction = GRPO(kl=KLConfig(coef=0.05), off_policy=OffPolicyConfig())
     here = trained(trainer("here", process=False))
+    corrected = trained(trainer("corrected", process=False, algorithm=correction))
     for name, placement in PLACEMENTS.items():
-        began = time.time()
-        assert_equal(trained(trainer(name, placement=placement)), here)
-        print(name, time.time() - began)
+        ahead = name == "nothing stale"
+        changes = {"algorithm": correction} if ahead else {}
+        found = trained(trainer(name, placement=placement, **changes))
+        if ahead:
+            found = [{k: v for k, v in row.items() if not k.startswith("staleness/")} for row in found[0]], found[1]
+        assert_equal(found, corrected if ahead else here)
+
+
+@pytest.mark.usefixtures("beside")
+def test_adapters_alone_are_sent(trainer: Callable[..., RLTrainer]) -> None:
+    lora = ActorConfig(train=TrainConfig(optim=OptimConfig(lr=1e-2), lora=LoRAConfig(rank=2)))
+    here = trained(trainer("here", process=False, actor=lora))
+    there = trainer("there", actor=lora)
+    assert_equal(trained(there), here)
+    sent = read_metrics(there.path / "metrics.jsonl")[-1]["throughput/weight_sync_bytes"]
+    adapters = there.roles.actor.packed.adapters
+    assert adapters is not None
+    assert sent == sum(tensor.nbytes for tensor in adapters.trained.values())
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("in_flight", ["pick_up", "finish_old", "start_over"])
+def test_generation_ahead_of_training(trainer: Callable[..., RLTrainer], in_flight: str) -> None:
+    algorithm = GRPO(off_policy=OffPolicyConfig())
+    placement = {"type": "asynchronous", "max_staleness": 1, "in_flight": in_flight, "pools": APART}
+    made = trainer("ahead", placement={**placement, "pools": {**APART}}, algorithm=algorithm, steps=4)
+    result = made.train()
+    rows = read_metrics(made.path / "metrics.jsonl")[1:]
+    assert all(row["agreement/canary_diff"] == 0.0 for row in rows)
+    assert all(row["staleness/max"] <= 1 for row in rows)
+    if in_flight != "pick_up":
+        records = [record for step in range(1, 5) for record in read_step(result.path / "rollouts", step)]
+        versions = [record.columns.get("policy_version", [record.policy_version]) for record in records]
+        assert all(len(set(of_response)) == 1 for of_response in versions)
+    assert ("rollout/started_over" in rows[-1]) == (in_flight == "start_over")
+
+
+# In processes --------------------------------------------------------------------------------------------
+
+
+def test_a_killed_engine_costs_nothing_but_time(
+    trainer: Callable[..., RLTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed with all of a step's requests in it, and once more while the others wait for the second step's."""
+    killed: list[str] = []
+    submit = EngineProcess.submit
+
+    def kill_then(self: EngineProcess, requests: Sequence[Request]) -> None:
+        submit(self, requests)
+        group = requests[0].group
+        if group in ("1", "5") and group not in killed:
+            killed.append(group)
+            os.kill(self._child.pid, signal.SIGKILL)  # type: ignore[union-attr]
+
+    here = trained(trainer("here", process=False))
+    monkeypatch.setattr(EngineProcess, "submit", kill_then)
+    there = trainer("there", placement=PLACEMENTS["full_offload"])
+    assert_equal(trained(there), here)
+    last = read_metrics(there.path / "metrics.jsonl")[-1]
+    assert last["engine/restarts"] == len(killed) == 2
+    assert last["engine/rerouted"] >= 4
+
+
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(trainer: Callable[..., RLTrainer]) -> None:
+    here = trained(trainer("here", process=False))
+    first = trainer("there", steps=3, placement=PLACEMENTS["pipelined"])
+    step = first._step
+
+    async def stopped(number: int, attempt: Any) -> int:
+        if number == 2:
+            raise UserError("enough", found="two steps", remedy="go on")
+        return await step(number, attempt)
+
+    first._step = stopped  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="enough"):
+        first.train()
+    assert_equal(trained(trainer("there", resume=True, placement=PLACEMENTS["pipelined"])), here)
