@@ -5,38 +5,52 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from quartet.rollout.process import EngineProcess
+from quartet.rollout.process import EngineProcess, EngineSpec
+from quartet.rollout.process_native import make
 from quartet.rollout.protocol import RolloutEngine
 from quartet.rollout.router import Router
 from quartet.rollout.staging import StagedWeights
 from quartet.rollout.stepped import SteppedEngine
+from quartet.text.tokenizer import TextCodec
 
 contract: Any = importlib.import_module("engine_contract")
 targets: Any = importlib.import_module("engine_targets")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"w{number}": number for number in range(targets.VOCAB - 1)} | {"<eos>": targets.VOCAB - 1}
+    backend = Tokenizer(WordLevel(words, unk_token="<eos>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
 
 
 def staged(model: PreTrainedModel) -> StagedWeights:
     return StagedWeights(model.named_parameters(remove_duplicate=False))
 
 
-def in_thread() -> RolloutEngine:
-    return SteppedEngine(targets.native())
+def in_thread(path: Path) -> RolloutEngine:
+    return SteppedEngine(make(str(path), max_running=8))
 
 
-def in_process() -> RolloutEngine:
-    return EngineProcess(targets.spec(), staged(targets.build_model()))
+def in_process(path: Path) -> RolloutEngine:
+    spec = EngineSpec("quartet.rollout.process_native:make", {"path": str(path), "max_running": 8})
+    return EngineProcess(spec, staged(targets.build_model()))
 
 
-def routed_in_thread() -> RolloutEngine:
+def routed_in_thread(path: Path) -> RolloutEngine:
     return Router([SteppedEngine(targets.native(version=0))], max_outstanding=5)
 
 
-def routed_processes() -> RolloutEngine:
+def routed_processes(path: Path) -> RolloutEngine:
     weights = staged(targets.build_model())
     specs = [targets.spec(name=f"engine {number}") for number in range(2)]
     return Router([EngineProcess(spec, weights) for spec in specs], max_outstanding=5, policy="least_tokens")
@@ -46,10 +60,14 @@ KINDS = {make.__name__: make for make in (in_thread, in_process, routed_in_threa
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def kind(request: pytest.FixtureRequest) -> Iterator[Any]:
-    models = targets.build_model(0), targets.build_model(1)
-    with contextlib.closing(KINDS[request.param]()) as engine:
-        kind = contract.Kind(engine, models, targets.decode, targets.VOCAB, targets.CONTEXT)
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    models, path = (targets.build_model(0), targets.build_model(1)), tmp_path_factory.mktemp("model")
+    models[0].save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    with contextlib.closing(KINDS[request.param](path)) as engine:
+        is_read = request.param in ("in_thread", "in_process")  # with the tokenizer of its directory
+        decode = TextCodec.from_pretrained(path).decode if is_read else targets.decode
+        kind = contract.Kind(engine, models, decode, targets.VOCAB, targets.CONTEXT)
         kind.set_weights(models[0])
         yield kind
     engine.close()  # a second time
