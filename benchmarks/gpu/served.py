@@ -39,7 +39,8 @@ def used_bytes() -> int:
 
 def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     from rollout import requests
-    from shapes import build
+    from shapes import build, config_of
+    from transformers import Qwen2ForCausalLM
 
     from quartet.rollout.process import EngineProcess, EngineSpec
     from quartet.rollout.router import Router
@@ -47,7 +48,12 @@ def measure(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     from quartet.weights.in_process import sync_in_process
     from quartet.weights.source import NamedSource
 
-    model = build("smoke" if args.smoke else args.model, torch.device("cpu"), torch.bfloat16)
+    if args.smoke:
+        config = config_of("smoke")
+        config.num_attention_heads = config.num_key_value_heads = 1  # of a size that attention on CPUs has
+        model = Qwen2ForCausalLM(config).bfloat16()
+    else:
+        model = build(args.model, torch.device("cpu"), torch.bfloat16)
     model.save_pretrained(path)
     options: dict[str, Any] = {"cache_bytes": 1 << 26, "enforce_eager": True} if args.smoke else {}
     kwargs = {"path": str(path), "dtype": "bfloat16", "version": None, "max_num_seqs": 256, "sleep": True, **options}

@@ -105,6 +105,16 @@ def test_a_model_that_vllm_does_not_know(save_model: Any, engine_spec: Any, tmp_
     engine.close()
 
 
+def test_heads_that_cannot_be_padded(save_model: Any, engine_spec: Any, tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
+    engine = EngineProcess(engine_spec(path))
+    with pytest.raises(UserError, match="heads of 8 in a model of type 'qwen2'"):
+        engine.wait_ready()
+    engine.close()
+
+
 def test_another_version_of_vllm_is_refused_with_the_range(save_model: Any, engine_spec: Any, tmp_path: Path) -> None:
     """As pip would have installed it: only what the package says of itself is there."""
     said = tmp_path / "site" / "vllm-0.10.1.dist-info"

@@ -16,8 +16,10 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-_PLAIN = ("llama", "mistral", "qwen2")
-"""Families without norms of single heads or rotary embeddings of a part of a head."""
+from quartet.config import UserError
+
+_PLAIN = ("llama",)
+"""Families without norms of single heads, whose heads vLLM gives the size that the configuration names."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,25 @@ class HeadPadding:
 
 
 def head_padding(config: Mapping[str, Any], sizes: Sequence[int]) -> HeadPadding | None:
-    """What makes the model's heads one of ``sizes``; None where they are, or where it cannot be done.
+    """What makes the model's heads one of ``sizes``; None where they are, or the configuration does not say.
 
     Args:
         config: the model's ``config.json``.
-        sizes: those that attention has; none: any.
+
+    Raises:
+        UserError: there is no way. vLLM itself would fail at the first request.
     """
-    if config.get("model_type") not in _PLAIN or _rope_type(config) != "default":
+    size = config.get("head_dim") or config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
+    if not size or size in sizes or "kv_lora_rank" in config:
         return None
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     strides = [padded // size for padded in sizes if padded % size == 0]
-    return HeadPadding(size, min(strides)) if strides and size not in sizes else None
+    if strides and config.get("model_type") in _PLAIN and _rope_type(config) == "default":
+        return HeadPadding(size, min(strides))
+    raise UserError(
+        "vLLM's attention on CPUs does not have heads of this size",
+        found=f"heads of {size} in a model of type {config.get('model_type')!r}; it has {', '.join(map(str, sizes))}",
+        remedy="use the native engine, a GPU, or a Llama, whose heads are padded",
+    )
 
 
 def _rope_type(config: Mapping[str, Any]) -> str:
