@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 
 from quartet.config import UserError
-from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, Request
+from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request
 
 
 class RequestLedger:
@@ -109,3 +109,12 @@ class RequestLedger:
             found=found,
             remedy="it is started anew where it can be; if that repeats itself, report it with the engine's version",
         )
+
+
+class RequestsRefused(GenerationError):
+    """An engine did not take requests that had waited for it; these have ended, the others go on."""
+
+    def __init__(self, error: UserError, request_ids: Sequence[str]) -> None:
+        self.error = error
+        self.request_ids = tuple(request_ids)
+        UserError.__init__(self, error.problem, found=error.found, remedy=error.remedy)

@@ -11,16 +11,16 @@ one engine, so none is lost, and none is answered twice.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, Literal
 
 from quartet.config import UserError
-from quartet.rollout.ledger import RequestLedger
-from quartet.rollout.progress import EngineProgress, Progress
+from quartet.rollout.ledger import RequestLedger, RequestsRefused
+from quartet.rollout.progress import Progress
 from quartet.rollout.protocol import (
     Completion,
     EngineFailed,
@@ -31,26 +31,16 @@ from quartet.rollout.protocol import (
     Request,
     RolloutEngine,
 )
-from quartet.rollout.router_member import Member, State, size, total
+from quartet.rollout.router_member import Member, State, cancelled_completion, size, total, units_of
+from quartet.rollout.routing import Policy, Routing
 
 if TYPE_CHECKING:
     from quartet.weights.sink import TensorSink
 
-Policy = Literal["prefix", "least_tokens", "round_robin"]
 _LOOK_S = 0.5
 """Between two looks at engines that say nothing."""
 _SLICE_S = 0.005
 """For each engine that cannot be waited for together with others."""
-_MAX_HOMES = 1 << 16
-
-
-class RequestsRefused(GenerationError):
-    """An engine did not take requests that had waited for it; these have ended, the others go on."""
-
-    def __init__(self, error: UserError, request_ids: Sequence[str]) -> None:
-        self.error = error
-        self.request_ids = tuple(request_ids)
-        UserError.__init__(self, error.problem, found=error.found, remedy=error.remedy)
 
 
 class Router:
@@ -80,9 +70,8 @@ class Router:
         max_restarts: int = 3,
         names: Sequence[str] | None = None,
     ) -> None:
-        self.policy = policy
         self.restarts = self.rerouted = 0
-        self._max_outstanding = max_outstanding
+        self._routing = Routing(policy, max_outstanding)
         self._max_restarts = max_restarts
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="router")
         self._members: list[Member] = []
@@ -91,9 +80,6 @@ class Router:
         self._done: list[Completion] = []
         self._errors: deque[GenerationError] = deque()
         self._muted: Counter[str] = Counter()  # cancelled requests of a submission that failed
-        self._homes: OrderedDict[str, Member] = OrderedDict()
-        self._pins: dict[str, Member] = {}  # copies of a probe, by their ids
-        self._turn = 0
         self._is_paused = self._is_asleep = False
         for number, engine in enumerate(engines):
             self.join(engine, names[number] if names else None)
@@ -129,9 +115,9 @@ class Router:
         """What an engine holds goes to the head of the queue."""
         held, cancelled = member.ledger.clear()
         self.rerouted += len(held)
-        self._queue.extendleft(reversed(_units(held)))
+        self._queue.extendleft(reversed(units_of(held)))
         for request in cancelled:
-            self._hand_over(_cancelled(request))
+            self._hand_over(cancelled_completion(request))
 
     def _fail(self, member: Member, error: EngineFailed) -> None:
         """Its requests go elsewhere; it is started anew, where it can be and has not been too often."""
@@ -206,7 +192,7 @@ class Router:
             for member in self._members:
                 member.done = 0
         self._ledger.add(requests)
-        self._queue.extend(_units(requests))
+        self._queue.extend(units_of(requests))
         self._dispatch()
         ids = {request.request_id for request in requests}
         for error in self._errors:
@@ -225,7 +211,7 @@ class Router:
         self._require_engines()
         self._ledger.check(copies)
         self._ledger.add(copies)
-        self._pins.update((copy.request_id, member) for copy, member in zip(copies, members, strict=False))
+        self._routing.pins.update((copy.request_id, member) for copy, member in zip(copies, members, strict=False))
         self._queue.extendleft([copy] for copy in reversed(copies))
         self._dispatch()
         return [copy.request_id for copy in copies]
@@ -243,7 +229,7 @@ class Router:
             return
         loads = {member: member.outstanding_tokens for member in self._usable()}
         sent: dict[Member, list[list[Request]]] = {}
-        while self._queue and (member := self._choose(self._queue[0], loads)) is not None:
+        while self._queue and (member := self._routing.choose(self._queue[0], loads)) is not None:
             unit = self._queue.popleft()
             member.ledger.add(unit)
             loads[member] += sum(map(size, unit))
@@ -278,30 +264,6 @@ class Router:
                 self._ledger.drop(ids)
                 self._errors.append(RequestsRefused(refused, ids))
 
-    def _choose(self, unit: Sequence[Request], loads: Mapping[Member, int]) -> Member | None:
-        if (pinned := self._pins.pop(unit[0].request_id, None)) in loads:
-            return pinned
-        free = [member for member in loads if len(member.ledger) < self._max_outstanding]
-        if not free:
-            return None
-        if self.policy == "round_robin":
-            places = {member: (self._members.index(member) - self._turn) % len(self._members) for member in free}
-            chosen = min(free, key=lambda member: places[member])
-            self._turn = self._members.index(chosen) + 1
-            return chosen
-        # Of equals the first: the order in which engines joined.
-        chosen = min(free, key=lambda member: loads[member])
-        if self.policy == "prefix":
-            keys = [f"group {unit[0].group}", *(f"session {r.session}" for r in unit if r.session is not None)]
-            homes = [home for key in reversed(keys) if (home := self._homes.get(key)) in free and home is not None]
-            chosen = homes[0] if homes else chosen
-            for key in keys:
-                self._homes[key] = chosen
-                self._homes.move_to_end(key)
-            while len(self._homes) > _MAX_HOMES:
-                self._homes.popitem(last=False)
-        return chosen
-
     def completed(self, timeout_s: float) -> list[Completion]:
         end = time.monotonic() + timeout_s
         while True:
@@ -323,7 +285,7 @@ class Router:
     def _wait(self, seconds: float) -> None:
         """Until an engine has something to say, at most so long."""
         up = self._in_state("up")
-        if self._queue and up and not self._in_state("starting") and not any(m.has_weights for m in up):
+        if self._queue and up and not self._in_state("starting") and not self._usable():
             self.weight_sink().require()
         polled = [member for member in up if not hasattr(member.engine, "fileno") and len(member.ledger)]
         watched: list[Any] = [m.engine for m in self._in_state("up", "starting") if hasattr(m.engine, "fileno")]
@@ -380,7 +342,7 @@ class Router:
         self._queue = deque(unit for unit in left if unit)
         self._ledger.drop(ids)
         for request in waiting:
-            self._hand_over(_cancelled(request))
+            self._hand_over(cancelled_completion(request))
 
     def generated(self, request_ids: Iterable[str]) -> dict[str, Generated]:
         ids, found = set(request_ids), dict[str, Generated]()
@@ -434,33 +396,16 @@ class Router:
         now = [member.engine.stats() for member in self._in_state("up")]
         version = min((stats.policy_version for stats in now), default=0)
         summed = total([*now, *(member.past for member in self._members)])
-        counts = {"num_restarts": self.restarts, "num_rerouted": self.rerouted}
-        num_waiting = summed.num_waiting + sum(map(len, self._queue))
-        return replace(summed, policy_version=version, num_waiting=num_waiting, **counts)
+        counts = {"num_restarts": self.restarts, "num_rerouted": self.rerouted, "policy_version": version}
+        return replace(summed, num_waiting=summed.num_waiting + sum(map(len, self._queue)), **counts)
 
     def progress(self) -> Progress:
-        engines = []
-        for member in self._members:
-            done = member.done + member.running_tokens
-            expected = member.done + sum(request.sampling.max_new_tokens for request in member.ledger.held.values())
-            engines.append(EngineProgress(member.name, done, expected, member.state != "up"))
+        engines = tuple(member.progress() for member in self._members)
         waiting = sum(request.sampling.max_new_tokens for unit in self._queue for request in unit)
-        done, expected = (sum(getattr(engine, what) for engine in engines) for what in ("done", "expected"))
-        return Progress(done, expected + waiting, waiting, tuple(engines))
+        done, expected = sum(engine.done for engine in engines), sum(engine.expected for engine in engines)
+        return Progress(done, expected + waiting, waiting, engines)
 
     def close(self) -> None:
         members, self._members = self._members, []
         self._asked(members, lambda member: member.engine.close())
         self._threads.shutdown()
-
-
-def _units(requests: Iterable[Request]) -> list[list[Request]]:
-    """Requests of one group together, in the order of their first."""
-    units: dict[str, list[Request]] = {}
-    for request in requests:
-        units.setdefault(request.group, []).append(request)
-    return list(units.values())
-
-
-def _cancelled(request: Request) -> Completion:
-    return Completion(request.request_id, request.group, (), (), (), FinishReason.CANCELLED)

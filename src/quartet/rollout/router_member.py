@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Literal
 
 from quartet.rollout.ledger import RequestLedger
-from quartet.rollout.protocol import Completion, EngineStats, Request, RolloutEngine
+from quartet.rollout.progress import EngineProgress
+from quartet.rollout.protocol import Completion, EngineStats, FinishReason, Request, RolloutEngine
 
 State = Literal["up", "starting", "asleep", "out"]
 
@@ -44,6 +45,11 @@ class Member:
     def outstanding_tokens(self) -> int:
         return sum(map(size, self.ledger.held.values())) - self.running_tokens
 
+    def progress(self) -> EngineProgress:
+        done = self.done + self.running_tokens
+        expected = self.done + sum(request.sampling.max_new_tokens for request in self.ledger.held.values())
+        return EngineProgress(self.name, done, expected, self.state != "up")
+
     def begin_anew(self) -> None:
         self.past, self._settled = total([self.past, self.engine.stats()]), 0
 
@@ -55,3 +61,16 @@ def size(request: Request) -> int:
 
 def total(stats: Sequence[EngineStats]) -> EngineStats:
     return EngineStats(*(sum(getattr(each, f.name) for each in stats) for f in fields(EngineStats)))
+
+
+def units_of(requests: Iterable[Request]) -> list[list[Request]]:
+    """Requests of one group together, in the order of their first."""
+    units: dict[str, list[Request]] = {}
+    for request in requests:
+        units.setdefault(request.group, []).append(request)
+    return list(units.values())
+
+
+def cancelled_completion(request: Request) -> Completion:
+    """Of a request that no engine began."""
+    return Completion(request.request_id, request.group, (), (), (), FinishReason.CANCELLED)

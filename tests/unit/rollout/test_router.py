@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.config import UserError
+from quartet.rollout.ledger import RequestsRefused
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import (
     Completion,
@@ -30,7 +31,7 @@ from quartet.rollout.protocol import (
     Request,
     SamplingParams,
 )
-from quartet.rollout.router import RequestsRefused, Router
+from quartet.rollout.router import Router
 from quartet.weights.sink import TensorSink
 
 targets: Any = importlib.import_module("engine_targets")

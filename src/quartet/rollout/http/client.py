@@ -29,9 +29,8 @@ from typing import Any, Literal, TypeVar
 from quartet.config import UserError
 from quartet.config.remote import RemoteServer
 from quartet.remote.json_client import JSONClient, RemoteError
-from quartet.rollout.ledger import RequestLedger
+from quartet.rollout.ledger import RequestLedger, RequestsRefused
 from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, FinishReason, Generated, Request
-from quartet.rollout.router import RequestsRefused
 from quartet.rollout.scheduler import check_request
 from quartet.rollout.stop_strings import Decode
 from quartet.weights.sink import TensorSink
