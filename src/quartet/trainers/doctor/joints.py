@@ -53,11 +53,12 @@ class Joints:
 
     async def canaries(self) -> list[RaggedBatch]:
         """Each engine's answer to the canary prompt."""
-        rollout, found = self.attempt.rollout, []
+        rollout, found = self.attempt.rollout, list[RaggedBatch]()
         async with rollout.leases.turn("rollout", "generate", "canary", step=0, reads=rollout.reads()):
             for engine in self.workers.engines:
                 await engine.call(RolloutWorker.run_canary, rollout.canary, "canary")
-                found.append(await engine.call(RolloutWorker.canary))
+                answers = await engine.call(RolloutWorker.canary)
+                found += [answers.select([s]) for s in range(len(answers))]  # of each engine that a worker has
         return found
 
     def needs(self, *, temperature: float | None = None) -> Needs:
