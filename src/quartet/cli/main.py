@@ -94,18 +94,20 @@ def generate(
     precision: Annotated[PrecisionOption, typer.Option(help="auto: bf16 on a GPU that has it, fp32 on the CPU.")] = (
         PrecisionOption.auto
     ),
-    engine: Annotated[str, typer.Option(help="What generates: native, vllm, or {type: vllm, …} with its keys.")] = (
-        "native"
-    ),
+    engine: Annotated[
+        list[str] | None, typer.Option(help="A key of rollout.engine, e.g. type=vllm; may be given several times.")
+    ] = None,
 ) -> None:
     """Answers of a model to prompts on the command line."""
     from quartet.config.common import ModelConfig
+    from quartet.config.engines import NativeEngineConfig
+    from quartet.config.load import load_engine
     from quartet.models.loading import load_causal_lm
     from quartet.rollout.protocol import SamplingParams
     from quartet.text.loading import check_vocabulary, local_or_hub
     from quartet.text.tokenizer import TextCodec
     from quartet.trainers.devices import FrozenModels, find_device, precision_on
-    from quartet.trainers.engines import engine_of, step_engine
+    from quartet.trainers.engines import step_engine
     from quartet.trainers.evaluation import generate as run
     from quartet.trainers.input_sources import context_length, cut_short
 
@@ -128,7 +130,7 @@ def generate(
     short = cut_short(lengths, max_new_tokens, context_length(packed.model), "max_new_tokens")
     for warning in (*packed.warnings, *short):
         typer.echo(printable(warning), err=True)
-    with step_engine(engine_of(engine), packed, codec, ModelConfig(path=model)) as generator:
+    with step_engine(load_engine(engine) if engine else NativeEngineConfig(), packed, codec, ModelConfig(path=model)) as generator:
         found = run(packed, codec, prompts, sampling, num_responses=num, seed=seed, engine=generator)
     for text, answers in zip(prompt, found, strict=True):
         for answer in answers:

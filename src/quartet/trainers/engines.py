@@ -23,8 +23,6 @@ from quartet.config.engines import (
     VLLMEngineConfig,
     is_served,
 )
-from quartet.config.evaluation import EvalRecipe
-from quartet.config.load import load_recipe
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
 from quartet.rollout import process_native
 from quartet.rollout.engine import NativeEngine
@@ -200,17 +198,6 @@ def check_logprobs(engine: RolloutEngine, config: EngineConfig, sampling: Sampli
         f"{reports}",
         remedy=f"set rollout.sampling.truncated_logprobs: {do}, or leave top_p, top_k and min_p out",
     )
-
-
-def engine_of(text: str) -> EngineConfig:
-    """What a command's ``--engine`` says: a type, ``vllm``, or YAML with its keys, ``{type: vllm, engines: 2}``.
-
-    Raises:
-        UserError: there is no such engine, or it has no such key.
-    """
-    recipe = load_recipe("eval", None, [f"engine={text}" if text.lstrip().startswith("{") else f"engine.type={text}"])
-    assert isinstance(recipe, EvalRecipe)
-    return recipe.engine
 
 
 @contextmanager

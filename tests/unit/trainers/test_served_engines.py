@@ -33,7 +33,7 @@ APART = {"engine": {"roles": ["rollout"]}, "models": {"roles": ["actor", "refere
 PLACEMENTS: dict[str, Any] = {
     "shared": None,
     "separated": {"type": "separated", **{role: {} for role in ROLES}},
-    "full_offload": {"type": "full_offload", "pool": {"budget_bytes": 10**9}},
+    "full_offload": {"type": "full_offload", "pool": {}},
     "pipelined": {"type": "pipelined", "pools": APART},
     "one pool pipelined": {"type": "pipelined", "pools": {"all": {"roles": ROLES, "slots": 2}}},
     "nothing stale": {"type": "asynchronous", "max_staleness": 0, "pools": APART},
@@ -88,7 +88,12 @@ def recipe(path: Path, *, process: bool, **changes: Any) -> RLRecipe:
 @pytest.fixture
 def trainer(causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path) -> Callable[..., RLTrainer]:
     def make(name: str, *, process: bool = True, resume: bool = False, **changes: Any) -> RLTrainer:
-        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
+        model, placement = causal_lm(), changes.get("placement")
+        if placement == PLACEMENTS["full_offload"]:
+            # The actor trains with four numbers for each weight, and leaves no room for the engine's.
+            budget = int(4.5 * sum(parameter.nbytes for parameter in model.parameters()))
+            changes["placement"] = {**placement, "pool": {"budget_bytes": budget}}
+        objects = {"model": model, "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
         made = recipe(tmp_path / name, process=process, **changes)
         return RLTrainer(made, evaluation_prompts=prompts[:2], resume=resume, **objects)
 
@@ -160,14 +165,14 @@ def test_generation_ahead_of_training(trainer: Callable[..., RLTrainer], in_flig
 def test_a_killed_engine_costs_nothing_but_time(
     trainer: Callable[..., RLTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is killed with all of a step's requests in it, and once more while the others wait for the second step's."""
+    """It is killed with requests of the second step in it; on the way it sleeps and wakes."""
     killed: list[str] = []
     submit = EngineProcess.submit
 
     def kill_then(self: EngineProcess, requests: Sequence[Request]) -> None:
         submit(self, requests)
         group = requests[0].group
-        if group in ("1", "5") and group not in killed:
+        if group == "5" and not killed:
             killed.append(group)
             os.kill(self._child.pid, signal.SIGKILL)  # type: ignore[union-attr]
 
@@ -176,10 +181,12 @@ def test_a_killed_engine_costs_nothing_but_time(
     there = trainer("there", placement=PLACEMENTS["full_offload"])
     assert_equal(trained(there), here)
     last = read_metrics(there.path / "metrics.jsonl")[-1]
-    assert last["engine/restarts"] == len(killed) == 2
+    assert last["engine/restarts"] == len(killed) == 1
+    assert last["handover/offload_bytes"] > 0
     assert last["engine/rerouted"] >= 4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(trainer: Callable[..., RLTrainer]) -> None:
     here = trained(trainer("here", process=False))
     first = trainer("there", steps=3, placement=PLACEMENTS["pipelined"])
