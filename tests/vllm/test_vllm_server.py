@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,11 +22,13 @@ from transformers import AutoModelForCausalLM
 from quartet.config import UserError
 from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.rollout.http.openai import OpenAIEngine
+from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
 from quartet.rollout.router import Router
 from quartet.text.tokenizer import TextCodec
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+servers: Any = importlib.import_module("http_engines")
 START_S = 240.0
 CONTEXT = 256
 PROMPT = tuple(3 + 7 * i % 500 for i in range(40))
@@ -152,3 +157,28 @@ def test_cancelled_requests_end_at_once(served: Served) -> None:
         (made,) = engine.completed(0.0)
         assert made.finish_reason is FinishReason.CANCELLED
         assert len(collect(engine, [ask("r", max_new_tokens=3)])["r"].token_ids) == 3
+
+
+def test_our_server_over_vllm_streams_what_it_answers(
+    save_model: Callable[..., Path], engine_spec: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = save_model(tmp_path / "model", head_size=32)
+    codec = TextCodec.from_pretrained(path)
+    with ExitStack() as opened:
+        router = Router([EngineProcess(engine_spec(path, max_num_seqs=8))])
+        opened.callback(router.close)
+        url = opened.enter_context(servers.openai_server(router, codec, context=512, vocab_size=512))
+        http = opened.enter_context(httpx2.Client(base_url=url, timeout=60.0))
+        body = {"model": "policy", "prompt": list(PROMPT), "max_tokens": 200, "seed": 1, "ignore_eos": True}
+        body |= {"logprobs": 0, "return_token_ids": True}
+        (whole,) = http.post("/v1/completions", json=body).json()["choices"]
+        assert whole["weight_versions"] == [{"version": "0", "start": 0, "end": 200}]
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        parts = [json.loads(line)["choices"][0] for line in lines]
+        assert len(parts) > 3, "it came at once"
+        assert [token for part in parts for token in part["token_ids"]] == whole["token_ids"]
+        assert "".join(part["text"] for part in parts) == whole["text"]
+        found = [logprob for part in parts for logprob in part["logprobs"]["token_logprobs"]]
+        assert found == pytest.approx(whole["logprobs"]["token_logprobs"], abs=1e-4)

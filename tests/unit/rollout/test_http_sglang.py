@@ -269,14 +269,6 @@ def test_seeds_alone_decide(tmp_path: Path) -> None:
         assert tokens[:5] == tokens[5:10] == tokens[15:] and len(set(tokens)) == 5
 
 
-def test_truncated_logprobs_cannot_be_had(tmp_path: Path) -> None:
-    with side(tmp_path) as made_of:
-        made_of.send(1)
-        assert made_of.engine.untruncated_logprobs
-        with pytest.raises(UserError, match="untruncated"):
-            made_of.engine.submit([ask(temperature=1.0, top_p=0.5, truncated_logprobs=True)])
-
-
 def test_frozen_weights_are_those_the_server_has(tmp_path: Path) -> None:
     server = servers.SGLangServer(targets.native(version=0), targets.CONTEXT)
     with servers.sglang_server(server) as url:

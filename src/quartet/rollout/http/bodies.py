@@ -14,10 +14,12 @@ from pydantic import Field
 from quartet.config import UserError
 from quartet.config.common import Strict
 from quartet.rollout.protocol import Request, SamplingParams
+from quartet.rollout.scheduler import check_request
 from quartet.text.tokenizer import TextCodec
 
 MAX_SEED = (1 << 63) - 1
 _MAX_CHOICES = 256
+_UNLIMITED = 1 << 20
 
 
 class StreamOptions(Strict):
@@ -52,18 +54,6 @@ class _Body(Strict):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else self.stop
 
-    @property
-    def wants_logprobs(self) -> bool:
-        raise NotImplementedError
-
-    def prompts(self, codec: TextCodec) -> list[list[int]]:
-        """Token ids of each prompt."""
-        raise NotImplementedError
-
-    def most_tokens(self) -> int | None:
-        """Of one answer; None: up to the end of the context."""
-        raise NotImplementedError
-
 
 class CompletionBody(_Body):
     prompt: str | tuple[int, ...] | tuple[str, ...] | tuple[tuple[int, ...], ...]
@@ -77,11 +67,13 @@ class CompletionBody(_Body):
         return self.logprobs is not None
 
     def prompts(self, codec: TextCodec) -> list[list[int]]:
+        """Token ids of each prompt."""
         is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         prompts: Sequence[Any] = [self.prompt] if is_one else self.prompt
         return [codec.encode_prompt(each) if isinstance(each, str) else list(each) for each in prompts]
 
-    def most_tokens(self) -> int | None:
+    @property
+    def most_tokens(self) -> int:
         return self.max_tokens
 
 
@@ -113,8 +105,9 @@ class ChatBody(_Body):
     def prompts(self, codec: TextCodec) -> list[list[int]]:
         return [codec.encode_prompt([{"role": each.role, "content": each.text} for each in self.messages])]
 
-    def most_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+    @property
+    def most_tokens(self) -> int:
+        return self.max_completion_tokens or self.max_tokens or _UNLIMITED
 
 
 AnyBody = CompletionBody | ChatBody
@@ -145,21 +138,8 @@ def requests_of(body: AnyBody, name: str, codec: TextCodec, limits: ModelLimits)
 
 
 def _group(body: AnyBody, group: str, ids: list[int], codec: TextCodec, limits: ModelLimits) -> Iterator[Request]:
-    if limits.context is not None and len(ids) >= limits.context:
-        raise UserError(
-            "the prompt leaves no room in the model's context",
-            found=f"{len(ids)} tokens, a context of {limits.context}",
-            remedy="shorten the prompt",
-        )
-    wrong = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
-    if wrong is not None or not ids:
-        raise UserError(
-            "the prompt is empty or has tokens that the model does not have",
-            found=f"{'no tokens' if wrong is None else wrong}; the model has {limits.vocab_size}",
-            remedy="use the tokenizer that belongs to the model",
-        )
-    left = limits.context - len(ids) if limits.context is not None else None
-    most = min(each for each in (body.most_tokens(), left, 1 << 20) if each is not None)
+    # A prompt without room is refused below, with both numbers.
+    room = _UNLIMITED if limits.context is None else max(1, limits.context - len(ids))
     seed = secrets.randbits(63) if body.seed is None else body.seed
     for k in range(body.n):
         sampling = SamplingParams(
@@ -167,9 +147,11 @@ def _group(body: AnyBody, group: str, ids: list[int], codec: TextCodec, limits: 
             top_p=body.top_p,
             top_k=max(0, body.top_k),
             min_p=body.min_p,
-            max_new_tokens=most,
+            max_new_tokens=min(body.most_tokens, room),
             stop_token_ids=tuple(sorted({*body.stop_token_ids, *(() if body.ignore_eos else codec.eos_ids)})),
             stop_strings=body.stops,
             seed=(seed + k) & MAX_SEED,
         )
-        yield Request(f"{group}-{k}", group, tuple(ids), sampling, session=body.session_id)
+        request = Request(f"{group}-{k}", group, tuple(ids), sampling, session=body.session_id)
+        check_request(request, context=limits.context, vocab_size=limits.vocab_size, decodes=True)
+        yield request

@@ -19,16 +19,17 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from quartet.config import UserError
 from quartet.config.remote import RemoteServer
 from quartet.remote.json_client import JSONClient, RemoteError
+from quartet.rollout.http.checks import Ended, Part, agreed, check_columns, ending
 from quartet.rollout.ledger import RequestLedger, RequestsRefused
 from quartet.rollout.protocol import Completion, EngineFailed, EngineStats, FinishReason, Generated, Request
 from quartet.rollout.scheduler import check_request
@@ -37,27 +38,10 @@ from quartet.weights.sink import TensorSink
 
 _REFUSED = (400, 413, 422)
 """Of HTTP: what was asked is at fault."""
-T = TypeVar("T")
 _ASK_AGAIN_S = 0.5
 """Between two questions whether a server is back."""
 LARGEST_SEED = (1 << 63) - 1
 """Servers keep seeds in signed 64 bits."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a server generated for a request. ``ended``: why; None where it broke off and can go on from here."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    ended: Literal["stop", "length"] | None
-
-
-@dataclass(frozen=True)
-class _Answer:
-    part: Part
-    reason: FinishReason | None
-    text_end: int | None
 
 
 @dataclass(eq=False)
@@ -66,7 +50,7 @@ class _Held:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    answer: Future[_Answer] = field(default_factory=Future)
+    answer: Future[Ended] = field(default_factory=Future)
 
     def take(self, part: Part, version: int) -> None:
         self.token_ids += part.token_ids
@@ -155,7 +139,7 @@ class HTTPEngine(abc.ABC):
 
     def control(self, path: str, body: Any, read: Any = lambda answer: answer, *, method: str = "POST") -> Future[Any]:
         """Asks the server beside the requests that are under way."""
-        return self._client.start(body, partial(_agreed, read), path, method=method, has_slot=False)
+        return self._client.start(body, partial(agreed, read), path, method=method, has_slot=False)
 
     def is_ready(self) -> bool:
         """Whether the server answers.
@@ -243,7 +227,7 @@ class HTTPEngine(abc.ABC):
             held.answer = self._client.start(body, partial(self._read, held, room), self.path)
             held.answer.add_done_callback(partial(self._arrived, held))
 
-    def _arrived(self, held: _Held, _: Future[_Answer]) -> None:
+    def _arrived(self, held: _Held, _: Future[Ended]) -> None:
         self._answers.put(held)
         self._rings()
 
@@ -256,30 +240,15 @@ class HTTPEngine(abc.ABC):
             while self._bell.recv(4096):
                 pass
 
-    def _read(self, held: _Held, room: int, answer: Any) -> _Answer:
+    def _read(self, held: _Held, room: int, answer: Any) -> Ended:
         """Raises ValueError where this cannot be the answer; the server is asked again then."""
-        part = _agreed(partial(self.part, request=held.request), answer)
-        _check_columns(part, self._vocab_size)
-        if part.ended is None:
-            if not self._is_paused:
-                raise ValueError("the server broke it off")
-            return _Answer(part, None, None)
-        token_ids, sampling = [*held.token_ids, *part.token_ids], held.request.sampling
-        stop = next((n for n, token in enumerate(token_ids) if token in sampling.stop_token_ids), None)
-        if stop is not None:
-            if stop < len(token_ids) - 1:
-                raise ValueError(f"it goes on after the stop token at place {stop} of {len(token_ids)}")
-            return _Answer(part, FinishReason.STOP, None)
-        if sampling.stop_strings and self._decode is not None:
-            text = self._decode(token_ids)
-            places = [place for string in sampling.stop_strings if (place := text.find(string)) >= 0]
-            if places:
-                return _Answer(part, FinishReason.STOP_STRING, min(places))
-        if part.ended == "stop":
-            raise ValueError(f"it stopped after {len(token_ids)} tokens, where nothing stops it")
-        if len(token_ids) > room or (len(token_ids) < room and self._context is not None):
-            raise ValueError(f"{len(token_ids)} tokens, and it ended by length; {room} were asked for")
-        return _Answer(part, FinishReason.LENGTH, None)
+        part = agreed(partial(self.part, request=held.request), answer)
+        if part.ended is None and not self._is_paused:
+            raise ValueError("the server broke it off")
+        check_columns(part, self._vocab_size)
+        token_ids = [*held.token_ids, *part.token_ids]
+        is_exact = self._context is not None
+        return part, *ending(part.ended, token_ids, held.request.sampling, self._decode, room, is_exact=is_exact)
 
     def completed(self, timeout_s: float) -> list[Completion]:
         if self._flying and not (self._ended or self._refused or self._failure):
@@ -310,7 +279,7 @@ class HTTPEngine(abc.ABC):
 
     def _settle(self, held: _Held) -> None:
         try:
-            answer = held.answer.result()
+            part, reason, text_end = held.answer.result()
         except RemoteError as error:
             if error.status in _REFUSED:
                 self._refused.append(RequestsRefused(error, [held.request.request_id]))
@@ -318,12 +287,12 @@ class HTTPEngine(abc.ABC):
             else:
                 self._failure = self._failed(error)
             return
-        held.take(answer.part, self.version or 0)
-        self._stats.generated_tokens += len(answer.part.token_ids)
-        if answer.reason is None:
+        held.take(part, self.version or 0)
+        self._stats.generated_tokens += len(part.token_ids)
+        if reason is None:
             self._waiting.appendleft(held)
         else:
-            self._end(held, answer.reason, answer.text_end)
+            self._end(held, reason, text_end)
 
     def _end(self, held: _Held, reason: FinishReason, text_end: int | None = None) -> None:
         completion = held.completion(reason, text_end)
@@ -397,24 +366,3 @@ class HTTPEngine(abc.ABC):
         self._client.close()
         self._bell.close()
         self._ring.close()
-
-
-def _agreed(read: Callable[[Any], T], answer: Any) -> T:
-    try:
-        return read(answer)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"it lacks what was asked for ({type(error).__name__}: {error})") from None
-
-
-def _check_columns(part: Part, vocab_size: int) -> None:
-    if len(part.token_ids) != len(part.logprobs):
-        raise ValueError(f"{len(part.logprobs)} log-probabilities of {len(part.token_ids)} tokens")
-    if part.ended is not None and not part.token_ids:
-        raise ValueError("no tokens")
-    wrong = [token for token in part.token_ids if type(token) is not int or not 0 <= token < vocab_size]
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} among the token ids of a model of {vocab_size}")
-    # Rounding may leave a little above 0 of a certain token.
-    odd = [p for p in part.logprobs if not (isinstance(p, float | int) and -math.inf < p <= 1e-3)]
-    if odd:
-        raise ValueError(f"{odd[0]!r} among the log-probabilities")

@@ -148,7 +148,7 @@ class EngineThread:
     def _tell_tokens(self) -> None:
         for request_id, tokens in self._engine.generated([*self._streams]).items():
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._hand_over_tokens, request_id, tokens)
+                self._loop.call_soon_threadsafe(self._hand_over, [request_id], tokens)
 
     def _tell(self, request_ids: Sequence[str], event: Any) -> None:
         self._streams.difference_update(request_ids)
@@ -157,9 +157,7 @@ class EngineThread:
 
     def _hand_over(self, request_ids: Sequence[str], event: Any) -> None:
         for request_id in request_ids:
-            if (events := self._listeners.pop(request_id, None)) is not None:
+            if (events := self._listeners.get(request_id)) is not None:
                 events.put_nowait((request_id, event))
-
-    def _hand_over_tokens(self, request_id: str, tokens: Generated) -> None:
-        if (events := self._listeners.get(request_id)) is not None:
-            events.put_nowait((request_id, tokens))
+                if not isinstance(event, Generated):
+                    del self._listeners[request_id]

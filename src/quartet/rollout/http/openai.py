@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quartet.config.remote import RemoteServer
-from quartet.rollout.http.client import LARGEST_SEED, HTTPEngine, Part
+from quartet.rollout.http.checks import Part
+from quartet.rollout.http.client import LARGEST_SEED, HTTPEngine
 from quartet.rollout.protocol import Request
 from quartet.rollout.stop_strings import Decode
 

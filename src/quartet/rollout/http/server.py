@@ -272,25 +272,13 @@ def listen(host: str, port: int) -> socket.socket:
         UserError: it is in use, or not this machine's.
     """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        raise _cannot_listen(host, port, error) from None
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except (OSError, OverflowError) as error:
-        bound.close()
-        raise _cannot_listen(host, port, error) from None
-    return bound
-
-
-def _cannot_listen(host: str, port: int, error: Exception) -> UserError:
-    return UserError(
-        "the server cannot listen there",
-        found=f"{host}:{port}: {error}",
-        remedy="name another --port (0 takes any that is free) or --host, or end what listens there",
-    )
+        raise UserError(
+            "the server cannot listen there",
+            found=f"{host}:{port}: {error}",
+            remedy="name another --port (0 takes any that is free) or --host, or end what listens there",
+        ) from None
 
 
 def run(engine: RolloutEngine, codec: TextCodec, settings: ServerSettings, bound: socket.socket) -> None:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 from quartet.config import UserError
 from quartet.config.remote import RemoteServer
 from quartet.remote.json_client import RemoteError
-from quartet.rollout.http.client import LARGEST_SEED, HTTPEngine, Part
+from quartet.rollout.http.checks import Part
+from quartet.rollout.http.client import LARGEST_SEED, HTTPEngine
 from quartet.rollout.protocol import Request
 from quartet.rollout.staging import Load, StagedWeights
 from quartet.rollout.stop_strings import Decode
@@ -92,16 +93,6 @@ class SGLangEngine(HTTPEngine):
         super().__init__(server, vocab_size=vocab_size, decode=decode, version=0 if weights is None else None)
         if weights is not None:
             weights.attach(self._take_commit)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        cut = next((r for r in requests if r.sampling.truncates and r.sampling.truncated_logprobs), None)
-        if cut is not None:
-            raise UserError(
-                "SGLang gives the log-probabilities of the untruncated distribution alone",
-                found=f"request {cut.request_id!r} with truncated_logprobs",
-                remedy="set rollout.sampling.truncated_logprobs: false",
-            )
-        super().submit(requests)
 
     def body(self, request: Request, token_ids: Sequence[int], max_tokens: int) -> dict[str, Any]:
         sampling = request.sampling
