@@ -58,7 +58,9 @@ class EngineChild:
         variables, path = {**os.environ, **spec.environment}, [self._folder.name]
         if spec.python is None or "PYTHONPATH" in spec.environment:
             path += filter(None, [variables.get("PYTHONPATH")])
-        self._log = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115
+        # It appends: what is read or cut off here does not move where the process writes.
+        self._log = open(Path(self._folder.name) / "log", "a+b", buffering=0)  # noqa: SIM115
+        self._cut_off = b""
         ours, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
         self.channel = Channel(ours)
@@ -104,12 +106,17 @@ class EngineChild:
         return said
 
     def _last_lines(self) -> str:
+        text = (self._cut_off + self._end_of_log()).decode(errors="replace")
+        lines = text[-_SHOWN_BYTES:].strip().splitlines()[-_SHOWN_LINES:]
+        return "; it printed nothing" if not lines else "; its last lines:\n" + "\n".join(lines)
+
+    def _end_of_log(self) -> bytes:
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - _SHOWN_BYTES))
-        lines = self._log.read().decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:]
-        return "; it printed nothing" if not lines else "; its last lines:\n" + "\n".join(lines)
+        return self._log.read()
 
     def trim_log(self) -> None:
         """An engine may print for weeks; only the end is ever shown."""
         if os.fstat(self._log.fileno()).st_size > _MAX_LOG_BYTES:
+            self._cut_off = self._end_of_log()
             os.ftruncate(self._log.fileno(), 0)

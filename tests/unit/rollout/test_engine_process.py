@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from quartet.config import UserError
+from quartet.rollout import process_child
 from quartet.rollout.channel import Channel, ChannelTimeout
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
@@ -214,6 +215,17 @@ def test_of_what_it_prints_the_end_is_shown() -> None:
         assert "the planted error of a step" in str(caught.value)
         assert "line 1990 " in str(caught.value)
         assert len(str(caught.value)) < 5000
+
+
+def test_of_what_it_prints_little_is_kept_and_the_end_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_child, "_MAX_LOG_BYTES", 10_000)
+    with process(target="talks", kwargs={}) as engine:
+        engine.wait_ready()
+        assert engine._child is not None
+        assert os.fstat(engine._child._log.fileno()).st_size < 10_000
+        engine.submit([ask()])
+        with pytest.raises(EngineFailed, match=r"line 1990 (.|\n)*the planted error of a step"):
+            wait_for(engine)
 
 
 # Nothing is left -------------------------------------------------------------------------------------------

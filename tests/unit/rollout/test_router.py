@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -327,6 +328,29 @@ def test_an_engine_that_answers_nonsense_is_out() -> None:
         done = drain(router, 6)
         assert sorted(made.request_id for made in done) == [f"r{i}" for i in range(6)]
         assert [engine.is_out for engine in router.progress().engines] == [True, True, False]
+
+
+def test_one_without_weights_gets_nothing_and_one_that_cannot_take_them_is_started_anew() -> None:
+    class Fed(Restartable):
+        """Has weights after some looks, but fails to take them before it was started anew."""
+
+        num_asked = 0
+
+        def has_weights(self) -> bool:
+            self.num_asked += 1
+            if self.num_starts == 1 and self.num_asked == 3:
+                raise EngineFailed("it failed", found="weights that it cannot take", remedy="none")
+            return self.num_starts > 1
+
+        def weight_sink(self) -> TensorSink:
+            return TensorSink([("weight", torch.zeros(1))], version=0)
+
+    engine = Fed()
+    with routed([engine]) as router:
+        router.submit([ask("r")])
+        assert engine.taken == []
+        drain(router, 1)
+        assert (engine.num_starts, router.restarts) == (2, 1)
 
 
 def test_one_that_is_started_anew_does_not_hold_up_the_others_and_joins_in_their_pause() -> None:
