@@ -238,14 +238,14 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(
     import copy
 
     from quartet.rollout import engine as engine_module
-    from quartet.trainers import workers
+    from quartet.trainers import engines
 
     class Stale(engine_module.NativeEngine):
         def __init__(self, packed: Any, **options: Any) -> None:
             model = copy.deepcopy(packed.model)
             super().__init__(packed_causal_lm(model), **options)
 
-    monkeypatch.setattr(workers, "NativeEngine", Stale)
+    monkeypatch.setattr(engines, "NativeEngine", Stale)
     recipe = world.recipe("stale", recipes["rl"]("grpo", output_dir="runs/stale"))
     outcome = quartet("rl", recipe)
     outcome.expect_user_error("after weight update 1", "other weights", "canary")
