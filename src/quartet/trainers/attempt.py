@@ -163,6 +163,7 @@ class RunAttempt:
             found["rollout/started_over"] = float(self.rollout.num_started_over)
         if is_served(self.recipe.rollout.engine):
             found |= {"engine/restarts": float(stats.num_restarts), "engine/rerouted": float(stats.num_rerouted)}
+            found["engine/retries"] = float(stats.num_retries)
         return found
 
     def _rollout(self, step: int, on_finished: Callable[[int], None]) -> Rollout:

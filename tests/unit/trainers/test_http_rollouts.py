@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,15 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.responses import JSONResponse
 
 from quartet.config.algorithms import GRPO
 from quartet.config.common import CheckpointConfig, LogConfig, SamplingConfig, TrainConfig
-from quartet.config.engines import SGLangEngineConfig
+from quartet.config.engines import ServerEngineConfig, SGLangEngineConfig
+from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
 from quartet.models.packed_model import PackedCausalLM
 from quartet.observe.trackers import read_metrics
 from quartet.rollout.engine import NativeEngine
+from quartet.rollout.stepped import SteppedEngine
 from quartet.text.tokenizer import TextCodec
+from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.rl import RLTrainer
 
 servers: Any = importlib.import_module("http_engines")
@@ -39,6 +44,24 @@ def started(causal_lm: Any, tokenizer: Any) -> Iterator[list[Any]]:
             server = servers.SGLangServer(inside, model.config.max_position_embeddings)
             made.append((opened.enter_context(servers.sglang_server(server)), server))
         yield made
+
+
+def test_an_evaluation_by_a_server_is_that_of_the_process(
+    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
+) -> None:
+    def evaluated(name: str, **engine: Any) -> Any:
+        sampling = SamplingConfig(temperature=0.7, max_new_tokens=8)
+        recipe = EvalRecipe(output_dir=str(tmp_path / name), sampling=sampling, samples_per_prompt=3, **engine)
+        evaluator = Evaluator(recipe, model=causal_lm(), tokenizer=tokenizer, rewards=[digits], prompts=prompts)
+        rows = (evaluator.run().path / "answers.jsonl").read_text(encoding="utf-8").splitlines()
+        return [(row["prompt"], row["sample"], row["completion"], row["rewards"]) for row in map(json.loads, rows)]
+
+    codec = TextCodec.of(tokenizer)
+    inside = SteppedEngine(NativeEngine(PackedCausalLM(causal_lm()), decode=codec.decode))
+    with servers.openai_server(inside, codec, context=64, vocab_size=len(tokenizer)) as url:
+        engine = ServerEngineConfig(urls=(f"{url}/v1",), model="policy", max_outstanding=5)
+        assert evaluated("served", engine=engine) == evaluated("here")
+    assert inside.stats().generated_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -62,6 +85,16 @@ def test_rl_with_rollouts_of_servers(
         log=LogConfig(tensorboard=False),
         checkpoint=CheckpointConfig(every_steps=3),
     )
+    _, server = started[0]
+    generate, failed = server.generate, []
+
+    async def fails_once(body: Any) -> Any:
+        if not failed and body["sampling_params"]["max_new_tokens"] == 8:
+            failed.append(True)
+            return JSONResponse({"error": "busy"}, 503)
+        return await generate(body)
+
+    server.answers["/generate"] = fails_once
     trainer = RLTrainer(
         recipe,
         model=causal_lm(),
@@ -74,6 +107,7 @@ def test_rl_with_rollouts_of_servers(
     rows = read_metrics(trainer.path / "metrics.jsonl")
     steps = [row for row in rows if "policy_version" in row]
     assert [row["policy_version"] for row in steps] == [1, 2, 3]
+    assert (steps[-1]["engine/retries"], steps[-1]["engine/restarts"]) == (1, 0)
     assert max(row["agreement/canary_diff"] for row in steps) < 1e-5
     assert max(row["agreement/logprob_diff_max"] for row in steps) < 1e-5
     for _, server in started:
