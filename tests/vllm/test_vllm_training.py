@@ -12,6 +12,7 @@ import pytest
 
 from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
+from quartet.config.cluster import RayCluster
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, ModelConfig, OptimConfig, SamplingConfig
 from quartet.config.common import TrainConfig as Train
 from quartet.config.engines import VLLMEngineConfig
@@ -123,3 +124,10 @@ def test_a_killed_engine_and_a_resumed_run(trainer: Callable[..., RLTrainer], mo
     assert killed
     assert read_metrics(first.path / "metrics.jsonl")[-1]["engine/restarts"] == 1
     checked(trainer("separated", resume=True))
+
+
+def test_on_ray_each_worker_starts_its_engine(trainer: Callable[..., RLTrainer], shared_ray: Any) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'quartet-rl[ray]'")
+    shared_ray.start()
+    cluster = RayCluster(cpus_per_process=0.1)
+    checked(trainer("separated", cluster=cluster, steps=4), steps=4)

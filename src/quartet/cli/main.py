@@ -130,7 +130,8 @@ def generate(
     short = cut_short(lengths, max_new_tokens, context_length(packed.model), "max_new_tokens")
     for warning in (*packed.warnings, *short):
         typer.echo(printable(warning), err=True)
-    with step_engine(load_engine(engine) if engine else NativeEngineConfig(), packed, codec, ModelConfig(path=model)) as generator:
+    chosen = load_engine(engine) if engine else NativeEngineConfig()
+    with step_engine(chosen, packed, codec, ModelConfig(path=model)) as generator:
         found = run(packed, codec, prompts, sampling, num_responses=num, seed=seed, engine=generator)
     for text, answers in zip(prompt, found, strict=True):
         for answer in answers:

@@ -76,8 +76,8 @@ class VLLMEngineConfig(Served):
         None, ge=1, description="Longest prompt and answer together; the model's context when left out."
     )
     max_num_seqs: Sequences = Field(256, ge=1, description="Sequences that decode together.")
-    gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="Share of a device's memory for weights and cache; less beside a trainer."
+    gpu_memory_utilization: float | None = Field(
+        None, gt=0, le=1, description="Share of a device's memory for weights and cache; vLLM's own when left out."
     )
     cache_bytes: int | None = Field(
         None, ge=1, description="Bytes of the key/value cache, in place of what gpu_memory_utilization leaves for it."

@@ -103,8 +103,8 @@ def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
         arguments = _native_arguments(config, policy)
         if not config.process:
             return [SteppedEngine(process_native.make(**arguments))]
-        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        spec = EngineSpec("quartet.rollout.process_native:make", arguments, environment=threads, name="native engine")
+        target = "quartet.rollout.process_native:make"
+        spec = EngineSpec(target, arguments, environment=_threads(), name="native engine")
         return [EngineProcess(spec, policy.staging)]
     if isinstance(config, VLLMEngineConfig):
         return [EngineProcess(spec, policy.staging) for spec in _vllm_specs(config, policy)]
@@ -167,10 +167,15 @@ def visible_devices() -> list[str]:
     return [str(number) for number in range(torch.cuda.device_count())]
 
 
+def _threads() -> dict[str, str]:
+    """As many for an engine on the CPU as its worker has."""
+    return {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+
+
 def _devices_of(number: int, config: VLLMEngineConfig, visible: Sequence[str]) -> dict[str, str]:
     """Variables that give one of several engines its devices: the next ones, from the first again at the end."""
     if not visible:
-        return {}
+        return _threads()
     size = config.tensor_parallel_size * config.pipeline_parallel_size
     if size > len(visible):
         raise UserError(

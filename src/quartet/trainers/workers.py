@@ -268,20 +268,21 @@ class LocalRunWorkers(RunWorkers):
 
     def __init__(self, recipe: RLRecipe, placement: ResolvedPlacement, roles: RLRoles) -> None:
         super().__init__(recipe, placement)
-        self.closing = ExitStack()
         actor, engine_thread = roles.actor.packed, self.compute
         engine: AnyRolloutWorker
-        if is_served(recipe.rollout.engine):
-            engine = served_rollout_worker(recipe, placement, actor, roles.codec, actor.device)
-            self.closing.callback(engine.close)
-            # It waits for engines while others compute.
-            engine_thread = ComputeThread(1, is_exclusive=False)
-            self.closing.callback(engine_thread.close)
-        else:
-            engine = native_rollout_worker(recipe, actor, roles.codec, shares_actor=self.shares_actor, is_own=False)
-        workers: dict[str, Offloadable] = {**roles.workers, "rollout": engine}
-        for role in self.offloaded_roles():
-            workers[role].make_offloadable(recipe.offload)
+        with ExitStack() as made:
+            if is_served(recipe.rollout.engine):
+                engine = served_rollout_worker(recipe, placement, actor, roles.codec, actor.device)
+                made.callback(engine.close)
+                # It waits for engines while others compute.
+                engine_thread = ComputeThread(1, is_exclusive=False)
+                made.callback(engine_thread.close)
+            else:
+                engine = native_rollout_worker(recipe, actor, roles.codec, shares_actor=self.shares_actor, is_own=False)
+            workers: dict[str, Offloadable] = {**roles.workers, "rollout": engine}
+            for role in self.offloaded_roles():
+                workers[role].make_offloadable(recipe.offload)
+            self._closing = made.pop_all()
         self.models = {name: LocalGroup(worker, self.compute) for name, worker in roles.workers.items()}
         self.engines = [LocalGroup(engine, engine_thread)]
         self.writer = LocalGroup(Writer(roles.codec), self.compute)
@@ -289,7 +290,7 @@ class LocalRunWorkers(RunWorkers):
 
     def close(self) -> None:
         """Models that a run was given are as usable after it as before."""
-        self.closing.close()
+        self._closing.close()
         self.compute.close()
         for worker in self._workers:
             worker.stop_offloading()
