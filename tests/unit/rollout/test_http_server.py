@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import threading
@@ -13,6 +14,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from quartet.config.rewards import JudgeReward, PairwiseJudge
+from quartet.rewards.judge import Comparer
 from quartet.rollout.engine import NativeEngine
 from quartet.rollout.protocol import Completion, EngineFailed, FinishReason, GenerationError, Request, SamplingParams
 from quartet.rollout.stepped import SteppedEngine
@@ -435,3 +438,16 @@ def test_many_clients_at_once_get_their_own_answers(client: Client) -> None:
     assert {made.finish_reason for made in expected.values()} <= {FinishReason.LENGTH, FinishReason.STOP}
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         assert all(pool.map(work, range(24)))
+
+
+def test_a_judge_may_ask_it(client: Client) -> None:
+    method = PairwiseJudge(template="{a}{b}", pattern="([A-z])")
+    config = JudgeReward(url=f"{client.url}/v1", model="policy", method=method, max_tokens=8)
+    before = client.metric('quartet_requests_total{status="200"}')
+    comparer = Comparer(config)
+    try:
+        scores = asyncio.run(comparer.compare(["X", "X"], ["AB", "CD"], ["EF", "GH"]))
+    finally:
+        comparer.close()
+    assert all(score is not None and -1 <= score <= 1 for score in scores)
+    assert client.metric('quartet_requests_total{status="200"}') - before >= 4
