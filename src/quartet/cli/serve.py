@@ -30,7 +30,7 @@ def serve(
     api_key_env: Annotated[str | None, typer.Option(help="Variable with the key that clients must send.")] = None,
     grace_s: Annotated[float, typer.Option(help="Seconds for what is under way at the end.", min=0.0)] = 5.0,
 ) -> None:
-    """OpenAI-compatible server that also returns token ids."""
+    """OpenAI-compatible server of a model."""
     missing = [each for each in ("starlette", "uvicorn") if find_spec(each) is None]
     if missing:
         raise UserError(
