@@ -116,7 +116,7 @@ def alone(num_engines: int, num: int, repeats: int) -> float:
 
 def sides(path: Path, num: int, longest: int, repeats: int) -> dict[str, float]:
     """Median seconds of each side."""
-    kwargs = {"path": str(path), "version": 0}
+    kwargs: dict[str, Any] = {"path": str(path), "version": 0}
     native = make(**kwargs)
     engines: dict[str, RolloutEngine] = {
         "process": EngineProcess(EngineSpec(TARGET, kwargs)),
