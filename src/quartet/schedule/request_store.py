@@ -119,7 +119,7 @@ class RequestStore:
             del self._episodes[asked.request_id]
             return FinishedRequest(asked.request_id, held=len(ids))
         sampling = replace(asked.sampling, max_new_tokens=min(asked.sampling.max_new_tokens, room))
-        return [Request(asked.request_id, asked.request_id, ids, sampling)]
+        return [Request(asked.request_id, asked.request_id, ids, sampling, session=asked.episode)]
 
     def ended(self, made: Completion) -> FinishedRequest:
         """Keeps a completion until its group is made; an action joins its transcript."""

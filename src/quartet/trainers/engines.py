@@ -227,8 +227,9 @@ def step_engine(
         yield native_engine(packed, config, codec.decode)
         return
     with ExitStack() as made:
+        starts = isinstance(config, NativeEngineConfig | VLLMEngineConfig)
         policy = Policy(
-            made.enter_context(model_folder(model, packed, codec)),
+            made.enter_context(model_folder(model, packed, codec)) if starts else "",
             packed.vocab_size,
             codec.decode,
             packed.precision,

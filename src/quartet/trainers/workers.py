@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -169,7 +171,8 @@ class PoolWorker(RolesWorker):
         """The actor without contents, where a directory has them for the engines."""
         config = recipe.actor.model
         if config is None or config.tokenizer is not None or not os.path.isdir(config.path):
-            return ModelLoader(recipe, objects).actor
+            # A model from Python may be the actor's, too, which is taken over for itself.
+            return ModelLoader(recipe, replace(objects, model=copy.deepcopy(objects.model))).actor
         return ModelLoader(recipe, objects, device=META, computes=device).actor
 
 

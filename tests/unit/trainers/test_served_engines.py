@@ -15,6 +15,7 @@ from quartet.config import UserError
 from quartet.config.algorithms import GRPO, KLConfig, OffPolicyConfig
 from quartet.config.common import CheckpointConfig, LogConfig, LoRAConfig, OptimConfig, SamplingConfig, TrainConfig
 from quartet.config.engines import EngineConfig, NativeEngineConfig
+from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import ActorConfig, EvaluationConfig, RLRecipe, RolloutConfig
 from quartet.observe.rollouts import read_step
 from quartet.observe.trackers import read_metrics
@@ -24,6 +25,7 @@ from quartet.rollout.protocol import Request
 from quartet.rollout.stepped import SteppedEngine
 from quartet.trainers import engines
 from quartet.trainers.engines import Policy
+from quartet.trainers.evaluation_job import Evaluator
 from quartet.trainers.rl import RLTrainer
 
 NOT_NUMBERS = ("throughput/", "time/", "memory/", "overlap/", "handover/", "time_s", "engine/")
@@ -184,6 +186,23 @@ def test_a_killed_engine_costs_nothing_but_time(
     assert last["engine/restarts"] == len(killed) == 1
     assert last["handover/offload_bytes"] > 0
     assert last["engine/rerouted"] >= 4
+
+
+def test_an_evaluation_by_an_engine_elsewhere(
+    causal_lm: Any, tokenizer: Any, prompts: Any, digits: Any, tmp_path: Path
+) -> None:
+    answers = []
+    for process in (False, True):
+        made = EvalRecipe(
+            output_dir=str(tmp_path / str(process)),
+            sampling=SamplingConfig(max_new_tokens=6),
+            samples_per_prompt=2,
+            engine=NativeEngineConfig(process=process),
+            log=LogConfig(tensorboard=False),
+        )
+        objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [digits], "prompts": prompts}
+        answers.append((Evaluator(made, **objects).run().path / "answers.jsonl").read_text())
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.slow
