@@ -208,7 +208,7 @@ def _random_fields(kind: str, roles: Sequence[Role], draw: random.Random) -> dic
     fields: dict[str, Any] = {"pools": pools, "after": _random_edges(roles, draw)}
     if kind == "asynchronous":
         fields["max_staleness"] = draw.randint(0, 3)
-        fields["in_flight"] = draw.choice(["pick_up", "finish_old"])
+        fields["in_flight"] = draw.choice(["pick_up", "finish_old", "start_over"])
     return fields
 
 

@@ -216,7 +216,7 @@ def decided(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event.kind != "consume"]
 
 
-@pytest.mark.parametrize("in_flight", ["pick_up", "finish_old"])
+@pytest.mark.parametrize("in_flight", ["pick_up", "finish_old", "start_over"])
 def test_a_followed_journal_gives_the_same_bits(play: Callable[..., Found], in_flight: InFlight) -> None:
     journal = Journal()
     first = play(1, in_flight, journal)

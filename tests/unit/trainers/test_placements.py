@@ -282,7 +282,7 @@ def test_a_method_without_critic_and_reference(run: Any) -> None:
     assert same(weights(serial), weights(placed))
 
 
-@pytest.mark.parametrize("in_flight", ["pick_up", "finish_old"])
+@pytest.mark.parametrize("in_flight", ["pick_up", "finish_old", "start_over"])
 def test_asynchronous_training_follows_its_journal_to_the_bit(in_flight: str, run: Any) -> None:
     method = GRPO(off_policy=OffPolicyConfig(), kl=KLConfig(coef=0.05))
     changes = {"algorithm": method, "steps": 4, "checkpoint": AT_THE_END}
