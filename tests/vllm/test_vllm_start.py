@@ -35,9 +35,18 @@ def test_the_real_stories_model(start: Callable[..., Any], stories: Path) -> Non
 
 
 def test_two_workers_share_a_model(start: Callable[..., Any]) -> None:
+    """Every worker takes an update, in the middle of what runs."""
     sides = start(tensor_parallel_size=2)
     for _ in range(3):
+        running = sides.requests(4, max_new_tokens=300)
+        sides.router.submit(running)
+        while not sides.router.generated([running[0].request_id]):
+            sides.router.completed(0.01)
         sides.change()
+        ended: dict[str, Any] = {}
+        while len(ended) < len(running):
+            ended |= {completion.request_id: completion for completion in sides.router.completed(1.0)}
+        assert all(len(completion.token_ids) == 300 for completion in ended.values())
         requests = sides.requests(6)
         assert sides.error(sides.generate(requests), requests) < TOLERANCE
     sides.router.close()
@@ -82,6 +91,8 @@ LONG = 430
         ({"max_model_len": 4096}, "max_model_len"),
         ({"cache_bytes": 1 << 50}, "memory"),
         ({"engine_args": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode"),
+        ({"engine_args": {"async_scheduling": True}}, "async_scheduling"),
+        ({"pipeline_parallel_size": 2}, "pipeline"),
         ({"engine_args": {"no_such_argument": 1}}, "no_such_argument"),
         ({"lora": {"rank": 1024, "alpha": 1.0}}, "rank"),
     ],

@@ -18,7 +18,6 @@ from torch import Tensor
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine import FinishReason as VLLMFinishReason
 from vllm.v1.engine.core import EngineCore
@@ -231,7 +230,6 @@ class VLLMEngine:
         Args:
             source: a ``StagedHandle``, or other plain data that workers can iterate: each of them reads its part.
         """
-        self._drain()
         self._version = None
         if self._lora is None:
             self._core.collective_rpc("quartet_update_weights", args=(source, self._shapes, self._padding))
@@ -249,17 +247,8 @@ class VLLMEngine:
             self._core.add_lora(LoRARequest("policy", 1, folder, load_inplace=True))
         self._adapter = LoRARequest("policy", 1, "(loaded)")
 
-    def _drain(self) -> None:
-        """Steps under way (pipeline stages, asynchronous scheduling) come to their ends; no new ones begin."""
-        scheduler = self._core.scheduler
-        scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        while self._core.batch_queue:
-            self._advance()
-        scheduler.set_pause_state(PauseState.UNPAUSED)
-
     def sleep(self, level: int) -> None:
         """Gives up the cache, and moves the weights to host memory (1) or forgets them (2)."""
-        self._drain()
         if level == 2:
             self._version = None
         self._core.sleep(level, mode="keep")

@@ -71,11 +71,17 @@ def make(
 
     if not (folder := Path(path)).is_dir():
         raise UserError("there is no model directory here", found=path, remedy="name a directory with config.json")
+    if pipeline_parallel_size > 1:
+        # Updates amid steps that are under way in several stages did not come to an end when tried.
+        raise UserError(
+            "the vLLM engine is not driven over pipeline stages",
+            found=f"pipeline_parallel_size = {pipeline_parallel_size}",
+            remedy="set tensor_parallel_size in its place",
+        )
     given: dict[str, Any] = {
         "model": path,
         "dtype": dtype,
         "tensor_parallel_size": tensor_parallel_size,
-        "pipeline_parallel_size": pipeline_parallel_size,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "kv_cache_memory_bytes": cache_bytes,
@@ -110,11 +116,11 @@ _CHOSEN: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "worker_extension_cls": "quartet.rollout.vllm.weights.WeightUpdates",
 }
-"""Settings that this engine rests on; ``async_scheduling`` may be set."""
+"""Settings that this engine rests on."""
 
 
 def _further(engine_args: Mapping[str, Any]) -> Mapping[str, Any]:
-    taken = sorted(engine_args.keys() & (_CHOSEN.keys() - {"async_scheduling"}))
+    taken = sorted(engine_args.keys() & _CHOSEN.keys())
     if taken:
         raise UserError(
             "an argument of vLLM's is not free to choose",
