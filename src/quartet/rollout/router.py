@@ -55,6 +55,7 @@ class Router:
 
     Attributes:
         restarts: of all engines so far.
+        starts: engines that were ready, or ready anew, so far.
         rerouted: requests that were begun anew because their engine failed or left.
 
     Raises:
@@ -70,7 +71,7 @@ class Router:
         max_restarts: int = 3,
         names: Sequence[str] | None = None,
     ) -> None:
-        self.restarts = self.rerouted = 0
+        self.restarts = self.starts = self.rerouted = 0
         self._routing = Routing(policy, max_outstanding)
         self._max_restarts = max_restarts
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="router")
@@ -150,6 +151,7 @@ class Router:
                     if self._is_paused:
                         engine.pause()
                     member.state = "up"
+                    self.starts += 1
             except EngineFailed as error:
                 self._fail(member, error)
 

@@ -101,7 +101,7 @@ class RolloutWorker(WeightReceiverMixin):
         before, steps_left = self._stats.generated_tokens, num_steps
         while steps_left and self._may_step():
             try:
-                made = self._ended(self.engine.step())
+                made = [one for one in self._ended(self.engine.step()) if one.request_id in self._running]
             except GenerationError as error:
                 self._drop(error.request_ids)
                 failed.append((error.request_ids, error))

@@ -6,6 +6,7 @@ devices with other roles they are paused between such calls; elsewhere they go o
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from quartet.config import UserError
 from quartet.config.cluster import OffloadConfig
 from quartet.rollout.paced import PacedEngine
 from quartet.rollout.progress import Progress
-from quartet.rollout.protocol import Completion, Request
+from quartet.rollout.protocol import Completion, EngineStats, GenerationError, Request
 from quartet.rollout.router import Router
 from quartet.schedule.canary import CanaryProbe
 from quartet.schedule.leases import LeaseMode
@@ -33,7 +34,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         weight_bytes: of the policy in all engines.
         lease_s: longest call of ``run_steps``.
         shares_devices: other roles compute on the engines' devices between two leases.
-        sleep_level: how deeply they sleep while the memory is others'; None: they cannot.
+        sleep_level: how deeply they sleep while the memory is others'.
         close: ends what was made for the engines.
     """
 
@@ -47,7 +48,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         weight_bytes: int,
         lease_s: float,
         shares_devices: bool,
-        sleep_level: Literal[1, 2] | None,
+        sleep_level: Literal[1, 2],
         close: Callable[[], object] = lambda: None,
     ) -> None:
         self._router = router
@@ -58,14 +59,23 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         self._lease_end = 0.0
         self._is_paused = self._is_asleep = False
         self._canary_of: tuple[CanaryProbe, Request, Completion] | None = None
-        self._is_proven = True  # since the last canary no engine was woken or started
-        self._restarts = 0
+        self._is_proven = True  # since the last canary no engine was woken
+        self._starts = 0  # of engines, before that
 
     def close(self) -> None:
         self._router.close()
         self._close()
 
     # Generation ------------------------------------------------------------------------------------------
+
+    def begin(self) -> EngineStats:
+        stats = super().begin()
+        self.engine.step_s = 0.0
+        while self.engine.has_work:  # what ended before it was cancelled: its name may be asked for again
+            with contextlib.suppress(GenerationError):
+                if not self.engine.step():
+                    break
+        return stats
 
     def run_steps(self, submit: Sequence[AnyRequest], cancel: Sequence[str], num_steps: int) -> EngineOutputs:
         """As any rollout worker's; ``num_steps`` above 0 is one slice of time."""
@@ -88,6 +98,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
 
     def answers(self, requests: Sequence[PromptRequest], indices: Sequence[int]) -> RaggedBatch:
         self._resume()
+        self._prove()
         found = super().answers(requests, indices)
         self._yield_devices()
         return found
@@ -121,7 +132,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
     def _answers_of_engines(
         self, request: Request, probe: CanaryProbe | None = None
     ) -> tuple[list[Completion], list[FinishedRequest]]:
-        self._restarts = self._router.restarts
+        self._starts = self._router.starts
         answers, others = super()._answers_of_engines(request)
         if probe is not None:
             self._canary_of = probe, request, answers[0]
@@ -139,7 +150,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         Raises:
             UserError: an engine answers otherwise than before.
         """
-        if self._canary_of is None or (self._is_proven and self._restarts == self._router.restarts):
+        if self._canary_of is None or (self._is_proven and self._starts == self._router.starts):
             return []
         probe, request, before = self._canary_of
         answers, others = self._answers_of_engines(request)
@@ -163,12 +174,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
         return super().receive_weights(request, *args)
 
     def make_offloadable(self, config: OffloadConfig) -> None:
-        if self._sleep_level is None:
-            raise UserError(
-                "the rollout engine's servers do not give their memory to other roles",
-                found="a pool with budget_bytes and rollout on it",
-                remedy="give rollout a pool of its own, without budget_bytes",
-            )
+        """The engines keep by themselves what leaves the devices."""
 
     def sizes(self) -> dict[LeaseMode, int]:
         """Bytes of weights; what the engines take beside them for their caches is the recipe's to bound."""
@@ -184,7 +190,7 @@ class ServedRolloutWorker(RolloutWorker, Offloadable):
 
     def offload(self) -> Moved:
         began = time.perf_counter()
-        if self._is_asleep or self._sleep_level is None:
+        if self._is_asleep:
             return Moved(0, 0, 0.0)
         self._pause()
         self._router.sleep(self._sleep_level)

@@ -55,7 +55,7 @@ class Noted(SteppedEngine):
 
 
 def made(
-    num: int = 2, *, shares: bool = True, level: Literal[1, 2] | None = 1, lease_s: float = 5.0
+    num: int = 2, *, shares: bool = True, level: Literal[1, 2] = 1, lease_s: float = 5.0
 ) -> tuple[ServedRolloutWorker, list[Slow]]:
     engines = [Slow() for _ in range(num)]
     router = Router([Noted(cast(Any, engine)) for engine in engines], policy="least_tokens")
@@ -152,12 +152,6 @@ def test_sleep_and_wake_in_order_and_the_canary_afterwards(level: Literal[1, 2])
         worker.run_steps([asked(1, 2)], (), 1)
 
 
-def test_servers_that_keep_their_memory_are_refused_where_it_is_asked_for() -> None:
-    worker, _ = made(level=None)
-    with pytest.raises(UserError, match="do not give their memory"):
-        worker.make_offloadable(OffloadConfig())
-
-
 def test_a_refused_request_fails_alone() -> None:
     worker, engines = made(1)
 
@@ -178,6 +172,34 @@ def test_answers_of_an_engine_that_does_nothing_else() -> None:
     worker, _ = made()
     batch = worker.answers([asked(0, 2, 3), asked(1, 1)], [4, 5])
     assert batch.sequence["group"].tolist() == [4, 4, 5]
+
+
+def test_an_engine_that_comes_back_late_is_asked_the_canary() -> None:
+    worker, engines = made(2, shares=False)
+    router = worker._router
+    away = router._members[1]
+    away.state = "starting"
+    is_ready = False
+    cast(Any, away.engine).is_ready = lambda: is_ready
+    worker.run_canary(PROBE, "canary")
+    assert len(worker.canary()) == 1
+    worker.run_steps([asked(0, 2)], (), 1)
+    is_ready, engines[1].num_updates = True, 1  # it has other weights
+    worker.run_steps([asked(1, 2)], (), 1)
+    with pytest.raises(UserError, match="woken or started anew computes with other weights"):
+        worker.run_steps([asked(2, 2)], (), 1)
+
+
+def test_what_ended_for_a_former_driver_is_no_answer_to_the_next_one() -> None:
+    worker, engines = made(1, lease_s=1e-9)
+    worker.run_steps([asked(0, 2)], (), 1)
+    while not worker._router._done:  # it has ended, and was not handed over yet
+        worker._router._collect(worker._router._members[0])
+    worker.begin()
+    engines[0].update_weights(None, 7)
+    worker._lease_s = 5.0
+    assert ended(worker.run_steps([asked(0, 3)], (), 1)) == ["0.0"]
+    assert worker.responses(0, ["0.0"]).token["policy_version"].tolist()[-3:] == [7] * 3
 
 
 def test_late_and_cancelled_completions_are_nobodys() -> None:
