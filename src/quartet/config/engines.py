@@ -24,8 +24,24 @@ from quartet.config.remote import RemoteServer, RetryConfig
 from quartet.config.units import Devices, Processes, Sequences, Steps, Tokens
 
 
-class NativeEngineConfig(Strict):
-    """Quartet's own engine, with the trainer's arithmetic: exact numerics are possible."""
+class Served(Strict):
+    """What engines have that generate at their own pace."""
+
+    lease_s: float = Field(
+        0.25, gt=0, description="Longest stretch of generation before others on its devices may compute."
+    )
+    max_restarts: int = Field(3, ge=0, description="How often engines that failed are started, or asked, anew.")
+
+
+class _Processes(Served):
+    start_timeout_s: float = Field(600.0, gt=0, description="Longest start of an engine's process.")
+    stall_timeout_s: float = Field(300.0, gt=0, description="Longest silence of an engine's process that has work.")
+
+
+class NativeEngineConfig(_Processes):
+    """Quartet's own engine, with the trainer's arithmetic: exact numerics are possible. ``lease_s``, ``max_restarts``
+    and the time limits are of ``process: true``.
+    """
 
     type: Literal["native"] = "native"
     max_running: Sequences = Field(64, ge=1, description="Sequences that decode together.")
@@ -42,19 +58,13 @@ class NativeEngineConfig(Strict):
         return self.max_running
 
 
-class Served(Strict):
-    """What engines have that generate at their own pace."""
-
-    lease_s: float = Field(
-        0.25, gt=0, description="Longest stretch of generation before others on its devices may compute."
-    )
+class _Several(Served):
     routing: Literal["least_tokens", "round_robin", "prefix"] = Field(
         "prefix",
         description="Which of several engines answers: that with the fewest tokens to make, each in turn, or where the "
         "prompt's beginning was computed before.",
     )
     max_outstanding: Sequences = Field(256, ge=1, description="Requests that one engine is given at a time.")
-    max_restarts: int = Field(3, ge=0, description="How often engines that failed are started, or asked, anew.")
 
     @property
     def steps_per_lease(self) -> int:
@@ -62,7 +72,7 @@ class Served(Strict):
         return 1
 
 
-class VLLMEngineConfig(Served):
+class VLLMEngineConfig(_Several, _Processes):
     """vLLM in processes and an environment of its own."""
 
     type: Literal["vllm"] = "vllm"
@@ -89,8 +99,6 @@ class VLLMEngineConfig(Served):
     sleep_level: Literal[1, 2] = Field(
         1, description="While others use its devices: 1 moves weights to host memory, 2 drops them until they are sent."
     )
-    start_timeout_s: float = Field(600.0, gt=0, description="Longest start of an engine.")
-    stall_timeout_s: float = Field(300.0, gt=0, description="Longest silence of an engine that has work.")
     engine_args: dict[str, JsonValue] = Field(
         default_factory=dict, description="Further arguments of vLLM's EngineArgs, passed as they are."
     )
@@ -100,7 +108,7 @@ class VLLMEngineConfig(Served):
         return self.engines * min(self.max_num_seqs, self.max_outstanding)
 
 
-class _Asked(Served):
+class _Asked(_Several):
     """Servers that the run does not start itself."""
 
     urls: tuple[HTTPAddress, ...] = Field(min_length=1, description="Addresses, http://host:port, one per engine.")

@@ -18,7 +18,6 @@ from quartet.config.common import LoRAConfig, ModelConfig, SamplingConfig
 from quartet.config.engines import (
     EngineConfig,
     NativeEngineConfig,
-    Served,
     SGLangEngineConfig,
     VLLMEngineConfig,
     is_served,
@@ -38,8 +37,6 @@ from quartet.rollout.stop_strings import Decode
 from quartet.text.tokenizer import TextCodec
 
 _DTYPES: dict[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
-_NATIVE = Served()
-"""What a native engine in a process has of the others' keys."""
 
 
 def native_engine(
@@ -93,9 +90,11 @@ def open_engine(config: EngineConfig, policy: Policy) -> Router:
         UserError: an engine cannot be had, in its own words.
         EngineFailed: it did not start; with its last lines.
     """
-    served = config if isinstance(config, Served) else _NATIVE
-    options: dict[str, Any] = {"policy": served.routing, "max_restarts": served.max_restarts}
-    return Router(_engines(config, policy), max_outstanding=served.max_outstanding, **options)
+    if isinstance(config, NativeEngineConfig):  # it is one, and never short of work
+        options: dict[str, Any] = {"max_outstanding": 4 * config.max_running}
+    else:
+        options = {"policy": config.routing, "max_outstanding": config.max_outstanding}
+    return Router(_engines(config, policy), max_restarts=config.max_restarts, **options)
 
 
 def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
@@ -103,8 +102,8 @@ def _engines(config: EngineConfig, policy: Policy) -> list[RolloutEngine]:
         arguments = _native_arguments(config, policy)
         if not config.process:
             return [SteppedEngine(process_native.make(**arguments))]
-        target = "quartet.rollout.process_native:make"
-        spec = EngineSpec(target, arguments, environment=_threads(), name="native engine")
+        target, options = "quartet.rollout.process_native:make", _process_options(config)
+        spec = EngineSpec(target, arguments, environment=_threads(), name="native engine", **options)
         return [EngineProcess(spec, policy.staging)]
     if isinstance(config, VLLMEngineConfig):
         return [EngineProcess(spec, policy.staging) for spec in _vllm_specs(config, policy)]
@@ -149,10 +148,13 @@ def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec
             arguments,
             python=config.python,
             environment=_devices_of(number, config, visible),
-            start_timeout_s=config.start_timeout_s,
-            stall_timeout_s=config.stall_timeout_s,
             name=f"vllm engine {number}",
+            **_process_options(config),
         )
+
+
+def _process_options(config: NativeEngineConfig | VLLMEngineConfig) -> dict[str, float]:
+    return {"start_timeout_s": config.start_timeout_s, "stall_timeout_s": config.stall_timeout_s}
 
 
 def vllm_dtype(config: VLLMEngineConfig, precision: Precision) -> str:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from quartet.config import UserError
-from quartet.config.engines import Served, SGLangEngineConfig, VLLMEngineConfig, is_served
+from quartet.config.engines import SGLangEngineConfig, VLLMEngineConfig, is_served
 from quartet.config.placement import AsynchronousPlacement, ResolvedPlacement
 from quartet.config.recipe import RLRecipe
 from quartet.models.packed_model import PackedCausalLM
@@ -20,7 +20,6 @@ from quartet.trainers.devices import precision_on
 from quartet.trainers.engines import Policy, check_logprobs, model_folder, native_engine, open_engine, vllm_dtype
 
 AnyRolloutWorker = NativeRolloutWorker | ServedRolloutWorker
-_LEASE_S = Served().lease_s
 
 
 def shares_actor(recipe: RLRecipe, placement: ResolvedPlacement) -> bool:
@@ -91,7 +90,7 @@ def served_rollout_worker(
             router,
             codec,
             weight_bytes=num_engines * sum(p.numel() * (dtype or p.dtype).itemsize for p in actor.model.parameters()),
-            lease_s=config.lease_s if isinstance(config, Served) else _LEASE_S,
+            lease_s=config.lease_s,
             shares_devices=[*placement.pool_of.values()].count(pool.name) > 1,
             sleep_level=getattr(config, "sleep_level", 1),
             close=made.pop_all().close,

@@ -29,8 +29,8 @@ def engine(*overrides: str, job: str = "rl") -> Any:
 def test_native_is_the_engine_of_whom_says_nothing() -> None:
     assert engine() == NativeEngineConfig()
     assert engine("rollout.engine.max_running=3") == NativeEngineConfig(max_running=3)
-    assert engine("rollout.engine={process: true, cache_tokens: 99}") == NativeEngineConfig(
-        process=True, cache_tokens=99
+    assert engine("rollout.engine={process: true, stall_timeout_s: 9}") == NativeEngineConfig(
+        process=True, stall_timeout_s=9
     )
     assert engine("engine.max_running=3", job="eval") == NativeEngineConfig(max_running=3)
 
