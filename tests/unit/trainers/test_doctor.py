@@ -576,6 +576,18 @@ def test_wrong_templates(tokenizer: Any, template: str, check: Any, named: str) 
     assert found.status == "failure" and named in found.found and found.remedy
 
 
+def test_a_template_that_refuses_an_answer_behind_a_prompt(tokenizer: Any) -> None:
+    refusal = "{% if messages|length > 2 %}{{ raise_exception('no more') }}{% endif %}"
+    found = quick.check_turn_end(codec(tokenizer, refusal + TURNS + PROMPT), CHAT)
+    assert found.status == "warning" and "no more" in found.found
+
+
+def test_a_tokenizer_that_moves_blanks(tokenizer: Any) -> None:
+    moves = copy.deepcopy(tokenizer)
+    moves.decode = lambda ids, **options: " ".join(tokenizer.decode(ids, **options))
+    assert quick.check_round_trip(TextCodec(moves), ["1+2="]).status == "warning"
+
+
 def test_a_tokenizer_that_loses_case(tokenizer: Any) -> None:
     from tokenizers import normalizers
 

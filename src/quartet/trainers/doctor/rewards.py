@@ -83,7 +83,7 @@ def check_values(scored: Scored, known: Scored | None) -> list[Finding]:
     total = scored.total_N[~scored.total_N.isnan()]
     spread = f"the total has {len(set(total.tolist()))} values in {len(total)} answers"
     spread += f"; always the same: {', '.join(constant)}" if constant else ""
-    is_constant = known is None or len(set(known.total_N.tolist())) == 1
+    is_constant = known is None or len(known.total_N[~known.total_N.isnan()].unique()) < 2
     is_constant &= len(total) > 1 and bool((total == total[0]).all())
     return [
         judged("reward_values", "; ".join(found), failure=wrong),

@@ -31,16 +31,17 @@ async def check_stops(joints: Joints) -> list[Finding]:
     plain = SamplingParams(temperature=0.0, max_new_tokens=room)
     (free, *_) = await joints.answers(item.prompt, [plain], "free")
     ids = _leaf(free, 0)
-    # Special tokens have no text.
-    spoken = [n for n, token in enumerate(ids) if codec.decode([token]).strip()] or range(len(ids))
-    stop = ids[spoken[len(spoken) // 2]]
-    piece = codec.decode([stop])
+    # Special tokens have no text, others only a part of a character, or another text among others.
+    whole, pieces = codec.decode(ids), [codec.decode([token]) for token in ids]
+    spoken = [n for n, text in enumerate(pieces) if text.strip() and text in whole and "\ufffd" not in text]
+    stop = ids[spoken[len(spoken) // 2] if spoken else len(ids) // 2]
+    piece = codec.decode([stop]) if spoken else ""
     ways = [replace(plain, stop_token_ids=(stop,)), replace(plain, stop_strings=(piece or "\n",))]
     through, goes_on = 0, 0
     for batch in await joints.answers(item.prompt, ways, "stops"):
         by_token, by_string = batch.sequence["ended"].tolist()
         through += _leaf(batch, 0) != ids[: ids.index(stop) + 1] or not by_token
-        goes_on += bool(piece.strip()) and not by_string
+        goes_on += bool(piece) and not by_string
     num = len(joints.workers.engines)
     tokens = judged("stop_tokens", f"{through} of {num} engines do not end at a stop token", failure=through > 0)
     found = f"{goes_on} of {num} engines do not end at the stop string {piece!r}"
