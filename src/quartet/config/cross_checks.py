@@ -105,9 +105,11 @@ def _engines(recipe: RLRecipe) -> Iterator[str]:
         )
     if sampling.truncates and isinstance(engine, VLLMEngineConfig):
         if not sampling.truncated_logprobs:
+            is_compared = isinstance(recipe.algorithm, PolicyGradient)
+            choice = "set rollout.sampling.truncated_logprobs: true, or " if is_compared else ""
             yield (
                 "vllm's log-probabilities are those of the tokens that top_p, top_k and min_p leave, the trainer's "
-                "those of all tokens: set rollout.sampling.truncated_logprobs: true, or leave these out"
+                f"those of all tokens: {choice}leave these out"
             )
         elif sampling.min_p > 0 and sampling.top_p < 1:
             yield (
