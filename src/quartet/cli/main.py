@@ -131,7 +131,7 @@ def generate(
     for warning in (*packed.warnings, *short):
         typer.echo(printable(warning), err=True)
     chosen = load_engine(engine) if engine else NativeEngineConfig()
-    with step_engine(chosen, packed, codec, ModelConfig(path=model)) as generator:
+    with step_engine(chosen, packed, codec, ModelConfig(path=model), packed.device) as generator:
         found = run(packed, codec, prompts, sampling, num_responses=num, seed=seed, engine=generator)
     for text, answers in zip(prompt, found, strict=True):
         for answer in answers:

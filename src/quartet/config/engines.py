@@ -152,3 +152,8 @@ EngineConfig = Annotated[
 def is_served(engine: EngineConfig) -> bool:
     """Whether it generates at its own pace, apart from the process that asks."""
     return not isinstance(engine, NativeEngineConfig) or engine.process
+
+
+def has_own_weights(engine: EngineConfig) -> bool:
+    """Whether it answers with what its servers have, whichever model it is asked for."""
+    return isinstance(engine, _Asked)

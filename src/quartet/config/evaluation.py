@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from quartet.config.common import DataConfig, ModelConfig, PrecisionChoice, Recipe, SamplingConfig, Strict
-from quartet.config.engines import EngineConfig, NativeEngineConfig
+from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights
 from quartet.config.rewards import JudgeReward, PairwiseJudge, RewardConfig, compiled
 from quartet.config.units import Prompts, Samples
 
@@ -159,5 +159,14 @@ class EvalRecipe(Recipe):
     precision: PrecisionChoice = Field(
         "auto", description="Of the model and of reward models; auto: bf16 on a GPU that has it, fp32 on the CPU."
     )
+
+    @model_validator(mode="after")
+    def _answers_by_two_models(self) -> EvalRecipe:
+        if self.compare is not None and not self.compare.is_file and has_own_weights(self.engine):
+            raise ValueError(
+                f"engine {self.engine.type} would answer for compare.model, too: evaluate that one by itself, and set "
+                "compare.model to its answers.jsonl"
+            )
+        return self
 
     _fits_together = model_validator(mode="after")(_sampling_fits)

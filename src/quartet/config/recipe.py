@@ -26,7 +26,7 @@ from quartet.config.common import (
 )
 from quartet.config.common import LogConfig as LogConfig
 from quartet.config.cross_checks import misfits
-from quartet.config.engines import EngineConfig, NativeEngineConfig
+from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights
 from quartet.config.evaluation import EvalRecipe, EvaluationConfig
 from quartet.config.placement import PlacementConfig
 from quartet.config.preference import DoubtfulPairs, PreferenceRecipe
@@ -212,6 +212,11 @@ class IteratedRecipe(Recipe):
             raise ValueError(f"rl.rewards has one called {self.reward_name!r}, as the trained one is: rename either")
         if self.collect.sampling.temperature == 0:
             raise ValueError("collect.sampling.temperature is 0: all answers to a prompt would be the same")
+        if has_own_weights(self.collect.engine):
+            raise ValueError(
+                f"collect.engine {self.collect.engine.type} answers with its own weights, and each round has another "
+                "policy: use native or vllm"
+            )
         return self
 
 

@@ -20,6 +20,7 @@ from quartet.config.engines import (
     NativeEngineConfig,
     SGLangEngineConfig,
     VLLMEngineConfig,
+    has_own_weights,
     is_served,
 )
 from quartet.models.packed_model import Numerics, PackedCausalLM, Precision
@@ -207,10 +208,15 @@ def check_logprobs(engine: RolloutEngine, config: EngineConfig, sampling: Sampli
     )
 
 
+def has_folder(config: ModelConfig | None) -> bool:
+    """Whether the recipe names a directory that has the model and its tokenizer."""
+    return config is not None and config.tokenizer is None and os.path.isdir(config.path)
+
+
 @contextmanager
 def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: TextCodec) -> Iterator[str]:
     """A directory with the model as it started and its tokenizer: the recipe's, or one that is gone afterwards."""
-    if config is not None and config.tokenizer is None and os.path.isdir(config.path):
+    if config is not None and has_folder(config):
         yield config.path
         return
     with tempfile.TemporaryDirectory(prefix="quartet-policy-") as folder:
@@ -222,21 +228,25 @@ def model_folder(config: ModelConfig | None, packed: PackedCausalLM, codec: Text
 
 @contextmanager
 def step_engine(
-    config: EngineConfig, packed: PackedCausalLM, codec: TextCodec, model: ModelConfig | None
+    config: EngineConfig, packed: PackedCausalLM, codec: TextCodec, model: ModelConfig | None, device: torch.device
 ) -> Iterator[StepEngine]:
-    """An engine for a model that stays as it is, until the block ends; ``packed`` itself where it is native."""
+    """An engine for a model that stays as it is, until the block ends; ``packed`` itself where it is native.
+
+    Args:
+        packed: on the meta device where the engine reads the weights itself.
+        device: of a native engine.
+    """
     if not is_served(config):
         yield native_engine(packed, config, codec.decode)
         return
     with ExitStack() as made:
-        starts = isinstance(config, NativeEngineConfig | VLLMEngineConfig)
         policy = Policy(
-            made.enter_context(model_folder(model, packed, codec)) if starts else "",
+            "" if has_own_weights(config) else made.enter_context(model_folder(model, packed, codec)),
             packed.vocab_size,
             codec.decode,
             packed.precision,
             packed.numerics,
-            device=packed.device,
+            device=device,
         )
         router = open_engine(config, policy)
         made.callback(router.close)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quartet.batch.columns import join
 from quartet.batch.trajectory import CUT_OFF, REWARD_PREFIX, Trajectories, num_emitted
 from quartet.config.common import DataConfig, ModelConfig, SamplingConfig, TrainConfig
+from quartet.config.engines import EngineConfig, NativeEngineConfig, has_own_weights, is_served
 from quartet.config.evaluation import EvalRecipe
 from quartet.config.recipe import CollectConfig
 from quartet.config.rewards import RewardConfig
@@ -43,8 +45,8 @@ from quartet.schedule.request_store import PromptRequest, SampleRequest, complet
 from quartet.schedule.role_group import LocalGroup
 from quartet.text.examples import PromptText
 from quartet.text.tokenizer import TextCodec, check_vocabulary
-from quartet.trainers.devices import FrozenModels
-from quartet.trainers.engines import step_engine
+from quartet.trainers.devices import META, FrozenModels
+from quartet.trainers.engines import has_folder, step_engine
 from quartet.trainers.evaluation_files import Answer, EvaluationCache, matched
 from quartet.trainers.event_loop import run_async
 from quartet.trainers.input_sources import (
@@ -64,6 +66,7 @@ from quartet.trainers.reward_sources import (
     reward_models,
 )
 
+_NATIVE = NativeEngineConfig()
 CHUNK = 64
 """Answers that are scored together."""
 
@@ -263,6 +266,7 @@ class EvaluationModel:
 
     Args:
         frozen: where the models go, and in which precision.
+        engine: what is to answer; one that reads the weights itself leaves the model here without contents.
 
     Raises:
         UserError: model, tokenizer, data and rewards do not fit together.
@@ -275,13 +279,15 @@ class EvaluationModel:
         reward_configs: Sequence[RewardConfig],
         *,
         frozen: FrozenModels,
+        engine: EngineConfig = _NATIVE,
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         rewards: Rewards = (),
         prompts: Sequence[Any] | None = None,
     ) -> None:
         tokenizer = resolve_tokenizer(config, tokenizer)
-        causal = resolve_model(config, model, load_causal_lm, "model")
+        is_apart = model is None and is_served(engine) and (has_own_weights(engine) or has_folder(config))
+        causal = resolve_model(config, model, partial(load_causal_lm, empty=is_apart), "model")
         check_vocabulary(tokenizer, vocabulary_size(causal))
         self.codec = TextCodec.of(tokenizer, causal.generation_config)
         self.prompts = prompt_data(data, prompts, self.codec, context_length(causal), "data")
@@ -289,8 +295,10 @@ class EvaluationModel:
         check_columns(functions, self.prompts)
         models = reward_models(reward_configs, rewards, self.codec, TrainConfig(), frozen)
         self.rewards = RewardSources(models, functions)
-        self.packed = frozen.causal(causal, is_user_object=model is not None)
-        self._config = config
+        placed = replace(frozen, device=META) if is_apart else frozen
+        self.packed = placed.causal(causal, is_user_object=model is not None)
+        self._config, self._engine = config, engine
+        self._device = frozen.device if is_apart else self.packed.device
 
     def close(self) -> None:
         """Gives the models back their own attention and closes the rewards."""
@@ -340,7 +348,7 @@ class EvaluationModel:
             bar.advance(len(completions))
 
         if missing:
-            with step_engine(config.engine, self.packed, self.codec, self._config) as engine:
+            with step_engine(self._engine, self.packed, self.codec, self._config, self._device) as engine:
                 run_to_end(engine, missing, keep)
         groups = [
             answers_of(self.codec, i, item, [known[name] for name in request.request_ids])

@@ -114,6 +114,7 @@ class Evaluator:
             frozen=FrozenModels(device, precision_on(device, recipe.precision), recipe.device != "auto"),
             rewards=as_rewards(rewards),
             prompts=prompts,
+            engine=recipe.engine,
         )
         opened = self._open_model(recipe.model, model=own_model, tokenizer=own_tokenizer)
         self._evaluation_model: EvaluationModel | None = opened

@@ -173,7 +173,8 @@ class IteratedTrainer:
         previous = (ModelReward(path=str(self._model("reward_model", number - 1)), name=PREVIOUS),)
         sources = (config.labeller, *(previous if number > 1 else ()))
         frozen = FrozenModels(self.device, precision_on(self.device, recipe.rl.actor.train.precision))
-        evaluation_model = EvaluationModel(self._policy(number), config.data or recipe.rl.data, sources, frozen=frozen)
+        data = config.data or recipe.rl.data
+        evaluation_model = EvaluationModel(self._policy(number), data, sources, frozen=frozen, engine=config.engine)
         size = min(config.prompts_per_round, len(evaluation_model.prompts))
         chosen = dict.fromkeys(i for i, _ in draws(recipe.seed, number - 1, evaluation_model.prompts.order, size))
         items = tuple(evaluation_model.prompts.items[i] for i in chosen)

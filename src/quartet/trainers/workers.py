@@ -42,6 +42,7 @@ from quartet.schedule.rollout_writer import Writer
 from quartet.schedule.weight_sync import open_weight_sync, sync_weights
 from quartet.trainers.devices import META, enter_process, worker_device
 from quartet.trainers.engine_memory import check_engine_fits
+from quartet.trainers.engines import has_folder
 from quartet.trainers.model_loader import ModelLoader, UserObjects
 from quartet.trainers.ptx import PTX
 from quartet.trainers.reward_sources import user_object_names
@@ -169,8 +170,7 @@ class PoolWorker(RolesWorker):
     @staticmethod
     def _names_only(recipe: RLRecipe, objects: UserObjects, device: torch.device) -> PackedCausalLM:
         """The actor without contents, where a directory has them for the engines."""
-        config = recipe.actor.model
-        if config is None or config.tokenizer is not None or not os.path.isdir(config.path):
+        if not has_folder(recipe.actor.model):
             # A model from Python may be the actor's, too, which is taken over for itself.
             return ModelLoader(recipe, replace(objects, model=copy.deepcopy(objects.model))).actor
         return ModelLoader(recipe, objects, device=META, computes=device).actor

@@ -89,3 +89,19 @@ def test_mistakes_are_told_with_the_place_that_is_meant(overrides: list[str], sa
 def test_the_old_key_of_an_evaluation_is_told_where_it_is_now() -> None:
     with pytest.raises(UserError, match=r"did you mean engine\.max_running"):
         load_recipe("eval", None, ["max_running=8"])
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "said"),
+    [
+        ("eval", ["compare.model=other"], "would answer for compare.model"),
+        ("iterated-reward-model", [], "each round has another policy"),
+    ],
+)
+def test_servers_with_one_model_do_not_answer_for_two(job: str, overrides: list[str], said: str) -> None:
+    server = "engine={type: server, urls: ['http://h:1'], model: m}"
+    needed = ["rl.actor.model.path=p", "reward_model.model.path=r", "collect.labeller={type: function, target: 'f.py:f'}"]
+    asked = [server] if job == "eval" else [f"collect.{server}", *needed]
+    with pytest.raises(UserError) as caught:
+        load_recipe(job, None, [*asked, *overrides])
+    assert said in f"{caught.value.found} {caught.value.remedy}"

@@ -191,7 +191,7 @@ def test_an_engine_that_comes_back_late_is_asked_the_canary() -> None:
 
 
 def test_what_ended_for_a_former_driver_is_no_answer_to_the_next_one() -> None:
-    worker, engines = made(1, lease_s=1e-9)
+    worker, engines = made(1, shares=False, lease_s=1e-9)
     worker.run_steps([asked(0, 2)], (), 1)
     while not worker._router._done:  # it has ended, and was not handed over yet
         worker._router._collect(worker._router._members[0])

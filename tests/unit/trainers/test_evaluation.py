@@ -51,7 +51,7 @@ def answered(causal_lm: Any, tokenizer: Any, prompts: list[str], tmp_path: Path)
         objects = {"model": causal_lm(), "tokenizer": tokenizer, "rewards": [reward], "prompts": prompts}
         limits = SamplingConfig(**sampling)
         recipe = EvalRecipe(sampling=limits, samples_per_prompt=samples, engine=NativeEngineConfig(max_running=5))
-        model = EvaluationModel(None, None, (), frozen=FrozenModels(), **objects)
+        model = EvaluationModel(None, None, (), frozen=FrozenModels(), engine=recipe.engine, **objects)
         recorder = SpanRecorder(tmp_path / "spans.jsonl")
         with closing(recorder), closing(model), Progress().stage("answers", None) as bar:
             return model.answers(recipe, recorder, bar, seed=0)
