@@ -154,7 +154,7 @@ def _vllm_specs(config: VLLMEngineConfig, policy: Policy) -> Iterator[EngineSpec
         )
 
 
-def _process_options(config: NativeEngineConfig | VLLMEngineConfig) -> dict[str, float]:
+def _process_options(config: NativeEngineConfig | VLLMEngineConfig) -> dict[str, Any]:
     return {"start_timeout_s": config.start_timeout_s, "stall_timeout_s": config.stall_timeout_s}
 
 
