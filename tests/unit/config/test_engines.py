@@ -100,7 +100,8 @@ def test_the_old_key_of_an_evaluation_is_told_where_it_is_now() -> None:
 )
 def test_servers_with_one_model_do_not_answer_for_two(job: str, overrides: list[str], said: str) -> None:
     server = "engine={type: server, urls: ['http://h:1'], model: m}"
-    needed = ["rl.actor.model.path=p", "reward_model.model.path=r", "collect.labeller={type: function, target: 'f.py:f'}"]
+    labeller = "collect.labeller={type: function, target: 'f.py:f'}"
+    needed = ["rl.actor.model.path=p", "reward_model.model.path=r", labeller]
     asked = [server] if job == "eval" else [f"collect.{server}", *needed]
     with pytest.raises(UserError) as caught:
         load_recipe(job, None, [*asked, *overrides])
