@@ -31,12 +31,12 @@ def break_at(update: int, engine: Any) -> None:
     """The engine raises in its ``update``-th call of ``train_step`` (the first is 1)."""
     step, calls = engine.train_step, 0
 
-    def breaks(*arguments: Any) -> Any:
+    def breaks(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == update:
             raise RuntimeError("broken on purpose")
-        return step(*arguments)
+        return step(*arguments, **options)
 
     engine.train_step = breaks
 

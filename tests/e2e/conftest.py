@@ -147,7 +147,10 @@ def rl_recipe(algorithm: str = "ppo", **changes: Any) -> dict[str, Any]:
         "actor": {"model": {"path": "model"}, "train": {"optim": {"lr": 3e-3}, "token_budget": 128}},
         "algorithm": {"name": algorithm},
         "data": {"path": "prompts.jsonl"},
-        "rollout": {"sampling": {"max_new_tokens": 7}, "engine": {"max_running": 4, "steps_per_lease": 3}},
+        "rollout": {
+            "sampling": {"max_new_tokens": 7},
+            "engine": {"type": "native", "max_running": 4, "steps_per_lease": 3},
+        },
         "rewards": [{"type": "function", "target": "rewards.py:digits"}],
         "steps": 5,
         "prompts_per_step": 4,

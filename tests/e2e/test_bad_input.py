@@ -64,7 +64,9 @@ def test_a_policy_that_no_engine_can_hold(
 ) -> None:
     monkeypatch.setattr(engine_memory, "available_bytes", lambda: 50_000)
     recipe = world.recipe("large", recipes["rl"](output_dir=str(tmp_path / "run")))
-    quartet("rl", recipe).expect_user_error("no process of the native rollout engine can hold 'model'", "served engine")
+    quartet("rl", recipe).expect_user_error(
+        "no process of the native rollout engine can hold 'model'", "set rollout.engine.type: vllm"
+    )
     assert not (tmp_path / "run").exists()
 
 

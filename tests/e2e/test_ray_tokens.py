@@ -91,6 +91,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
         monkeypatch.setattr(TextCodec, method, noting(method))
     monkeypatch.setattr(RaggedBatch, "__post_init__", post_init)
     monkeypatch.setattr(RLTrainer, "_train", while_training)
+    # It looks at prompts before the first step, in this process, which reads the data.
+    monkeypatch.setattr("quartet.trainers.rl.quick_warnings", lambda *of: [])
 
     def take() -> list[str]:
         found = list(seen)

@@ -103,7 +103,7 @@ def test_only_rewards_see_the_greedy_response(
     engine = used.roles.actor
     own_forward, own_step = engine.forward, engine.train_step
     monkeypatch.setattr(engine, "forward", lambda batch, needs: forward.append(len(batch)) or own_forward(batch, needs))
-    monkeypatch.setattr(engine, "train_step", lambda b, o, also=(): trained.append(len(b)) or own_step(b, o, also))
+    monkeypatch.setattr(engine, "train_step", lambda b, *rest, **k: trained.append(len(b)) or own_step(b, *rest, **k))
     used.train()
     sampled = 2 * PROMPTS * RESPONSES
     assert sum(frozen) == sampled

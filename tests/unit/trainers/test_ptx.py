@@ -63,9 +63,9 @@ def mixed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     seen: list[tuple[str, ...]] = []
     plain = TrainEngine.train_step
 
-    def spy(self: Any, batch: Any, objective: Any, also: Any = ()) -> Any:
+    def spy(self: Any, batch: Any, objective: Any, also: Any = (), **options: Any) -> Any:
         seen.extend(term.batch.ids for term in also)
-        return plain(self, batch, objective, also)
+        return plain(self, batch, objective, also, **options)
 
     monkeypatch.setattr(TrainEngine, "train_step", spy)
     return seen
