@@ -131,6 +131,23 @@ def talks() -> Scripted:
     return Scripted("raises")
 
 
+class LeavesANote(Scripted):
+    """Also finds a module of the package that nobody has loaded yet, though the link to it is gone."""
+
+    file = ""
+
+    def close(self) -> None:
+        import quartet.quickstart.recipes  # noqa: F401
+
+        Path(self.file).write_text("closed", encoding="utf-8")
+
+
+def leaves_a_note(file: str, fault: str) -> LeavesANote:
+    engine = LeavesANote(fault)
+    engine.file = file
+    return engine
+
+
 def has_a_child(file: str) -> Scripted:
     """Starts a process of its own; writes down the numbers of both."""
     child = subprocess.Popen(["sleep", "600"])

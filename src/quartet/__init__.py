@@ -4,7 +4,11 @@ The public face: trainers, their recipes, and the error they raise for mistakes 
 the names; each is loaded when it is first asked for, so ``import quartet`` is cheap.
 """
 
+import os
 from importlib.metadata import PackageNotFoundError, version
+
+# An engine's process finds the package by a link, which does not stay.
+__path__ = [os.path.realpath(folder) for folder in __path__]
 
 try:
     import lazy_loader

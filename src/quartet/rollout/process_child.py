@@ -83,6 +83,10 @@ class EngineChild:
             theirs.close()
             os.close(lifeline)
 
+    def drop_folder(self) -> None:
+        """It has started, and needs what is in there no more: nothing stays if this process is killed."""
+        self._folder.cleanup()
+
     @property
     def pid(self) -> int:
         assert self._process is not None

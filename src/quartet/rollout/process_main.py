@@ -2,7 +2,8 @@
 
 One thread takes messages and computes: between two steps it looks for messages, and without work it waits for them.
 A message is ``(what, arguments)``, its answer ``("answer" | "error", value, stats)``. Between these it says by itself:
-``made``, ``completed`` (completions), ``failed`` (a GenerationError), ``alive``. Any other error ends the process.
+``made``, ``completed`` (completions), ``failed`` (a GenerationError), ``alive``. Any other error ends the process,
+and so does the end of the connection.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,12 +36,16 @@ def main() -> None:
     leave_signals_to_the_trainer()
     faulthandler.enable()
     connection = Connection(wire)
+    target, kwargs, has_weights = connection.recv()
+    engine = _made(connection, target, kwargs)
     try:
-        target, kwargs, has_weights = connection.recv()
-        engine = _made(connection, target, kwargs)
         _Service(engine, connection, has_weights=has_weights).run()
-    except (EOFError, ConnectionError):  # nobody listens any more
-        return
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        connection.close()  # first, so that an engine which does not end is noticed
+        getattr(engine.engine, "close", bool)()
 
 
 def _made(connection: Connection, target: str, kwargs: Mapping[str, Any]) -> SteppedEngine:

@@ -264,9 +264,23 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     path = os.pathsep.join([str(Path(targets.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    ended = subprocess.run([sys.executable, "-c", program, str(note)], env={**os.environ, "PYTHONPATH": path})
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", program, str(note)], env=environment)
     assert ended.returncode == -signal.SIGKILL
     assert all(_ends(int(pid)) for pid in note.read_text(encoding="utf-8").split())
+    assert os.listdir(tmp_path) == ["numbers"]
+
+
+def test_an_engine_is_closed_in_order_whether_it_is_not_needed_or_raises(tmp_path: Path) -> None:
+    for fault in ("", "raises"):
+        note = tmp_path / (fault or "closed")
+        with process(target="leaves_a_note", kwargs={"file": str(note), "fault": fault}) as engine:
+            engine.wait_ready()
+            if fault:
+                engine.submit([ask("r")])
+                with pytest.raises(EngineFailed, match="the planted error of a step"):
+                    engine.completed(SOON_S)
+        assert note.read_text(encoding="utf-8") == "closed"
 
 
 def _ends(pid: int) -> bool:
