@@ -12,6 +12,7 @@ from typing import Any
 _HEAD = struct.Struct("!i")
 """Bytes of the pickle that follows, as ``multiprocessing.connection.Connection`` has it, which is the child's end."""
 _READ_BYTES = 1 << 18
+_LONGEST_MS = (1 << 31) - 1
 
 
 class ChannelTimeout(Exception):
@@ -28,6 +29,8 @@ class Channel:
         wire.setblocking(False)
         self._wire = wire
         self._buffer = bytearray()
+        self.heard = time.monotonic()
+        """When anything came last."""
 
     def fileno(self) -> int:
         return self._wire.fileno()
@@ -44,13 +47,13 @@ class Channel:
         moved = time.monotonic()
         while rest:
             left = moved + patience_s - time.monotonic()
-            readable, writable, _ = select.select([self._wire], [self._wire], [], max(0.0, left))
-            if not readable and not writable:
+            events = self._wait(select.POLLIN | select.POLLOUT, left)
+            if not events:
                 raise ChannelTimeout
             try:
-                if readable:
+                if events & ~select.POLLOUT:
                     self._read()
-                if writable:
+                if events & select.POLLOUT:
                     rest = rest[self._wire.send(rest) :]
             except BlockingIOError:
                 continue
@@ -66,7 +69,7 @@ class Channel:
             ValueError: what came is no message.
         """
         messages = self._messages()
-        if not messages and select.select([self._wire], [], [], timeout_s)[0]:
+        if not messages and self._wait(select.POLLIN, timeout_s):
             try:
                 self._read()
             except ConnectionError as error:
@@ -74,10 +77,16 @@ class Channel:
             messages = self._messages()
         return messages
 
+    def _wait(self, events: int, timeout_s: float) -> int:
+        poll = select.poll()  # ``select`` itself knows no descriptors above 1023
+        poll.register(self._wire, events)
+        return next((found for _, found in poll.poll(min(max(0.0, timeout_s) * 1000, _LONGEST_MS))), 0)
+
     def _read(self) -> None:
         data = self._wire.recv(_READ_BYTES)
         if not data:
             raise EOFError
+        self.heard = time.monotonic()
         self._buffer += data
 
     def _messages(self) -> list[Any]:

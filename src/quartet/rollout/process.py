@@ -169,8 +169,8 @@ class EngineProcess:
             raise self._fail(error.found) from error
         except (TypeError, ValueError) as error:
             raise self._fail(f"it said what is no message: {error}") from error
+        self._heard = max(self._heard, child.channel.heard)  # parts of long messages count, too
         if messages:
-            self._heard = time.monotonic()
             child.trim_log()
 
     def _take(self, what: str, value: Any) -> None:
@@ -183,6 +183,7 @@ class EngineProcess:
             self._inbox.append(value)
         elif what == "made":
             self.untruncated_logprobs, self._is_made = value, True
+            self._require().drop_folder()
         elif what == "error" and not self._is_made:
             raise self._fail("", _END_S, cause=value)
         elif what in ("answer", "error") and self._then is not None:
