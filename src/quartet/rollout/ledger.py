@@ -95,7 +95,8 @@ class RequestLedger:
     def drop(self, request_ids: Iterable[str]) -> None:
         """Requests that have ended without an answer, by an error that named them."""
         for request_id in request_ids:
-            self.held.pop(request_id, None)
+            if self.held.pop(request_id, None) is None:
+                self._cancelled.pop(request_id, None)  # it was cancelled just before
 
     def clear(self) -> tuple[list[Request], list[Request]]:
         """Nothing will be answered any more: what was held, in order, and what was cancelled."""

@@ -51,7 +51,7 @@ class Router:
         policy: ``prefix`` keeps a group and a session where it was, while there is room; others, and all under
             ``least_tokens``, go where the fewest tokens are outstanding; ``round_robin`` takes turns.
         max_outstanding: requests at one engine, which the last group may exceed; what is over waits here, in order.
-        max_restarts: of each engine.
+        max_restarts: of each engine. A request with which three engines failed is refused, the last time sent alone.
 
     Attributes:
         restarts: of all engines so far.
@@ -120,9 +120,11 @@ class Router:
         for request in cancelled:
             self._hand_over(cancelled_completion(request))
 
-    def _fail(self, member: Member, error: EngineFailed) -> None:
+    def _fail(self, member: Member, error: UserError) -> None:
         """Its requests go elsewhere; it is started anew, where it can be and has not been too often."""
         member.reason = error.found
+        if refused := self._routing.blame(member.ledger.held):
+            self._refuse(member, refused, _ended_engines(refused, error))
         self._take_back(member)
         member.begin_anew()
         if not hasattr(member.engine, "restart") or member.restarts >= self._max_restarts:
@@ -140,7 +142,7 @@ class Router:
         engine: Any = member.engine
         try:
             engine.restart()
-        except EngineFailed as error:
+        except UserError as error:
             self._fail(member, error)
 
     def _look_at_starting(self) -> None:
@@ -152,7 +154,7 @@ class Router:
                         engine.pause()
                     member.state = "up"
                     self.starts += 1
-            except EngineFailed as error:
+            except UserError as error:  # as it may say when it is made anew: no memory, a file that is gone
                 self._fail(member, error)
 
     def _in_state(self, *states: State) -> list[Member]:
@@ -261,10 +263,19 @@ class Router:
                 self._fail(member, failed)
                 return
             except UserError as refused:
-                ids = [request.request_id for request in unit]
-                member.ledger.drop(ids)
-                self._ledger.drop(ids)
-                self._errors.append(RequestsRefused(refused, ids))
+                self._refuse(member, [request.request_id for request in unit], refused)
+
+    def _refuse(self, member: Member, ids: list[str], error: UserError) -> None:
+        member.ledger.drop(ids)
+        self._forget(ids)
+        self._errors.append(RequestsRefused(error, ids))
+
+    def _forget(self, ids: Sequence[str]) -> None:
+        """They have ended by an error."""
+        self._ledger.drop(ids)
+        self._routing.absolve(ids)
+        for request_id in ids:
+            del self._muted[request_id]
 
     def completed(self, timeout_s: float) -> list[Completion]:
         end = time.monotonic() + timeout_s
@@ -313,9 +324,7 @@ class Router:
                 self._hand_over(completion)
         except GenerationError as error:
             member.ledger.drop(error.request_ids)
-            self._ledger.drop(error.request_ids)
-            for request_id in error.request_ids:
-                del self._muted[request_id]
+            self._forget(error.request_ids)
             self._errors.append(error)
             if cancelled:
                 self._collect(member, cancelled=cancelled)
@@ -326,6 +335,7 @@ class Router:
         request_id = completion.request_id
         if completion.finish_reason is not FinishReason.CANCELLED:
             self._ledger.drop([request_id])
+        self._routing.absolve([request_id])
         if self._muted[request_id]:
             self._muted[request_id] -= 1
         else:
@@ -411,3 +421,11 @@ class Router:
         members, self._members = self._members, []
         self._asked(members, lambda member: member.engine.close())
         self._threads.shutdown()
+
+
+def _ended_engines(ids: Sequence[str], error: UserError) -> UserError:
+    return UserError(
+        "a request ended every engine that had it",
+        found=f"{ids[0]!r} ({len(ids)} in all); the last one said: {error.found}",
+        remedy="leave this prompt out, or report it with the engine's version",
+    )

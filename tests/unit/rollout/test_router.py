@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet.config import UserError
+from quartet.rollout import routing
 from quartet.rollout.ledger import RequestsRefused
 from quartet.rollout.process import EngineProcess
 from quartet.rollout.protocol import (
@@ -257,7 +258,8 @@ def answered_all(asked: Counter[str], answered: Sequence[Completion], failed: Co
     return sum(asked.values()) == len(answered) + sum(failed.values())
 
 
-def test_processes_killed_at_random_lose_and_double_nothing() -> None:
+def test_processes_killed_at_random_lose_and_double_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "_MAX_FAILURES", 100)
     draw = random.Random(0)
     specs = [targets.spec("engine_faults:scripted", kwargs={"step_s": 0.002}, name=f"engine {i}") for i in range(3)]
     engines = [EngineProcess(spec) for spec in specs]
@@ -298,7 +300,8 @@ def test_requests_of_a_failed_engine_go_elsewhere_from_the_start_before_others()
         assert [engine.is_out for engine in router.progress().engines] == [True, False]
 
 
-def test_restarts_are_bounded_and_then_every_reason_is_told() -> None:
+def test_restarts_are_bounded_and_then_every_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "_MAX_FAILURES", 100)
     engines = [Restartable(fails_to=["complete"]), Restartable(fails_to=["submit"])]
     with routed(engines, max_restarts=2, names=["left", "right"]) as router:
         router.submit([ask("r")])
@@ -382,6 +385,47 @@ def test_one_that_dies_asleep_is_started_when_the_others_wake() -> None:
         assert [call for call in engines[0].calls if call in ("pause", "sleep", "wake", "resume")] == [
             "pause", "sleep", "wake", "resume",
         ]  # fmt: skip
+
+
+def test_a_request_that_ends_every_engine_is_refused_and_others_are_not() -> None:
+    class Poisoned(Restartable):
+        def completed(self, timeout_s: float) -> list[Completion]:
+            if any(request.request_id == "poison" for request, _ in self.held.values()):
+                self.kill()
+            return super().completed(timeout_s)
+
+    engines = [Poisoned(), Poisoned()]
+    with routed(engines) as router:
+        router.submit([*(ask(f"r{i}", 8) for i in range(10)), ask("poison"), *(ask(f"s{i}") for i in range(10))])
+        done: list[str] = []
+        with pytest.raises(GenerationError, match=r"(?s)ended every engine.*'poison'") as caught:
+            while True:
+                done += [made.request_id for made in router.completed(0)]
+        assert caught.value.request_ids == ("poison",)
+        done += [made.request_id for made in drain(router, 20 - len(done))]
+        assert sorted(done) == sorted(f"{kind}{i}" for kind in "rs" for i in range(10))
+        assert router.restarts == 3
+        router.submit([ask("poison2")])  # nothing is held against those who come later
+        drain(router, 1)
+        assert not router._routing._failures
+
+
+def test_one_that_cannot_be_made_anew_is_out_and_the_others_go_on() -> None:
+    class Lost(Restartable):
+        def is_ready(self) -> bool:
+            if self.num_starts > 1:
+                raise UserError("no such engine any more", found="no memory for it", remedy="none")
+            return super().is_ready()
+
+    engines = [Lost(), Restartable()]
+    with routed(engines, max_restarts=2, policy="round_robin") as router:
+        router.submit([ask("r"), ask("s")])
+        engines[0].kill()
+        assert sorted(made.request_id for made in drain(router, 2)) == ["r", "s"]
+        while router._in_state("starting"):
+            router.completed(0)
+        assert [engine.is_out for engine in router.progress().engines] == [True, False]
+        assert router._members[0].reason == "no memory for it"
 
 
 def test_a_failed_start_closes_all() -> None:
