@@ -144,7 +144,8 @@ def test_nothing_is_asked_before_weights_were_sent(tmp_path: Path) -> None:
             made_of.engine.completed(0.1)
         made_of.send(1)
         assert set(collect(made_of.engine)[0].versions) == {1}
-        assert made_of.server.asked[0][0] == "/pause_generation"
+        asked = [path for path, _ in made_of.server.asked]
+        assert asked.index("/update_weights_from_disk") < asked.index("/generate")
 
 
 def test_requests_go_on_from_what_they_have(tmp_path: Path) -> None:
@@ -196,6 +197,26 @@ def test_an_update_that_fails_leaves_an_engine_that_answers_nothing(tmp_path: Pa
         made_of.engine.wait_ready()
         made_of.engine.submit([ask()])
         assert set(collect(made_of.engine)[0].versions) == {2}
+
+
+def test_one_that_fails_in_a_pause_goes_on_after_it(tmp_path: Path) -> None:
+    with side(tmp_path) as made_of, closing(Router([made_of.engine])) as router:
+        made_of.send(1, router)
+        takes = made_of.server.answers["/update_weights_from_disk"]
+
+        async def refuse(body: Any) -> Any:
+            return {"success": False, "message": "planted", "num_paused_requests": 0}
+
+        made_of.server.answers["/update_weights_from_disk"] = refuse
+        router.pause()
+        sink = made_of.staging.weight_sink()
+        source = NamedSource(lambda: made_of.model.named_parameters(), like=sink.dtypes())
+        sync_in_process(source, [sink], 2)
+        made_of.server.answers["/update_weights_from_disk"] = takes
+        assert router.completed(0) == [] and router.restarts == 1
+        router.resume()
+        router.submit([ask()])
+        assert set(collect(router)[0].versions) == {2}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import abc
 import math
 import queue
-import select
 import socket
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing.connection import wait as wait_readable
 from typing import Any, Literal
 
 from quartet.config import UserError
@@ -184,6 +184,7 @@ class HTTPEngine(abc.ABC):
             held.answer.cancel()
         self._ledger.clear()
         self._forget()
+        self._is_paused = False
         self._patient_until_s = time.monotonic() + self._restart_timeout_s
         self._probe = self._ask_models()
 
@@ -252,7 +253,7 @@ class HTTPEngine(abc.ABC):
 
     def completed(self, timeout_s: float) -> list[Completion]:
         if self._flying and not (self._ended or self._refused or self._failure):
-            select.select([self._bell], [], [], timeout_s)
+            wait_readable([self._bell], timeout_s)
         self._collect()
         self._dispatch()
         if self._ended:

@@ -169,7 +169,8 @@ class SGLangEngine(HTTPEngine):
         was_away = self._probe is not None
         if not super()._is_ready(timeout_s):
             return False
-        if was_away:
+        if was_away and self._weights is not None:
+            self._tell("/continue_generation", {})  # it may stand in a pause that nobody is left to end
             self._take_staged()
         return True
 
