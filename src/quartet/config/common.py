@@ -25,7 +25,7 @@ class Strict(BaseModel):
 
     if not TYPE_CHECKING:  # the type checker keeps each model's own signature
 
-        def __init__(self, **values: Any) -> None:
+        def __init__(self, /, **values: Any) -> None:
             """Raises ``UserError`` for mistakes in ``values``, with the command line's suggestions."""
             try:
                 super().__init__(**{name: self._listed(name, value) for name, value in values.items()})

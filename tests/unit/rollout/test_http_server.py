@@ -323,11 +323,14 @@ def test_what_is_no_json_object_is_refused(client: Client, data: bytes) -> None:
 def test_huge_bodies_and_other_methods_are_refused(client: Client) -> None:
     assert client.http.post("/v1/completions", content=b" " * (17 << 20)).status_code == 413
     assert client.http.get("/v1/completions").status_code == 405
+    body = {"model": "policy", "prompt": "A", "self": 1}
+    assert client.http.post("/v1/completions", json=body).status_code == 400
 
 
 def test_a_key_is_asked_for_where_there_is_one() -> None:
     with served(api_key="s3cret") as client:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+        odd = {b"Authorization": "Bearer s3crét".encode()}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}, odd):
             response = client.http.post("/v1/completions", json={"model": "policy", "prompt": "A"}, headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
             assert client.http.get("/v1/models", headers=headers).status_code == 401

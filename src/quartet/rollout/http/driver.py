@@ -64,6 +64,8 @@ class EngineThread:
                 self._streams.update(ids if stream else ())
 
         self._do(submit)
+        if self.failure is not None:  # maybe just now, and then nobody else tells
+            self._hand_over(ids, self.failure)
         return events
 
     def cancel(self, request_ids: Sequence[str]) -> None:

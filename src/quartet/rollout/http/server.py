@@ -28,6 +28,7 @@ from quartet.config import UserError
 from quartet.rollout.http.answers import Answers
 from quartet.rollout.http.bodies import AnyBody, ChatBody, CompletionBody, ModelLimits, requests_of
 from quartet.rollout.http.driver import EngineThread, Event
+from quartet.rollout.ledger import RequestsRefused
 from quartet.rollout.protocol import Completion, EngineFailed, GenerationError, Request, RolloutEngine
 from quartet.text.tokenizer import TextCodec
 
@@ -65,6 +66,8 @@ class Refused(Exception):
 
 
 def _refusal(error: UserError) -> Refused:
+    if isinstance(error, RequestsRefused):
+        error = error.error
     if isinstance(error, EngineFailed):
         return Refused(503, str(error), "service_unavailable_error", "engine_failed")
     if isinstance(error, GenerationError):
@@ -146,10 +149,9 @@ class Server:
             problem = f"{self.engine.held} answers are under way; at most {self._settings.max_requests} are"
             raise Refused(429, problem, "rate_limit_error", "too_many_requests")
         answers = Answers(name, body, self._codec, requests)
-        events = self.engine.ask(requests, stream=body.stream)
         if body.stream:
-            return StreamingResponse(self._stream(body, answers, requests, events), media_type="text/event-stream")
-        completions = await self._all(http, requests, events)
+            return StreamingResponse(self._stream(body, answers, requests), media_type="text/event-stream")
+        completions = await self._all(http, requests, self.engine.ask(requests))
         self._count(answers, completions)
         return JSONResponse(answers.whole(completions))
 
@@ -176,11 +178,10 @@ class Server:
             gone.cancel()
             self.engine.cancel([request.request_id for request in requests])
 
-    async def _stream(
-        self, body: AnyBody, answers: Answers, requests: Sequence[Request], events: asyncio.Queue[Event]
-    ) -> AsyncIterator[str]:
+    async def _stream(self, body: AnyBody, answers: Answers, requests: Sequence[Request]) -> AsyncIterator[str]:
         completions: list[Completion] = []
         status = "499"
+        events = self.engine.ask(requests, stream=True)
         try:
             while len(completions) < len(requests):
                 request_id, event = await events.get()
@@ -211,8 +212,8 @@ class Server:
         self._tokens.update(prompt=usage["prompt_tokens"], generated=usage["completion_tokens"])
 
     def _authorize(self, http: HTTPRequest) -> None:
-        key = self._settings.api_key
-        if key is not None and not hmac.compare_digest(http.headers.get("Authorization", ""), f"Bearer {key}"):
+        key, sent = self._settings.api_key, http.headers.get("Authorization", "").encode("latin-1")
+        if key is not None and not hmac.compare_digest(sent, f"Bearer {key}".encode()):
             raise Refused(
                 401, "the key in Authorization is missing, or wrong", "authentication_error", "invalid_api_key"
             )
